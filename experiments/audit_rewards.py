@@ -37,7 +37,6 @@ from gspo.io.arguments import key_values
 from gspo.io.escaping import guard
 from gspo.rewards.code.grader import CodeGrader
 from gspo.rewards.math.verifier import MathVerifier
-from gspo.rewards.sandbox import self_test
 from gspo.rewards.sandbox.runner import CodeRunner
 
 DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
@@ -78,7 +77,8 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     if options["suite"] == "yes":
         runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=weak)
         print("layers of the sandbox")
-        print(self_test.report(runner.layers()))
+        for layer, state in runner.layers().items():
+            print(f"  {layer:<10}  {state}")
         parts["attacks on the sandbox"] = attacks(runner, "attacks on the sandbox")
         parts["attacks through a tool"] = attacks(
             suite_tool(weak), "attacks through the tool of an environment"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from audit.attacks import SUITE_LIMITS
-from gspo.rewards.sandbox.runner import Ended
+from gspo.rewards.sandbox.runner import ProgramEnd
 from gspo.tasks.environments.protocol import Outcome
 from gspo.tasks.testbed.python_tool import PythonTool
 
@@ -21,7 +21,7 @@ class Noted:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.last = b"", Ended("sandbox-error", detail="no program was run")
+        self.last = b"", ProgramEnd("sandbox-error", detail="no program was run")
 
     def each(self, work: Callable[[Any, T], R], items: list[T]) -> list[R]:
         """Return what the runner returns."""
@@ -51,7 +51,7 @@ class ToolRunner:
         """Return work(self, item) for every item."""
         return [work(self, item) for item in items]
 
-    def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
+    def run_program(self, code: str, stdin: str) -> tuple[bytes, ProgramEnd]:
         """Let a policy call the tool with this code. Returns what it wrote and how it ended."""
         number = len(self.outcomes)
         episode = self.task.environment(self.task.problem(0, "train", number), (0, number))

@@ -1,17 +1,16 @@
-"""Calls a user's reward function, in processes of its own that are ended when a call takes too
-long.
+"""Calls a user's reward function in processes of its own, each call within a time limit.
 
 The function gets (prompt, response, row), or lists of them as (prompts, responses, rows), and may
 be async. It returns a number, None for a response that cannot be graded, or a
 gspo.data.samples.Score. An exception, None, or a call that takes too long leaves the response
-ungraded, with the reason; it ends neither the run nor the other calls.
+ungraded, with the reason. It ends neither the run nor the other calls.
 
-Judges that wait, for a model behind an address for example, are called side by side: up to 64 calls
-of an async function wait at the same time, and `workers` processes call any other function of one
+Judges that wait, for a model behind an address for example, are called side by side. Up to 64 calls
+of an async function wait at the same time. `workers` processes call any other function of a single
 response.
 
-The function is the user's own code and is not confined. If it runs what a model wrote, it should do
-so in a sandbox.
+The function is the user's own code and is not confined. If it runs code of a model, it should use a
+sandbox.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from gspo.data.samples import Score
-from gspo.rewards.reward_worker import Question, timeout
+from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
-GRACE_SECONDS = 2.0  # an async call ends itself at its limit; this much later the process is ended
+GRACE_SECONDS = 2.0  # for an async call to end itself at its limit, before the process is ended
 TRIAL_RESPONSE = "This is a trial of the reward function. The answer is 42."
 
 
 @dataclass
 class RewardFunction:
-    """Scores responses by the function at `path`, each call within `seconds`, in `workers`
-    processes. `key` is the setting that names it."""
+    """The function at `path`, called in `workers` processes, each call within `seconds`.
+
+    `key` is the setting that names the function."""
 
     path: str
     key: str
@@ -56,8 +56,10 @@ class RewardFunction:
         return RewardFunction, astuple(self)
 
     def start(self) -> None:
-        """Start the first process and import the function. Raises ValueError if it is not there,
-        has a wrong signature, or gets all responses at once although there are several processes.
+        """Start the first process and import the function.
+
+        Raises ValueError if the function is not there or has a wrong signature, or if it gets all
+        responses at once although there are several processes.
         """
         if self._owner != os.getpid():  # a forked copy: the processes belong to its parent
             self.__post_init__()
@@ -65,54 +67,57 @@ class RewardFunction:
         if style == "batch" and self.workers > 1:
             self.close()
             raise ValueError(
-                f"{self.key.rpartition('.')[0]}.workers={self.workers} with {self.key}={self.path}: that function gets "
-                "all responses at once, so one process calls it; leave it 1, or write a function of (prompt, response, "
-                "row)"
+                f"{self.key.rpartition('.')[0]}.workers={self.workers} with {self.key}={self.path}:"
+                " that function gets all responses at once, so one process calls it; leave it 1, "
+                "or write a function of (prompt, response, row)"
             )
 
     def try_out(self, prompt: str, row: dict[str, Any]) -> str:
-        """Call the function for a whole response and for one that breaks off, before anything
-        depends on it.
+        """Call the function for a whole and a truncated response before a run depends on it.
 
-        Return in words what went wrong, "" if nothing did. Raises ValueError for a mistake that no
+        Return in words why a call failed, "" if none did. Raises ValueError for a mistake that no
         response can mend, such as a column that the row does not have."""
         self.start()
-        half = TRIAL_RESPONSE[: len(TRIAL_RESPONSE) // 2]
-        questions: list[Question] = [(0, prompt, TRIAL_RESPONSE, row), (1, prompt, half, row)]
+        truncated_response = TRIAL_RESPONSE[: len(TRIAL_RESPONSE) // 2]
+        calls: list[RewardCall] = [
+            (0, prompt, TRIAL_RESPONSE, row),
+            (1, prompt, truncated_response, row),
+        ]
         with self._lock:
-            is_certain, text = self._processes[0].try_out(questions)
+            is_certain, reason = self._processes[0].try_out(calls)
         if is_certain:
             self.close()
-            raise ValueError(text)
-        return text
+            raise ValueError(reason)
+        return reason
 
     def __call__(
         self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]
     ) -> list[Score]:
         """Return the score of each response."""
-        questions: list[Question] = [
-            (place, *question)
-            for place, question in enumerate(zip(prompts, responses, rows, strict=True))
-        ]
+        calls: list[RewardCall] = list(
+            zip(range(len(prompts)), prompts, responses, rows, strict=True)
+        )
         self.start()
         with self._lock:
-            shares = [questions[number :: self.workers] for number in range(self.workers)]
             if self.workers == 1:
-                scores = self._processes[0].scores(questions)
+                scores = self._processes[0].scores(calls)
             else:
+                shares = [calls[worker :: self.workers] for worker in range(self.workers)]
+                scores = {}
                 with ThreadPoolExecutor(self.workers) as threads:
-                    found = threads.map(RewardProcess.scores, self._processes, shares)
-                    scores = {place: score for share in found for place, score in share.items()}
-        return [scores[place] for place in range(len(questions))]
+                    for share in threads.map(RewardProcess.scores, self._processes, shares):
+                        scores |= share
+        return [scores[index] for index in range(len(calls))]
 
     def close(self) -> None:
         """End the processes. The function can be called again."""
-        for process in self._processes if self._owner == os.getpid() else ():
-            process.close()
+        if self._owner == os.getpid():
+            for process in self._processes:
+                process.close()
 
 
 class RewardProcess:
-    """One process that calls the function. It is started when it is needed."""
+    """A process that calls the function. It is started when it is needed."""
 
     def __init__(self, path: str, key: str, seconds: float):
         self.path = path
@@ -123,90 +128,83 @@ class RewardProcess:
         self._style = ""
 
     def start(self) -> str:
-        """Start the process, if it is not running, and import the function. Return its style,
-        "single" or "batch". Raises ValueError if it is not there or has a wrong signature."""
+        """Start the process, import the function, and return its style, "single" or "batch".
+
+        Does nothing if the process is running. Raises ValueError if the function is not there or
+        has a wrong signature."""
         if self._process and self._process.poll() is None:
             return self._style
-        ours, theirs = multiprocessing.Pipe()
-        words = [
-            sys.executable,
-            "-P",
-            "-m",
-            "gspo.rewards.reward_worker",
-            str(theirs.fileno()),
-            self.path,
-            self.key,
-        ]
+        self._connection, worker_end = multiprocessing.Pipe()
+        command = [sys.executable, "-P", "-m", "gspo.rewards.reward_worker"]
+        command += [str(worker_end.fileno()), self.path, self.key, str(os.getpid())]
         # The current folder is searched last, by `import_object`: its files must not stand in for
         # installed modules.
         paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
         self._process = subprocess.Popen(
-            [*words, str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            command,
+            pass_fds=[worker_end.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": paths},
             start_new_session=True,  # Ctrl-C is for the run, which finishes its step
         )
-        theirs.close()
-        self._connection = ours
-        kind, text = self._receive(START_SECONDS) or (
-            "refused",
-            f"{self.key}={self.path}: its process has ended",
-        )
+        worker_end.close()
+        message = self._receive(START_SECONDS)
+        if message is None:
+            message = ("refused", f"{self.key}={self.path}: its process has ended")
+        kind, text = message
         if kind == "refused":
             self.close()
             raise ValueError(text)
         self._style = text
         return text
 
-    def try_out(self, questions: list[Question]) -> tuple[bool, str]:
-        """Call the function for these questions; return whether it has a mistake that no response
-        can mend, and what went wrong."""
+    def try_out(self, calls: list[RewardCall]) -> tuple[bool, str]:
+        """Make these calls and return (is_certain, reason), as RewardCaller.trial does."""
         self.start()
-        self._connection.send((questions, self.seconds, True))
-        message = self._receive(len(questions) * self.seconds + GRACE_SECONDS)
+        self._connection.send((calls, self.seconds, True))
+        message = self._receive(len(calls) * self.seconds + GRACE_SECONDS)
         if message is not None:
             return message[1:]
-        reason = self._ended().reason
+        reason = self._failure().reason
         self.close()
         return False, f"{self.key}={self.path}: {reason}"
 
-    def scores(self, questions: list[Question]) -> dict[int, Score]:
-        """Return the score of each question, by its place."""
-        waiting = {question[0]: question for question in questions}
+    def scores(self, calls: list[RewardCall]) -> dict[int, Score]:
+        """Return the score of each call by its index."""
+        waiting = {call[0]: call for call in calls}
         scores: dict[int, Score] = {}
         while waiting:
             self.start()
             self._connection.send((list(waiting.values()), self.seconds, False))
-            ended = self._collect(waiting)
-            scores |= ended
-            waiting = {place: question for place, question in waiting.items() if place not in ended}
+            scores |= self._collect(waiting)
+            waiting = {index: call for index, call in waiting.items() if index not in scores}
         return scores
 
-    def _collect(self, waiting: dict[int, Question]) -> dict[int, Score]:
-        """Return the outcomes of the questions that were sent: of all, or until the process must be
-        ended or has ended. Then the calls that had begun count as failed, and the others are asked
-        again."""
+    def _collect(self, waiting: dict[int, RewardCall]) -> dict[int, Score]:
+        """Return the scores of the calls that were sent.
+
+        If the process ends or must be ended, the calls that had begun count as failed, and the
+        others have no score yet."""
         scores: dict[int, Score] = {}
         begun: dict[int, float] = {}  # the time at which calls without outcome began
         while len(scores) < len(waiting):
             oldest = min(begun.values(), default=time.monotonic())
-            message = self._receive(
-                max(0.0, oldest + self.seconds + GRACE_SECONDS - time.monotonic())
-            )
+            deadline = oldest + self.seconds + GRACE_SECONDS
+            message = self._receive(max(0.0, deadline - time.monotonic()))
             if message is None:
-                why = self._ended()
+                failure = self._failure()
                 self.close()
-                return scores | {place: why for place in begun or waiting}
+                return scores | dict.fromkeys(begun or waiting, failure)
             if message[0] == "begins":
                 begun |= dict.fromkeys(message[1], time.monotonic())
             else:
-                scores[message[1]] = message[2]
-                begun.pop(message[1], None)
+                _, index, score = message
+                scores[index] = score
+                begun.pop(index, None)
         return scores
 
-    def _ended(self) -> Score:
-        """Return the score of calls that have no outcome: the process has ended, or takes too long."""
+    def _failure(self) -> Score:
+        """Return the score of calls without outcome: the process has ended, or takes too long."""
         code = self._process.poll()
         if code is None:
             return timeout(self.seconds)
@@ -215,7 +213,7 @@ class RewardProcess:
         )
 
     def _receive(self, seconds: float) -> Any:
-        """Return the process's next message; None after `seconds`, or if the process has ended."""
+        """Return the process's next message, or None after `seconds` or at its end."""
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError):
@@ -228,4 +226,5 @@ class RewardProcess:
             self._process.kill()
             self._process.wait()
             self._connection.close()
-        self._process = self._connection = None
+        self._process = None
+        self._connection = None

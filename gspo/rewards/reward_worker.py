@@ -1,11 +1,16 @@
-"""The process that a user's reward function runs in; gspo.rewards.reward_function starts it and
-says what is asked.
+"""The process that calls a user's reward function.
 
-It answers on a connection: ("ready", "batch" or "single") or ("refused", why) at first. Then for
-each call it begins it sends ("begins", places), and for each place that has an outcome ("outcome",
-place, Score). After a trial it sends one ("tried", certain, what went wrong). Printing in the
-function goes to the standard error. The command line gives the connection's descriptor and the
-place of the function.
+gspo.rewards.reward_function starts it. The command line gives the connection's descriptor, the
+function's path, the setting that names it, and the parent's process id. The process sends these
+messages on the connection:
+
+    ("ready", "batch" or "single")    the function was imported
+    ("refused", reason)               or it was not, and the process ends
+    ("begins", indices)               the calls for these responses begin
+    ("outcome", index, Score)         a response has its score
+    ("tried", is_certain, reason)     the result of a trial
+
+Output of the function goes to the standard error.
 """
 
 from __future__ import annotations
@@ -24,34 +29,34 @@ from typing import Any
 from gspo.data.samples import LARGEST_REWARD, Score
 from gspo.io.user_code import import_object
 
-ONE, MANY = ("prompt", "response", "row"), ("prompts", "responses", "rows")
-AT_ONCE = 64  # most calls of an async function that wait at the same time
-LONGEST_REASON = 500  # characters
-Question = tuple[int, str, str, dict[str, Any]]  # place, prompt, response, row
+SINGLE_PARAMETERS = ("prompt", "response", "row")
+BATCH_PARAMETERS = ("prompts", "responses", "rows")
+MAX_CONCURRENT_CALLS = 64  # calls of an async function that wait at the same time
+MAX_REASON_CHARS = 500
+RewardCall = tuple[int, str, str, dict[str, Any]]  # index, prompt, response, row
 
 
-def style_of(function: Callable[..., Any], start: str) -> str:
-    """Return "single" for a function of (prompt, response, row), "batch" for one of (prompts,
-    responses, rows).
+def style_of(function: Callable[..., Any], message_start: str) -> str:
+    """Return the style of a reward function by its signature.
 
-    Raises ValueError, which begins with `start`, for another signature."""
+    It is "single" for (prompt, response, row) and "batch" for (prompts, responses, rows). Raises
+    ValueError, which begins with `message_start`, for another signature."""
     wanted = (
-        f"def NAME({', '.join(ONE)}) or, for all responses at once, def NAME({', '.join(MANY)})"
+        f"def NAME({', '.join(SINGLE_PARAMETERS)}) or, for all responses at once, "
+        f"def NAME({', '.join(BATCH_PARAMETERS)})"
     )
     if not callable(function):
-        raise ValueError(f"{start}: must be a function, {wanted}")
+        raise ValueError(f"{message_start}: must be a function, {wanted}")
     signature = inspect.signature(function)
-    names, needed = (
-        tuple(signature.parameters)[:3],
-        [p for p in signature.parameters.values() if p.default is p.empty],
-    )
-    if names not in (ONE, MANY) or len(needed) > 3:
-        raise ValueError(f"{start}{signature}: must be {wanted}")
-    return "batch" if names == MANY else "single"
+    names = tuple(signature.parameters)[:3]
+    required = [p for p in signature.parameters.values() if p.default is p.empty]
+    if names not in (SINGLE_PARAMETERS, BATCH_PARAMETERS) or len(required) > 3:
+        raise ValueError(f"{message_start}{signature}: must be {wanted}")
+    return "batch" if names == BATCH_PARAMETERS else "single"
 
 
-class NoScore(ValueError):
-    """Raised for what a reward function returned if that is no score."""
+class NotAScore(ValueError):
+    """Raised when the returned value of a reward function is no score."""
 
 
 class AbsentColumn(KeyError):
@@ -59,16 +64,17 @@ class AbsentColumn(KeyError):
 
 
 class TrialRow(dict):
-    """A row that tells its own KeyErrors from those of other mappings."""
+    """A row that tells its own KeyErrors from the KeyErrors of other mappings."""
 
     def __missing__(self, column: str) -> Any:
         raise AbsentColumn(column)
 
 
 def as_score(value: Any) -> Score:
-    """Return what a reward function gave as a score: a number, True or False, None for no reward,
-    or a Score. Raises NoScore for anything else, and ValueError for a number that is not finite or
-    too large."""
+    """Return the value of a reward function as a Score.
+
+    The value is a number, True or False, None for no reward, or a Score. Raises NotAScore for
+    anything else, and ValueError for a number that is not finite or too large."""
     if isinstance(value, Score):
         score = value
     elif value is None:
@@ -77,7 +83,7 @@ def as_score(value: Any) -> Score:
         try:
             reward = float(value)
         except (TypeError, ValueError):
-            raise NoScore(
+            raise NotAScore(
                 f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number"
             ) from None
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
@@ -86,132 +92,132 @@ def as_score(value: Any) -> Score:
     return score
 
 
-class Worker:
-    """Calls the function and sends what became of each response."""
+class RewardCaller:
+    """Calls the function and sends the score of each response."""
 
     def __init__(self, connection: Connection, function: Callable[..., Any], style: str, name: str):
         self.connection = connection
         self.function = function
         self.style = style
         self.name = name  # the setting and its value, for messages
-        self.errors: list[Exception] = []  # what the function raised in the latest call of `answer`
+        self.errors: list[Exception] = []  # the function's exceptions in the latest `answer`
 
     def failure(self, error: Exception) -> Score:
-        """Return the score of a response whose reward function raised an exception: the reason
-        names the function, the exception, and the last line of the user's own code that it came
-        from."""
+        """Return the score of a response whose reward function raised an exception.
+
+        The reason names the function, the exception, and the last line of the user's own code in
+        its traceback."""
         self.errors.append(error)
         frames = traceback.extract_tb(error.__traceback__)
         # a class's instance has none
         code = getattr(inspect.unwrap(self.function), "__code__", None)
-        own_folder = os.path.dirname(code.co_filename) if code else ""
-        own = [frame for frame in frames if os.path.dirname(frame.filename) == own_folder]
-        place = ""
-        if own:
-            place = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+        user_folder = os.path.dirname(code.co_filename) if code else ""
+        user_frames = [frame for frame in frames if os.path.dirname(frame.filename) == user_folder]
+        location = ""
+        if user_frames:
+            last = user_frames[-1]
+            location = f" ({os.path.basename(last.filename)}, line {last.lineno})"
         kind = "KeyError" if isinstance(error, AbsentColumn) else type(error).__name__
-        what = str(error) if isinstance(error, NoScore) else f"it raised {kind}: {error}"
-        return Score(None, "error", reason=f"{self.name}: {what}{place}"[:LONGEST_REASON])
+        what = str(error) if isinstance(error, NotAScore) else f"it raised {kind}: {error}"
+        return Score(None, "error", reason=f"{self.name}: {what}{location}"[:MAX_REASON_CHARS])
 
-    def trial(self, questions: list[Question], seconds: float) -> tuple[bool, str]:
-        """Call the function for these questions before a run. Return whether it has a mistake that
-        no response can mend, and in words what went wrong; "" if nothing did.
+    def trial(self, calls: list[RewardCall], seconds: float) -> tuple[bool, str]:
+        """Make these calls before a run, and return (is_certain, reason).
 
-        Such mistakes are a column that the rows do not have, a name that is not defined, a module
-        that cannot be imported, and a value that is no number. Other exceptions may be due to the
-        trial's responses."""
-        reason, errors = self._tried(questions, seconds)
+        `reason` says in words why a call failed, and is "" if none did. `is_certain` says that no
+        response can mend the mistake. Such mistakes are a column that the rows do not have, a name
+        that is not defined, a module that cannot be imported, and a value that is no number. Other
+        exceptions may be due to the trial's responses."""
+        reason, errors = self._try(calls, seconds)
         if any(isinstance(error, KeyError) for error in errors):
-            reason, errors = self._tried(
-                [(*question[:3], TrialRow(question[3])) for question in questions], seconds
-            )
+            trial_calls = [(*call[:3], TrialRow(call[3])) for call in calls]
+            reason, errors = self._try(trial_calls, seconds)
         for error in errors:
             if isinstance(error, AbsentColumn):
-                columns = ", ".join(map(str, questions[0][3]))
-                return (
-                    True,
-                    f"{reason}; the rows have no column {error.args[0]!r}, they have {columns}",
-                )
+                columns = ", ".join(map(str, calls[0][3]))
+                column = error.args[0]
+                return True, f"{reason}; the rows have no column {column!r}, they have {columns}"
         # an unbound local name is a NameError too, and may be due to the response
-        certain = [e for e in errors if isinstance(e, NameError | ImportError | NoScore)]
-        return any(not isinstance(error, UnboundLocalError) for error in certain), reason
+        is_certain = any(
+            isinstance(error, NameError | ImportError | NotAScore)
+            and not isinstance(error, UnboundLocalError)
+            for error in errors
+        )
+        return is_certain, reason
 
-    def _tried(self, questions: list[Question], seconds: float) -> tuple[str, list[Exception]]:
-        """Call the function and send nothing. Return the first reason for which a response was left
-        ungraded, "" if there is none, and what was raised."""
+    def _try(self, calls: list[RewardCall], seconds: float) -> tuple[str, list[Exception]]:
+        """Call the function without sending anything, and return (reason, exceptions).
+
+        `reason` is the first reason for which a response was left ungraded, "" if there is none."""
         scores: list[Score] = []
 
-        class Outcomes:
+        class ScoreList:
             """Keeps the scores that would be sent."""
 
             def send(self, message: tuple) -> None:
                 if message[0] == "outcome":
                     scores.append(message[2])
 
-        trying = Worker(Outcomes(), self.function, self.style, self.name)
-        trying.answer(questions, seconds)
-        reason = next(
-            (score.reason for score in scores if score.verdict in ("error", "timeout")), ""
-        )
-        return reason, trying.errors
+        caller = RewardCaller(ScoreList(), self.function, self.style, self.name)
+        caller.answer(calls, seconds)
+        reasons = [score.reason for score in scores if score.verdict in ("error", "timeout")]
+        return reasons[0] if reasons else "", caller.errors
 
-    def answer(self, questions: list[Question], seconds: float) -> None:
-        """Call the function for all questions."""
+    def answer(self, calls: list[RewardCall], seconds: float) -> None:
+        """Make all calls and send their outcomes."""
         if self.style == "batch":
-            self.answer_batch(questions, seconds)
+            self.answer_batch(calls, seconds)
         elif inspect.iscoroutinefunction(self.function):
-            asyncio.run(self.answer_async(questions, seconds))
+            asyncio.run(self.answer_async(calls, seconds))
         else:
-            for place, *arguments in questions:
-                self.connection.send(("begins", [place]))
+            for index, *arguments in calls:
+                self.connection.send(("begins", [index]))
                 try:
                     score = as_score(self.function(*arguments))
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
-                self.connection.send(("outcome", place, score))
+                self.connection.send(("outcome", index, score))
 
-    def answer_batch(self, questions: list[Question], seconds: float) -> None:
+    def answer_batch(self, calls: list[RewardCall], seconds: float) -> None:
         """Call a function of lists once."""
-        places = [place for place, *_ in questions]
-        self.connection.send(("begins", places))
+        indices, prompts, responses, rows = map(list, zip(*calls, strict=True))
+        self.connection.send(("begins", indices))
         try:
-            values = self.function(
-                *(list(column) for column in list(zip(*questions, strict=True))[1:])
-            )
+            values = self.function(prompts, responses, rows)
             if inspect.iscoroutine(values):
                 values = asyncio.run(asyncio.wait_for(values, seconds))
             try:
                 values = list(values)
             except TypeError:
-                raise NoScore(
+                raise NotAScore(
                     f"it returned {type(values).__name__}, not a list of rewards"
                 ) from None
-            if len(values) != len(places):
-                raise NoScore(f"it returned {len(values)} rewards for {len(places)} responses")
+            if len(values) != len(indices):
+                raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")
             scores = [as_score(value) for value in values]
         except TimeoutError:
-            scores = [timeout(seconds)] * len(places)
+            scores = [timeout(seconds)] * len(indices)
         except Exception as error:  # the user's function may raise anything
-            scores = [self.failure(error)] * len(places)
-        for place, score in zip(places, scores, strict=True):
-            self.connection.send(("outcome", place, score))
+            scores = [self.failure(error)] * len(indices)
+        for index, score in zip(indices, scores, strict=True):
+            self.connection.send(("outcome", index, score))
 
-    async def answer_async(self, questions: list[Question], seconds: float) -> None:
-        """Call an async function for all questions, up to AT_ONCE at the same time."""
-        room = asyncio.Semaphore(AT_ONCE)
+    async def answer_async(self, calls: list[RewardCall], seconds: float) -> None:
+        """Make all calls of an async function, up to MAX_CONCURRENT_CALLS at the same time."""
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-        async def ask(place: int, *arguments: Any) -> None:
-            async with room:
-                self.connection.send(("begins", [place]))
+        async def answer_call(index: int, *arguments: Any) -> None:
+            async with semaphore:
+                self.connection.send(("begins", [index]))
                 try:
                     score = as_score(await asyncio.wait_for(self.function(*arguments), seconds))
                 except TimeoutError:
                     score = timeout(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
-                self.connection.send(("outcome", place, score))
+                self.connection.send(("outcome", index, score))
 
-        await asyncio.gather(*(ask(*question) for question in questions))
+        await asyncio.gather(*(answer_call(*call) for call in calls))
 
 
 def timeout(seconds: float) -> Score:
@@ -220,20 +226,18 @@ def timeout(seconds: float) -> Score:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when the one that started it has ended, also during a call that never
-    returns.
-    """
+    """End this process when its parent has ended, also during a call that never returns."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)
 
 
 def main() -> None:
-    descriptor, path, key, parent = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    os.dup2(2, 1)  # what the function prints is shown at once, beside the run's own output
+    descriptor, path, key, parent = sys.argv[1:5]
+    os.dup2(2, 1)  # the function's output is shown at once, beside the run's own output
     sys.stdout.reconfigure(line_buffering=True)
-    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    connection = Connection(descriptor)
+    threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True).start()
+    connection = Connection(int(descriptor))
     try:
         function = import_object(path, key)
         style = style_of(function, f"{key}={path}")
@@ -241,16 +245,16 @@ def main() -> None:
         connection.send(("refused", str(error)))
         return
     connection.send(("ready", style))
-    worker = Worker(connection, function, style, f"{key}={path}")
+    caller = RewardCaller(connection, function, style, f"{key}={path}")
     while True:
         try:
-            questions, seconds, is_trial = connection.recv()
+            calls, seconds, is_trial = connection.recv()
         except EOFError:
             return
         if is_trial:
-            connection.send(("tried", *worker.trial(questions, seconds)))
+            connection.send(("tried", *caller.trial(calls, seconds)))
         else:
-            worker.answer(questions, seconds)
+            caller.answer(calls, seconds)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from commands import ROOT, SMALL, environment
 
 CHECK = """
 from gspo.rewards.sandbox.runner import CodeRunner, Limits
-from gspo.rewards.sandbox.self_test import attack
+from gspo.rewards.sandbox.self_test import run_probes
 with CodeRunner(Limits(cpu_seconds=5, wall_seconds=20), slots=2) as runner:
-    states = runner.each(lambda slot, _: {**slot.layers(), **attack(slot)}, [None])[0]
+    states = runner.each(lambda slot, _: {**slot.layers(), **run_probes(slot)}, [None])[0]
     states["a program"] = str(runner.each(lambda slot, code: slot.run_program(code, ""), ["print(6 * 7)"])[0][0])
 print(*(f"{name}: {state}" for name, state in states.items()), sep="\\n")
 """

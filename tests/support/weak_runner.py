@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from gspo.rewards.sandbox.session import Ended, Limits
+from gspo.rewards.sandbox.session import Limits, ProgramEnd
 
 
 class WeakRunner:
@@ -25,7 +25,9 @@ class WeakRunner:
     def close(self) -> None:
         pass
 
-    def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
+    def run_program(
+        self, code: str, stdin: str, limits: Limits | None = None
+    ) -> tuple[bytes, ProgramEnd]:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as written:
             given.write(stdin.encode())
             given.seek(0)
@@ -44,4 +46,4 @@ class WeakRunner:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 status, why = process.wait(), "timeout"
-            return os.pread(written.fileno(), 1 << 24, 0), Ended(why, status)
+            return os.pread(written.fileno(), 1 << 24, 0), ProgramEnd(why, status)

@@ -6,7 +6,7 @@ their limits.
         print(result.name, result.stopped, result.seen)
 
 An attack counts as stopped if the harness saw no effect of any kind: see `run_attack` of
-gspo/rewards/sandbox/attack.py. Only decoys are attacked, and the damage is bounded should the
+experiments/audit/attack.py. Only decoys are attacked, and the damage is bounded should the
 sandbox fail: at most 64 processes, 64 MB of files, and twice the memory limit.
 """
 
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from audit.attack import Attack, AttackResult, run_attack
 from audit.attacks.files import FILES, NETWORK
 from audit.attacks.kernel import KERNEL
 from audit.attacks.limits import LIMITS
 from audit.attacks.memory import MEMORY
 from audit.attacks.processes import PROCESSES
-from gspo.rewards.sandbox.attack import Attack, AttackResult, run_attack
-from gspo.rewards.sandbox.quick_attacks import QUICK_ATTACKS
-from gspo.rewards.sandbox.scene import exposed, scene
+from audit.attacks.quick import QUICK_ATTACKS
+from audit.scene import exposed, scene
 from gspo.rewards.sandbox.session import Limits
 
 ATTACKS: tuple[Attack, ...] = QUICK_ATTACKS + FILES + NETWORK + PROCESSES + MEMORY + KERNEL + LIMITS

@@ -4,7 +4,7 @@ to others.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 FILES = (
     Attack(

@@ -6,7 +6,7 @@ there; see `passes`.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 PASSES = """
 def passes(work, *errors):  # succeeded, or failed only by these errors

@@ -7,7 +7,7 @@ twice the memory.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 STOPPED = ("timeout",)
 WAIT = "end = until()\nwhile time.monotonic() < end: time.sleep(0.2)\n"

@@ -4,7 +4,7 @@ earlier program.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 # This earlier program has the secret in its code, its input, its output and its memory.
 EARLIER = """

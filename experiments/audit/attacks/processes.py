@@ -4,7 +4,7 @@ there.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 START = (
     Attack(

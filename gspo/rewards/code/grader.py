@@ -1,12 +1,12 @@
-"""Grades untrusted programs on tests. Expected values and comparisons never enter a process where
-such a program runs.
+"""Grades untrusted programs on tests.
 
-There are three kinds of test:
+Expected values and comparisons never enter a process in which such a program runs. There are three
+kinds of test:
 
 - FunctionCase: the program is loaded once, in a fresh confined process. For each case that process
-  gets the arguments and sends back a value, which is compared here (values.equal). What a program
-  forges is only a value to compare.
-- StdinCase: each case has a fresh process, whose standard output is compared here
+  gets the arguments and sends back a value, which is compared here (values.equal). Even a forged
+  result is only a value to compare.
+- StdinCase: each case has a fresh process. Its standard output is compared here
   (values.same_output), or by the problem's own checker in a further confined process (outputs.py).
 - Asserts: trusted test code runs in a second confined process, which asks for each call of the
   program (asserts.py).
@@ -37,7 +37,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from gspo.rewards.code.outputs import OutputRule, accepts, checker_input, checker_program
-from gspo.rewards.sandbox.runner import CodeRunner, Ended, Limits, Session, Slot
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.rewards.sandbox.values import (
     Malformed,
     Unserialisable,
@@ -47,21 +47,22 @@ from gspo.rewards.sandbox.values import (
     same_output,
 )
 
-ATTEMPTS = 2
-OUTPUT_BYTES = 4 << 20
-TOTAL_CASES = 50  # a program may use the CPU time of this many cases in all
-CODE_CHARACTERS = 1 << 20
-DETAIL_CHARACTERS = 200
+MAX_ATTEMPTS = 2
+MAX_OUTPUT_BYTES = 4 << 20
+CPU_LIMIT_CASES = 50  # a program may use the CPU time of this many cases in all
+MAX_TOTAL_CPU_SECONDS = 36000.0
+MAX_CODE_CHARS = 1 << 20
+MAX_DETAIL_CHARS = 200
 # the verdicts that a program's own process may report
 FAILURES = ("runtime-error", "memory", "unserialisable", "missing", "compile-error")
-
-
+LOADING = -1  # the index of the answer to the loading of the program
+NO_KEYWORDS = ["d"]  # an empty dict in JSON form
 EXACT = OutputRule()
 
 
 @dataclass(frozen=True)
 class FunctionCase:
-    """One call of the entry point and what it should return."""
+    """A call of the entry point and its expected result."""
 
     arguments: tuple
     expected: Any
@@ -69,7 +70,7 @@ class FunctionCase:
 
 @dataclass(frozen=True)
 class StdinCase:
-    """One run of the program and what it should print, by the problem's rule."""
+    """A run of the program and its expected output, compared by the problem's rule."""
 
     stdin: str
     stdout: str
@@ -78,10 +79,10 @@ class StdinCase:
 
 @dataclass(frozen=True)
 class Asserts:
-    """Trusted test code that calls the program, such as HumanEval's check(candidate) or MBPP's
-    assert lines.
+    """Trusted test code that calls the program.
 
-    It runs after `prelude`. A name that neither of the two defines is taken from the program.
+    Examples are HumanEval's check(candidate) and MBPP's assert lines. It runs after `prelude`. The
+    program provides each name that neither of the two defines.
     """
 
     test: str
@@ -90,8 +91,10 @@ class Asserts:
 
 @dataclass(frozen=True)
 class Submission:
-    """A program and its tests. The entry point "Solution.name" is a method, called on a fresh
-    Solution() for every case; "" is for tests that need none."""
+    """A program and its tests.
+
+    The entry point "Solution.name" is a method, called on a fresh Solution() for every case. It is
+    "" for tests that need none."""
 
     code: str
     entry_point: str
@@ -100,8 +103,10 @@ class Submission:
 
 @dataclass(frozen=True)
 class Grade:
-    """A verdict on a program. It is that of the first case that does not pass, which is the last of
-    `cases`, since grading stops there."""
+    """The verdict on a program, and the verdicts on its cases.
+
+    Grading stops at the first case that does not pass. Its verdict is the last of `cases` and the
+    verdict on the program."""
 
     verdict: str
     cases: tuple[str, ...]
@@ -117,22 +122,22 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _CaseOutcome:
     verdict: str
     detail: str = ""
-    again: bool = False  # whether it may be the machine's fault
+    retry: bool = False  # whether it may be the machine's fault
 
 
-PASS = _Outcome("pass")
+PASS = _CaseOutcome("pass")
 
 
 @dataclass
 class CodeGrader:
-    """Grades `slots` programs at a time. The limits are per case; the CPU time of all cases
-    together is limited too, to that of 50 cases.
+    """A grader of `slots` programs at a time.
 
-    It can be used from any thread, from a forked copy and, pickled, from another process. Raises
-    ValueError for bad settings.
+    The limits are per case. All cases of a program together may use the CPU time of 50 cases. The
+    grader can be used from any thread, from a forked copy and, pickled, from another process.
+    Raises ValueError for bad settings.
     """
 
     slots: int = 1
@@ -142,8 +147,13 @@ class CodeGrader:
     allow_weak_sandbox: bool = False
 
     def __post_init__(self) -> None:
-        total = min(36000.0, TOTAL_CASES * self.cpu_seconds)
-        limits = Limits(self.cpu_seconds, total, self.wall_seconds, self.memory_mb, OUTPUT_BYTES)
+        limits = Limits(
+            cpu_seconds=self.cpu_seconds,
+            total_cpu_seconds=min(MAX_TOTAL_CPU_SECONDS, CPU_LIMIT_CASES * self.cpu_seconds),
+            wall_seconds=self.wall_seconds,
+            memory_mb=self.memory_mb,
+            output_bytes=MAX_OUTPUT_BYTES,
+        )
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
 
     def __enter__(self) -> CodeGrader:
@@ -153,43 +163,44 @@ class CodeGrader:
         self.close()
 
     def grade(self, submissions: list[Submission]) -> list[Grade]:
-        """Grade the submissions in order. Identical ones are graded once; what may be the machine's
-        fault is tried twice.
+        """Return the grades of the submissions, in their order.
 
-        Raises ValueError for a submission without tests, for a function case without entry point,
-        and for expected values or arguments that are not plain data.
+        Identical submissions are graded once. A failure that may be the machine's fault is tried
+        twice. Raises ValueError for a submission without tests, for a function case without entry
+        point, and for expected values or arguments that are not plain data.
         """
         # programs for one problem often share their tests
         prepared: dict[int, tuple[list[Any], bytes]] = {}
         jobs: dict[tuple[str, str, bytes], tuple[Submission, list[Any]]] = {}
         keys = []
         for submission in submissions:
-            if id(submission.tests) not in prepared:
-                prepared[id(submission.tests)] = _prepare(submission.tests)
-            tests, digest = prepared[id(submission.tests)]
+            tests_id = id(submission.tests)
+            if tests_id not in prepared:
+                prepared[tests_id] = _prepare(submission.tests)
+            tests, digest = prepared[tests_id]
             if not submission.entry_point and any(isinstance(test, _Call) for test in tests):
                 raise ValueError("entry_point='': a function case needs the name of its function")
-            keys.append((submission.code, submission.entry_point, digest))
-            jobs.setdefault(keys[-1], (submission, tests))
+            key = (submission.code, submission.entry_point, digest)
+            keys.append(key)
+            jobs.setdefault(key, (submission, tests))
         grades = dict(zip(jobs, self._runner.each(_grade, list(jobs.values())), strict=True))
         return [grades[key] for key in keys]
 
     def layers(self) -> dict[str, str]:
-        """Return what confines the programs here, layer by layer, for printing."""
+        """Return the layers that confine the programs here, in words for printing."""
         return self._runner.layers()
 
     def close(self) -> None:
-        """End the processes. They start anew if the grader is used again."""
+        """End the processes, which start again if the grader is used again."""
         self._runner.close()
 
 
 def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[list[Any], bytes]:
-    """Return the tests with their values in JSON form, and a digest that is the same for the same
-    tests.
-    """
+    """Return the tests with their values in JSON form, and a digest of the tests."""
     if not tests:
         raise ValueError("tests=(): a program without tests would pass")
-    prepared, texts = [], []
+    prepared = []
+    contents = []
     for number, test in enumerate(tests):
         if isinstance(test, FunctionCase):
             try:
@@ -197,36 +208,37 @@ def _prepare(tests: tuple[FunctionCase | StdinCase | Asserts, ...]) -> tuple[lis
             except Unserialisable as error:
                 raise ValueError(f"tests[{number}]: {error}") from None
         prepared.append(test)
-        texts.append([type(test).__name__, *vars(test).values()])
-    return prepared, hashlib.sha256(json.dumps(texts, default=astuple).encode()).digest()
+        contents.append([type(test).__name__, *vars(test).values()])
+    text = json.dumps(contents, default=astuple)
+    return prepared, hashlib.sha256(text.encode()).digest()
 
 
 def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
-    """Run the tests until one does not pass, and all of them once more if that may be the machine's
-    fault.
-    """
-    for attempt in range(ATTEMPTS):
+    """Run the tests until one does not pass.
+
+    Run all of them once more if that may be the machine's fault."""
+    for attempt in range(MAX_ATTEMPTS):
         cases = []
         with contextlib.closing(_outcomes(slot, *job)) as outcomes:
             for outcome in outcomes:
                 cases.append(outcome.verdict)
                 if outcome.verdict != "pass":
                     break
-        if not outcome.again or attempt == ATTEMPTS - 1:
+        if not outcome.retry or attempt == MAX_ATTEMPTS - 1:
             break
     # this removes lone surrogates
-    detail = outcome.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+    detail = outcome.detail[:MAX_DETAIL_CHARS].encode("utf-8", "backslashreplace").decode()
     return Grade(outcome.verdict, tuple(cases), detail)
 
 
-def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[_Outcome]:
-    """Yield the outcomes of the tests in order; each test runs when its outcome is asked for."""
-    if len(submission.code) > CODE_CHARACTERS:
-        yield _Outcome("compile-error", f"longer than {CODE_CHARACTERS} characters")
+def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[_CaseOutcome]:
+    """Yield the outcomes of the tests in order. Each test runs when the caller asks for it."""
+    if len(submission.code) > MAX_CODE_CHARS:
+        yield _CaseOutcome("compile-error", f"longer than {MAX_CODE_CHARS} characters")
         return
     calls: list[_Call] = []
     try:
-        for test in (*tests, None):
+        for test in (*tests, None):  # None ends the last calls
             if isinstance(test, _Call):  # consecutive calls share a process
                 calls.append(test)
                 continue
@@ -238,10 +250,10 @@ def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[
             elif isinstance(test, Asserts):
                 yield _assert_outcome(slot, submission, test)
     except OSError as error:  # no process, descriptor or fork server was to be had
-        yield _Outcome("sandbox-error", f"{type(error).__name__}: {error}", again=True)
+        yield _CaseOutcome("sandbox-error", f"{type(error).__name__}: {error}", retry=True)
 
 
-def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
+def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _CaseOutcome:
     output, ended = slot.run_program(code, case.stdin)
     if ended.why != "exit" or ended.code != 0:
         return _ended(ended)
@@ -249,107 +261,114 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _Outcome:
     printed = output.decode("utf-8", "surrogateescape")
     if case.rule.checker:
         return _checked_outcome(slot, case, printed)
-    alike = same_output(case.stdout, printed, case.rule.tolerance, case.rule.ignores_case)
-    return PASS if alike else _Outcome("wrong")
+    is_same = same_output(case.stdout, printed, case.rule.tolerance, case.rule.ignores_case)
+    return PASS if is_same else _CaseOutcome("wrong")
 
 
-def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _Outcome:
-    """Ask the problem's checker, in a process of its own. A checker that fails says nothing about
-    the program.
-    """
-    given = checker_input(case.stdin, case.stdout, printed)
-    said, ended = slot.run_program(checker_program(case.rule.checker), given)
+def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _CaseOutcome:
+    """Return the outcome by the problem's checker, which runs in a process of its own.
+
+    A checker that fails says nothing about the program."""
+    texts = checker_input(case.stdin, case.stdout, printed)
+    output, ended = slot.run_program(checker_program(case.rule.checker), texts)
     if ended.why != "exit" or ended.code != 0:
-        return _Outcome(
+        return _CaseOutcome(
             "sandbox-error", f"the problem's checker ended by {ended.why}, status {ended.code}"
         )
-    return PASS if accepts(said.decode("utf-8", "replace")) else _Outcome("wrong")
+    return PASS if accepts(output.decode("utf-8", "replace")) else _CaseOutcome("wrong")
 
 
-def _call_outcomes(slot: Slot, submission: Submission, calls: list[_Call]) -> Iterator[_Outcome]:
+def _call_outcomes(
+    slot: Slot, submission: Submission, calls: list[_Call]
+) -> Iterator[_CaseOutcome]:
     with slot.open("function", {"code": submission.code, "objects": False}) as session:
-        _, failed = _result(session.exchange(None, pause=False), -1)
-        if failed:
-            yield failed
+        _, failure = _result(session.exchange(None, pause=False), LOADING)
+        if failure:
+            yield failure
             return
         for index, call in enumerate(calls):
-            reply, failed = _call(
-                session, index, submission.entry_point, call.arguments, ["d"], pause=False
-            )
-            yield failed or _compare(call.expected, reply)
+            request = {
+                "index": index,
+                "call": submission.entry_point,
+                "arguments": call.arguments,
+                "keywords": NO_KEYWORDS,
+            }
+            reply, failure = _result(session.exchange(request, pause=False), index)
+            yield failure or _compare(call.expected, reply)
 
 
-def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _Outcome:
+def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _CaseOutcome:
     """Carry calls from the test's process to the program's, and the results back."""
     with slot.open("function", {"code": submission.code, "objects": True}) as program:
-        _, failed = _result(program.exchange(None), -1)
-        if failed:
-            return failed
+        _, failure = _result(program.exchange(None), LOADING)
+        if failure:
+            return failure
         first = {"prelude": test.prelude, "test": test.test, "entry_point": submission.entry_point}
         with slot.open("tester", first) as tester:
-            said, index = tester.exchange(None), 0
-            while not isinstance(said, Ended) and "verdict" not in said:
-                reply, failed = _call(
-                    program, index, said["call"], said["arguments"], said["keywords"]
-                )
-                if failed:
-                    return failed
+            message = tester.exchange(None)
+            index = 0
+            while not isinstance(message, ProgramEnd) and "verdict" not in message:
+                request = {
+                    "index": index,
+                    "call": message["call"],
+                    "arguments": message["arguments"],
+                    "keywords": message["keywords"],
+                }
+                reply, failure = _result(program.exchange(request), index)
+                if failure:
+                    return failure
                 # the value that is judged must be plain
-                if "object" in reply and said["call"] == submission.entry_point:
-                    return _Outcome("unserialisable", "an object that is not plain data")
-                said, index = tester.exchange(reply), index + 1
-    if not isinstance(said, Ended):
-        return _Outcome(said["verdict"], said["detail"], again=said["verdict"] == "sandbox-error")
-    if said.why == "exit":
-        return _Outcome("sandbox-error", f"the test's process ended with {said.code}", again=True)
-    return _ended(said)
+                if "object" in reply and message["call"] == submission.entry_point:
+                    return _CaseOutcome("unserialisable", "an object that is not plain data")
+                message = tester.exchange(reply)
+                index += 1
+    if not isinstance(message, ProgramEnd):
+        verdict = message["verdict"]
+        return _CaseOutcome(verdict, message["detail"], retry=verdict == "sandbox-error")
+    if message.why == "exit":
+        detail = f"the test's process ended with {message.code}"
+        return _CaseOutcome("sandbox-error", detail, retry=True)
+    return _ended(message)
 
 
-def _call(
-    session: Session, index: int, name: str, arguments: Any, keywords: Any, pause: bool = True
-) -> tuple[dict[str, Any], _Outcome | None]:
-    """Ask a program for one call and return its answer, {"value"} or {"object"}, or how it failed."""
-    message = {"index": index, "call": name, "arguments": arguments, "keywords": keywords}
-    return _result(session.exchange(message, pause), index)
+def _result(
+    reply: dict[str, Any] | ProgramEnd, index: int
+) -> tuple[dict[str, Any], _CaseOutcome | None]:
+    """Return the result in an untrusted answer, {"value"} or {"object"}, or how the call failed.
 
-
-def _result(reply: dict[str, Any] | Ended, index: int) -> tuple[dict[str, Any], _Outcome | None]:
-    """Take from an untrusted answer exactly what was asked for; anything else breaks the protocol."""
-    if isinstance(reply, Ended):
+    Anything but the answer to call `index` breaks the protocol."""
+    if isinstance(reply, ProgramEnd):
         return {}, _ended(reply)
     detail = reply.get("detail", "")
-    if (
-        type(reply.get("index")) is not int
-        or reply["index"] != index
-        or not isinstance(detail, str)
-    ):
-        return {}, _Outcome("protocol", "not the answer that was asked for")
+    reply_index = reply.get("index")
+    if type(reply_index) is not int or reply_index != index or not isinstance(detail, str):
+        return {}, _CaseOutcome("protocol", "not the answer that was asked for")
     if "status" in reply:
-        is_failure = reply["status"] in FAILURES
-        return {}, _Outcome(reply["status"], detail) if is_failure else _Outcome(
-            "protocol", "no known status"
-        )
+        if reply["status"] in FAILURES:
+            return {}, _CaseOutcome(reply["status"], detail)
+        return {}, _CaseOutcome("protocol", "no known status")
     if type(reply.get("object")) is int:
         return {"object": reply["object"]}, None
     try:
         require_shallow(reply["value"])
         return {"value": reply["value"]}, None
     except (KeyError, Malformed):
-        return {}, _Outcome("protocol", "no value")
+        return {}, _CaseOutcome("protocol", "no value")
 
 
-def _compare(expected: Any, reply: dict[str, Any]) -> _Outcome:
+def _compare(expected: Any, reply: dict[str, Any]) -> _CaseOutcome:
     if "value" not in reply:
-        return _Outcome("protocol", "no value")
+        return _CaseOutcome("protocol", "no value")
     try:
-        return PASS if equal(expected, reply["value"]) else _Outcome("wrong")
+        return PASS if equal(expected, reply["value"]) else _CaseOutcome("wrong")
     except Malformed as error:
-        return _Outcome("protocol", str(error))
+        return _CaseOutcome("protocol", str(error))
 
 
-def _ended(ended: Ended) -> _Outcome:
+def _ended(ended: ProgramEnd) -> _CaseOutcome:
     """Return the outcome of a case in which the process ended, and did not end well."""
     if ended.why == "exit":
-        return _Outcome("runtime-error", f"ended with {ended.code}")
+        return _CaseOutcome("runtime-error", f"ended with {ended.code}")
     detail = ended.detail or ("waiting" if ended.waited else "")
-    return _Outcome(ended.why, detail, again=ended.why == "sandbox-error" or ended.waited)
+    retry = ended.why == "sandbox-error" or ended.waited
+    return _CaseOutcome(ended.why, detail, retry=retry)

@@ -1,9 +1,8 @@
-"""How what a program printed is judged beside the expected output, where more than one text is
-right.
+"""The rules by which a program's output agrees with the expected output.
 
 A contest's problem may accept numbers within a tolerance, letters of either case, or any of several
-answers, which a checker decides: a program of the problem's author that sees the input, the
-expected output and the printed one. A checker is run in the sandbox, in a process of its own.
+answers. A checker decides on the answers: a program of the problem's author that sees the input,
+the expected output and the printed output. It runs in the sandbox, in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,22 +14,34 @@ from dataclasses import dataclass
 CODEFORCES_TOLERANCE = 1e-6  # relative or absolute, as most of Codeforces' problems have it
 # testlib's checkers by name: the tolerance of numbers, and whether letter case counts
 TESTLIB = {
-    "yesno": (0.0, True), "nyesno": (0.0, True), "rcmp": (1.5e-6, False), "rcmp4": (1e-4, False),
-    "rcmp6": (1e-6, False), "rcmp9": (1e-9, False), "fcmp": (0.0, False), "hcmp": (0.0, False), "icmp": (0.0, False),
-    "lcmp": (0.0, False), "ncmp": (0.0, False), "wcmp": (0.0, False), "nwcmp": (0.0, False),
-}  # fmt: skip
+    "yesno": (0.0, True),
+    "nyesno": (0.0, True),
+    "rcmp": (1.5e-6, False),
+    "rcmp4": (1e-4, False),
+    "rcmp6": (1e-6, False),
+    "rcmp9": (1e-9, False),
+    "fcmp": (0.0, False),
+    "hcmp": (0.0, False),
+    "icmp": (0.0, False),
+    "lcmp": (0.0, False),
+    "ncmp": (0.0, False),
+    "wcmp": (0.0, False),
+    "nwcmp": (0.0, False),
+}
 SEVERAL = re.compile(
-    r"(?:multiple|several|many)\s+(?:possible\s+|correct\s+|valid\s+|optimal\s+)?(?:answers?|solutions?|ways|outputs?)"
+    r"(?:multiple|several|many)\s+(?:possible\s+|correct\s+|valid\s+|optimal\s+)?"
+    r"(?:answers?|solutions?|ways|outputs?)"
     r"[^.]*,?\s*(?:you\s+(?:can|may)\s+)?(?:print|output|find|report)\s+any",
     re.IGNORECASE,
 )
-# Gives a checker that reads three files, as testlib's do, their texts, and says what it decided by
-# its last line.
+# For a checker that reads three files, as testlib's do: gives it their texts.
 AS_FILES = """
 import builtins, io, json, sys
 _texts = json.loads(sys.stdin.read())
 _open = builtins.open
-builtins.open = lambda name, *args, **kw: io.StringIO(_texts[name]) if name in _texts else _open(name, *args, **kw)
+def _open_text(name, *args, **kw):
+    return io.StringIO(_texts[name]) if name in _texts else _open(name, *args, **kw)
+builtins.open = _open_text
 sys.argv = ["checker.py", "input.txt", "expected.txt", "output.txt"]
 sys.stdin = io.StringIO("")
 __name__ = "__main__"
@@ -43,7 +54,7 @@ print(int(bool(check(_texts["input.txt"], _texts["expected.txt"], _texts["output
 
 @dataclass(frozen=True)
 class OutputRule:
-    """When a printed text agrees with the expected one."""
+    """The rule by which a printed text agrees with the expected text."""
 
     # of a number that is written with a point or an exponent, relative or absolute
     tolerance: float = 0.0
@@ -53,22 +64,23 @@ class OutputRule:
 
 
 def checker_program(checker: str) -> str:
-    """Return a program that reads the three texts as JSON, and whose last line is 1 if the checker
-    accepts the output."""
+    """Return a program that reads the three texts as JSON and runs the checker on them.
+
+    Its last line is 1 if the checker accepts the output."""
     if re.search(r"^def check\(", checker, re.MULTILINE):
         return checker + AS_FUNCTION
     return AS_FILES + checker
 
 
-def checker_input(given: str, expected: str, printed: str) -> str:
-    """Return what `checker_program` reads."""
-    return json.dumps({"input.txt": given, "expected.txt": expected, "output.txt": printed})
+def checker_input(stdin: str, expected: str, printed: str) -> str:
+    """Return the input of `checker_program`."""
+    return json.dumps({"input.txt": stdin, "expected.txt": expected, "output.txt": printed})
 
 
-def accepts(said: str) -> bool:
-    """Return whether a checker's output accepts: its last line is a number above 0, or True or OK."""
-    lines = said.split()
-    last = lines[-1].lower() if lines else ""
-    return last in ("true", "ok") or (
-        re.fullmatch(r"\d+(?:\.\d+)?", last) is not None and float(last) > 0
-    )
+def accepts(output: str) -> bool:
+    """Return whether a checker accepts: its last word is a number above 0, or True or OK."""
+    words = output.split()
+    last = words[-1].lower() if words else ""
+    if last in ("true", "ok"):
+        return True
+    return re.fullmatch(r"\d+(?:\.\d+)?", last) is not None and float(last) > 0

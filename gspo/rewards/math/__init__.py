@@ -1,9 +1,9 @@
 """Comparing mathematical answers.
 
-verifier    the verdict for one response, or for many
-extract     where in a response the answer stands
-text        what an answer is made of, with the help of `literal` and `names`
-agree       whether it agrees with the gold, the right answer
-formula     what only the library math-verify can compare, in processes that can be killed
-            (`worker`)
+verifier    the verdicts for responses
+extract     the answer of a response, and its normal form
+text        the pieces of an answer, with the help of `literal` and `names`
+agree       whether an answer agrees with the gold, the right answer
+formula     the formulas that only the library math-verify can compare
+worker      the process that compares them, which can be killed
 """

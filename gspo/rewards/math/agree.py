@@ -1,21 +1,20 @@
-r"""Rules of judgement for mathematical answers: when an answer agrees with a gold (the right
-answer).
+r"""The rules by which a mathematical answer agrees with a gold (the right answer).
 
-1. A gold that is a number requires a number (see gspo.rewards.math.literal), and an exact one: a
+1. A gold that is a number requires a number (see gspo.rewards.math.literal), and an exact number: a
    rounded decimal is wrong.
-2. One answer is given for one gold. Lists, sets, "or", \pm and chains of equalities (x=8=7) are
-   wrong unless the gold is one. Several boxes are a list, unless each by itself agrees:
+2. A gold has a single answer. Lists, sets, "or", \pm and chains of equalities (x=8=7) are wrong
+   unless the gold is of the same kind. Several boxes are a list, unless each by itself agrees:
    \boxed{15\frac{39}{40}} or \boxed{\frac{639}{40}}. An equation that names the value answers it,
-   either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see gspo.rewards.math.names; 2x=14
-   and 3+4=7 do not). Where both name something, it must be the same.
-3. Lists and sets agree in any order, element by element, with no element missing and none too many;
-   the braces of a set may be left out. Tuples, points and intervals keep their order and brackets;
-   unions agree in any order. A point may be given by its names: (x,y)=(3,-1), or x=3, y=-1 where
-   the alphabet says which comes first. An inequality is its interval: x \le 3 is (-\infty,3];
-   \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty). Matrices agree entry by entry, whatever
-   their brackets.
-4. Text answers agree letter by letter without regard to case; a choice (B) is B. A choice with its
-   value, (B) 12, answers B and 12, and is answered by either; where both sides have both, both must
+   either way round: x=7, 7=n, f(3)=7, AB=7, m+n=7 answer 7 (see gspo.rewards.math.names). 2x=14
+   and 3+4=7 do not. If both name something, it must be the same.
+3. Lists and sets agree in any order, element by element. No element may be missing and none too
+   many. The braces of a set may be left out. Tuples, points and intervals keep their order and
+   brackets. Unions agree in any order. A point may be given by its names: (x,y)=(3,-1), or x=3,
+   y=-1 if the alphabet says which comes first. An inequality is its interval: x \le 3 is
+   (-\infty,3], and \mathbb{R}\setminus[-1,4] is (-\infty,-1)\cup(4,\infty). Matrices agree entry by
+   entry, whatever their brackets.
+4. Text answers agree letter by letter without regard to case. A choice (B) is B. A choice with its
+   value, (B) 12, answers B and 12, and is answered by either. If both sides have both, both must
    agree.
 5. Other formulas agree if they are equal for all values of their variables (see formula.py for the
    words an answer may use). Equations agree if they are multiples of each other, but x=5 is not
@@ -26,22 +25,31 @@ answer).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from gspo.rewards.math.formula import comparable, letters, without_bounds
 from gspo.rewards.math.literal import Literal, split_unit
 from gspo.rewards.math.names import usual_order
-from gspo.rewards.math.text import INFINITY, Node, fold, squeeze, structure, worth
+from gspo.rewards.math.text import (
+    MINUS_INFINITY,
+    PLUS_INFINITY,
+    Node,
+    fold,
+    squeeze,
+    structure,
+    worth,
+)
 
-# (kind, gold, answer) -> whether two formulas or equations are the same; of kind "readable" the
-# gold alone is parsed
+MAX_RATIO_CHARS = 120  # of a number that is compared with a formula
+# (kind, gold, answer) -> whether two formulas or equations are the same. With kind "readable" only
+# the gold is parsed.
 Equal = Callable[[str, str, str], bool]
 
 
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether an answer agrees with a gold. `equal` decides on formulas and equations that
-    are spelled differently."""
+    """Return whether an answer agrees with a gold.
+
+    `equal` decides on formulas and equations that are spelled differently."""
     if squeeze(gold.text) == squeeze(answer.text):
         return True
     if answer.kind == "boxes":
@@ -51,7 +59,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
         return _agree_with_choice(gold, answer, equal)
     if gold.kind == "words" or re.fullmatch(r"[A-E]", gold.text):
         return fold(gold.text) == fold(answer.text)
-    gold, answer = _alike(gold, answer)
+    gold, answer = _in_same_form(gold, answer)
     if gold.kind == "named" or answer.kind == "named":
         return _agree_named(gold, answer, equal)
     if gold.kind == "equation" and answer.kind == "equation":
@@ -66,29 +74,21 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     if gold.kind in ("several", "besides"):
         return _same_elements(gold.parts, answer.parts, equal)
     if gold.kind == "ordered":
-        pairs = zip(gold.parts[1:-1], answer.parts[1:-1], strict=True)
-        return (
-            gold.parts[0] == answer.parts[0]
-            and gold.parts[-1] == answer.parts[-1]
-            and _all(pairs, equal)
-        )
+        same_brackets = gold.parts[0] == answer.parts[0] and gold.parts[-1] == answer.parts[-1]
+        return same_brackets and _all_agree(gold.parts[1:-1], answer.parts[1:-1], equal)
     if gold.kind != "matrix":
         return False
-    rows = list(zip(gold.parts, answer.parts, strict=True))
-    same_shape = all(len(one) == len(other) for one, other in rows)
-    return same_shape and _all(
-        [pair for one, other in rows for pair in zip(one, other, strict=True)], equal
-    )
+    row_pairs = list(zip(gold.parts, answer.parts, strict=True))
+    same_shape = all(len(gold_row) == len(answer_row) for gold_row, answer_row in row_pairs)
+    return same_shape and all(_all_agree(*row_pair, equal) for row_pair in row_pairs)
 
 
 def _agree_with_choice(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether a choice with its value, as in (B) 12, agrees: in what the other side has of
-    the two.
-    """
+    """Return whether a choice with its value, as in (B) 12, agrees with the other side.
+
+    The other side may have the letter, the value or both."""
     if gold.kind == answer.kind:
-        return all(
-            agree(one, other, equal) for one, other in zip(gold.parts, answer.parts, strict=True)
-        )
+        return _all_agree(gold.parts, answer.parts, equal)
     if gold.kind == "choice":
         return any(agree(part, answer, equal) for part in gold.parts)
     letter, value = answer.parts
@@ -96,41 +96,40 @@ def _agree_with_choice(gold: Node, answer: Node, equal: Equal) -> bool:
     return agree(gold, letter if is_letter else value, equal)
 
 
-def _all(pairs: Any, equal: Equal) -> bool:
-    return all(agree(one, other, equal) for one, other in pairs)
+def _all_agree(golds: Iterable[Node], answers: Iterable[Node], equal: Equal) -> bool:
+    return all(agree(gold, answer, equal) for gold, answer in zip(golds, answers, strict=True))
 
 
-def _alike(gold: Node, answer: Node) -> tuple[Node, Node]:
+def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
     """Return the two in a form in which they can be compared."""
     kinds = {gold.kind, answer.kind}
     # here 100,200 is a list, not a number
     if kinds == {"several", "number"} and gold.kind == "several" and "," in answer.text:
-        return gold, Node("several", answer.text, tuple(map(structure, answer.text.split(","))))
+        elements = tuple(map(structure, answer.text.split(",")))
+        return gold, Node("several", answer.text, elements)
     if kinds == {"several", "ordered"}:
         return _as_point(gold), _as_point(answer)
     if kinds == {"several", "named"}:
-        listed = gold if gold.kind == "several" else answer
-        return (
-            (_by_name(gold), _by_name(answer))
-            if {p.kind for p in listed.parts} == {"named"}
-            else (gold, answer)
-        )
+        several = gold if gold.kind == "several" else answer
+        if {part.kind for part in several.parts} == {"named"}:
+            return _by_name(gold), _by_name(answer)
+        return gold, answer
     if "besides" in kinds and kinds & {"several", "ordered"}:
         return _as_besides(gold), _as_besides(answer)
-    if gold.kind not in ("equation", "named") and (value := worth(answer)) is not None:
-        return gold, value
+    if gold.kind not in ("equation", "named"):
+        return gold, worth(answer) or answer
     return gold, answer
 
 
 def _as_point(node: Node) -> Node:
     """Turn x=3, y=-1 into (3,-1)."""
-    named = {
-        p.parts[0]: p.parts[2] for p in node.parts if node.kind == "several" and p.kind == "named"
-    }
-    order = usual_order(tuple(named))
-    if len(named) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
+    if node.kind != "several":
         return node
-    return Node("ordered", node.text, ("(", *(named[name] for name in order), ")"))
+    values = {part.parts[0]: part.parts[2] for part in node.parts if part.kind == "named"}
+    order = usual_order(tuple(values))
+    if len(values) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
+        return node
+    return Node("ordered", node.text, ("(", *(values[name] for name in order), ")"))
 
 
 def _by_name(node: Node) -> Node:
@@ -138,37 +137,48 @@ def _by_name(node: Node) -> Node:
     if node.kind != "named" or not node.parts[0].startswith("("):
         return node
     names = node.parts[0][1:-1].split(",")
-    pairs = zip(names, node.parts[2].parts[1:-1], strict=True)
-    named = [Node("named", f"{name}={value.text}", (name, "=", value)) for name, value in pairs]
-    return Node("several", node.text, tuple(named))
+    values = node.parts[2].parts[1:-1]
+    equations = [
+        Node("named", f"{name}={value.text}", (name, "=", value))
+        for name, value in zip(names, values, strict=True)
+    ]
+    return Node("several", node.text, tuple(equations))
 
 
 def _as_besides(node: Node) -> Node:
-    r"""Turn a union of intervals into what it leaves out: (-\infty,2)\cup(2,\infty) into 2. The
-    intervals are taken from left to right as written, except that the endless ones go first and
-    last."""
-    parts = node.parts if node.kind == "several" else (node,)
-    if len({part.parts[:2] if part.kind == "named" else "" for part in parts}) == 1:  # x<2 or x>3
-        parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
-    if node.kind == "besides" or not all(
-        part.kind == "ordered" and len(part.parts) == 4 for part in parts
-    ):
+    r"""Turn a union of intervals into the numbers that it leaves out.
+
+    For example (-\infty,2)\cup(2,\infty) becomes 2. The intervals are read from left to right as
+    written, except that the endless intervals go first and last."""
+    if node.kind == "besides":
         return node
-    intervals = sorted(
-        (p.parts for p in parts), key=lambda p: (p[2] == INFINITY[0]) - (p[1] == INFINITY[1])
-    )
-    left_out, (start, opening) = [], (INFINITY[1], "(")
-    for left, low, high, right in (*intervals, ("[", INFINITY[0], INFINITY[0], "]")):
+    parts = node.parts if node.kind == "several" else (node,)
+    names = {part.parts[:2] if part.kind == "named" else "" for part in parts}
+    if len(names) == 1:  # x<2 or x>3
+        parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
+    if not all(part.kind == "ordered" and len(part.parts) == 4 for part in parts):
+        return node
+
+    def order(interval: tuple) -> int:
+        _, low, high, _ = interval
+        return int(high == PLUS_INFINITY) - int(low == MINUS_INFINITY)
+
+    intervals = sorted((part.parts for part in parts), key=order)
+    gaps = []
+    gap_start = MINUS_INFINITY
+    gap_bracket = "("
+    for left, low, high, right in (*intervals, ("[", PLUS_INFINITY, PLUS_INFINITY, "]")):
         closing = {"(": "]", "[": ")"}[left]
-        if squeeze(start.text) != squeeze(low.text):
-            text = f"{opening}{start.text},{low.text}{closing}"
-            left_out.append(Node("ordered", text, (opening, start, low, closing)))
-        elif opening + closing == "[]":
-            left_out.append(start)
+        if squeeze(gap_start.text) != squeeze(low.text):
+            text = f"{gap_bracket}{gap_start.text},{low.text}{closing}"
+            gaps.append(Node("ordered", text, (gap_bracket, gap_start, low, closing)))
+        elif gap_bracket == "[" and closing == "]":
+            gaps.append(gap_start)
         elif "infty" not in low.text:
             return node
-        start, opening = high, {")": "[", "]": "("}[right]
-    return Node("besides", node.text, tuple(left_out))
+        gap_start = high
+        gap_bracket = {")": "[", "]": "("}[right]
+    return Node("besides", node.text, tuple(gaps))
 
 
 def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
@@ -176,81 +186,80 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
         if gold.parts[0] == answer.parts[0]:
             return agree(gold.parts[2], answer.parts[2], equal)
         return _same_equation(gold, answer, equal)
-    if gold.kind == "named" and answer.kind == "equation":
+    if "equation" in (gold.kind, answer.kind):
         return _same_equation(gold, answer, equal)
-    if gold.kind == "equation":
-        return answer.kind == "named" and _same_equation(gold, answer, equal)
-    return (
-        agree(gold.parts[2], answer, equal)
-        if gold.kind == "named"
-        else agree(gold, answer.parts[2], equal)
-    )
+    if gold.kind == "named":
+        return agree(gold.parts[2], answer, equal)
+    return agree(gold, answer.parts[2], equal)
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
-    """Return whether the equations are multiples of each other. A gold that gives a variable its
-    value is not answered by another equation."""
+    """Return whether the equations are multiples of each other.
+
+    A gold that gives a variable its value is not answered by another equation."""
     if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
         return False
-    sides = [side for text in (gold.text, answer.text) for side in text.split("=")]
-    if len(sides) != 4 or not all(
-        comparable(gold.text.replace("=", "+"), side) for side in sides[2:]
-    ):
+    sides = [*gold.text.split("="), *answer.text.split("=")]
+    vocabulary = gold.text.replace("=", "+")
+    if len(sides) != 4 or not all(comparable(vocabulary, side) for side in sides[2:]):
         return False
     return equal("equation", gold.text, answer.text)
 
 
 def _same_number(gold: Node, answer: Node) -> bool:
-    (value, unit), (other, other_unit) = gold.parts, answer.parts
-    unit, other_unit = unit or "%" * value.percent, other_unit or "%" * other.percent
-    return (unit == other_unit or not unit or not other_unit) and value.equals(other)
+    gold_value, gold_unit = gold.parts
+    answer_value, answer_unit = answer.parts
+    if gold_value.percent:
+        gold_unit = gold_unit or "%"
+    if answer_value.percent:
+        answer_unit = answer_unit or "%"
+    if gold_unit and answer_unit and gold_unit != answer_unit:
+        return False
+    return gold_value.equals(answer_value)
 
 
 def _check_readable(gold: Node, equal: Equal) -> None:
-    """Have the gold parsed, whatever the answer: where it cannot be, no response is to blame."""
+    """Have the gold parsed, whatever the answer: if it cannot be, no response is to blame."""
     text, _ = split_unit(gold.text)
-    if "infty" not in text and _plain(text):
+    if "infty" not in text and _can_be_computed(text):
         equal("readable", text, "")
 
 
 def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
-    (text, unit), (other, other_unit) = split_unit(gold.text), split_unit(answer.text)
-    if unit and other_unit and unit != other_unit:
+    gold_text, gold_unit = split_unit(gold.text)
+    answer_text, answer_unit = split_unit(answer.text)
+    if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
-    if squeeze(text) == squeeze(other):
+    if squeeze(gold_text) == squeeze(answer_text):
         return True
+    if "infty" in gold_text or not _can_be_computed(gold_text):
+        return False
     if answer.kind == "number":
         number: Literal = answer.parts[0]
-        if "infty" in text or len(number.value.as_integer_ratio().__str__()) > 120:
+        ratio = number.value.as_integer_ratio()
+        if number.percent or len(str(ratio)) > MAX_RATIO_CHARS:
             return False
-        value = f"({number.value.numerator})/({number.value.denominator})"
-        return not number.percent and _plain(text) and equal("formula", text, value)
-    return (
-        "infty" not in text + other
-        and _plain(text)
-        and comparable(text, other)
-        and equal("formula", text, other)
-    )
+        return equal("formula", gold_text, f"({ratio[0]})/({ratio[1]})")
+    if "infty" in answer_text or not comparable(gold_text, answer_text):
+        return False
+    return equal("formula", gold_text, answer_text)
 
 
-def _plain(gold: str) -> bool:
-    """Return whether a gold is a formula that can be computed at all, without words, relations or
-    bases of number systems."""
-    number_system = re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold)
-    return (
-        not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold))
-        and not number_system
-    )
+def _can_be_computed(gold: str) -> bool:
+    """Return whether a gold has no words, relations or bases of number systems."""
+    if re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold):
+        return False
+    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold))
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:
     """Return whether every element has a partner, each used once."""
-    left = list(answers)
+    unused = list(answers)
     for gold in golds:
-        partner = next(
-            (place for place, answer in enumerate(left) if agree(gold, answer, equal)), None
-        )
-        if partner is None:
+        for index, answer in enumerate(unused):
+            if agree(gold, answer, equal):
+                del unused[index]
+                break
+        else:
             return False
-        del left[partner]
-    return not left
+    return not unused

@@ -1,29 +1,39 @@
-r"""Formulas that are not plain numbers: which ones may be compared at some cost, and how they are
-rewritten for that.
+r"""Which formulas may be compared at some cost, and how they are rewritten for that.
 
-A formula must stay in the vocabulary of the gold: the arithmetic signs, fractions and roots;
-functions only of a family that the gold uses (so that \sin 60^\circ does not answer
-\frac{\sqrt{3}}{2}); sums, products, integrals, limits, factorials and binomials only where the gold
-has them; variables only those of the gold. A complex gold may be answered by an exponential, and an
-exponential by \cos and \sin. Together with the bounds on powers and digits this keeps out
-restatements of the question, and formulas that would take long to parse or to compute.
+A formula that is not a plain number must stay in the vocabulary of the gold:
+- The arithmetic signs, fractions and roots are always allowed.
+- Functions must be of a family that the gold uses, so \sin 60^\circ does not answer
+  \frac{\sqrt{3}}{2}.
+- Sums, products, integrals, limits, factorials and binomials must occur in the gold.
+- Variables must occur in the gold.
+A complex gold may be answered by an exponential, and an exponential by \cos and \sin. Together with
+the bounds on powers and digits this keeps out restatements of the question, and formulas that would
+take long to parse or to compute.
 """
 
 from __future__ import annotations
 
 import re
 
-DIGITS = 30  # most digits of one number
-EXPONENT_DIGITS = 4
-LARGEST_POWER = 10_000  # largest product of nested exponents: ((x^a)^b)^c has a b c
-FACTORIAL_DIGITS = 3
-BARS = 8  # most bars of absolute values, which a parser may try to pair in very many ways
+MAX_NUMBER_DIGITS = 30
+MAX_EXPONENT_DIGITS = 4
+MAX_POWER = 10_000  # the product of nested exponents: ((x^a)^b)^c has a b c
+MAX_FACTORIAL_DIGITS = 3  # of a number in a factorial or binomial
+MAX_BARS = 8  # of absolute values, which a parser may try to pair in very many ways
+LONG_FACTORIAL = re.compile(rf"\d{{{MAX_FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!")
+NESTED_FACTORIAL = re.compile(r"!\s*[)}]*\s*!|[)}]\s*!")
+LONG_BINOMIAL = re.compile(rf"binom.*\d{{{MAX_FACTORIAL_DIGITS + 1},}}")
+LONG_NUMBER = re.compile(rf"\d{{{MAX_NUMBER_DIGITS + 1},}}")
+LONG_EXPONENT = re.compile(rf"\^\s*[({{]*\s*[-+]?\s*\d{{{MAX_EXPONENT_DIGITS + 1},}}")
+THREE_DIGIT_EXPONENT = re.compile(r"\^\s*[({]?\s*\d{3}")
+TWO_INDICES = re.compile(r"_\s*(\w|\{\w*\})\s*_")
 
-# A function or an operator with its base, power or bounds: what follows in brackets is its
-# argument, and no factor.
+# A function or an operator with its base, power or bounds. Brackets behind it hold its argument,
+# and no factor.
 SCRIPT = r"\s*[_^]\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9A-Za-z])"
 APPLIED = re.compile(
-    r"\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|sum|prod|int|lim|max|min|gcd|lcm)"
+    r"\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
+    r"|sum|prod|int|lim|max|min|gcd|lcm)"
     rf"(?![A-Za-z])(?:{SCRIPT})+\s*(?=\()"
 )
 BASIC = {"frac", "sqrt", "cdot", "times", "div", "pi"}
@@ -42,7 +52,7 @@ def commands(formula: str) -> set[str]:
 
 
 def letters(formula: str) -> set[str]:
-    """Return the variables: single letters, where case counts."""
+    """Return the variables: single letters. Upper and lower case differ."""
     return set(re.findall(r"[A-Za-z]", COMMAND.sub(" ", formula)))
 
 
@@ -52,7 +62,9 @@ def without_bounds(formula: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> bool:
-    """Return whether an answer may be compared with a gold that is a formula. If not, it is wrong."""
+    """Return whether an answer may be compared with a gold that is a formula.
+
+    If not, it is wrong."""
     allowed = BASIC | commands(gold)
     for family in FAMILIES:
         if family & allowed:
@@ -60,98 +72,107 @@ def comparable(gold: str, answer: str) -> bool:
     names = letters(gold)
     if "i" in names:  # a complex number may have either of its two forms
         allowed |= {"exp", "sin", "cos"} if "e" in names else {"exp"}
-        names |= set() if re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)) else {"e"}
-    return (
-        ALLOWED.fullmatch(without_bounds(answer)) is not None
-        and commands(answer) <= allowed
-        and letters(answer) <= names
-        and answer.count("!") <= gold.count("!")
-        and not re.search(
-            rf"\d{{{FACTORIAL_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!|[)}}]\s*!", answer
-        )
-        and not ("binom" in allowed and re.search(rf"binom.*\d{{{FACTORIAL_DIGITS + 1},}}", answer))
-        and not re.search(rf"\d{{{DIGITS + 1},}}", answer)
-        and not re.search(rf"\^\s*[({{]*\s*[-+]?\s*\d{{{EXPONENT_DIGITS + 1},}}", answer)
-        and (not _tower(answer) or (_tower(gold) and not re.search(r"\^\s*[({]?\s*\d{3}", answer)))
-        and answer.count("|") <= BARS
-        and not re.search(r"_\s*(\w|\{\w*\})\s*_", answer)
-        and power(answer) <= LARGEST_POWER
-        and _balanced(answer)
-    )
+        if not re.search(r"e(?!\s*\^)", COMMAND.sub(" ", answer)):
+            names |= {"e"}
+    if not ALLOWED.fullmatch(without_bounds(answer)):
+        return False
+    if not (commands(answer) <= allowed and letters(answer) <= names):
+        return False
+    if answer.count("!") > gold.count("!"):
+        return False
+    if LONG_FACTORIAL.search(answer) or NESTED_FACTORIAL.search(answer):
+        return False
+    if "binom" in allowed and LONG_BINOMIAL.search(answer):
+        return False
+    if LONG_NUMBER.search(answer) or LONG_EXPONENT.search(answer):
+        return False
+    if _is_tower(answer) and not (_is_tower(gold) and not THREE_DIGIT_EXPONENT.search(answer)):
+        return False
+    if answer.count("|") > MAX_BARS or TWO_INDICES.search(answer):
+        return False
+    return power(answer) <= MAX_POWER and _is_balanced(answer)
 
 
-def _tower(formula: str) -> bool:
+def _is_tower(formula: str) -> bool:
     """Return whether there is a power in an exponent."""
-    depths: list[str] = []
-    exponent = False
+    open_brackets: list[bool] = []  # whether each begins an exponent
+    after_power_sign = False
     for character in formula:
         if character in "({":
-            depths.append("^" if exponent else "")
-        elif character in ")}" and depths:
-            depths.pop()
-        elif character == "^" and ("^" in depths or exponent):
+            open_brackets.append(after_power_sign)
+        elif character in ")}" and open_brackets:
+            open_brackets.pop()
+        elif character == "^" and (after_power_sign or any(open_brackets)):
             return True
         if character != " ":
-            exponent = character == "^"
+            after_power_sign = character == "^"
     return bool(re.search(r"\^\s*[A-Za-z0-9]\s*\^", formula))
 
 
 def power(formula: str) -> int:
     """Return the largest product of numeric exponents that lie on each other: 6 for (x^2+1)^3."""
-    stack, last = [1], 1
+    # the largest product inside each open bracket, and inside the last operand
+    bracket_powers = [1]
+    operand_power = 1
     for token in re.finditer(r"\^\s*[({]?\s*[-+]?\s*(\d{0,9})|[({]|[)}]|[^\s]", formula):
         sign = token.group()
         if sign[0] == "^":
-            stack[-1] = max(stack[-1], last * int(token.group(1) or 1))
-            stack += [1] if sign.rstrip("-+ 0123456789")[-1] in "({" else []
-            last = stack[-1] if stack[-1] > 1 else 1
+            product = operand_power * int(token.group(1) or 1)
+            bracket_powers[-1] = max(bracket_powers[-1], product)
+            if sign.rstrip("-+ 0123456789")[-1] in "({":
+                bracket_powers.append(1)
+            operand_power = max(bracket_powers[-1], 1)
         elif sign in "({":
-            stack.append(1)
-            last = 1
+            bracket_powers.append(1)
+            operand_power = 1
         elif sign in ")}":
-            last = stack.pop() if len(stack) > 1 else 1
-            stack[-1] = max(stack[-1], last)
+            operand_power = bracket_powers.pop() if len(bracket_powers) > 1 else 1
+            bracket_powers[-1] = max(bracket_powers[-1], operand_power)
         else:
-            last = 1
-    return max(stack)
+            operand_power = 1
+    return max(bracket_powers)
 
 
-def _balanced(formula: str) -> bool:
-    closing = {")": "(", "}": "{", "]": "["}
-    opened: list[str] = []
+def _is_balanced(formula: str) -> bool:
+    pairs = {")": "(", "}": "{", "]": "["}
+    open_brackets: list[str] = []
     for character in formula:
         if character in "({[":
-            opened.append(character)
-        elif character in closing and (not opened or opened.pop() != closing[character]):
+            open_brackets.append(character)
+        elif character in pairs and (not open_brackets or open_brackets.pop() != pairs[character]):
             return False
-    return not opened
+    return not open_brackets
 
 
 def rewrite(formula: str) -> str:
     r"""Return the formula in a spelling that the parser of math-verify reads rightly.
 
     That parser reads 2(3) as a mixed number, R and r as the same variable, I as the imaginary unit,
-    and decimals as rounded, so these become products, subscripted variables and fractions. It does
+    and decimals as rounded. So these become products, subscripted variables and fractions. It does
     not know \lg.
     """
     formula = re.sub(r"\\lg(?![A-Za-z])", r"\\log_{10}", formula)
-    arguments = {found.end() for found in APPLIED.finditer(formula)}
-    formula = re.sub(
-        r"(\d|\})\s*\(",
-        lambda found: (
-            found.group() if found.end() - 1 in arguments else rf"{found.group(1)}\cdot ("
-        ),
-        formula,
-    )
+    argument_starts = {match.end() for match in APPLIED.finditer(formula)}
+
+    def with_product(match: re.Match[str]) -> str:
+        if match.end() - 1 in argument_starts:
+            return match.group()
+        return rf"{match.group(1)}\cdot ("
+
+    formula = re.sub(r"(\d|\})\s*\(", with_product, formula)
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)
     parts = re.split(r"(\\[A-Za-z]+)", formula)
-    parts[::2] = [
-        re.sub(r"[A-Z]", lambda m: f"z_{{{ord(m.group()) - 64}}}", part) for part in parts[::2]
-    ]
+    parts[::2] = [re.sub(r"[A-Z]", _numbered_variable, part) for part in parts[::2]]
     return "".join(parts).replace("*", r"\cdot ")
 
 
+def _numbered_variable(match: re.Match[str]) -> str:
+    """Return z_{1} for A, z_{2} for B, and so on."""
+    number = ord(match.group()) - ord("A") + 1
+    return f"z_{{{number}}}"
+
+
 def _fraction(match: re.Match[str]) -> str:
-    whole, decimals = match.groups()
-    return rf"\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}"
+    integer, decimals = match.groups()
+    return rf"\frac{{{int(integer + decimals)}}}{{{10 ** len(decimals)}}}"

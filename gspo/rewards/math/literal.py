@@ -1,12 +1,12 @@
-r"""Numbers that are written out, with their units: exact values, in microseconds, without a parser.
+r"""Numbers that are written out, with their units, as exact values, without a slow parser.
 
 Literals are integers (thousands commas, leading zeros), decimals (also 0.\overline{3}), fractions
-of integers, mixed numbers, scientific notation and percentages. What would have to be evaluated is
-not a literal: sums, products, powers, roots, functions, factorials, binomials, and disguises of
-them such as 7+0x, 7^1, \frac{14}{1+1} and 7\pm 0.
+of integers, mixed numbers, scientific notation and percentages. An expression that has to be
+evaluated is not a literal: sums, products, powers, roots, functions, factorials, binomials, and
+disguises of them such as 7+0x, 7^1, \frac{14}{1+1} and 7\pm 0.
 
-Units, currency and degree signs may be left out on either side; where both sides have one they must
-agree. Words that change or hedge a number (half, million, or, not, about) are not units.
+Units, currency and degree signs may be left out on either side. If both sides have a unit, the
+units must agree. Words that change or hedge a number (half, million, or, not, about) are not units.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# the largest exponent of ten; nobody asks for a larger number, so it is not a literal
-LARGEST_EXPONENT = 300
+MAX_EXPONENT = 300  # of ten: larger numbers are no answers, so they are not literals
 
 
 @dataclass(frozen=True)
 class Literal:
-    """An exact value. `percent` is set where it was written with a percent sign (50% has the value
-    50).
-    """
+    """An exact value. With `percent` it had a percent sign: 50% has the value 50."""
 
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Literal) -> bool:
-        """Return whether two literals agree. 50% is 50%, 50 and 0.5, but not 0.5%. Decimals are
-        exact: 0.333 is not 1/3."""
+        """Return whether two literals agree.
+
+        50% is 50%, 50 and 0.5, but not 0.5%. Decimals are exact: 0.333 is not 1/3."""
         if self.percent == other.percent:
             return self.value == other.value
-        whole, plain = (self, other) if self.percent else (other, self)
-        return plain.value in (whole.value, whole.value / 100)
+        percentage, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percentage.value, percentage.value / 100)
 
     def text(self) -> str:
         return f"{self.value}%" if self.percent else str(self.value)
@@ -51,55 +49,57 @@ SCIENTIFIC = re.compile(
 SLASH = re.compile(rf"({DIGITS})\s*/\s*({DIGITS})")
 FRAC = re.compile(rf"\\frac\s*\{{\s*([-+]?\s*{DIGITS})\s*\}}\s*\{{\s*([-+]?\s*{DIGITS})\s*\}}")
 MIXED = re.compile(
-    rf"({DIGITS})\s*(?:\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}|(?<=\d)\s(?<=\s)(\d+)\s*/\s*(\d+))"
+    rf"({DIGITS})\s*(?:\\frac\s*\{{\s*(\d+)\s*\}}\s*\{{\s*(\d+)\s*\}}"
+    r"|(?<=\d)\s(?<=\s)(\d+)\s*/\s*(\d+))"
 )
 PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:percent|%)\s*\}|percent)\Z")
 
 
 def literal(text: str) -> Literal | None:
-    """Return the value of a number in normal form without its unit, or None if the text is not a
-    literal.
-    """
+    """Return the value of a number in normal form without a unit, or None if it is no literal."""
     text = text.strip()
-    shorter = PERCENT.sub("", text)
-    percent = shorter != text
-    text = shorter.strip()
-    while text.startswith("(") and text.endswith(")") and not re.search("[(,]", text[1:]):
-        text = text[1:-1].strip()
+    number = PERCENT.sub("", text)
+    percent = number != text
+    number = number.strip()
+    while number.startswith("(") and number.endswith(")") and not re.search("[(,]", number[1:]):
+        number = number[1:-1].strip()
     sign = 1
-    if text[:1] in ("-", "+"):
-        sign = -1 if text[0] == "-" else 1
-        text = text[1:].strip()
-    size = _magnitude(text)
-    return None if size is None else Literal(sign * size, percent)
+    if number[:1] in ("-", "+"):
+        sign = -1 if number[0] == "-" else 1
+        number = number[1:].strip()
+    magnitude = _magnitude(number)
+    return None if magnitude is None else Literal(sign * magnitude, percent)
 
 
 def _magnitude(text: str) -> Fraction | None:
-    """Return the value of an unsigned number. The work is bounded by the length of an answer and
-    LARGEST_EXPONENT.
+    """Return the value of an unsigned number.
+
+    The work is bounded by the length of an answer and MAX_EXPONENT.
     """
     if DECIMAL_PATTERN.fullmatch(text):
         return Fraction(_plain(text))
-    if match := SLASH.fullmatch(text) or FRAC.fullmatch(text):
-        above, below = (int(_plain(part)) for part in match.groups())
+    fraction = SLASH.fullmatch(text) or FRAC.fullmatch(text)
+    if fraction:
+        above, below = (int(_plain(part)) for part in fraction.groups())
         return Fraction(above, below) if below else None
-    if match := MIXED.fullmatch(text):
-        whole, *parts = (part for part in match.groups() if part is not None)
-        above, below = map(int, parts)
-        return int(_plain(whole)) + Fraction(above, below) if 0 < above < below else None
-    if match := SCIENTIFIC.fullmatch(text):
-        mantissa, *rest = (part for part in match.groups() if part is not None)
-        exponent = int(rest[0])
-        return (
-            Fraction(_plain(mantissa)) * Fraction(10) ** exponent
-            if abs(exponent) <= LARGEST_EXPONENT
-            else None
-        )
-    if match := REPEATING.fullmatch(text):
-        whole, fixed, repeated = match.groups()
+    mixed = MIXED.fullmatch(text)
+    if mixed:
+        integer, above, below = (_plain(part) for part in mixed.groups() if part is not None)
+        if not 0 < int(above) < int(below):
+            return None
+        return int(integer) + Fraction(int(above), int(below))
+    scientific = SCIENTIFIC.fullmatch(text)
+    if scientific:
+        mantissa, exponent = (part for part in scientific.groups() if part is not None)
+        if abs(int(exponent)) > MAX_EXPONENT:
+            return None
+        return Fraction(_plain(mantissa)) * Fraction(10) ** int(exponent)
+    repeating = REPEATING.fullmatch(text)
+    if repeating:
+        integer, fixed, repeated = repeating.groups()
         scale = 10 ** len(fixed)
         tail = Fraction(int(repeated), (10 ** len(repeated) - 1) * scale)
-        return Fraction(int((whole or "0") + fixed), scale) + tail
+        return Fraction(int((integer or "0") + fixed), scale) + tail
     return None
 
 
@@ -107,24 +107,25 @@ def _plain(digits: str) -> str:
     return digits.replace("\\,", "").replace(",", "").replace(" ", "")
 
 
-# Words that may follow a number but are not its unit: they change the number, hedge it or take it
-# back.
+# Words behind a number that are not its unit: they change the number, hedge it or take it back.
 _CHANGING = """
-or and not no never isn wrong incorrect false less more least most than about approximately approx around
-nearly almost roughly plus minus times over divided by squared cubed factorial mod modulo base hundred
-thousand million billion trillion dozen half halves third thirds fourths fifth fifths sixths eighths tenth
-tenths hundredths thousandths zero one two three four five six seven eight nine ten eleven twelve twenty maybe
-perhaps possibly between to through either neither if unless except is are was equals equal also alternatively
-otherwise unknown percent k bn point unsolvable undefined infinity pi the answer guess
+or and not no never isn wrong incorrect false less more least most than about approximately approx
+around nearly almost roughly plus minus times over divided by squared cubed factorial mod modulo
+base hundred thousand million billion trillion dozen half halves third thirds fourths fifth fifths
+sixths eighths tenth tenths hundredths thousandths zero one two three four five six seven eight nine
+ten eleven twelve twenty maybe perhaps possibly between to through either neither if unless except
+is are was equals equal also alternatively otherwise unknown percent k bn point unsolvable undefined
+infinity pi the answer guess
 """
 NO_UNITS = frozenset(_CHANGING.split())
 LETTERS = set("mglhsLCFNJWVA")  # the single letters that are units
 UNIT_WORDS = {
-    "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km",
-    "millimeter": "mm", "millimetre": "mm", "feet": "foot", "ft": "foot", "inche": "inch", "in": "inch",
-    "yd": "yard", "mi": "mile", "gram": "g", "kilogram": "kg", "pound": "lb", "ounce": "oz", "dollar": "$",
-    "usd": "$", "cent": "cents", "euro": "€", "eur": "€", "degree": "°", "deg": "°", "minute": "min",
-    "second": "sec", "s": "sec", "hour": "h", "hr": "h", "liter": "l", "litre": "l", "mph": "mileperh", "sq": "square",
+    "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km",
+    "kilometre": "km", "millimeter": "mm", "millimetre": "mm", "feet": "foot", "ft": "foot",
+    "inche": "inch", "in": "inch", "yd": "yard", "mi": "mile", "gram": "g", "kilogram": "kg",
+    "pound": "lb", "ounce": "oz", "dollar": "$", "usd": "$", "cent": "cents", "euro": "€",
+    "eur": "€", "degree": "°", "deg": "°", "minute": "min", "second": "sec", "s": "sec",
+    "hour": "h", "hr": "h", "liter": "l", "litre": "l", "mph": "mileperh", "sq": "square",
     "celsiu": "c", "fahrenheit": "f", "day": "day",
 }  # fmt: skip
 WORDS = r"[A-Za-z][A-Za-z.'/-]*(?:\s+[A-Za-z/][A-Za-z.'/-]*){0,4}"
@@ -145,46 +146,49 @@ def split_unit(text: str) -> tuple[str, str]:
     Units are a currency sign on either side, a degree sign, words in \text{} and, after a number
     that stands alone, words without it.
     """
-    units = []
-    if head := HEAD.match(text):
-        units.append(SIGNS[head.group(2)])
+    units = set()
+    head = HEAD.match(text)
+    if head:
+        units.add(SIGNS[head.group(2)])
         text = head.group(1) + text[head.end() :]
-    for tail in TAILS:
-        if (found := tail.search(text)) and found.start() > 0 and _is_unit(found.group(1)):
-            units.append(_unit(found.group(1), found.group(2)) if found.group(1) else _sign(found))
-            text = text[: found.start()].strip()
-    if (
-        not units
-        and (found := PLAIN_TAIL.search(text))
-        and _is_unit(found.group(1))
-        and literal(text[: found.start()])
-    ):
-        units.append(_unit(found.group(1), found.group(2)))
-        text = text[: found.start()].strip()
-    return text, " ".join(sorted(set(units)))
+    for pattern in TAILS:
+        tail = pattern.search(text)
+        if tail and tail.start() > 0 and _is_unit(tail.group(1)):
+            words, mark = tail.groups()
+            units.add(_unit(words, mark) if words else _sign(mark))
+            text = text[: tail.start()].strip()
+    tail = PLAIN_TAIL.search(text)
+    if tail and not units and _is_unit(tail.group(1)) and literal(text[: tail.start()]):
+        units.add(_unit(*tail.groups()))
+        text = text[: tail.start()].strip()
+    return text, " ".join(sorted(units))
 
 
-def _sign(found: re.Match[str]) -> str:
-    """Return the degree or currency sign after the number."""
-    sign = found.group(2)
-    return SIGNS[sign[1:]] if sign.startswith("\\") else "°" + sign.lower()
+def _sign(mark: str) -> str:
+    """Return the sign of the unit for the mark after the number: a currency, C, F or nothing."""
+    return SIGNS[mark[1:]] if mark.startswith("\\") else "°" + mark.lower()
 
 
 def _is_unit(words: str) -> bool:
-    """Return whether words may follow a number as its unit. A single letter is a variable unless it
-    is a unit's symbol."""
-    names = re.findall(r"[A-Za-z]+", words)
-    return all(
-        name in LETTERS if len(name) == 1 else name.lower() not in NO_UNITS for name in names
-    )
+    """Return whether words may follow a number as its unit.
+
+    A single letter is a variable unless it is a unit's symbol."""
+    for name in re.findall(r"[A-Za-z]+", words):
+        if len(name) == 1:
+            if name not in LETTERS:
+                return False
+        elif name.lower() in NO_UNITS:
+            return False
+    return True
 
 
 def _unit(words: str, power: str) -> str:
-    """Return one spelling for a unit: cm for centimeters, cm^2 for "square cm"."""
+    """Return the same spelling for a unit's spellings: cm for centimeters, cm^2 for "square cm"."""
     names = []
     for word in re.findall(r"[a-z]+", words.lower()):
-        single = word if word in ("s", "g", "cents") else word[:-1] if word.endswith("s") else word
-        names.append(UNIT_WORDS.get(single, single))
+        if word.endswith("s") and word not in ("s", "cents"):
+            word = word[:-1]
+        names.append(UNIT_WORDS.get(word, word))
     digits = re.findall(r"[23]", words + power)
     for word, digit in (("square", "2"), ("squared", "2"), ("cubic", "3"), ("cubed", "3")):
         if word in names:

@@ -1,5 +1,4 @@
-"""What a mathematical answer in normal form is made of: numbers, words, lists, tuples, intervals,
-equations, formulas.
+"""The structure of a mathematical answer in normal form: numbers, words, lists, intervals, ...
 
 gspo.rewards.math.agree says when two of them agree.
 """
@@ -18,14 +17,14 @@ from gspo.rewards.math.names import VARIABLE, combines_values, names_a_value, tu
 
 @dataclass(frozen=True)
 class Node:
-    """A piece of an answer. `kind` says what `parts` holds:
+    """A piece of an answer. `parts` depends on the kind:
 
     number    a Literal and the unit         words     nothing
     several   nodes in any order             ordered   opening bracket, nodes, closing bracket
     named     name, "=" or "in", node        equation  left and right text
     matrix    rows of nodes                  formula   nothing
     besides   nodes: all real numbers but these numbers and intervals
-    choice    the node of a choice's letter, and that of its value
+    choice    the node of a choice's letter, and the node of its value
     boxes     the node of the list that several boxes make together, and the node of each box
     """
 
@@ -34,18 +33,19 @@ class Node:
     parts: tuple[Any, ...] = ()
 
 
-class TooMany(ValueError):
+class TooManyElements(ValueError):
     """Raised for more elements than any answer has."""
 
 
-ELEMENTS = 40
+MAX_ELEMENTS = 40
 ALONE = re.compile(rf"\s*{VARIABLE}\s*")
 MEMBER = re.compile(rf"\s*({VARIABLE})\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL)
 POINTS = re.compile(
     rf"\s*(\({VARIABLE}(?:\s*,\s*{VARIABLE})+\))\s*\\in(?![A-Za-z])\s*([^=]+)\Z", re.DOTALL
 )
 BUILDER = re.compile(
-    rf"\\\{{\s*({VARIABLE})\s*(?:\\in\s*\\mathbb\s*(?:\{{\s*R\s*\}}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)(.+)\\\}}\Z",
+    rf"\\\{{\s*({VARIABLE})\s*(?:\\in\s*\\mathbb\s*(?:\{{\s*R\s*\}}|R)\s*)?"
+    r"(?:\\mid(?![A-Za-z])|\||:)(.+)\\\}\Z",
     re.DOTALL,
 )
 UNEQUAL = re.compile(rf"\s*({VARIABLE})\s*\\ne(?![A-Za-z])\s*(.+)\Z", re.DOTALL)
@@ -56,7 +56,8 @@ TABLE = re.compile(
     re.DOTALL,
 )
 SYSTEM = re.compile(
-    r"(?:\\begin\s*\{(cases)\}|\\\{\s*\\begin\s*\{(array)\}(?:\s*\{[lcr ]*\})?)([^&]*)\\end\s*\{(?:\1|\2)\}\Z",
+    r"(?:\\begin\s*\{(cases)\}|\\\{\s*\\begin\s*\{(array)\}(?:\s*\{[lcr ]*\})?)"
+    r"([^&]*)\\end\s*\{(?:\1|\2)\}\Z",
     re.DOTALL,
 )
 REALS = re.compile(
@@ -67,7 +68,8 @@ REALS = re.compile(
 CHOICE = re.compile(r"\\text\s*\{\s*\(([A-E])\)\s*\}\s*(.*\S.*)\Z", re.DOTALL)  # \textbf{(B)}\ 12
 OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\.|.", re.DOTALL)
-INFINITY = Node("formula", r"\infty"), Node("formula", r"-\infty")
+PLUS_INFINITY = Node("formula", r"\infty")
+MINUS_INFINITY = Node("formula", r"-\infty")
 WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*|[Nn]o(?: [^\W\d_]{3,})+|\([A-Z]\)")
 
 
@@ -77,8 +79,9 @@ def squeeze(text: str) -> str:
 
 
 def fold(text: str) -> str:
-    r"""Return the letters of a text answer, without \text{}, brackets round a choice, quotes,
-    spaces and case.
+    r"""Return the letters of a text answer.
+
+    They are without \text{}, brackets round a choice, quotes, spaces and case.
     """
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"[\s\"'`\\]+", "", text).rstrip(".").casefold()
@@ -87,70 +90,68 @@ def fold(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def structure(text: str) -> Node:
-    """Return what a text in normal form is made of. Raises TooMany."""
+    """Return the structure of a text in normal form. Raises TooManyElements."""
     text = text.strip()
-    if _is_text(text):
+    if _is_words(text):
         return Node("words", text)
-    if choice := CHOICE.match(text):
-        return Node("choice", text, (Node("words", choice.group(1)), structure(choice.group(2))))
-    bare, unit = split_unit(text)
-    if (number := literal(bare)) is not None:
+    choice = CHOICE.match(text)
+    if choice:
+        letter, value = choice.groups()
+        return Node("choice", text, (Node("words", letter), structure(value)))
+    number_text, unit = split_unit(text)
+    number = literal(number_text)
+    if number is not None:
         return Node("number", text, (number, unit))
-    if (table := TABLE.match(text)) and bool(table.group(1)) == bool(table.group(4)):
+    table = TABLE.match(text)
+    if table and bool(table.group(1)) == bool(table.group(4)):
         rows = [row for row in split(table.group(3), ("\\\\",)) if row.strip()]
-        return Node(
-            "matrix",
-            text,
-            tuple(tuple(structure(cell) for cell in split(row, ("&",))) for row in rows),
-        )
-    if system := SYSTEM.match(text):
-        lines = [
-            structure(row.strip(" ,"))
-            for row in split(system.group(3), ("\\\\",))
-            if row.strip(" ,")
-        ]
-        names = {line.parts[0] for line in lines if line.kind == "named" and line.parts[1] == "="}
-        return Node("several" if len(names) == len(lines) else "formula", text, tuple(lines))
-    written = text
-    text = re.sub(r",\s*\\text\{\s*(?:and|or)\s*\}|,\s*(?:and|or)(?![A-Za-z])", ",", text)
-    for parts in (_alternatives(text), *(split(text, (sign,)) for sign in (";", ",", "\\cup"))):
-        if len(parts) > 1:
-            return _several(written, parts)
-    return _single(text)
+        nodes = tuple(tuple(map(structure, split(row, ("&",)))) for row in rows)
+        return Node("matrix", text, nodes)
+    system = SYSTEM.match(text)
+    if system:
+        lines = [line.strip(" ,") for line in split(system.group(3), ("\\\\",))]
+        nodes = tuple(structure(line) for line in lines if line)
+        names = {node.parts[0] for node in nodes if node.kind == "named" and node.parts[1] == "="}
+        kind = "several" if len(names) == len(nodes) else "formula"
+        return Node(kind, text, nodes)
+    without_and = re.sub(r",\s*\\text\{\s*(?:and|or)\s*\}|,\s*(?:and|or)(?![A-Za-z])", ",", text)
+    alternatives = OR.split(without_and)
+    if len(alternatives) > 1:
+        return _several(text, alternatives)
+    for separator in (";", ",", "\\cup"):
+        elements = split(without_and, (separator,))
+        if len(elements) > 1:
+            return _several(text, elements)
+    return _without_separators(without_and)
 
 
-def _is_text(text: str) -> bool:
-    r"""Return whether this is words: \text{...} as a whole, a plain word of three letters or more,
-    "no ...", or a choice in brackets."""
+def _is_words(text: str) -> bool:
+    r"""Return whether the text is words.
+
+    Words are \text{...} as a whole, a plain word of three letters or more, "no ...", and a choice
+    in brackets."""
     if re.fullmatch(r"\\text\s*\{\s*\(?[A-Za-z][^{}=]*\}", text):
         return not OR.search(text[6:])
     return WORDS.fullmatch(text) is not None and not OR.search(text)
 
 
-def _alternatives(text: str) -> list[str]:
-    places, parts = 0, []
-    for separator in OR.finditer(text):
-        parts.append(text[places : separator.start()])
-        places = separator.end()
-    return [*parts, text[places:]]
-
-
-def _several(text: str, parts: list[str]) -> Node:
-    """Return elements in any order as one node; lists within lists become one list."""
+def _several(text: str, elements: list[str]) -> Node:
+    """Return elements in any order as a single node. Lists within lists become a single list."""
     nodes: list[Node] = []
-    for part in parts:
-        node = structure(part)
+    for element in elements:
+        node = structure(element)
         # the empty set is an element, and so is a set with braces of its own
-        flat = node.kind == "several" and node.parts and not part.strip().startswith("\\{")
-        nodes += node.parts if flat else [node]
-        if len(nodes) > ELEMENTS:
-            raise TooMany
+        is_list = node.kind == "several" and node.parts and not element.strip().startswith("\\{")
+        nodes += node.parts if is_list else [node]
+        if len(nodes) > MAX_ELEMENTS:
+            raise TooManyElements
     return Node("several", text, tuple(nodes))
 
 
-def _single(text: str) -> Node:
+def _without_separators(text: str) -> Node:
     """Return the node for a text without separators at its top level."""
-    if builder := BUILDER.match(text):  # {x | x > 3} is the interval that its condition gives
+    builder = BUILDER.match(text)
+    if builder:  # {x | x > 3} is the interval that its condition gives
         condition = structure(builder.group(2))
         if condition.kind == "named" and condition.parts[:2] == (squeeze(builder.group(1)), "in"):
             return condition
@@ -160,127 +161,136 @@ def _single(text: str) -> Node:
     sides = split(text, ("=",))
     if len(sides) == 2 and "\\ne" not in text and "\\approx" not in text:
         return _equation(text, *sides)
-    if (member := MEMBER.match(text)) and not MEMBER.match(member.group(2)):
-        return Node("named", text, (squeeze(member.group(1)), "in", structure(member.group(2))))
-    if points := POINTS.match(text):
-        return Node("named", text, (squeeze(points.group(1)), "in", structure(points.group(2))))
-    if (unequal := UNEQUAL.match(text)) and not UNEQUAL.match(unequal.group(2)):
-        return Node(
-            "named", text, (squeeze(unequal.group(1)), "in", _besides(text, unequal.group(2)))
-        )
-    if reals := REALS.match(text):
+    named = _membership(text)
+    if named:
+        return named
+    reals = REALS.match(text)
+    if reals:
         return _besides(text, reals.group(1))
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
         return Node("several", text)
     if text.startswith("\\{") and text.endswith("\\}"):
         return _several(text, split(text[2:-2], (",", ";")))
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _encloses(text):
-        inside = split(text[1:-1], (";",) if ";" in text else (",",))
-        if len(inside) > 1:
-            return Node("ordered", text, (text[0], *map(structure, inside), text[-1]))
-    # alone it means \pm; beside \pm it is the other sign
+        elements = split(text[1:-1], (";",) if ";" in text else (",",))
+        if len(elements) > 1:
+            return Node("ordered", text, (text[0], *map(structure, elements), text[-1]))
+    # alone \mp means \pm, beside \pm it is the other sign
     if "\\mp" in text and text.count("\\pm") < 2:
-        upper = ("+", "-") if "\\pm" in text else ("-", "+")
-        return _several(
-            text, [text.replace("\\pm", pm).replace("\\mp", mp) for pm, mp in (upper, upper[::-1])]
-        )
+        minus_plus = text.replace("\\pm", "-").replace("\\mp", "+")
+        plus_minus = text.replace("\\pm", "+").replace("\\mp", "-")
+        signs = [plus_minus, minus_plus] if "\\pm" in text else [minus_plus, plus_minus]
+        return _several(text, signs)
     if "\\pm" in text and text.count("\\pm") < 4 and "\\mp" not in text:
         return _several(text, [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
     if squeeze(text) in ("\\infty", "+\\infty", "-\\infty"):
-        return INFINITY["-" in text]
+        return MINUS_INFINITY if "-" in text else PLUS_INFINITY
     return Node("formula", re.sub(r"^\s*\+", "", text).strip())
 
 
+def _membership(text: str) -> Node | None:
+    r"""Return the node for x \in S, (x,y) \in S or x \ne a, or None if the text is none of them."""
+    member = MEMBER.match(text)
+    if member and MEMBER.match(member.group(2)):
+        member = None
+    member = member or POINTS.match(text)
+    if member:
+        return Node("named", text, (squeeze(member.group(1)), "in", structure(member.group(2))))
+    unequal = UNEQUAL.match(text)
+    if unequal and not UNEQUAL.match(unequal.group(2)):
+        others = _besides(text, unequal.group(2))
+        return Node("named", text, (squeeze(unequal.group(1)), "in", others))
+    return None
+
+
 def _equation(text: str, left: str, right: str) -> Node:
-    """Return a name and its value, whichever side names it, or else an equation. A name whose value
-    contains it is to be solved."""
+    """Return a name and its value, whichever side names it, or else an equation.
+
+    A name whose value contains it is to be solved."""
     if names_a_value(right) and not names_a_value(left):
         left, right = right, left
-    if names := tuple_of_names(left):
+    names = tuple_of_names(left)
+    if names:
         value = structure(right)
         if value.kind == "ordered" and value.parts[0] == "(" and len(value.parts) == len(names) + 2:
             return Node("named", text, (f"({','.join(names)})", "=", value))
     elif names_a_value(left):
         value = structure(right)
         name = squeeze(left)
-        if (
-            len(name) > 1
-            or value.kind != "formula"
-            or name not in letters(re.sub(r"\w_|\\text\{[^}]*\}", "", right))
-        ):
+        variables = letters(re.sub(r"\w_|\\text\{[^}]*\}", "", right))
+        if len(name) > 1 or value.kind != "formula" or name not in variables:
             return Node("named", text, (name, "=", value))
     return Node("equation", text, (left, right))
 
 
 def worth(node: Node) -> Node | None:
-    """Return the value that an equation gives for several names together, as in m+n = 16, or None
-    if there is none.
-    """
-    for names, value in (node.parts, node.parts[::-1]) if node.kind == "equation" else ():
+    """Return the value that an equation gives for several names together, as in m+n = 16.
+
+    Return None if there is none."""
+    if node.kind != "equation":
+        return None
+    left, right = node.parts
+    for names, value in ((left, right), (right, left)):
         if combines_values(names) and not letters(value):
             return structure(value)
     return None
 
 
 def _besides(text: str, left_out: str | None) -> Node:
-    """Return the real numbers without those that are left out."""
+    """Return the real numbers without the numbers that are left out."""
     node = structure(left_out) if left_out else Node("several", "")
-    parts = node.parts if node.kind == "several" else (node,)
-    return Node(
-        "besides",
-        text,
-        tuple(p for part in parts for p in (part.parts if part.kind == "several" else (part,))),
-    )
+    parts: list[Node] = []
+    for part in node.parts if node.kind == "several" else (node,):
+        parts += part.parts if part.kind == "several" else (part,)
+    return Node("besides", text, tuple(parts))
 
 
 def _inequality(text: str, sides: list[str]) -> Node:
-    """Return an interval for x < b, a < x or a < x < b, and otherwise a formula, which only its own
-    spelling equals.
-    """
-    terms, signs = (
-        sides[::2],
-        [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]],
-    )
-    if signs and all(sign[0] == ">" for sign in signs):  # such a chain is read from right to left
-        terms, signs = terms[::-1], [sign.replace(">", "<") for sign in signs[::-1]]
-    names = [
-        place for place, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term
-    ]
-    if (
-        len(names) != 1
-        or len(terms) > 3
-        or any(sign[0] != "<" for sign in signs)
-        or len(terms) - names[0] > 2
-    ):
+    """Return an interval for x < b, a < x or a < x < b.
+
+    Return a formula for all others, which only its own spelling equals."""
+    terms = sides[::2]
+    signs = [sign.replace("\\le", "<=").replace("\\ge", ">=") for sign in sides[1::2]]
+    if all(sign[0] == ">" for sign in signs):  # such a chain is read from right to left
+        terms = terms[::-1]
+        signs = [sign.replace(">", "<") for sign in signs[::-1]]
+    positions = [i for i, term in enumerate(terms) if ALONE.fullmatch(term) and "infty" not in term]
+    if len(positions) != 1 or len(terms) > 3 or any(sign[0] != "<" for sign in signs):
         return Node("formula", text)
-    place = names[0]
-    if len(terms) == 3 and place != 1:
+    (position,) = positions
+    if len(terms) == 3 and position != 1:
         return Node("formula", text)
-    low = structure(terms[place - 1]) if place else INFINITY[1]
-    high = structure(terms[place + 1]) if place + 1 < len(terms) else INFINITY[0]
-    opening = "[" if place and signs[place - 1] == "<=" else "("
-    closing = "]" if place + 1 < len(terms) and signs[place] == "<=" else ")"
-    return Node(
-        "named",
-        text,
-        (squeeze(terms[place]), "in", Node("ordered", text, (opening, low, high, closing))),
-    )
+    low = MINUS_INFINITY
+    high = PLUS_INFINITY
+    opening = "("
+    closing = ")"
+    if position > 0:
+        low = structure(terms[position - 1])
+        opening = "[" if signs[position - 1] == "<=" else "("
+    if position + 1 < len(terms):
+        high = structure(terms[position + 1])
+        closing = "]" if signs[position] == "<=" else ")"
+    interval = Node("ordered", text, (opening, low, high, closing))
+    return Node("named", text, (squeeze(terms[position]), "in", interval))
 
 
 def split(text: str, separators: tuple[str, ...]) -> list[str]:
     r"""Return the text cut at separators that stand in no bracket, brace or \begin...\end."""
-    parts, start, depth = [], 0, 0
+    parts = []
+    start = 0
+    depth = 0
     for token in TOKEN.finditer(text):
         sign = token.group()
         if sign in ("(", "[", "{", "\\{", "\\begin"):
             depth += 1
         elif sign in (")", "]", "}", "\\}", "\\end"):
             depth -= 1
-        elif depth == 0 and (
-            found := next((s for s in separators if text.startswith(s, token.start())), None)
-        ):
-            parts.append(text[start : token.start()])
-            start = token.start() + len(found)
+        elif depth == 0:
+            for separator in separators:
+                if text.startswith(separator, token.start()):
+                    parts.append(text[start : token.start()])
+                    start = token.start() + len(separator)
+                    break
     return [*parts, text[start:]]
 
 
@@ -288,17 +298,17 @@ def _encloses(text: str) -> bool:
     """Return whether the first bracket is closed by the last character."""
     depth = 0
     for token in TOKEN.finditer(text):
-        depth += token.group() in ("(", "[", "{", "\\{")
-        depth -= token.group() in (")", "]", "}", "\\}")
+        if token.group() in ("(", "[", "{", "\\{"):
+            depth += 1
+        elif token.group() in (")", "]", "}", "\\}"):
+            depth -= 1
         if depth == 0:
             return token.end() == len(text)
     return False
 
 
 def spelling(node: Node) -> str:
-    """Return one spelling for answers that are the same number, list of numbers or text, for
-    majority votes.
-    """
+    """Return a spelling for majority votes: equal numbers, lists and texts have the same."""
     if node.kind == "number":
         return node.parts[0].text()
     if node.kind == "words":
@@ -308,9 +318,11 @@ def spelling(node: Node) -> str:
     if node.kind == "choice":
         return spelling(node.parts[1])
     if node.kind == "boxes":
-        each = {spelling(box) for box in node.parts[1:]}
-        return each.pop() if len(each) == 1 else spelling(node.parts[0])
-    if (value := worth(node)) is not None:
+        together, *boxes = node.parts
+        spellings = set(map(spelling, boxes))
+        return spellings.pop() if len(spellings) == 1 else spelling(together)
+    value = worth(node)
+    if value is not None:
         return spelling(value)
     if node.kind == "several" and node.parts:
         return "{" + ",".join(sorted(map(spelling, node.parts))) + "}"

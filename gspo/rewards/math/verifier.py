@@ -1,16 +1,14 @@
-r"""Judges mathematical answers: the last \boxed{} (or #### or "Answer:") of a response against a
-gold.
+r"""Judges the answer of a response, in \boxed{} or after #### or "Answer:", against a gold.
 
 Numbers, lists of numbers, texts and choices are settled here, in microseconds. Other formulas go to
-workers, which are processes of their own (worker.py) that start with the first formula and are
-replaced when they end. Verdicts:
+workers, which are processes of their own (worker.py). They start with the first formula, and
+others replace them when they end. Verdicts:
 
 correct, wrong
 no-answer    there is no box (####, "Answer:"), or it is empty
 malformed    a box that is not closed, more boxes in it, more than 300 characters, look-alike or
              invisible characters
-timeout      the comparison used up its CPU seconds or its memory; asked again, it is answered from
-             the cache
+timeout      the comparison used up its CPU seconds or its memory (later the cache answers it)
 unreadable-gold   the gold is empty, or cannot be parsed: no fault of the response, which is left
                   ungraded
 
@@ -36,19 +34,19 @@ from pathlib import Path
 from gspo.rewards.math.agree import agree
 from gspo.rewards.math.extract import (
     FORMS,
-    TEXT_CHARACTERS,
-    Refused,
+    MAX_RESPONSE_CHARS,
+    UnusableAnswer,
     extract,
     listed_boxes,
     normal,
 )
-from gspo.rewards.math.text import Node, TooMany, spelling, structure
+from gspo.rewards.math.text import Node, TooManyElements, spelling, structure
 
 WORKER = Path(__file__).with_name("worker.py")
-# a question's CPU time as a share of `seconds`; the rest is for ending the worker and starting the
-# next
+# A question's CPU time as a share of `seconds`. The rest is for ending the worker and starting the
+# next.
 CPU_SHARE = 0.4
-PATIENCE = 4  # a worker that uses no CPU time for this many times `seconds` hangs
+HANG_FACTOR = 4  # a worker that uses no CPU time for this many times `seconds` hangs
 LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 
 Question = tuple[str, str, str]  # kind, gold, answer
@@ -56,13 +54,13 @@ Question = tuple[str, str, str]  # kind, gold, answer
 
 @dataclass(frozen=True)
 class MathVerdict:
-    """What became of an answer. `answer` is its normal form, "" if there is none."""
+    """The verdict on an answer. `answer` is its normal form, "" if there is none."""
 
     verdict: str
     answer: str = ""
 
 
-class _Asked(Exception):
+class _NeedsWorker(Exception):
     """Raised for a question that only a worker can answer."""
 
     def __init__(self, question: Question) -> None:
@@ -79,15 +77,15 @@ class _Unsettled(Exception):
 
 @dataclass
 class MathVerifier:
-    """Judges answers of one form with up to `workers` workers.
+    """A judge of answers of one form, with up to `workers` workers.
 
-    A forked or unpickled copy starts workers of its own. Threads may share a verifier; they take
+    A forked or unpickled copy starts workers of its own. Threads may share a verifier and take
     turns.
     """
 
     form: str = "boxed"  # boxed | hash (GSM8K's ####) | answer ("Answer: ...")
     workers: int = 1
-    # an idle machine judges an answer within these; its CPU limit is 0.4 of them
+    # an idle machine judges an answer within these, and its CPU limit is 0.4 of them
     seconds: float = 5.0
     memory_mb: int = 2048  # the address space of a worker
     cache: int = 65536  # number of comparisons that are remembered
@@ -95,9 +93,9 @@ class MathVerifier:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form={self.form!r} must be one of {', '.join(FORMS)}")
-        for key, least in (("workers", 1), ("memory_mb", 256), ("cache", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)!r} must be at least {least}")
+        for key, minimum in (("workers", 1), ("memory_mb", 256), ("cache", 1)):
+            if getattr(self, key) < minimum:
+                raise ValueError(f"{key}={getattr(self, key)!r} must be at least {minimum}")
         if not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds!r} must be positive")
         self._start_over()
@@ -116,27 +114,27 @@ class MathVerifier:
         # in a forked copy, the workers belong to the process that started them
         if self._owner != os.getpid():
             self._start_over()
-        tasks = [_read(text[-TEXT_CHARACTERS:], gold, self.form) for text, gold in items]
+        tasks = [_read(text[-MAX_RESPONSE_CHARS:], gold, self.form) for text, gold in items]
         verdicts = [task if isinstance(task, MathVerdict) else None for task in tasks]
-        left = [place for place, verdict in enumerate(verdicts) if verdict is None]
+        undecided = [index for index, verdict in enumerate(verdicts) if verdict is None]
         with self._lock:
-            self._recent.clear()
-            while left:  # each round settles one more question of every answer that has one left
-                asked: dict[Question, None] = {}  # a dict keeps the order and holds each once
-                for place in left:
+            self._answers_of_call.clear()
+            while undecided:  # each round settles one more question of every undecided answer
+                questions: dict[Question, None] = {}  # a dict keeps the order and holds each once
+                for index in undecided:
                     try:
-                        verdicts[place] = self._judge(*tasks[place])
-                    except _Asked as asks:
-                        asked[asks.question] = None
+                        verdicts[index] = self._judge(*tasks[index])
+                    except _NeedsWorker as need:
+                        questions[need.question] = None
                 try:
-                    self._answer(list(asked))
+                    self._ask_workers(list(questions))
                 # after Ctrl-C a worker that still computes would answer the next question with this
                 # result
                 except BaseException:
                     for worker in self._pool:
                         worker.stop()
                     raise
-                left = [place for place in left if verdicts[place] is None]
+                undecided = [index for index in undecided if verdicts[index] is None]
         return verdicts
 
     def close(self) -> None:
@@ -153,46 +151,52 @@ class MathVerifier:
     def _start_over(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        # an answer is True, False, "gold", "timeout" or "lost", as in _Worker.receive
         self._answers: OrderedDict[Question, bool | str] = OrderedDict()
-        # the answers of this call, none of which may be forgotten before it ends
-        self._recent: dict[Question, bool | str] = {}
+        # the answers that this call of `verify` uses, which may not be forgotten before it ends
+        self._answers_of_call: dict[Question, bool | str] = {}
         self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
 
     def _judge(self, gold: Node, answer: Node) -> MathVerdict:
-        """Return the verdict by the answers so far. Raises _Asked if it needs a further one."""
+        """Return the verdict by the answers so far. Raises _NeedsWorker if it needs another."""
         try:
-            verdict = "correct" if agree(gold, answer, self._answered) else "wrong"
+            verdict = "correct" if agree(gold, answer, self._known_answer) else "wrong"
         except _Unsettled:
             verdict = "timeout"
         except _UnreadableGold:
             verdict = "unreadable-gold"
         return MathVerdict(verdict, spelling(answer))
 
-    def _answered(self, *question: str) -> bool:
-        """Return the answer to a question. Raises _Asked if there is none yet, _Unsettled if there
-        can be none, and _UnreadableGold if its gold cannot be parsed."""
-        if question not in self._recent:
+    def _known_answer(self, *question: str) -> bool:
+        """Return the answer to a question.
+
+        Raises _NeedsWorker if there is none yet, _Unsettled if there can be none, and
+        _UnreadableGold if its gold cannot be parsed."""
+        if question not in self._answers_of_call:
             if question not in self._answers:
-                raise _Asked(question)
+                raise _NeedsWorker(question)
             self._answers.move_to_end(question)
-            self._recent[question] = self._answers[question]
-        if self._recent[question] == "gold":
+            self._answers_of_call[question] = self._answers[question]
+        answer = self._answers_of_call[question]
+        if answer == "gold":
             raise _UnreadableGold
-        if isinstance(self._recent[question], str):
+        if isinstance(answer, str):
             raise _Unsettled
-        return self._recent[question]
+        return answer
 
-    def _answer(self, questions: list[Question]) -> None:
-        """Keep the workers busy until every question has an answer; a string says why there is
-        none.
+    def _ask_workers(self, questions: list[Question]) -> None:
+        """Keep the workers busy until every question has an answer.
 
-        A lost worker's question is asked once more.
+        The question of a lost worker is asked once more.
         """
-        waiting, retried = deque(questions), set()
-        idle, running = list(self._pool), {}
+        waiting = deque(questions)
+        retried: set[Question] = set()
+        idle = list(self._pool)
+        running: dict[_Worker, Question] = {}
         while waiting or running:
             while waiting and idle:
-                worker, question = idle.pop(), waiting.popleft()
+                worker = idle.pop()
+                question = waiting.popleft()
                 worker.send(question)
                 running[worker] = question
             for worker in _ready(list(running)):
@@ -203,26 +207,31 @@ class MathVerifier:
                     retried.add(question)
                     waiting.append(question)
                 else:
-                    self._answers[question] = self._recent[question] = answer
+                    self._answers[question] = answer
+                    self._answers_of_call[question] = answer
         while len(self._answers) > self.cache:
             self._answers.popitem(last=False)
 
 
 def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
-    """Return the pieces of gold and answer, or the verdict where there is nothing to compare."""
-    if (wanted := gold_structure(gold)) is None:
+    """Return the pieces of gold and answer, or the verdict if there is nothing to compare."""
+    gold_node = gold_structure(gold)
+    if gold_node is None:
         return MathVerdict("unreadable-gold")
     try:
         answer = normal(extract(text, form))
         if not answer:
             return MathVerdict("no-answer")
-        boxes = [structure(normal(box)) for box in (listed_boxes(text) if form == "boxed" else [])]
-        together = structure(answer)
-        return wanted, Node("boxes", together.text, (together, *boxes)) if boxes else together
-    except Refused as refusal:
-        return MathVerdict(str(refusal))
-    except TooMany:
+        contents = listed_boxes(text) if form == "boxed" else []
+        boxes = [structure(normal(content)) for content in contents]
+        answer_node = structure(answer)
+    except UnusableAnswer as error:
+        return MathVerdict(str(error))
+    except TooManyElements:
         return MathVerdict("malformed")
+    if boxes:
+        answer_node = Node("boxes", answer_node.text, (answer_node, *boxes))
+    return gold_node, answer_node
 
 
 @lru_cache(maxsize=16384)
@@ -231,59 +240,67 @@ def gold_structure(gold: str) -> Node | None:
     try:
         text = normal(extract(gold, "boxed") if "\\boxed" in gold else gold)
         return structure(text) if text else None
-    except (Refused, TooMany):
+    except (UnusableAnswer, TooManyElements):
         return None
 
 
 class _Worker:
-    """One worker process and the pipes to it."""
+    """A worker process and the pipes to it."""
 
     def __init__(self, seconds: float, memory_mb: int) -> None:
-        self.seconds, self.memory_mb = seconds, memory_mb
+        self.seconds = seconds
+        self.memory_mb = memory_mb
         self.process: subprocess.Popen[bytes] | None = None
-        # its CPU time when that was last seen to change, and when that was
-        self.cpu, self.since = 0.0, 0.0
+        # its CPU time when that was last seen to change, and the clock at that moment
+        self.cpu = 0.0
+        self.cpu_changed = 0.0
 
     def send(self, question: Question) -> None:
         """Hand over a question, and start the worker if it is not running."""
         if self.process is None or self.process.poll() is not None:
             self.stop()
             self.start()
-        self.cpu, self.since = 0.0, time.monotonic()
+        self.cpu = 0.0
+        self.cpu_changed = time.monotonic()
         # it died just now, and receive() will find the end of its output
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self) -> bool | str:
-        """Return the worker's answer: true, false or "gold". Returns "timeout" if the kernel ended
-        it for its CPU time, and "lost" if it died or hangs otherwise, or has no memory left,
-        perhaps because of earlier questions."""
-        line = self.process.stdout.readline() if wait([self.process.stdout], timeout=0) else b""
-        with contextlib.suppress(ValueError):
-            if line.endswith(b"\n") and (reply := json.loads(line)) in (True, False, "gold"):
-                return reply
+        """Return the worker's answer: true, false or "gold".
+
+        Return "timeout" if the kernel ended it for its CPU time. Return "lost" if it died or hangs
+        otherwise, or has no memory left, perhaps because of earlier questions."""
+        has_output = bool(wait([self.process.stdout], timeout=0))
+        line = self.process.stdout.readline() if has_output else b""
+        if line.endswith(b"\n"):
+            with contextlib.suppress(ValueError):
+                reply = json.loads(line)
+                if reply in (True, False, "gold"):
+                    return reply
         timed_out = not line and not self.hangs() and self.process.wait() == -signal.SIGPROF
         self.stop()
         return "timeout" if timed_out else "lost"
 
     def hangs(self) -> bool:
-        """Return whether it has used no CPU time for long, and so is stopped or waits for what will
-        not come.
-        """
-        cpu, now = _cpu_time(self.process.pid), time.monotonic()
+        """Return whether it has used no CPU time for long, and so is stopped or waits in vain."""
+        cpu = _cpu_time(self.process.pid)
+        now = time.monotonic()
         if cpu != self.cpu:
-            self.cpu, self.since = cpu, now
-        return now - self.since > PATIENCE * self.seconds
+            self.cpu = cpu
+            self.cpu_changed = now
+        return now - self.cpu_changed > HANG_FACTOR * self.seconds
 
     def start(self) -> None:
-        """Start the worker and wait until it has loaded math-verify. Raises RuntimeError if it
-        cannot.
+        """Start the worker and wait until it has loaded math-verify.
+
+        Raises RuntimeError if it cannot load it.
         """
-        limits = map(str, (os.getpid(), self.memory_mb, CPU_SHARE * self.seconds))
+        arguments = [str(os.getpid()), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
         environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = subprocess.Popen(
-            [sys.executable, "-s", "-P", str(WORKER), *limits],
+            [sys.executable, "-s", "-P", str(WORKER), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # so that nothing half written is left for a forked copy to write again
@@ -312,16 +329,16 @@ class _Worker:
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
-        answered = wait([worker.process.stdout for worker in workers], timeout=0.5)
+        readable = wait([worker.process.stdout for worker in workers], timeout=0.5)
         ready = [
-            worker for worker in workers if worker.process.stdout in answered or worker.hangs()
+            worker for worker in workers if worker.process.stdout in readable or worker.hangs()
         ]
         if ready:
             return ready
 
 
 def _cpu_time(pid: int) -> float:
-    """Return the CPU seconds of a process so far, or 0 where the system cannot tell."""
+    """Return the CPU seconds of a process so far, or 0 if the system cannot tell."""
     if sys.platform != "linux":
         return 0.0
     with contextlib.suppress(OSError):

@@ -1,9 +1,8 @@
 """Fresh confined processes for untrusted programs.
 
-runner, session    what the harness calls: slots, programs and their limits
-launch, server     the fork servers, one per slot; `child`, `asserts`, `stdin` and `values` run in
-                   what they fork
-confine, seccomp   Landlock, users and resource limits; the system calls that a program may make
-self_test          a few attacks (`quick_attacks`) before the first use; experiments/audit has all
-                   of them
+runner, session    the harness's side: slots, programs and their limits
+launch, server     the fork servers, whose children run `child`, `asserts` or `stdin`
+frames, values     messages, and Python values in them
+confine, seccomp   Landlock, users, resource limits and the system calls of a program
+self_test          a few probes before the first use (all attacks are in experiments/audit)
 """

@@ -1,18 +1,16 @@
-"""Runs trusted test code in a confined child of its own, and asks the harness for each call of the
-tested program.
+"""Runs trusted test code in a confined child, and asks the harness for each call of the program.
 
     first message   {"prelude", "test", "entry_point"}
-    asks            {"call", "arguments", "keywords"}       is answered {"value"} or {"object":
-                    number}
-    ends with       {"verdict", "detail"}
+    each request    {"call", "arguments", "keywords"}   answered by {"value"} or {"object": number}
+    last message    {"verdict", "detail"}
 
-The names that the program should provide are stand-ins: calling one sends the arguments to the
-program's process, and plain data comes back, of exact types, so that `==` here means what it means
-in Python. Anything else that the program made, such as Pair(5, 24), comes back as an opaque object,
+The names that the program should provide are stand-ins. Calling a stand-in sends the arguments to
+the program's process, and plain data of exact types comes back. So `==` here has its meaning in
+Python. Anything else that the program made, such as Pair(5, 24), comes back as an opaque object,
 which can only be given back to the program. This process, which the program cannot reach, alone
 decides whether the test passed.
 
-HumanEval: the prompt is the prelude (the tests call its helper functions), and the test defines
+HumanEval: the prompt is the prelude (the tests call its helper functions). The test defines
 check(candidate), which is called with the stand-in of the entry point. MBPP: the test is its assert
 lines.
 """
@@ -32,27 +30,27 @@ from gspo.rewards.sandbox.frames import Channel
 from gspo.rewards.sandbox.values import Malformed, Unserialisable, decode, encode
 
 SEED = 0  # tests that draw random inputs draw the same ones for every program
-DETAIL_CHARACTERS = 200
+MAX_DETAIL_CHARS = 200
 OPERATIONS = (
-    "eq ne lt le gt ge bool hash len iter next reversed contains getitem setitem delitem call repr str format int "
-    "float index complex add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand "
-    "or ror xor rxor neg pos abs round enter exit getattribute setattr delattr dir"
+    "eq ne lt le gt ge bool hash len iter next reversed contains getitem setitem delitem call repr "
+    "str format int float index complex add radd sub rsub mul rmul truediv rtruediv floordiv "
+    "rfloordiv mod rmod pow rpow and rand or ror xor rxor neg pos abs round enter exit "
+    "getattribute setattr delattr dir"
 )
 
 
-class Refused(BaseException):
-    """Raised when the test looks at something that is not plain data. It is not an Exception, so no
-    test swallows it."""
+class OpaqueObjectUsed(BaseException):
+    """Raised when the test looks at something that is not plain data.
+
+    It is not an Exception, so no test swallows it."""
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise Refused
+    raise OpaqueObjectUsed
 
 
 class Opaque:
-    """Something that the program made and that stays with it. Whatever is done to it here raises
-    Refused.
-    """
+    """An object that stays with the program. Every operation on it raises OpaqueObjectUsed."""
 
     __slots__ = ("number",)
 
@@ -63,7 +61,7 @@ for _name in OPERATIONS.split():
 
 
 def run(channel: Channel) -> None:
-    """Run the test of the first message and report how it went."""
+    """Run the test of the first message and report the verdict."""
     first = channel.read()
     tester = Tester(channel, first["entry_point"])
     random.seed(SEED)
@@ -74,98 +72,113 @@ def run(channel: Channel) -> None:
 def describe(error: BaseException) -> str:
     """Return an exception in a few words."""
     try:
-        return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS]
-    except (
-        Exception
-    ):  # the exception is untrusted: it may have its own __str__, or an integer of too many digits
+        return f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
+    # the exception is untrusted: it may have its own __str__, or an integer of too many digits
+    except Exception:
         return "an exception without words"
 
 
 class Tester:
-    """Trusted test code with stand-ins for what the program provides."""
+    """Trusted test code with stand-ins for the functions of the program."""
 
     def __init__(self, channel: Channel, entry_point: str) -> None:
-        self.channel, self.entry_point = channel, entry_point
+        self.channel = channel
+        self.entry_point = entry_point
         self.calls = 0
 
     def judge(self, prelude: str, test: str) -> tuple[str, str]:
-        """Return (verdict, detail). An error before the program was first called is the test's own
-        fault, a sandbox error."""
+        """Return (verdict, detail).
+
+        An error before the first call of the program is the test's own fault, a sandbox error."""
         try:
             self._run(prelude, test)
         except AssertionError as error:
             return "wrong", describe(error)
-        except (Refused, Unserialisable):
+        except (OpaqueObjectUsed, Unserialisable):
             return "unserialisable", "a value that is not plain data"
         except Malformed as error:
             return "protocol", str(error)
         except MemoryError:
             return "memory", "in the test"
-        except (
-            Exception
-        ) as error:  # the test did something with a result that only a right result allows
-            return "wrong" if self.calls else "sandbox-error", f"in the test: {describe(error)}"
+        # the test did something with a result that only a right result allows
+        except Exception as error:
+            verdict = "wrong" if self.calls else "sandbox-error"
+            return verdict, f"in the test: {describe(error)}"
         return "pass", ""
 
     def _run(self, prelude: str, test: str) -> None:
         module = types.ModuleType("test")
         sys.modules["test"] = module
         names = module.__dict__
-        trees = ast.parse(prelude), ast.parse(test)
-        names.update(self._outside_names(trees))
+        prelude_tree = ast.parse(prelude)
+        test_tree = ast.parse(test)
+        names.update(self._outside_names((prelude_tree, test_tree)))
         exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), names)
         if self.entry_point:
             # replaces the empty one of HumanEval's prelude
             names[self.entry_point] = self.stand_in(self.entry_point)
         exec(compile(test, "test.py", "exec", dont_inherit=True), names)
-        if _defines_check(trees[1]):
+        if _defines_check(test_tree):
             names["check"](names[self.entry_point])
 
     def stand_in(self, name: str) -> Callable[..., Any]:
+        """Return a function that calls the program's function of that name."""
+
         def call(*arguments: Any, **keywords: Any) -> Any:
             return self.call(name, arguments, keywords)
 
-        call.__name__ = call.__qualname__ = name
+        call.__name__ = name
+        call.__qualname__ = name
         return call
 
     def call(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return the result of a call in the program's process."""
         self.calls += 1
         limit = self.channel.write_limit
-        forms = [encode(value, limit, _by_number) for value in (arguments, keywords)]
-        self.channel.write({"call": name, "arguments": forms[0], "keywords": forms[1]})
+        request = {
+            "call": name,
+            "arguments": encode(arguments, limit, _opaque_form),
+            "keywords": encode(keywords, limit, _opaque_form),
+        }
+        self.channel.write(request)
         reply = self.channel.read()
         if reply is None:  # the harness has closed the channel
             raise SystemExit
         if "object" not in reply:
             return decode(reply["value"])
-        thing = object.__new__(Opaque)
-        NUMBER.__set__(thing, reply["object"])
-        return thing
+        opaque = object.__new__(Opaque)
+        NUMBER.__set__(opaque, reply["object"])
+        return opaque
 
     def _outside_names(self, trees: tuple[ast.Module, ...]) -> dict[str, Any]:
-        """Return what the test uses and does not define: modules of the standard library, and
-        stand-ins for all other names."""
-        used, own = set(), set(dir(builtins))
-        for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
-            elif isinstance(node, ast.arg):
-                own.add(node.arg)
-            elif isinstance(node, ast.alias):
-                own.add((node.asname or node.name).partition(".")[0])
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                own.add(node.name)
-        outside = used - own - {self.entry_point}
+        """Return the values of the names that the test uses and does not define.
+
+        They are modules of the standard library, and stand-ins for all other names."""
+        used: set[str] = set()
+        defined = set(dir(builtins))
+        for tree in trees:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    used.add(node.id)
+                elif isinstance(node, ast.Name):
+                    defined.add(node.id)
+                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.arg):
+                    defined.add(node.arg)
+                elif isinstance(node, ast.alias):
+                    defined.add((node.asname or node.name).partition(".")[0])
+                elif isinstance(node, ast.ExceptHandler) and node.name:
+                    defined.add(node.name)
+        outside = used - defined - {self.entry_point}
         # MBPP's tests rely on the solution's `import sys`
         modules = outside & sys.stdlib_module_names
         names = {name: self.stand_in(name) for name in outside - modules}
         return names | {name: importlib.import_module(name) for name in modules}
 
 
-def _by_number(value: Any) -> Any:
-    """Return the form in which an opaque object goes back to the program."""
+def _opaque_form(value: Any) -> Any:
+    """Return the JSON form in which an opaque object goes back to the program."""
     if type(value) is not Opaque:
         raise Unserialisable("an argument that is not plain data")
     return ["h", NUMBER.__get__(value)]
@@ -173,12 +186,12 @@ def _by_number(value: Any) -> Any:
 
 def _defines_check(test: ast.Module) -> bool:
     """Return whether the test defines check(candidate) and leaves the call to us."""
-    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in test.body)
-    calls = (
-        node.value.func
-        for node in test.body
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    )
-    return defined and not any(
-        isinstance(called, ast.Name) and called.id == "check" for called in calls
-    )
+    is_defined = False
+    is_called = False
+    for node in test.body:
+        if isinstance(node, ast.FunctionDef):
+            is_defined |= node.name == "check"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            is_called |= isinstance(function, ast.Name) and function.id == "check"
+    return is_defined and not is_called

@@ -1,16 +1,16 @@
-"""Loads an untrusted program once, in the confined child, then calls its functions as the harness
-asks.
+"""Loads an untrusted program once, in the confined child, then calls its functions on request.
 
-    first message       {"code", "objects"}
-    then, again and again  {"index", "call", "arguments", "keywords"}   (values.py has the form of
-                           values)
-    answers             {"index", "value"}, or {"index", "object": number} for a result that is not
-                        plain and stays here (only with "objects": true), or {"index", "status",
-                        "detail"}; index -1 is that of loading
+    first message   {"code", "objects"}
+    each request    {"index", "call", "arguments", "keywords"}   (values.py: the form of values)
+    each answer     {"index", "value"},
+                    {"index", "object": number} for a result that is not plain and stays here
+                    (only with "objects": true), or
+                    {"index", "status", "detail"} for a failure
+    index -1        the loading of the program
 
-The harness trusts nothing here: the program lives in the same process, may change everything in
-this module, and may write frames of its own. What it sends is a value to be compared, by a process
-that it cannot reach, with an expected value that never comes here.
+The harness trusts nothing here. The program lives in the same process, may change everything in
+this module, and may write frames of its own. It sends values only. A process that it cannot reach
+compares them with the expected values, which never come here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from gspo.rewards.sandbox import asserts
@@ -31,13 +32,14 @@ from gspo.rewards.sandbox.values import encode as encode_value
 LOADING = -1
 
 
-class Missing(Exception):
+class MissingFunction(Exception):
     """Raised when the program has no such function."""
 
 
 def run(kind: str, channel: Channel) -> None:
-    """Serve one program (kind "function") or one test (kind "tester") until the harness closes the
-    channel.
+    """Serve one program (kind "function") or one test (kind "tester").
+
+    It ends when the harness closes the channel.
     """
     sys.argv[:] = ["program.py"]
     try:
@@ -51,11 +53,15 @@ def run(kind: str, channel: Channel) -> None:
 
 
 def serve(channel: Channel) -> None:
+    """Load the program of the first message, then answer requests until there are no more."""
     first = channel.read()
     candidate = Candidate(first["objects"], channel.write_limit)
     channel.write(candidate.answer(LOADING, candidate.load, first["code"]))
     del first
-    while (message := channel.read()) is not None:
+    while True:
+        message = channel.read()
+        if message is None:
+            return
         reply = candidate.answer(message["index"], candidate.call, message)
         try:
             encode(reply, channel.write_limit)
@@ -69,25 +75,27 @@ def failure(index: int, status: str, detail: str) -> dict[str, Any]:
 
 
 class Candidate:
-    """An untrusted program: its names, and the objects that it made and that can be given back to
-    it.
-    """
+    """An untrusted program: its names, and the objects it made that can be given back to it."""
 
     def __init__(self, keeps_objects: bool, limit: int) -> None:
-        self.keeps_objects, self.limit = keeps_objects, limit
+        self.keeps_objects = keeps_objects
+        self.limit = limit
         # the name is not __main__, so that code for the command line does not run
         self.module = types.ModuleType("program")
         self.objects: list[Any] = []
 
-    def answer(self, index: int, work: Any, argument: Any) -> dict[str, Any]:
-        """Return what `work` gives, or how it failed."""
+    def answer(
+        self, index: int, work: Callable[[Any], dict[str, Any]], argument: Any
+    ) -> dict[str, Any]:
+        """Return the answer of work(argument), or how it failed."""
         try:
             return {"index": index, **work(argument)}
-        except Missing as error:
+        except MissingFunction as error:
             return failure(index, "missing", str(error))
         except MemoryError:
             return failure(index, "memory", "MemoryError")
-        except BaseException as error:  # from untrusted code SystemExit and KeyboardInterrupt are errors like any other
+        # from untrusted code SystemExit and KeyboardInterrupt are errors like any other
+        except BaseException as error:
             return failure(index, "runtime-error", describe(error))
 
     def load(self, code: str) -> dict[str, Any]:
@@ -101,9 +109,9 @@ class Candidate:
         return {"value": None}
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Call a function with arguments that nobody else holds; "Solution.name" is called on a new
-        Solution().
-        """
+        """Call a function with arguments that nobody else holds.
+
+        "Solution.name" is called on a new Solution()."""
         arguments = decode(message["arguments"], self.objects.__getitem__)
         keywords = decode(message["keywords"], self.objects.__getitem__)
         result = self.find(message["call"])(*arguments, **keywords)
@@ -118,9 +126,9 @@ class Candidate:
         return {"object": len(self.objects) - 1}
 
     def find(self, name: str) -> Any:
-        """Return the function of that name. Raises Missing."""
-        owner, _, method = name.partition(".")
-        found = self.module.__dict__.get(owner)
-        if not callable(found) or (method and not callable(getattr(found, method, None))):
-            raise Missing(f"no function {name}")
-        return getattr(found(), method) if method else found
+        """Return the function of that name. Raises MissingFunction."""
+        owner_name, _, method = name.partition(".")
+        owner = self.module.__dict__.get(owner_name)
+        if not callable(owner) or (method and not callable(getattr(owner, method, None))):
+            raise MissingFunction(f"no function {name}")
+        return getattr(owner(), method) if method else owner

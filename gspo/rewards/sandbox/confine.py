@@ -1,18 +1,17 @@
-"""What a process gives up before it runs an untrusted program: resource limits, rights, files,
-system calls.
+"""Takes rights away from a process before it runs an untrusted program.
 
-Each layer is useful without the others; `prepare` finds out which ones this machine offers, and
+Each layer is useful without the others. `prepare` finds out which layers this machine offers, and
 reports them:
-- resource limits: CPU, address space, file size, open files, processes and threads;
-- user: root becomes a user of its own; an ordinary user enters a user namespace, so that the limit
-  on processes counts only the program's threads. Trying shows whether that limit binds; if it does
-  not, no threads are allowed at all;
-- capabilities: none (CAP_DAC_READ_SEARCH alone stays where the interpreter lies in a home that
-  others cannot enter, and only under landlock, which then decides what may be read);
-- landlock: read the standard library, shared libraries and time zones; write nothing; no TCP; no
-  signals out;
-- seccomp: gspo/rewards/sandbox/seccomp.py.
-Landlock does not cover metadata (whether a path exists, how long a file is); bubblewrap hides that
+- resource limits: CPU, address space, file size, open files, processes and threads.
+- user: root becomes a user of its own. An ordinary user enters a user namespace, in which the limit
+  on processes counts only the program's threads. Trying shows whether that limit binds. If it does
+  not, no threads are allowed at all.
+- capabilities: none. CAP_DAC_READ_SEARCH alone stays if the interpreter lies in a home that others
+  cannot enter, and only under landlock, which then decides what may be read.
+- landlock: read the standard library, shared libraries and time zones. Write nothing, no TCP, no
+  signals out.
+- seccomp: the filter of gspo/rewards/sandbox/seccomp.py.
+Landlock does not cover metadata (whether a path exists, how long a file is). Bubblewrap hides that
 too.
 
 Sources: Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). This module uses the
@@ -36,21 +35,24 @@ from gspo.rewards.sandbox import seccomp
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP = (
-    1,
-    4,
-    8,
-    22,
-    24,
-)
-PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER, CLONE_NEWUSER = 38, 2, 0x10000000
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
+CLONE_NEWUSER = 0x10000000
 # these numbers are the same on every architecture
-LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT = 446
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
 CAP_DAC_READ_SEARCH = 2
 CAPABILITY_VERSION = 0x20080522
 NOBODY = 65534
-THREADS = 32
+MAX_THREADS = 32
 LIBRARIES = ("/lib", "/lib64", "/lib32", "/usr/lib", "/usr/lib64", "/usr/lib32", "/usr/local/lib")
 READABLE = (
     *LIBRARIES,
@@ -74,37 +76,40 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The layers that a process of this machine puts on."""
+class ConfinementPlan:
+    """The layers that confine a program on this machine."""
 
     uid: int | None = None  # the user that root becomes; None for others
     namespace: bool = False  # whether to enter a user namespace
     reads_all: bool = False  # whether to keep CAP_DAC_READ_SEARCH
-    threads: int = THREADS
+    threads: int = MAX_THREADS
     landlock_fd: int | None = None
     landlock_abi: int = 0
     filter: bytes | None = None
 
 
 class CannotConfine(OSError):
-    """Raised when a layer that was planned could not be put on."""
+    """Raised when a planned layer could not be applied."""
 
 
 def prctl(option: int, *values: object) -> int:
-    values = (*values, 0, 0, 0, 0)[:4]
-    return LIBC.prctl(option, *(ctypes.c_ulong(v) if isinstance(v, int) else v for v in values))
+    four_values = (*values, 0, 0, 0, 0)[:4]
+    arguments = (ctypes.c_ulong(v) if isinstance(v, int) else v for v in four_values)
+    return LIBC.prctl(option, *arguments)
 
 
-def checked(result: int, what: str) -> int:
+def checked(result: int, action: str) -> int:
+    """Return the result of a system call. Raises CannotConfine if it failed."""
     if result < 0:
         error = ctypes.get_errno()
-        raise CannotConfine(error, f"{what}: {os.strerror(error)}")
+        raise CannotConfine(error, f"{action}: {os.strerror(error)}")
     return result
 
 
-def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
-    """Put on every layer of the plan, in an order in which each is still possible. Raises OSError
-    or ValueError.
+def confine(plan: ConfinementPlan, bounds: Bounds, parent: int) -> None:
+    """Apply every layer of the plan, in an order in which each is still possible.
+
+    Raises OSError or ValueError.
     """
     limit_resources(bounds)
     if not LINUX:
@@ -126,8 +131,9 @@ def confine(plan: Plan, bounds: Bounds, parent: int) -> None:
 
 
 def limit_resources(bounds: Bounds) -> None:
-    """Set soft and hard limits alike, so that the program cannot raise them. The CPU limit is a
-    back-stop: the fork server watches more closely."""
+    """Set soft and hard limits to the same values, so that the program cannot raise them.
+
+    The CPU limit is a back-stop: the fork server watches more closely."""
     limits = {
         "CPU": math.ceil(bounds.cpu_seconds) + 2,
         "AS": bounds.memory_mb << 20,
@@ -147,7 +153,7 @@ def limit_resources(bounds: Bounds) -> None:
 
 
 def limit(name: str, value: int) -> None:
-    """Lower the soft and the hard limit; a lower one that was inherited stays."""
+    """Lower the soft and the hard limit. A lower limit that was inherited stays."""
     number = getattr(resource, f"RLIMIT_{name}", None)
     if number is not None:
         hard = resource.getrlimit(number)[1]
@@ -155,7 +161,8 @@ def limit(name: str, value: int) -> None:
         resource.setrlimit(number, (value, value))
 
 
-def change_user(plan: Plan) -> None:
+def change_user(plan: ConfinementPlan) -> None:
+    """Become the user of the plan and give up capabilities."""
     if plan.uid is not None:
         if plan.reads_all:
             prctl(PR_SET_KEEPCAPS, 1)
@@ -167,17 +174,19 @@ def change_user(plan: Plan) -> None:
     set_capabilities(1 << CAP_DAC_READ_SEARCH if plan.reads_all else 0)
 
 
-def set_capabilities(wanted: int) -> None:
-    """Keep only the wanted capabilities, and none to inherit."""
+def set_capabilities(capabilities: int) -> None:
+    """Keep only these capabilities, and none to inherit."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    low, high = wanted & 0xFFFFFFFF, wanted >> 32
+    low = capabilities & 0xFFFFFFFF
+    high = capabilities >> 32
     data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
     checked(LIBC.capset(header, data), "capabilities")
 
 
 def drop_bounding_set() -> None:
-    """Prevent all programs started from here on from gaining a capability. It needs CAP_SETPCAP,
-    and matters little where exec is forbidden."""
+    """Prevent all programs started from here on from gaining a capability.
+
+    It needs CAP_SETPCAP, and matters little if exec is forbidden."""
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) < 0:
             break
@@ -185,32 +194,53 @@ def drop_bounding_set() -> None:
 
 def landlock_abi() -> int:
     """Return the version of landlock that the kernel offers, or 0 for none."""
-    return max(0, LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)) if LINUX else 0
+    if not LINUX:
+        return 0
+    return max(0, LIBC.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def landlock_rules(abi: int, readable: list[str]) -> int:
-    """Return a file descriptor for a rule set that refuses everything it can except reading
-    `readable`; many processes can apply it."""
-    rights = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    # rights on files, on TCP, and scopes
-    attributes = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    """Return a file descriptor for a rule set that refuses all it can except reading `readable`.
+
+    Many processes can apply it."""
+    if abi < 2:
+        rights_count = 13
+    elif abi < 3:
+        rights_count = 14
+    elif abi < 5:
+        rights_count = 15
+    else:
+        rights_count = 16
+    file_rights = (1 << rights_count) - 1
+    tcp_rights = 3 if abi >= 4 else 0
+    scopes = 3 if abi >= 6 else 0
+    attributes = (ctypes.c_uint64 * 3)(file_rights, tcp_rights, scopes)
+    if abi < 4:
+        size = 8
+    elif abi < 6:
+        size = 16
+    else:
+        size = 24
     rules = checked(
         LIBC.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "landlock rules"
     )
-    for path, allowed in dict(
-        grant for each in readable if os.path.exists(each) for grant in grants(each)
-    ).items():
+    rights_by_path: dict[str, int] = {}
+    for path in readable:
+        if os.path.exists(path):
+            rights_by_path.update(grants(path))
+    for path, rights in rights_by_path.items():
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = allowed.to_bytes(8, "little") + fd.to_bytes(4, "little")
+        rule = rights.to_bytes(8, "little") + fd.to_bytes(4, "little")
         checked(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"landlock rule for {path}")
         os.close(fd)
     return rules
 
 
 def grants(path: str) -> Iterator[tuple[str, int]]:
-    """Yield the rights below a path: to read everything except installed packages, which may
-    include benchmarks with their answers."""
+    """Yield the paths below a path and the rights on each.
+
+    They allow to read everything except installed packages, which may include benchmarks with
+    their answers."""
     if not os.path.isdir(path):
         yield path, READ_FILE
         return
@@ -234,17 +264,16 @@ def install(program: bytes) -> None:
     checked(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer), "seccomp")
 
 
-def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
-    """Return the strongest plan that works here and its layers in words. It is found by trying, in
-    children that end at once.
+def prepare(uid: int, readable: list[str]) -> tuple[ConfinementPlan, dict[str, str]]:
+    """Return the strongest plan that works here, and its layers in words.
 
-    `uid`: a user that nobody else is; used by root. `readable`: what programs may read beside the
-    system's libraries.
+    The plan is found by trying, in children that end at once. Root becomes the user `uid`, an id
+    that nobody else has. Programs may read `readable` beside the system's libraries.
     """
     abi = landlock_abi()
     rules = landlock_rules(abi, [*readable, *READABLE]) if abi else None
     filters = seccomp.template(True) if LINUX and seccomp.supported() else None
-    plan = Plan(landlock_fd=rules, landlock_abi=abi, filter=filters)
+    plan = ConfinementPlan(landlock_fd=rules, landlock_abi=abi, filter=filters)
     # reads_all is for an interpreter in a closed home
     bare = [replace(plan, landlock_fd=None, reads_all=reads) for reads in (False, True)]
     if filters is not None and all(attempt(choice, []) < 0 for choice in bare):
@@ -258,7 +287,7 @@ def prepare(uid: int, readable: list[str]) -> tuple[Plan, dict[str, str]]:
         raise CannotConfine("no way to confine a child that can still read the standard library")
     alone = not LINUX or choice.namespace or choice.uid is not None
     # otherwise the limit counts the user's other processes, or does not bind
-    if not alone or not 0 < started <= THREADS + 4:
+    if not alone or not 0 < started <= MAX_THREADS + 4:
         choice = replace(choice, threads=0, filter=seccomp.template(False) if plan.filter else None)
     return choice, describe(choice)
 
@@ -271,17 +300,16 @@ def user_choices(uid: int, landlock: bool) -> list[dict[str, object]]:
         users = [{"uid": uid}, {"uid": NOBODY}, {}]
     else:
         users = [{"namespace": True}, {}]
-    return [
-        {**user, "reads_all": reads}
-        for user in users
-        for reads in ((False, True) if landlock else (False,))
-    ]
+    reads_choices = (False, True) if landlock else (False,)
+    return [{**user, "reads_all": reads} for user in users for reads in reads_choices]
 
 
-def attempt(plan: Plan, readable: list[str]) -> int:
-    """Confine a child by the plan and return the number of threads that it could start, or -1 if
-    confining or reading failed."""
-    parent, child = os.getpid(), os.fork()
+def attempt(plan: ConfinementPlan, readable: list[str]) -> int:
+    """Confine a child by the plan and return the number of threads that it could start.
+
+    Return -1 if confining or reading failed."""
+    parent = os.getpid()
+    child = os.fork()
     if child == 0:
         code = 255
         try:
@@ -295,43 +323,44 @@ def attempt(plan: Plan, readable: list[str]) -> int:
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code if 0 <= code <= 2 * THREADS else -1
+    return code if 0 <= code <= 2 * MAX_THREADS else -1
 
 
 def threads_possible() -> int:
-    """Start threads until that fails, at most eight more than should be possible, and return how
-    many started.
-    """
-    for count in range(THREADS + 8):
+    """Start threads until that fails, and return how many started.
+
+    At most eight more are started than should be possible."""
+    for count in range(MAX_THREADS + 8):
         try:  # threading.Thread would wait for ever for a thread that has found no memory left
             _thread.start_new_thread(time.sleep, (5,))
         except RuntimeError:
             return count
-    return THREADS + 8
+    return MAX_THREADS + 8
 
 
-def describe(plan: Plan) -> dict[str, str]:
+def describe(plan: ConfinementPlan) -> dict[str, str]:
     """Return the layers of a plan in words."""
-    covered = [
-        "files",
-        *["TCP"] * (plan.landlock_abi >= 4),
-        *["signals, abstract sockets"] * (plan.landlock_abi >= 6),
-    ]
+    landlock = "off"
+    if plan.landlock_abi:
+        landlock = f"ABI {plan.landlock_abi}: files"
+        if plan.landlock_abi >= 4:
+            landlock += ", TCP"
+        if plan.landlock_abi >= 6:
+            landlock += ", signals, abstract sockets"
     if plan.uid is not None:
         user = f"user id {plan.uid}"
     else:
         user = "a user namespace" if plan.namespace else "the harness's own user"
+    if plan.reads_all:
+        user += ", may read what landlock allows whoever owns it"
+    if plan.threads:
+        threads = f"at most {MAX_THREADS}"
+    else:
+        threads = "none" if plan.filter else "not limited"
     return {
-        "landlock": f"ABI {plan.landlock_abi}: {', '.join(covered)}"
-        if plan.landlock_abi
-        else "off",
+        "landlock": landlock,
         "seccomp": "on: an allow list of system calls" if plan.filter else "off",
-        "user": user
-        + (", may read what landlock allows whoever owns it" if plan.reads_all else ""),
-        "threads": f"at most {THREADS}"
-        if plan.threads
-        else "none"
-        if plan.filter
-        else "not limited",
+        "user": user,
+        "threads": threads,
         "rlimits": "CPU, memory, file size, open files" if LINUX else "CPU, file size, open files",
     }

@@ -1,7 +1,6 @@
-"""Messages between the harness and a confined program: length-prefixed JSON objects, with a cap on
-their size.
+"""Messages between the harness and a confined program: JSON objects of limited size.
 
-    frame = 4 bytes, big-endian: length of what follows   |   one JSON object, UTF-8
+    frame = 4 bytes, big-endian: length of the rest   |   one JSON object, UTF-8
 
 Neither end trusts the other's length and content. This module uses the standard library only, since
 both ends import it.
@@ -15,7 +14,7 @@ import struct
 from typing import Any
 
 HEADER = struct.Struct(">I")
-TO_CHILD_BYTES = 1 << 26  # the largest message to a program, which holds its arguments
+MAX_TO_CHILD_BYTES = 1 << 26  # of a message to a program, which holds its arguments
 
 
 class ProtocolError(Exception):
@@ -26,9 +25,10 @@ class TooLong(ProtocolError):
     """Raised for a frame that announces more bytes than allowed."""
 
 
-def encode(message: dict[str, Any], limit: int = TO_CHILD_BYTES) -> bytes:
-    """Return the frame of a message. Raises TooLong beyond `limit` bytes, and ValueError or
-    TypeError for what is not JSON."""
+def encode(message: dict[str, Any], limit: int = MAX_TO_CHILD_BYTES) -> bytes:
+    """Return the frame of a message.
+
+    Raises TooLong beyond `limit` bytes, and ValueError or TypeError if it is not JSON."""
     # ASCII keeps lone surrogates escaped
     body = json.dumps(message, allow_nan=False).encode("ascii")
     if len(body) > limit:
@@ -36,8 +36,8 @@ def encode(message: dict[str, Any], limit: int = TO_CHILD_BYTES) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-class Decoder:
-    """Cuts a stream of bytes into messages."""
+class FrameDecoder:
+    """A buffer that cuts a stream of bytes into messages."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -47,8 +47,9 @@ class Decoder:
         self.buffer += data
 
     def message(self) -> dict[str, Any] | None:
-        """Return the next whole message, or None if more bytes are needed. Raises ProtocolError or
-        TooLong.
+        """Return the next whole message, or None if more bytes are needed.
+
+        Raises ProtocolError or TooLong.
         """
         if len(self.buffer) < HEADER.size:
             return None
@@ -82,34 +83,36 @@ class Channel:
     """The program's side: blocking reads and writes of frames on a file descriptor."""
 
     def __init__(
-        self, fd: int, write_limit: int = 1 << 20, read_limit: int = TO_CHILD_BYTES
+        self, fd: int, write_limit: int = 1 << 20, read_limit: int = MAX_TO_CHILD_BYTES
     ) -> None:
         self.fd = fd
         self.write_limit = write_limit
-        self.decoder = Decoder(read_limit)
+        self.decoder = FrameDecoder(read_limit)
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send one message. If it is too long, raise TooLong after telling the other end, which
-        then refuses it.
-        """
+        """Send one message. If it is too long, tell the other end so and raise TooLong."""
         try:
             data = memoryview(encode(message, self.write_limit))
         except TooLong:
             os.write(self.fd, HEADER.pack(0xFFFFFFFF))
             raise
         while data:
-            data = data[os.write(self.fd, data) :]
+            written_bytes = os.write(self.fd, data)
+            data = data[written_bytes:]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next message, or None at the end of the stream. Raises ProtocolError also when
-        cut off in the middle."""
-        while (message := self.decoder.message()) is None:
+        """Return the next message, or None at the end of the stream.
+
+        Raises ProtocolError, also if the stream ends inside a frame."""
+        message = self.decoder.message()
+        while message is None:
             data = os.read(self.fd, 1 << 16)
             if not data:
                 if self.decoder.buffer:
                     raise ProtocolError("the stream ended inside a frame")
                 return None
             self.decoder.feed(data)
+            message = self.decoder.message()
         return message
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Starts fork servers, inside bubblewrap where that works, and carries their control messages (see
-server.py).
-"""
+"""Starts fork servers and carries their control messages (see server.py).
+
+The servers run inside bubblewrap if that works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().with_name("server.py")
-START_SECONDS = 120.0  # a server that has not said hello by then is given up
+START_SECONDS = 120.0  # a server that has not answered by then is given up
 SILENCE_SECONDS = 60.0  # a server with a running child gives a sign of life every second
 LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 # the capabilities that root keeps inside bubblewrap
@@ -37,7 +37,7 @@ class ServerFailure(OSError):
     """Raised when the fork server could not be started, or has died."""
 
 
-class Server:
+class ForkServer:
     """One fork server: its process, its control socket, and the layers that it found."""
 
     def __init__(self, bubblewrap: bool) -> None:
@@ -52,32 +52,32 @@ class Server:
             try:
                 self._start(boxed=True)
             except ServerFailure:
-                boxed = _bubblewrap_works[os.geteuid()] = False
+                boxed = False
+                _bubblewrap_works[os.geteuid()] = False
         if not boxed:
             self._start(boxed=False)
-        self.layers = {"bubblewrap": "on" if boxed else _why_not(bubblewrap), **self.layers}
+        state = "on" if boxed else _why_not_boxed(bubblewrap)
+        self.layers = {"bubblewrap": state, **self.layers}
 
     def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
-        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is not
-        there.
-        """
+        """Ask for a child that gets the descriptors. Raises ServerFailure if the server is gone."""
         self.programs += 1
         request = json.dumps({"kind": kind, "limits": limits}).encode() + b"\n"
+        descriptors = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
         try:
-            self.control.sendmsg(
-                [request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            )
+            self.control.sendmsg([request], [descriptors])
         except OSError as error:
             raise ServerFailure(f"the fork server is gone: {error}") from None
 
-    def say(self, op: bytes) -> None:
-        """Send r, p or k (see server.py). A dead server is noticed when it is next read."""
+    def say(self, operation: bytes) -> None:
+        """Send r, p or k (see server.py). The next `hear` notices if the server is dead."""
         with contextlib.suppress(OSError):
-            self.control.send(op + b"\n")
+            self.control.send(operation + b"\n")
 
     def hear(self) -> dict[str, Any] | None:
-        """Wait for any message and return the report on a child's end, or None if the message was
-        another one. Raises ServerFailure at the end."""
+        """Wait for a message and return it if it reports a child's end, or None.
+
+        Raises ServerFailure if the server has died."""
         if not self.lines:
             try:
                 data = self.control.recv(1 << 16)
@@ -87,7 +87,8 @@ class Server:
                 raise ServerFailure("the fork server has died")
             *self.lines, self.rest = (self.rest + data).split(b"\n")
         while self.lines:
-            if (line := self.lines.pop(0)) != b"{}":
+            line = self.lines.pop(0)
+            if line != b"{}":
                 return json.loads(line)
         return None
 
@@ -101,32 +102,33 @@ class Server:
         self.process.wait()
 
     def _start(self, boxed: bool) -> None:
-        self.control, theirs = socket.socketpair()
-        number = next(_counter)
-        uid = (
-            FIRST_UID + (os.getpid() % (1 << 20)) * 256 + number % 256
-        )  # a user id that nobody else has, so that limits count one child
+        self.control, server_socket = socket.socketpair()
+        # a user id that nobody else has, so that limits count one child
+        uid = FIRST_UID + (os.getpid() % (1 << 20)) * 256 + next(_counter) % 256
         # With an otherwise empty environment -s -P -S isolate as -I does, which would ignore the
         # hash seed: the order of a program's sets, and with it a reward, must not depend on the
         # run.
         command = [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", str(SCRIPT)]
-        arguments = [str(theirs.fileno()), str(0 if boxed else os.getpid()), str(uid)]
+        harness_pid = 0 if boxed else os.getpid()
+        command += [str(server_socket.fileno()), str(harness_pid), str(uid)]
+        if boxed:
+            command = [*bubblewrap_command(), *command]
         # with one arena threads reserve no memory
         environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
         environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
         self.process = _launch(
             lambda: subprocess.Popen(
-                [*(bubblewrap_command() if boxed else []), *command, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if boxed else None,
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_socket.fileno()],
                 # Ctrl-C reaches the harness alone, which then ends the server
                 start_new_session=True,
             )
         )
-        theirs.close()
+        server_socket.close()
         deadline = time.monotonic() + START_SECONDS
         while not self.layers:
             if not readable(self.control, deadline - time.monotonic()):
@@ -140,29 +142,33 @@ class Server:
 
 
 def readable(connection: socket.socket, seconds: float) -> bool:
+    """Return whether the connection can be read within `seconds`."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(max(0.0, 1000 * seconds)))
 
 
 def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a process from a thread that lives as long as this process, because Linux's death
-    signal follows the thread."""
+    """Start a process from a thread that lives as long as this process.
+
+    Linux sends the death signal when the starting thread ends, not the starting process."""
     pid = os.getpid()
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
     return _launcher[pid].submit(start).result()
 
 
-def _why_not(wanted: bool) -> str:
-    if not wanted:
+def _why_not_boxed(bubblewrap: bool) -> str:
+    if not bubblewrap:
         return "off: switched off"
     return "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
 
 
 def bubblewrap_command() -> list[str]:
-    """Return the command for own namespaces and a read-only file system with the interpreter, the
-    shared libraries and this package."""
+    """Return the command that starts bubblewrap with own namespaces and few readable files.
+
+    The file system is read-only. It holds the interpreter, the shared libraries and this package.
+    """
     command = [
         shutil.which("bwrap") or "bwrap",
         "--die-with-parent",
@@ -172,13 +178,11 @@ def bubblewrap_command() -> list[str]:
         "--unshare-uts",
     ]
     command += ["--unshare-cgroup-try", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    # no user namespace, since only in this one are there unused users to become
+    # no user namespace for root, since only in this one are there unused users to become
     if os.geteuid() == 0:
-        command += [
-            "--cap-drop",
-            "ALL",
-            *(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
-        ]
+        command += ["--cap-drop", "ALL"]
+        for name in CAPABILITIES:
+            command += ["--cap-add", f"CAP_{name}"]
     else:
         command += ["--unshare-user"]
     for path in ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin"):
@@ -187,13 +191,10 @@ def bubblewrap_command() -> list[str]:
         elif os.path.isdir(path):
             command += ["--ro-bind", path, path]
     package = SCRIPT.parents[2]
-    ours = [
-        sys.prefix,
-        sys.base_prefix,
-        *(str(package / name) for name in ("__init__.py", "io", "rewards")),
-    ]
-    ours = [path for path in dict.fromkeys(ours) if path not in ("/", "/usr")]
-    for path in [*ours, "/etc/ld.so.cache", "/etc/localtime"]:
+    paths = [sys.prefix, sys.base_prefix]
+    paths += [str(package / name) for name in ("__init__.py", "io", "rewards")]
+    paths = [path for path in dict.fromkeys(paths) if path not in ("/", "/usr")]
+    for path in [*paths, "/etc/ld.so.cache", "/etc/localtime"]:
         if os.path.exists(path):
             command += ["--ro-bind", os.path.realpath(path), path]
     return [*command, "--chdir", "/", "--"]

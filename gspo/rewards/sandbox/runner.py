@@ -1,11 +1,11 @@
-"""Runs untrusted programs, each in a fresh confined process. This is the harness's side; server.py
-is the other.
+"""Runs untrusted programs, each in a fresh confined process.
 
-A runner has slots, which work side by side. A slot has a fork server for candidate programs and,
-once needed, a separate one for trusted test code, so that what the tests expect never enters a
-process from which candidates are forked. The servers' children confine themselves (confine.py);
-where bubblewrap is installed and works the servers run inside it. Everything ends with this
-process, also when it is killed.
+This module is the harness's side, and server.py is the other side. A runner has slots, which work
+side by side. A slot has a fork server for candidate programs. It starts a second fork server when
+it first needs one for trusted test code. So the expected results of the tests never enter a
+process that candidates are forked from. The servers' children confine themselves (confine.py). The
+servers run inside bubblewrap if it is installed and works. Everything ends with this process, also
+when it is killed.
 """
 
 from __future__ import annotations
@@ -20,105 +20,117 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gspo.rewards.sandbox import self_test
-from gspo.rewards.sandbox.launch import Server, ServerFailure
-from gspo.rewards.sandbox.session import Ended, Limits, Session, memory_file, read_bounded
+from gspo.rewards.sandbox.launch import ForkServer, ServerFailure
+from gspo.rewards.sandbox.session import (
+    Limits,
+    ProgramEnd,
+    ProgramSession,
+    memory_file,
+    read_bounded,
+)
 
-__all__ = ["CodeRunner", "Ended", "Limits", "Session", "Slot"]
+__all__ = ["CodeRunner", "Limits", "ProgramEnd", "ProgramSession", "Slot"]
 
-T, R = TypeVar("T"), TypeVar("R")
-RECYCLE = 2000  # a server is replaced after so many programs
+T = TypeVar("T")
+R = TypeVar("R")
+MAX_PROGRAMS_PER_SERVER = 2000  # a new server replaces it after so many programs
 
 
 class Slot:
-    """Runs one program at a time."""
+    """A pair of fork servers that runs one program at a time."""
 
     def __init__(self, limits: Limits, bubblewrap: bool) -> None:
         self.limits = limits
         self._bubblewrap = bubblewrap
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ForkServer] = {}
 
-    def run_program(self, code: str, stdin: str) -> tuple[bytes, Ended]:
-        """Run a whole program on an input. Returns what it wrote (at most output_bytes) and how it
-        ended.
+    def run_program(
+        self, code: str, stdin: str, limits: Limits | None = None
+    ) -> tuple[bytes, ProgramEnd]:
+        """Run a whole program and return its output (at most output_bytes) and how it ended.
 
-        Here Ended.why may also be "compile-error", for a program that did not start.
+        The slot's limits apply unless `limits` are given. Here ProgramEnd.why may also be
+        "compile-error", for a program that did not start.
         """
+        limits = limits or self.limits
         with (
-            memory_file(stdin.encode("utf-8", "surrogateescape")) as given,
-            memory_file(None) as written,
+            memory_file(stdin.encode("utf-8", "surrogateescape")) as input_fd,
+            memory_file(None) as output_fd,
         ):
-            with self._session("stdin", [given, written]) as session:
+            with self._session("stdin", [input_fd, output_fd], limits) as session:
                 reply = session.exchange({"code": code})
-                ended = reply if isinstance(reply, Ended) else session.wait()
+                ended = reply if isinstance(reply, ProgramEnd) else session.wait()
             if reply == {"compiled": False}:
-                return b"", Ended("compile-error", 1, ended.cpu_seconds, ended.memory_mb)
-            output = read_bounded(written, self.limits.output_bytes)
-        if len(output) >= self.limits.output_bytes and ended.why in ("exit", "timeout"):
-            ended = Ended("output-limit", ended.code, ended.cpu_seconds, ended.memory_mb)
+                return b"", ProgramEnd("compile-error", 1, ended.cpu_seconds, ended.memory_mb)
+            output = read_bounded(output_fd, limits.output_bytes)
+        if len(output) >= limits.output_bytes and ended.why in ("exit", "timeout"):
+            ended = ProgramEnd("output-limit", ended.code, ended.cpu_seconds, ended.memory_mb)
         return output, ended
 
     @contextlib.contextmanager
-    def open(self, kind: str, first: dict[str, Any]) -> Iterator[Session]:
-        """Yield a session with a fresh child of kind "function" (candidates) or "tester" (trusted
-        code), to which `first` was sent."""
-        with self._session(kind, []) as session:
-            session.send(first)
+    def open(self, kind: str, first_message: dict[str, Any]) -> Iterator[ProgramSession]:
+        """Yield a session with a fresh child, to which the first message was sent.
+
+        `kind` is "function" for candidates and "tester" for trusted test code."""
+        with self._session(kind, [], self.limits) as session:
+            session.send(first_message)
             yield session
 
     def layers(self) -> dict[str, str]:
-        """Return what confines the programs here."""
+        """Return the layers that confine the programs here."""
         return self._server("candidate").layers
 
     def server_pids(self) -> list[int]:
-        """Return the process ids of the servers that were started (in bubblewrap, of bubblewrap)."""
+        """Return the process ids of the started servers (inside bubblewrap: of bubblewrap)."""
         return [server.process.pid for server in self._servers.values()]
 
     def close(self) -> None:
-        """End the servers; they start again when needed."""
+        """End the servers, which start again when they are needed."""
         for role in list(self._servers):
             self._servers.pop(role).stop()
 
     @contextlib.contextmanager
-    def _session(self, kind: str, files: list[int]) -> Iterator[Session]:
+    def _session(self, kind: str, files: list[int], limits: Limits) -> Iterator[ProgramSession]:
         role = "tester" if kind == "tester" else "candidate"
         try:
-            session = Session(self._server(role), kind, files, self.limits)
-        except (
-            ServerFailure
-        ):  # the server died since its last program, so try once more with a new one
+            session = ProgramSession(self._server(role), kind, files, limits)
+        except ServerFailure:
+            # the server died since its last program, so try once more with a new server
             self._servers.pop(role).stop()
-            session = Session(self._server(role), kind, files, self.limits)
+            session = ProgramSession(self._server(role), kind, files, limits)
         try:
             yield session
         finally:
             session.close()
-            if session.surprised or session.server.programs >= RECYCLE:
+            if session.server_failed or session.server.programs >= MAX_PROGRAMS_PER_SERVER:
                 self._servers.pop(role).stop()
 
-    def _server(self, role: str) -> Server:
+    def _server(self, role: str) -> ForkServer:
         server = self._servers.get(role)
-        if server is None or not server.alive():
-            if server is not None:
-                self._servers.pop(role).stop()
-            server = self._servers[role] = Server(self._bubblewrap)
+        if server is not None and not server.alive():
+            self._servers.pop(role).stop()
+            server = None
+        if server is None:
+            server = ForkServer(self._bubblewrap)
+            self._servers[role] = server
         return server
 
 
 @dataclass
 class CodeRunner:
-    """Slots for untrusted programs. Servers start with the first program; a forked or unpickled
-    copy starts its own.
+    """Slots for untrusted programs, which threads may share.
 
-    Threads may share a runner: each piece of work takes a free slot. At the first use in a process
-    a few attacks are run against the sandbox. Raises ValueError where programs would not be
-    confined (landlock or seccomp is missing, and bubblewrap too) or an attack came through, unless
-    `allow_weak_sandbox`.
+    Each piece of work takes a free slot. Servers start with the first program. A forked or
+    unpickled copy starts its own servers. At the first use in a process a few probes are run
+    against the sandbox (self_test.py). Raises ValueError if a probe gets through, or if the layers
+    are too few: landlock or seccomp is missing, and bubblewrap too. `allow_weak_sandbox` skips this
+    check.
     """
 
     limits: Limits = field(default_factory=Limits)
     slots: int = 1
     allow_weak_sandbox: bool = False
-    bubblewrap: bool = True  # whether to run inside bubblewrap where it is installed and works
+    bubblewrap: bool = True  # whether to run inside bubblewrap if it is installed and works
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= 256:
@@ -135,11 +147,10 @@ class CodeRunner:
         self.close()
 
     def each(self, work: Callable[[Slot, T], R], items: list[T]) -> list[R]:
-        """Return work(slot, item) for every item, in the order of the items, with as many at a time
-        as there are slots.
+        """Return work(slot, item) for every item, in the order of the items.
 
-        `work` must not call `each` of the same runner. Its first exception ends the call, after
-        what is already running.
+        As many items are worked on at a time as there are slots. `work` must not call `each` of the
+        same runner. Its first exception ends the call after the work in progress.
         """
         self._check()
         if self.slots == 1 or len(items) < 2:
@@ -148,7 +159,7 @@ class CodeRunner:
             return list(pool.map(lambda item: self._with_slot(work, item), items))
 
     def layers(self) -> dict[str, str]:
-        """Return what confines the programs here, layer by layer, for printing."""
+        """Return the layers that confine the programs here, in words for printing."""
         self._check()
         return self._with_slot(lambda slot, _: slot.layers(), None)
 
@@ -157,9 +168,9 @@ class CodeRunner:
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
     def close(self) -> None:
-        """End the servers. The runner can be used again. No other thread may use it during this
-        call.
-        """
+        """End the servers. The runner can be used again.
+
+        No other thread may use the runner during this call."""
         if self._owner == os.getpid():
             for slot in self._slots:
                 slot.close()
@@ -181,9 +192,7 @@ class CodeRunner:
             self._free.put(slot)
 
     def _check(self) -> None:
-        """Check once per process and kind of confinement that the confinement is as strong as it
-        says.
-        """
+        """Run the start check (self_test.py) if this process has not run it yet."""
         # in a forked copy, the servers belong to the process that started them
         if self._owner != os.getpid():
             self._start_over()

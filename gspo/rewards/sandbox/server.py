@@ -1,26 +1,27 @@
-"""The fork server: starts a fresh confined child for each untrusted program and watches it. See
-runner.py.
+"""The fork server: forks a fresh confined child for each untrusted program and watches it.
 
-It sees neither code nor outputs, so that a later child finds nothing of an earlier program in the
-memory it inherits. A request is one line {"kind", "limits"} with file descriptors (the child's
-channel to the harness; for kind "stdin" also the program's input and output), and the child talks
-to the harness itself. While a child runs, the harness may send
+It sees neither code nor outputs. So a later child finds nothing of an earlier program in the memory
+that it inherits. The harness (runner.py) and the server talk through a control socket:
 
-    r   an exchange begins: the CPU and waiting allowances are renewed       p   it is over: waiting
-        does not count
-    k   kill it
+    request   one line {"kind", "limits"} with file descriptors: the child's channel to the
+              harness, and for kind "stdin" also the program's input and output
+    r         an exchange begins: the CPU and waiting allowances are renewed
+    p         the exchange is over: waiting does not count
+    k         kill the child
+    report    {"why": "exit" | "timeout", "status", "cpu", "memory_mb", "waited"}, sent by the
+              server when the child has ended
+    {}        sent by the server about once a second while a child runs, as a sign of life
 
-and the server answers, when the child has ended, {"why": "exit" | "timeout", "status", "cpu",
-"memory_mb", "waited"}; before that {} about once a second, as a sign of life.
+The child talks to the harness itself, through its channel.
 
 Waiting = time in which no thread of the child was running or ready to run: wall clock - CPU time -
 time in the queue of the scheduler (/proc/PID/task/*/schedstat). On a busy machine a program
-computes later, but does not wait longer. Of several threads the one that queued longest between two
-looks counts: threads that stand in the queue at the same time would otherwise excuse their program
+computes later, but does not wait longer. Of several threads only the longest queue time between two
+looks counts. Threads that stand in the queue at the same time would otherwise excuse their program
 many times over.
 
 The command line gives the file descriptor of the control socket, the process id of the harness (0
-where it is not visible), and a spare user id.
+if it is not visible), and a spare user id.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any, NoReturn
 
 # programs may import the standard library, to which the command line limits this list
 LIBRARY = list(sys.path)
-# above gspo
+# the folder that contains gspo
 sys.path.insert(0, os.path.normpath(os.path.join(os.path.abspath(__file__), *[os.pardir] * 4)))
 
 from gspo.rewards.sandbox import child as code_child  # noqa: E402
@@ -49,44 +50,44 @@ from gspo.rewards.sandbox import stdin as code_stdin  # noqa: E402
 from gspo.rewards.sandbox.frames import Channel  # noqa: E402
 
 # these are imported once here and inherited, so that each program starts faster
-USUAL = """
-abc bisect calendar cmath collections.abc copy dataclasses datetime decimal enum fractions functools hashlib
-heapq io itertools math numbers operator queue random re statistics string textwrap threading traceback types
-typing unicodedata zlib bz2 lzma secrets uuid atexit concurrent.futures asyncio pprint ast inspect locale
-encodings.idna encodings.latin_1 encodings.ascii encodings.utf_16 ctypes linecache warnings
+PRELOADED_MODULES = """
+abc bisect calendar cmath collections.abc copy dataclasses datetime decimal enum fractions functools
+hashlib heapq io itertools math numbers operator queue random re statistics string textwrap
+threading traceback types typing unicodedata zlib bz2 lzma secrets uuid atexit concurrent.futures
+asyncio pprint ast inspect locale encodings.idna encodings.latin_1 encodings.ascii encodings.utf_16
+ctypes linecache warnings
 """.split()  # noqa: SIM905
-TICK = 1.0  # seconds between signs of life
-CHANNEL_FD, RULES_FD = 3, 4
-TABLE_FDS = 4096
-
-
-# that a program may print or read, as in LiveCodeBench's own harness; Python allows 4,300
-INTEGER_DIGITS = 50_000
+TICK_SECONDS = 1.0  # between signs of life
+CHANNEL_FD = 3
+RULES_FD = 4
+MAX_TABLE_FDS = 4096  # children close all descriptors up to this number
+# that a program may print or read, as in LiveCodeBench's own harness (Python allows 4,300)
+MAX_INTEGER_DIGITS = 50_000
 
 
 def main() -> NoReturn:
     # the lowest number, which children are certain to close
     control = socket.socket(fileno=os.dup(int(sys.argv[1])))
     os.close(int(sys.argv[1]))
-    parent, uid = int(sys.argv[2]), int(sys.argv[3])
+    harness_pid = int(sys.argv[2])
+    spare_uid = int(sys.argv[3])
     if confine.LINUX:
         confine.prctl(confine.PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if parent and os.getppid() != parent:  # the harness ended before we asked
+        if harness_pid and os.getppid() != harness_pid:  # the harness ended before we asked
             os._exit(1)
         # so that nobody of the same user reads or stops us
         confine.prctl(confine.PR_SET_DUMPABLE, 0)
         confine.drop_bounding_set()
-    for module in USUAL:
+    for module in PRELOADED_MODULES:
         with contextlib.suppress(ImportError):
             __import__(module)
-    sys.set_int_max_str_digits(INTEGER_DIGITS)
+    sys.set_int_max_str_digits(MAX_INTEGER_DIGITS)
     os.environ.clear()
-    readable = [
-        path for path in (*LIBRARY, os.path.join(sys.base_prefix, "lib")) if os.path.exists(path)
-    ]
+    folders = (*LIBRARY, os.path.join(sys.base_prefix, "lib"))
+    readable = [path for path in folders if os.path.exists(path)]
     sys.path[:] = LIBRARY
     os.chdir("/")
-    plan, layers = confine.prepare(uid, readable)
+    plan, layers = confine.prepare(spare_uid, readable)
     control.sendall(json.dumps(layers).encode() + b"\n")
     gc.collect()
     gc.disable()
@@ -102,13 +103,14 @@ def main() -> NoReturn:
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the next request and its descriptors. Ends the server when the harness is gone."""
-    data, fds = b"", array.array("i")
+    data = b""
+    fds = array.array("i")
     while True:
-        part, extra, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(3 * fds.itemsize))
+        part, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_SPACE(3 * fds.itemsize))
         if not part:
             os._exit(0)
         data += part
-        for _, kind, packed in extra:
+        for _, kind, packed in ancillary:
             if kind == socket.SCM_RIGHTS:
                 fds.frombytes(packed[: len(packed) - len(packed) % fds.itemsize])
         lines = data.split(b"\n")
@@ -118,22 +120,24 @@ def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
         data = lines[-1]
 
 
-def start(request: dict[str, Any], fds: list[int], plan: confine.Plan) -> int:
+def start(request: dict[str, Any], fds: list[int], plan: confine.ConfinementPlan) -> int:
     """Fork the child of a request and return its process id."""
-    server = os.getpid()
+    server_pid = os.getpid()
     child = os.fork()
     if child == 0:
-        leave = os._exit  # kept, since the program may replace it
+        exit_process = os._exit  # the program may replace os._exit
         try:
-            serve_child(request, fds, plan, server)
+            serve_child(request, fds, plan, server_pid)
         finally:
-            leave(70)
+            exit_process(70)
     return child
 
 
-def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, server: int) -> None:
+def serve_child(
+    request: dict[str, Any], fds: list[int], plan: confine.ConfinementPlan, server_pid: int
+) -> None:
     """Confine the child, then run the program in it."""
-    kind, limits = request["kind"], request["limits"]
+    limits = request["limits"]
     os.setsid()
     channel = Channel(CHANNEL_FD, write_limit=limits["output_bytes"])
     plan = place_descriptors(fds, plan)
@@ -141,37 +145,35 @@ def serve_child(request: dict[str, Any], fds: list[int], plan: confine.Plan, ser
         bounds = confine.Bounds(
             limits["total_cpu_seconds"], limits["memory_mb"], limits["output_bytes"]
         )
-        confine.confine(plan, bounds, server)
+        confine.confine(plan, bounds, server_pid)
     except (OSError, ValueError) as error:
         channel.write({"failed": f"{type(error).__name__}: {error}"})
         return
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # so that too much output ends the program
     gc.enable()
     channel.write({"ready": True})
-    if kind == "stdin":
+    if request["kind"] == "stdin":
         code_stdin.run(channel)
     else:
-        code_child.run(kind, channel)
+        code_child.run(request["kind"], channel)
     os._exit(0)
 
 
-def place_descriptors(fds: list[int], plan: confine.Plan) -> confine.Plan:
-    """Place the descriptors, and close all others. 0, 1, 2: input, output, nothing; 3: the channel;
-    4: the landlock rules, until they are applied."""
+def place_descriptors(fds: list[int], plan: confine.ConfinementPlan) -> confine.ConfinementPlan:
+    """Place the descriptors, and close all others.
+
+    0: input, 1: output, 2: nothing, 3: the channel, 4: the landlock rules, until they are applied.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     channel, stdin, stdout = (*fds, nothing, nothing)[:3]
-    wanted = [
-        stdin,
-        stdout,
-        nothing,
-        channel,
-        *([plan.landlock_fd] if plan.landlock_fd is not None else []),
-    ]
+    wanted = [stdin, stdout, nothing, channel]
+    if plan.landlock_fd is not None:
+        wanted.append(plan.landlock_fd)
     # moved up, out of each other's way
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(wanted)) for fd in wanted]
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
-    os.closerange(len(wanted), TABLE_FDS)
+    os.closerange(len(wanted), MAX_TABLE_FDS)
     return plan if plan.landlock_fd is None else confine.replace(plan, landlock_fd=RULES_FD)
 
 
@@ -184,22 +186,25 @@ def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[st
     if exited >= 0:
         poll.register(exited, select.POLLIN)
     why = "exit"
-    alive = time.monotonic() + TICK
+    next_sign_of_life = time.monotonic() + TICK_SECONDS
     while why == "exit":
-        ready = {fd for fd, _ in poll.poll(1000 * clock.patience() + 1 if exited >= 0 else 5)}
-        if exited in ready or (
-            exited < 0 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ):
+        milliseconds = 1000 * clock.next_look_seconds() + 1 if exited >= 0 else 5
+        ready = {fd for fd, _ in poll.poll(milliseconds)}
+        if exited in ready:
+            break
+        if exited < 0 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             break
         if control.fileno() in ready:
-            said = control.recv(4096)
-            if not said or b"k" in said:
-                why = "killed" if said else "gone"
-            clock.hear(said)
+            commands = control.recv(4096)
+            if not commands:
+                why = "gone"
+            elif b"k" in commands:
+                why = "killed"
+            clock.hear(commands)
         else:
             why = clock.check()
-        if clock.active and time.monotonic() > alive:
-            alive = time.monotonic() + TICK
+        if clock.active and time.monotonic() > next_sign_of_life:
+            next_sign_of_life = time.monotonic() + TICK_SECONDS
             with contextlib.suppress(BlockingIOError):
                 control.send(b"{}\n", socket.MSG_DONTWAIT)
     if exited >= 0:
@@ -210,19 +215,17 @@ def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[st
     _, status, usage = os.wait4(child, 0)
     if why == "gone":
         os._exit(0)
-    memory = usage.ru_maxrss / (1024 if confine.LINUX else 1 << 20)
-    cpu = usage.ru_utime + usage.ru_stime
     return {
-        "why": why if why != "waited" else "timeout",
+        "why": "timeout" if why == "waited" else why,
         "status": status,
-        "cpu": cpu,
-        "memory_mb": memory,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "memory_mb": usage.ru_maxrss / (1024 if confine.LINUX else 1 << 20),
         "waited": why == "waited",
     }
 
 
 class Clock:
-    """What a child has used of its allowances."""
+    """The CPU time and the waiting of a child, beside its allowances."""
 
     def __init__(self, child: int, limits: dict[str, Any]) -> None:
         self.limits = limits
@@ -230,54 +233,55 @@ class Clock:
         self.id = (~child << 3) | 2  # the kernel's number for the CPU clock of a process
         self.active = True
         self.queued: dict[str, int] = {}
-        self.waited = self.cpu = self.renewed = 0.0
+        self.waited = 0.0
+        self.cpu = 0.0
+        self.renewed = 0.0  # `cpu` when the allowances were last renewed
         self.time = time.monotonic()
 
-    def patience(self) -> float:
-        """Return the seconds until the next look, when a limit may be reached or waiting must be
-        told from queueing.
-        """
-        cpu_left = (
-            min(self.limits["cpu_seconds"] + self.renewed, self.limits["total_cpu_seconds"])
-            - self.cpu
-        )
-        return max(0.001, min(TICK / 4, self.limits["wall_seconds"] / 8, cpu_left))
+    def next_look_seconds(self) -> float:
+        """Return the seconds until the next look.
 
-    def hear(self, said: bytes) -> None:
+        By then a limit may be reached, or waiting must be told from queueing."""
+        exchange_end = self.limits["cpu_seconds"] + self.renewed
+        cpu_left = min(exchange_end, self.limits["total_cpu_seconds"]) - self.cpu
+        return max(0.001, min(TICK_SECONDS / 4, self.limits["wall_seconds"] / 8, cpu_left))
+
+    def hear(self, commands: bytes) -> None:
         """Note that the harness begins or ends exchanges."""
-        # the queue is read at the next look; older time in it only makes that look more lenient
-        if b"r" in said:
-            self.time, self.cpu = time.monotonic(), self.cpu_now()
-            self.renewed, self.waited = self.cpu, 0.0
-        if b"r" in said or b"p" in said:
-            self.active = said.rfind(b"r") > said.rfind(b"p")
+        # The queue is read at the next look. Older time in it only makes that look more lenient.
+        if b"r" in commands:
+            self.time = time.monotonic()
+            self.cpu = self.cpu_now()
+            self.renewed = self.cpu
+            self.waited = 0.0
+        if b"r" in commands or b"p" in commands:
+            self.active = commands.rfind(b"r") > commands.rfind(b"p")
 
     def measure(self) -> None:
         """Bring cpu, waited and time up to date."""
-        now, cpu, queued = time.monotonic(), self.cpu_now(), self.queue_times()
-        delay = (
-            max((value - self.queued.get(task, 0) for task, value in queued.items()), default=0)
-            / 1e9
-        )
+        now = time.monotonic()
+        cpu = self.cpu_now()
+        queued = self.queue_times()
+        delays = [value - self.queued.get(task, 0) for task, value in queued.items()]
+        delay = max(delays, default=0) / 1e9
         if self.active:
-            # Time in the queue is booked only when it is over; until then it looks like waiting,
-            # and is afterwards taken back.
+            # Time in the queue is booked only when it is over. Until then it counts as waiting,
+            # which is taken back afterwards.
             self.waited = max(0.0, self.waited + now - self.time - (cpu - self.cpu) - delay)
-        self.time, self.cpu, self.queued = now, cpu, queued
+        self.time = now
+        self.cpu = cpu
+        self.queued = queued
 
     def check(self) -> str:
         """Return "exit" while no limit is passed, else "timeout" or "waited"."""
         self.measure()
-        if (
-            self.cpu - self.renewed >= self.limits["cpu_seconds"]
-            or self.cpu >= self.limits["total_cpu_seconds"]
-        ):
+        if self.cpu - self.renewed >= self.limits["cpu_seconds"]:
             return "timeout"
-        return (
-            "waited"
-            if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run()
-            else "exit"
-        )
+        if self.cpu >= self.limits["total_cpu_seconds"]:
+            return "timeout"
+        if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run():
+            return "waited"
+        return "exit"
 
     def ready_to_run(self) -> bool:
         """Return whether a thread runs or stands in the queue just now."""
@@ -297,7 +301,7 @@ class Clock:
     def queue_times(self) -> dict[str, int]:
         """Return the nanoseconds that each thread spent ready to run but not running."""
         times = {}
-        with contextlib.suppress(OSError):  # raised where the system is not Linux
+        with contextlib.suppress(OSError):  # raised if the system is not Linux
             for task in os.listdir(self.tasks):
                 with (
                     contextlib.suppress(OSError),

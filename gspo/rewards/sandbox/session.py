@@ -1,4 +1,4 @@
-"""One running program as the harness sees it: messages, allowances, and how it ended."""
+"""One running program from the harness's side: messages, allowances, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gspo.rewards.sandbox.frames import Decoder, ProtocolError, TooLong, encode
-from gspo.rewards.sandbox.launch import SILENCE_SECONDS, Server, ServerFailure, readable
+from gspo.rewards.sandbox.frames import FrameDecoder, ProtocolError, TooLong, encode
+from gspo.rewards.sandbox.launch import SILENCE_SECONDS, ForkServer, ServerFailure, readable
 from gspo.rewards.sandbox.stdin import MEMORY_SIGNAL
 
 REPORTS = ("exit", "timeout", "killed")
-SHARED = 0.02  # exchanges in a row may share allowances up to this share of cpu_seconds
-# most seconds for a server to report the end of a child that it was told to kill
-END_SECONDS = 30.0
+# exchanges in a row may share allowances for up to this share of cpu_seconds
+SHARED_FRACTION = 0.02
+# the server must report within this time the end of a child that it was told to kill
+MAX_KILL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. The allowances of CPU time and waiting are per exchange (a test
-    case); CPU time is also limited in all."""
+    """The limits of one program.
+
+    The allowances of CPU time and waiting are per exchange (a test case). CPU time is also limited
+    in all."""
 
     cpu_seconds: float = 2.0  # CPU time, so that the load of the machine does not matter
     total_cpu_seconds: float = 30.0
@@ -47,9 +50,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended. why: exit | timeout | memory | output-limit | sandbox-error | protocol |
-    compile-error.
+class ProgramEnd:
+    """How a program ended.
+
+    `why` is exit, timeout, memory, output-limit, sandbox-error, protocol or compile-error.
     """
 
     why: str
@@ -60,62 +64,61 @@ class Ended:
     detail: str = ""  # a note on a sandbox error or a breach of protocol
 
 
-class Session:
+class ProgramSession:
     """A child and the two sockets to it: its own channel, and the fork server's control."""
 
-    def __init__(self, server: Server, kind: str, files: list[int], limits: Limits) -> None:
-        self.server, self.limits = server, limits
-        self.ended: Ended | None = None
-        self.surprised = False  # whether the server should be replaced
-        self._ready = self._paused = False
+    def __init__(self, server: ForkServer, kind: str, files: list[int], limits: Limits) -> None:
+        self.server = server
+        self.limits = limits
+        self.ended: ProgramEnd | None = None
+        self.server_failed = False  # whether the server should be replaced
+        self._ready = False  # whether the child has said that it is confined
+        self._paused = False
         self._renewed = time.monotonic()
-        self._out = bytearray()
-        self._decoder = Decoder(limits.output_bytes)
-        self._channel, theirs = socket.socketpair()
+        self._unsent = bytearray()
+        self._decoder = FrameDecoder(limits.output_bytes)
+        self._channel, child_socket = socket.socketpair()
         self._channel.setblocking(False)
         try:
-            server.begin(kind, asdict(limits), [theirs.fileno(), *files])
+            server.begin(kind, asdict(limits), [child_socket.fileno(), *files])
         except ServerFailure:
             self._channel.close()
             raise
         finally:
-            theirs.close()
+            child_socket.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; it goes out with the next exchange."""
-        self._out += encode(message)
+        """Queue a message, which goes out with the next exchange."""
+        self._unsent += encode(message)
 
     def exchange(
         self, message: dict[str, Any] | None, pause: bool = True
-    ) -> dict[str, Any] | Ended:
-        """Renew the allowances, send the message (if any), and wait for one message or the
-        program's end.
+    ) -> dict[str, Any] | ProgramEnd:
+        """Renew the allowances, send the message, and wait for a message or the program's end.
 
-        A message that came before it was asked for breaks the protocol. `pause` says that we have
-        something else to do before the next exchange, so the program's waiting does not count until
-        then. Without it, exchanges that follow within a fiftieth of the CPU allowance share it,
-        which spares the server two wake-ups each.
+        A message that came before it was asked for breaks the protocol. With `message=None` nothing
+        is sent. With `pause` the program's waiting does not count until the next exchange. Without
+        it, exchanges that follow within a fiftieth of the CPU allowance share it, which spares the
+        server two wake-ups each.
         """
         if self.ended is not None:
             return self.ended
-        if (
-            self._ready
-            and message is not None
-            and (self._decoder.buffer or readable(self._channel, 0))
-        ):
-            return self._unasked()
         if message is not None:
+            if self._ready and (self._decoder.buffer or readable(self._channel, 0)):
+                return self._handle_early_data()
             self.send(message)
         now = time.monotonic()
-        if self._ready and (self._paused or now - self._renewed > SHARED * self.limits.cpu_seconds):
+        allowances_used = now - self._renewed > SHARED_FRACTION * self.limits.cpu_seconds
+        if self._ready and (self._paused or allowances_used):
             self.server.say(b"r")
-            self._renewed, self._paused = now, False
+            self._renewed = now
+            self._paused = False
         try:
             reply = self._next_message()
         except TooLong as error:
-            return self._refuse("output-limit", str(error))
+            return self._end_with("output-limit", str(error))
         except ProtocolError as error:
-            return self._refuse("protocol", str(error))
+            return self._end_with("protocol", str(error))
         if reply is None:
             return self._wait()
         if pause:
@@ -123,18 +126,18 @@ class Session:
             self._paused = True
         return reply
 
-    def wait(self) -> Ended:
-        """Renew the allowances and wait for the program's end; what it still sends is ignored."""
+    def wait(self) -> ProgramEnd:
+        """Renew the allowances and wait for the program's end, ignoring all that it sends."""
         if self.ended is None:
             self.server.say(b"r")
         return self._wait()
 
-    def _wait(self) -> Ended:
-        silent = time.monotonic() + SILENCE_SECONDS
+    def _wait(self) -> ProgramEnd:
+        deadline = time.monotonic() + SILENCE_SECONDS
         while self.ended is None:
-            if readable(self.server.control, silent - time.monotonic()):
+            if readable(self.server.control, deadline - time.monotonic()):
                 self._hear()
-                silent = time.monotonic() + SILENCE_SECONDS
+                deadline = time.monotonic() + SILENCE_SECONDS
             else:
                 self._fail("the fork server is silent")
         return self.ended
@@ -146,39 +149,41 @@ class Session:
         self._channel.close()
 
     def _next_message(self) -> dict[str, Any] | None:
-        """Return the program's next message, or None at the end of its channel or of the program."""
-        channel, control = self._channel.fileno(), self.server.control.fileno()
+        """Return the program's next message, or None at the end of its channel or itself."""
+        channel = self._channel.fileno()
+        control = self.server.control.fileno()
         poll = select.poll()
         poll.register(control, select.POLLIN)
-        silent = time.monotonic() + SILENCE_SECONDS
+        deadline = time.monotonic() + SILENCE_SECONDS
         while True:
-            if (message := self._decoder.message()) is not None:
+            message = self._decoder.message()
+            if message is not None:
                 if self._ready:
                     return message
                 self._ready = message == {"ready": True}
                 if not self._ready:
                     return self._fail(str(message.get("failed", "no word")))
                 continue
-            poll.register(channel, select.POLLIN | (select.POLLOUT if self._out else 0))
-            events = dict(poll.poll(max(0.0, 1000 * (silent - time.monotonic()))))
+            poll.register(channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            events = dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
             if not events:
                 return self._fail("the fork server is silent")
             if control in events:
-                silent = time.monotonic() + SILENCE_SECONDS
+                deadline = time.monotonic() + SILENCE_SECONDS
                 self._hear()
-            open_still = channel not in events or self._transfer(events[channel])
-            if not open_still and self.ended is None:
+            is_open = channel not in events or self._transfer(events[channel])
+            if not is_open and self.ended is None:
                 return None
-            if self.ended is not None and not (
-                open_still and events.get(channel, 0) & select.POLLIN
-            ):
+            has_more = is_open and events.get(channel, 0) & select.POLLIN
+            if self.ended is not None and not has_more:
                 return self._decoder.message() if self._ready else None
 
     def _transfer(self, event: int) -> bool:
-        """Move bytes both ways. Returns False at the end of the channel."""
+        """Move bytes both ways. Return False at the end of the channel."""
         try:
-            if event & select.POLLOUT and self._out:
-                del self._out[: self._channel.send(self._out)]
+            if event & select.POLLOUT and self._unsent:
+                sent_bytes = self._channel.send(self._unsent)
+                del self._unsent[:sent_bytes]
             if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
                 data = self._channel.recv(1 << 18)
                 self._decoder.feed(data)
@@ -200,60 +205,55 @@ class Session:
         if report.get("why") not in REPORTS:
             self._fail("the fork server says what it cannot know")
         else:
-            self.ended = self._judge(report)
+            self.ended = self._end_from(report)
 
-    def _judge(self, report: dict[str, Any]) -> Ended:
-        """Return the server's report in the words of Ended."""
+    def _end_from(self, report: dict[str, Any]) -> ProgramEnd:
+        """Return the server's report on a child's end as a ProgramEnd."""
         code = os.waitstatus_to_exitcode(report["status"])
-        why, cpu, memory = report["why"], report["cpu"], report["memory_mb"]
-        if (
-            why == "exit"
-            and not self._ready
-            and not self._decoder.buffer
-            and not readable(self._channel, 0)
-        ):
-            return Ended(
-                "sandbox-error",
-                code,
-                cpu,
-                memory,
-                detail="the child ended before the program had its turn",
-            )
-        if why == "exit":
-            if code == -MEMORY_SIGNAL or (
-                code == -signal.SIGKILL and memory >= 0.9 * self.limits.memory_mb
-            ):
-                why = "memory"
-            elif code == -signal.SIGXFSZ:
-                why = "output-limit"
-            elif (
-                code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu >= self.limits.total_cpu_seconds
-            ):
-                why = "timeout"
-        return Ended(why, code, cpu, memory, waited=report["waited"])
+        why = report["why"]
+        cpu = report["cpu"]
+        memory = report["memory_mb"]
+        if why != "exit":
+            return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
+        if not (self._ready or self._decoder.buffer or readable(self._channel, 0)):
+            detail = "the child ended before the program had its turn"
+            return ProgramEnd("sandbox-error", code, cpu, memory, detail=detail)
+        was_killed = code == -signal.SIGKILL
+        if code == -MEMORY_SIGNAL or (was_killed and memory >= 0.9 * self.limits.memory_mb):
+            why = "memory"
+        elif code == -signal.SIGXFSZ:
+            why = "output-limit"
+        elif (code == -signal.SIGXCPU or was_killed) and cpu >= self.limits.total_cpu_seconds:
+            why = "timeout"
+        return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
 
-    def _unasked(self) -> Ended:
-        """Handle data that came before the question: either the program has ended (and there is no
-        data), or it breaks the protocol."""
+    def _handle_early_data(self) -> ProgramEnd:
+        """Handle a channel that is readable before the question.
+
+        Either the program has ended, and there is no data, or it breaks the protocol."""
         try:
-            data = bool(self._decoder.buffer) or self._channel.recv(1) != b""
+            has_data = bool(self._decoder.buffer) or self._channel.recv(1) != b""
         except OSError:
-            data = False
-        return self._refuse("protocol", "a message that nobody asked for") if data else self._wait()
+            has_data = False
+        if has_data:
+            return self._end_with("protocol", "a message that nobody asked for")
+        return self._wait()
 
-    def _refuse(self, why: str, detail: str) -> Ended:
+    def _end_with(self, why: str, detail: str) -> ProgramEnd:
         self._kill()
-        spent = self.ended
-        self.ended = Ended(why, spent.code, spent.cpu_seconds, spent.memory_mb, detail=detail)
+        killed = self.ended
+        self.ended = ProgramEnd(
+            why, killed.code, killed.cpu_seconds, killed.memory_mb, detail=detail
+        )
         return self.ended
 
     def _fail(self, detail: str) -> None:
-        self.surprised = True
-        self.ended = Ended("sandbox-error", detail=detail)
+        self.server_failed = True
+        self.ended = ProgramEnd("sandbox-error", detail=detail)
 
     def _kill(self) -> None:
         self.server.say(b"k")
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + MAX_KILL_SECONDS
         while self.ended is None:
             if readable(self.server.control, deadline - time.monotonic()):
                 self._hear()
@@ -263,8 +263,9 @@ class Session:
 
 @contextlib.contextmanager
 def memory_file(content: bytes | None) -> Iterator[int]:
-    """Yield a file in memory to read `content` from or, with None, an empty one to write; a
-    temporary file where there is no such."""
+    """Yield the descriptor of a file in memory: `content` to read or, with None, a file to write.
+
+    It is a temporary file if the system has no files in memory."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
@@ -274,7 +275,8 @@ def memory_file(content: bytes | None) -> Iterator[int]:
         if content is not None:
             view = memoryview(content)
             while view:
-                view = view[os.write(fd, view) :]
+                written_bytes = os.write(fd, view)
+                view = view[written_bytes:]
             os.lseek(fd, 0, os.SEEK_SET)
             _seal(fd)
         yield fd
@@ -287,15 +289,16 @@ def _seal(fd: int) -> None:
     if hasattr(os, "memfd_create"):
         import fcntl  # not available on every system
 
-        fcntl.fcntl(
-            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-        )
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def read_bounded(fd: int, limit: int) -> bytes:
     """Return the first `limit` bytes of a file."""
-    parts, at = [], 0
-    while at < limit and (part := os.pread(fd, limit - at, at)):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
+    data = b""
+    while len(data) < limit:
+        part = os.pread(fd, limit - len(data), len(data))
+        if not part:
+            break
+        data += part
+    return data

@@ -1,9 +1,8 @@
-"""Runs a whole program, in the confined child, as `python program.py` would; its input and output
-are files.
+"""Runs a whole program, in the confined child, as `python program.py` would.
 
-The channel is used only before the program: {"code"} comes in, {"compiled": true | false} goes out,
-and it is closed. The exit status follows Python's rules; a MemoryError that nobody catches ends the
-process by MEMORY_SIGNAL.
+Its input and output are files. The channel is used only before the program: {"code"} comes in,
+{"compiled": true | false} goes out, and it is closed. The exit status follows Python's rules. A
+MemoryError that nobody catches ends the process by MEMORY_SIGNAL.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ COMPILE_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, Memory
 
 def run(channel: Channel) -> None:
     """Read the program, run it, and end the process."""
-    leave = os._exit  # kept, since the program may replace it
+    exit_process = os._exit  # the program may replace os._exit
     code = channel.read()["code"]
     try:
         program = compile(code, "program.py", "exec", dont_inherit=True)
     except COMPILE_ERRORS:
         channel.write({"compiled": False})
-        leave(1)
+        exit_process(1)
     channel.write({"compiled": True})
     channel.close()
     del code
@@ -54,7 +53,7 @@ def run(channel: Channel) -> None:
     except BaseException:
         status = status or 1
     finally:
-        leave(status)
+        exit_process(status)
 
 
 def open_streams() -> None:
@@ -95,8 +94,9 @@ def execute(program: types.CodeType, main: types.ModuleType) -> int:
 
 
 def finish(status: int) -> int:
-    """Wait for threads, run exit handlers and write what is buffered. Returns the exit status, or
-    120 where that fails, as Python does."""
+    """Wait for threads, run exit handlers, write the buffered output, and return the exit status.
+
+    It is 120 if the writing fails, as in Python."""
     threading._shutdown()
     atexit._run_exitfuncs()
     try:

@@ -1,16 +1,20 @@
-"""Plain Python values as JSON and back, and the rules by which a program's result equals the
-expected one.
+"""Plain Python values as JSON and back, and the rules by which a result is the expected one.
 
 Plain values have exactly one of the types None, bool, int, float, complex, str, bytes, list, tuple,
-set, frozenset and dict: an object of a subclass can redefine what `==` means and is not plain. The
-standard library's Counter, OrderedDict and defaultdict travel as the dicts that they equal; the
-plain types themselves (int, list, ...) by their names.
+set, frozenset and dict. An object of a subclass can redefine `==` and is not plain. The standard
+library's Counter, OrderedDict and defaultdict travel as the dicts that they equal. The plain types
+themselves (int, list, ...) travel by their names.
 
-JSON form: null, true, 5 (below 2^63), 1.5, "text"; everything else is a list that starts with a
-tag: ["l", items...] list, ["t", ...] tuple, ["s", ...] set, ["z", ...] frozenset, ["d", key, value,
-key, value, ...] dict, ["i", hexadecimal] int, ["f", "inf" | "-inf" | "nan"], ["c", "1.0", "nan"]
-complex, ["b", hexadecimal] bytes, ["u", hexadecimal UTF-8] text with lone surrogates, ["y", "int"]
-type, ["h", 0] an object that stays where it is.
+JSON form: null, true, 5 (below 2^63), 1.5 and "text" stand for themselves. All other values are
+lists that start with a tag:
+
+    ["l", items...]    list        ["d", key, value, key, value, ...]   dict
+    ["t", items...]    tuple       ["i", hexadecimal]                   int
+    ["s", items...]    set         ["f", "inf" | "-inf" | "nan"]        float
+    ["z", items...]    frozenset   ["c", "1.0", "nan"]                  complex
+    ["y", "int"]       type        ["b", hexadecimal]                   bytes
+    ["h", 0]           an object that stays in the program's process
+    ["u", hexadecimal UTF-8]       text with lone surrogates
 
 This module uses the standard library only, since the confined programs import it too.
 """
@@ -25,47 +29,49 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-DEPTH = 100  # most levels of nesting
+MAX_DEPTH = 100  # levels of nesting
 EXACT_ABOVE = 2**53  # beyond it floats are sparser than integers
 TOLERANCE = 1e-6
 TAGS = {list: "l", tuple: "t", set: "s", frozenset: "z"}
 KINDS = {bool: "bool", int: "number", float: "number", str: "text"}
-SEQUENCES, SETS = ("l", "t"), ("s", "z")
+SEQUENCE_TAGS = ("l", "t")
+SET_TAGS = ("s", "z")
 TYPES = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 }
 DICTS = (dict, Counter, OrderedDict, defaultdict)
 SURROGATE = re.compile("[\ud800-\udfff]")
-# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts; here
-# these are words.
+# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts, which
+# are words here.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 
 
 class Unserialisable(ValueError):
-    """Raised for a value that is not plain, too deep or too large (a value that contains itself is
-    too deep).
-    """
+    """Raised for a value that is not plain, too deep or too large.
+
+    A value that contains itself is too deep."""
 
 
 class Malformed(ValueError):
-    """Raised for what is not the JSON form of any value."""
+    """Raised for JSON that is not the form of any value."""
 
 
 def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None = None) -> Any:
-    """Return the JSON form of a value. `other` gives that of an object that is not plain, instead
-    of Unserialisable.
+    """Return the JSON form of a value.
 
-    More than `limit` characters of JSON raise Unserialisable, in time proportional to the limit
-    (not to the value: a list of the same list 10^8 times is refused early). The JSON text may still
-    be longer, because of escapes.
+    `other` returns the form of an object that is not plain. Without it such an object raises
+    Unserialisable. More than `limit` characters of JSON raise Unserialisable too, in time
+    proportional to the limit. So a list that holds the same list 10^8 times is refused early. The
+    JSON text may still be longer, because of escapes.
     """
-    return _Encoder(limit, other).encode(value, DEPTH)
+    return _Encoder(limit, other).encode(value, MAX_DEPTH)
 
 
 class _Encoder:
     def __init__(self, limit: int, other: Callable[[Any], Any] | None) -> None:
-        self.left, self.other = limit, other
+        self.characters_left = limit
+        self.other = other
 
     def encode(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -74,23 +80,24 @@ class _Encoder:
             return value
         if kind is int:
             self._spend(value.bit_length() // 4)
-            return value if -(2**63) < value < 2**63 else ["i", f"{value:x}"]
+            if -(2**63) < value < 2**63:
+                return value
+            return ["i", f"{value:x}"]
         if kind is str:
             self._spend(len(value))
-            surrogates = SURROGATE.search(value)
-            return ["u", value.encode("utf-8", "surrogatepass").hex()] if surrogates else value
+            if SURROGATE.search(value):
+                return ["u", value.encode("utf-8", "surrogatepass").hex()]
+            return value
         if kind is float:
             return value if math.isfinite(value) else ["f", str(value)]
         self._spend(6)
         if depth == 0:
-            raise Unserialisable(f"nested more than {DEPTH} deep")
+            raise Unserialisable(f"nested more than {MAX_DEPTH} deep")
         if kind in TAGS:
             return [TAGS[kind], *self._each(value, depth - 1)]
         if kind in DICTS:
-            return [
-                "d",
-                *self._each((part for item in dict.items(value) for part in item), depth - 1),
-            ]
+            keys_and_values = (part for item in dict.items(value) for part in item)
+            return ["d", *self._each(keys_and_values, depth - 1)]
         if kind is bytes:
             self._spend(2 * len(value))
             return ["b", value.hex()]
@@ -114,15 +121,15 @@ class _Encoder:
         return encoded
 
     def _spend(self, characters: int) -> None:
-        self.left -= characters
-        if self.left < 0:
+        self.characters_left -= characters
+        if self.characters_left < 0:
             raise Unserialisable("too large")
 
 
-def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = DEPTH) -> Any:
-    """Return the value, with everything in it new. `handle` gives the object behind ["h", number].
-    Raises Malformed.
-    """
+def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = MAX_DEPTH) -> Any:
+    """Return a new value from its JSON form. Raises Malformed.
+
+    `handle` returns the object behind ["h", number]."""
     if type(form) is not list:
         return unpack(form)[1]
     kind, content = unpack(form)
@@ -133,7 +140,7 @@ def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = D
     if kind not in ("sequence", "set", "dict"):
         return content
     if depth == 0:
-        raise Malformed(f"nested more than {DEPTH} deep")
+        raise Malformed(f"nested more than {MAX_DEPTH} deep")
     parts = [decode(part, handle, depth - 1) for part in content]
     tag = form[0]
     try:
@@ -145,21 +152,21 @@ def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = D
 
 
 def unpack(form: Any) -> tuple[str, Any]:
-    """Return (kind, content) of a JSON form, one level deep, in time proportional to its length.
-    Raises Malformed.
+    """Return (kind, content) of a JSON form, one level deep. Raises Malformed.
 
     Kinds: none, bool, number, text, bytes, complex, type, sequence, set, dict (keys and values in
-    turn), handle.
+    turn), handle. The time is proportional to the length of the form.
     """
     kind = type(form)
     if kind is not list:
         if form is not None and kind not in (bool, int, float, str):
             raise Malformed("a JSON object")
         return KINDS.get(kind, "none"), form
-    tag, content = (form[0], form[1:]) if form else (None, [])
-    if tag in SEQUENCES:
+    tag = form[0] if form else None
+    content = form[1:]
+    if tag in SEQUENCE_TAGS:
         return "sequence", content
-    if tag in SETS:
+    if tag in SET_TAGS:
         return "set", content
     if tag == "d" and len(content) % 2 == 0:
         return "dict", content
@@ -191,36 +198,40 @@ def _from_texts(tag: Any, *texts: str) -> tuple[str, Any]:
 
 
 def require_shallow(form: Any) -> None:
-    """Raise Malformed for what is nested too deeply for recursion, and for what `encode` never
-    makes: JSON objects, and numbers such as 1e999 that cannot be written again."""
+    """Raise Malformed for a form that is too deep for recursion or that `encode` never makes.
+
+    `encode` makes no JSON objects, and no numbers such as 1e999 that cannot be written again."""
     level = [form]
-    for _ in range(DEPTH + 2):
+    for _ in range(MAX_DEPTH + 2):
         for part in level:
             if type(part) is dict or (type(part) is float and not math.isfinite(part)):
                 raise Malformed("not the form of a value")
         level = [part for parts in level if type(parts) is list for part in parts]
         if not level:
             return
-    raise Malformed(f"nested more than {DEPTH} deep")
+    raise Malformed(f"nested more than {MAX_DEPTH} deep")
 
 
-def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
-    """Return whether a result equals the expected one; both as JSON forms. Raises Malformed. The
-    rules:
+def equal(expected: Any, actual: Any, depth: int = MAX_DEPTH) -> bool:
+    """Return whether a result equals the expected one, both as JSON forms. Raises Malformed.
 
-    - a tuple equals a list, a frozenset a set; otherwise kinds differ: True is not 1, b"a" is not
-      "a", (1+0j) is not 1;
-    - numbers: `close`; complex numbers: both parts; text and bytes exactly; None only None;
-    - lists by order; dicts by keys, which are exact (1 and 1.0 are the same key), values by these
-      rules;
-    - sets: numbers are put in order and compared pair by pair by `close`; all other elements are
-      exact.
+    The rules:
 
-    Time proportional to length (x log): elements are ordered by digests, so that keys chosen to
+    - a tuple equals a list, and a frozenset a set. Otherwise kinds differ: True is not 1, b"a" is
+      not "a", (1+0j) is not 1.
+    - numbers are compared by `close`, complex numbers by both parts, text and bytes exactly. None
+      equals only None.
+    - lists are compared by order. Dicts are compared by keys, which are exact (1 and 1.0 are the
+      same key), and values by these rules.
+    - numbers of sets are put in order and compared pair by pair by `close`. All other elements of
+      sets are exact.
+
+    The time is proportional to length (x log). Elements are ordered by digests, so keys chosen to
     collide do no harm.
     """
-    (kind, a), (other, b) = unpack(expected), unpack(actual)
-    if kind != other:
+    kind, a = unpack(expected)
+    actual_kind, b = unpack(actual)
+    if kind != actual_kind:
         return False
     if kind == "number":
         return close(a, b)
@@ -234,18 +245,19 @@ def equal(expected: Any, actual: Any, depth: int = DEPTH) -> bool:
         return all(equal(x, y, depth - 1) for x, y in zip(a, b, strict=True))
     if kind == "set":
         return _equal_sets(a, b)
-    wanted, given = _by_key(a), _by_key(b)
-    return wanted.keys() == given.keys() and all(
-        equal(wanted[key], given[key], depth - 1) for key in wanted
+    expected_values = _by_key(a)
+    actual_values = _by_key(b)
+    return expected_values.keys() == actual_values.keys() and all(
+        equal(value, actual_values[key], depth - 1) for key, value in expected_values.items()
     )
 
 
 def close(expected: float, actual: float) -> bool:
-    """Return |actual - expected| <= 1e-6 max(1, |expected|) where at least one is a float, and
-    equality for two ints.
+    """Return whether two numbers agree.
 
-    Equality is also required where one exceeds 2^53 in size. Infinity equals the same infinity, and
-    NaN equals NaN.
+    Two ints must be equal. If at least one is a float, |actual - expected| <= 1e-6 max(1,
+    |expected|) suffices, unless one exceeds 2^53 in size: then they must be equal. Infinity equals
+    the same infinity, and NaN equals NaN.
     """
     if type(expected) is int and type(actual) is int:
         return expected == actual
@@ -257,42 +269,49 @@ def close(expected: float, actual: float) -> bool:
 
 
 def _equal_sets(expected: list[Any], actual: list[Any]) -> bool:
-    (numbers, others), (their_numbers, their_others) = _split(expected), _split(actual)
-    if others != their_others or len(numbers) != len(their_numbers):
+    expected_numbers, expected_digests = _split(expected)
+    actual_numbers, actual_digests = _split(actual)
+    if expected_digests != actual_digests or len(expected_numbers) != len(actual_numbers):
         return False
-    return all(close(x, y) for x, y in zip(numbers, their_numbers, strict=True))
+    return all(close(x, y) for x, y in zip(expected_numbers, actual_numbers, strict=True))
 
 
 def _split(elements: list[Any]) -> tuple[list[float], list[bytes]]:
     """Return the numbers of a set in order, and the digests of its other elements in order."""
-    numbers, others = [], []
+    numbers = []
+    digests = []
     for element in elements:
         kind, content = unpack(element)
         if kind == "number" and content == content:
             numbers.append(content)
         else:
-            others.append(_digest(element, DEPTH))
-    return sorted(numbers), sorted(others)
+            digests.append(_digest(element, MAX_DEPTH))
+    return sorted(numbers), sorted(digests)
 
 
 def _by_key(parts: list[Any]) -> dict[bytes, Any]:
-    keys = [_digest(key, DEPTH) for key in parts[::2]]
+    """Return the values of a dict by the digests of their keys. `parts` alternates both."""
+    keys = [_digest(key, MAX_DEPTH) for key in parts[::2]]
     if len(set(keys)) < len(keys):
         raise Malformed("a key twice")
     return dict(zip(keys, parts[1::2], strict=True))
 
 
 def _digest(form: Any, depth: int) -> bytes:
-    """Return a digest that is the same for equal values and for no others: numbers by value, tuple
-    as list, sets in any order."""
+    """Return a digest that is the same for equal values only.
+
+    Numbers count by value, a tuple is a list, and sets have no order."""
     kind, content = unpack(form)
     if kind in ("sequence", "set", "dict"):
         if depth == 0:
-            raise Malformed(f"nested more than {DEPTH} deep")
+            raise Malformed(f"nested more than {MAX_DEPTH} deep")
         parts = [_digest(part, depth - 1) for part in content]
         if kind == "dict":
-            parts = sorted(key + value for key, value in zip(parts[::2], parts[1::2], strict=True))
-        data = b"".join(sorted(parts) if kind == "set" else parts)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = sorted(key + value for key, value in pairs)
+        elif kind == "set":
+            parts.sort()
+        data = b"".join(parts)
     elif kind == "text":
         data = content.encode("utf-8", "surrogatepass")
     elif kind == "bytes":
@@ -309,52 +328,56 @@ def same_output(
 ) -> bool:
     """Return whether two outputs agree by LiveCodeBench's rule for standard output.
 
-    With a tolerance, relative or absolute, numbers that the expected output writes with a point or
-    an exponent may be off by so much, also beside words. With `ignores_case` letter case does not
-    count.
+    Both are stripped and cut into lines, and each line is stripped. They must have the same number
+    of lines. Two lines agree if they are equal. They also agree if both have the same number of
+    words, and all words are decimal numbers (ASCII digits, sign, point, exponent) that are equal in
+    pairs as exact decimals. So "1.0 2" and "1 2e0" agree, "0.3333" and "0.33333" do not, and "nan"
+    is a word.
 
-    Both are stripped, cut into lines, each line stripped. As many lines in both; two lines are
-    alike if they are equal, or have as many words, all of them decimal numbers (ASCII digits, sign,
-    point, exponent), that are equal in pairs as exact decimals: "1.0 2" and "1 2e0" are alike,
-    "0.3333" and "0.33333" are not, "nan" is a word.
+    `tolerance`, relative or absolute, is for numbers that the expected output writes with a point
+    or an exponent, also beside words. With `ignores_case` letter case does not count.
     """
     if ignores_case:
-        expected, printed = expected.lower(), printed.lower()
-    wanted, given = expected.strip().split("\n"), printed.strip().split("\n")
-    return len(wanted) == len(given) and all(
-        _same_line(x.strip(), y.strip(), tolerance) for x, y in zip(wanted, given, strict=True)
+        expected = expected.lower()
+        printed = printed.lower()
+    expected_lines = expected.strip().split("\n")
+    printed_lines = printed.strip().split("\n")
+    return len(expected_lines) == len(printed_lines) and all(
+        _same_line(x.strip(), y.strip(), tolerance)
+        for x, y in zip(expected_lines, printed_lines, strict=True)
     )
 
 
 def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     if expected == printed:
         return True
-    wanted, given = expected.split(), printed.split()
-    if len(wanted) != len(given):
+    expected_words = expected.split()
+    printed_words = printed.split()
+    if len(expected_words) != len(printed_words):
         return False
+    pairs = list(zip(expected_words, printed_words, strict=True))
     if tolerance:
-        return all(x == y or _near(x, y, tolerance) for x, y in zip(wanted, given, strict=True))
-    if not all(map(DECIMAL.fullmatch, (*wanted, *given))):
+        return all(x == y or _near(x, y, tolerance) for x, y in pairs)
+    if not all(map(DECIMAL.fullmatch, (*expected_words, *printed_words))):
         return False
     try:
-        return all(Decimal(x) == Decimal(y) for x, y in zip(wanted, given, strict=True))
+        return all(Decimal(x) == Decimal(y) for x, y in pairs)
     except ArithmeticError:  # an exponent is beyond any decimal's
         return False
 
 
 def _near(expected: str, printed: str, tolerance: float) -> bool:
-    """Return whether two words are numbers that are equal or, unless the expected one is an
-    integer, near.
-    """
+    """Return whether two words are equal numbers, or near if the expected one is no integer."""
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
-        wanted, given = Decimal(expected), Decimal(printed)
-        if wanted == given:
+        expected_number = Decimal(expected)
+        printed_number = Decimal(printed)
+        if expected_number == printed_number:
             return True
-        is_integer = re.fullmatch(r"[+-]?\d+", expected) is not None
-        return not is_integer and abs(wanted - given) <= Decimal(tolerance) * max(
-            Decimal(1), abs(wanted)
-        )
+        if re.fullmatch(r"[+-]?\d+", expected):
+            return False
+        bound = Decimal(tolerance) * max(Decimal(1), abs(expected_number))
+        return abs(expected_number - printed_number) <= bound
     except ArithmeticError:  # an exponent is beyond any decimal's
         return False

@@ -30,7 +30,7 @@ from typing import Any
 from gspo.data.samples import Problem, Score
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import ranged
-from gspo.rewards.math.extract import Refused, extract
+from gspo.rewards.math.extract import UnusableAnswer, extract
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
 
 ONE_ANSWER = (
@@ -170,7 +170,7 @@ class GymProblems(Task):
     def _score(self, entry: Entry, text: str) -> Score:
         try:
             answer = final_answer(text, self.form)
-        except Refused as verdict:
+        except UnusableAnswer as verdict:
             return Score(0.0, str(verdict))
         if self.dataset in EXACT:
             right = normal_form(answer) == normal_form(entry.answer)
@@ -209,17 +209,17 @@ class GymProblems(Task):
 
 
 def final_answer(text: str, form: str) -> str:
-    """Return the answer in the last box or between the last tags. Raises Refused, with the verdict
+    """Return the answer in the last box or between the last tags. Raises UnusableAnswer, with the verdict
     as its message.
     """
     if form == "boxed":
         return extract(text, "boxed").strip()
     found = TAG.findall(text)
     if not found or not found[-1].strip():
-        raise Refused("no-answer")
+        raise UnusableAnswer("no-answer")
     answer = found[-1].strip().replace("\r\n", "\n")
     if len(answer) > LONGEST:
-        raise Refused("malformed")
+        raise UnusableAnswer("malformed")
     return answer
 
 

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from gspo.data.samples import Problem, Score
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.math.extract import Refused, last_box
+from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.tasks.benchmarks.base import Benchmark, Item
 from gspo.tasks.benchmarks.records_file import Row
@@ -212,5 +212,5 @@ def gold_of(row: Row) -> str:
         return str(answer).strip()
     try:
         return last_box(row.text("solution")).strip()
-    except Refused as verdict:
+    except UnusableAnswer as verdict:
         raise row.wrong("solution", f"has no answer in a \\boxed{{}} ({verdict})") from None

@@ -27,7 +27,7 @@ from typing import ClassVar
 from gspo.data.samples import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.sandbox.runner import CodeRunner, Ended, Limits, Slot
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.tasks.base import check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import judge
@@ -242,7 +242,7 @@ def code_of(text: str) -> str | None:
     return None
 
 
-def _run(slot: Slot, program: str) -> tuple[bytes, Ended]:
+def _run(slot: Slot, program: str) -> tuple[bytes, ProgramEnd]:
     return slot.run_program(program, "")
 
 

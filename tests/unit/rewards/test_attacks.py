@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from audit.attack import PRELUDE, run_attack
 from audit.attacks import ATTACKS, SUITE_LIMITS, run_attacks
 from audit.attacks.memory import SCAN
+from audit.attacks.quick import QUICK_ATTACKS
+from audit.scene import exposed, left_over, named, scene
 from gspo.rewards.sandbox import self_test
-from gspo.rewards.sandbox.attack import PRELUDE, run_attack
-from gspo.rewards.sandbox.quick_attacks import QUICK_ATTACKS
-from gspo.rewards.sandbox.runner import CodeRunner, Ended
-from gspo.rewards.sandbox.scene import exposed, left_over, named, scene
+from gspo.rewards.sandbox.runner import CodeRunner, ProgramEnd
 from weak_runner import WeakRunner
 
 pytestmark = pytest.mark.skipif(
@@ -105,7 +105,7 @@ def test_quick_attacks_are_stopped_as_the_present_user():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_all", [False, True])
-def test_attacks_of_the_self_test_are_stopped_as_an_ordinary_user(reads_all):
+def test_quick_attacks_are_stopped_as_an_ordinary_user(reads_all):
     layers = suite_as(
         user_command(reads_all),
         bubblewrap=False,
@@ -247,7 +247,7 @@ def test_the_memory_scan_finds_what_is_in_memory():
 def test_a_failing_sandbox_is_no_success(why):
     class Failing(WeakRunner):
         def run_program(self, code, stdin):
-            return b"", Ended(why)
+            return b"", ProgramEnd(why)
 
     (result,) = run_attacks(Failing(SUITE_LIMITS), ("leave early",))
     assert not result.stopped and why in result.seen and "next program" in result.seen
@@ -298,26 +298,41 @@ class Layered(WeakRunner):
 
 
 def outcome(runner) -> dict[str, str]:
-    return runner.each(lambda slot, _: slot.layers() | self_test.attack(slot), [None])[0]
+    return runner.each(lambda slot, _: slot.layers() | self_test.run_probes(slot), [None])[0]
 
 
-def test_the_self_test_names_the_attack_that_came_through(monkeypatch):
+def test_the_self_test_names_the_probe_that_got_through(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
-    two = tuple(
-        attack for attack in ATTACKS if attack.name in ("read a secret file", "leave early")
-    )
-    monkeypatch.setattr(self_test, "QUICK_ATTACKS", two)
+    two = {"read a file": self_test.PROBES["read a file"], "do nothing": "pass"}
+    monkeypatch.setattr(self_test, "PROBES", two)
     with pytest.raises(
-        ValueError, match=r"allow_weak_sandbox=False.*'read a secret file': the secret was printed"
+        ValueError, match=r"allow_weak_sandbox=False.*: probe 'read a file': the program did it;"
     ):
         self_test.require(Layered(SUITE_LIMITS), allow_weak=False)
     self_test.require(Layered(SUITE_LIMITS), allow_weak=True)
     states = outcome(Layered(SUITE_LIMITS))
-    assert (
-        states["leave early"] == "stopped"
-        and states["read a secret file"] == "the secret was printed"
+    assert states["do nothing"] == "stopped" and states["read a file"] == "the program did it"
+
+
+def test_without_a_sandbox_every_probe_gets_through(monkeypatch):
+    """The last probe, which computes for seconds, is tested with the slow tests of confinement."""
+    monkeypatch.setattr(self_test, "_results", {})
+    probes = {n: p for n, p in self_test.PROBES.items() if n != "exceed the CPU limit"}
+    monkeypatch.setattr(self_test, "PROBES", probes)
+    assert self_test.run_probes(Layered(SUITE_LIMITS)) == dict.fromkeys(
+        probes, "the program did it"
     )
-    assert "  read a secret file  the secret was printed" in self_test.report(states).split("\n")
+
+
+@pytest.mark.parametrize("why", ["sandbox-error", "protocol", "compile-error"])
+def test_a_failing_sandbox_does_not_stop_the_probes(why, monkeypatch):
+    class Failing(Layered):
+        def run_program(self, code, stdin, limits=None):
+            return b"", ProgramEnd(why)
+
+    monkeypatch.setattr(self_test, "_results", {})
+    states = self_test.run_probes(Failing(SUITE_LIMITS))
+    assert len(states) == len(self_test.PROBES) + 1 and all(why in s for s in states.values())
 
 
 @pytest.mark.parametrize("missing", ["landlock", "seccomp"])
@@ -338,7 +353,7 @@ def test_the_self_test_passes_here_and_runs_once(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
     with CodeRunner(SUITE_LIMITS) as runner:
         states = outcome(runner)
-        assert all(states[attack.name] == "stopped" for attack in QUICK_ATTACKS)
+        assert all(states[name] == "stopped" for name in self_test.PROBES)
         assert {"landlock", "seccomp", "bubblewrap"} < set(states)
-        monkeypatch.setattr(self_test, "scene", None)  # a second run would fail
+        monkeypatch.setattr(self_test, "PROBES", None)  # a second run would fail
         assert outcome(runner) == states

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from gspo.rewards.sandbox import server
-from gspo.rewards.sandbox.frames import Channel, Decoder, ProtocolError, TooLong, encode
-from gspo.rewards.sandbox.launch import Server
-from gspo.rewards.sandbox.runner import CodeRunner, Ended, Limits
-from gspo.rewards.sandbox.session import Session
+from gspo.rewards.sandbox.frames import Channel, FrameDecoder, ProtocolError, TooLong, encode
+from gspo.rewards.sandbox.launch import ForkServer
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd
+from gspo.rewards.sandbox.session import ProgramSession
 from processes import alive, gone
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -376,7 +376,7 @@ def test_the_server_is_small_and_keeps_nothing_of_a_program(runner):
 
 
 def test_frames_are_cut_and_bounded():
-    decoder = Decoder(limit=100)
+    decoder = FrameDecoder(limit=100)
     data = encode({"a": [1, "é", "\ud800"]}) + encode({})
     for i in range(len(data) - 1):
         decoder.feed(data[i : i + 1])
@@ -398,16 +398,16 @@ def test_frames_are_cut_and_bounded():
         b"null",
     ]
     for body in bad:
-        decoder = Decoder(limit=100)
+        decoder = FrameDecoder(limit=100)
         decoder.feed(len(body).to_bytes(4, "big") + body)
         with pytest.raises(ProtocolError):
             decoder.message()
     decoder.feed((101).to_bytes(4, "big"))
-    deep = Decoder(limit=1 << 20)
+    deep = FrameDecoder(limit=1 << 20)
     deep.feed((200_005).to_bytes(4, "big") + b'{"a":' + b"[" * 200_000)
     with pytest.raises(ProtocolError):
         deep.message()
-    huge = Decoder(limit=100)
+    huge = FrameDecoder(limit=100)
     huge.feed(b"\xff\xff\xff\xff")
     with pytest.raises(TooLong):
         huge.message()
@@ -434,12 +434,12 @@ def test_a_channel_ends_and_breaks_cleanly():
 
 @LINUX
 def test_a_report_that_no_server_sends_is_a_sandbox_error():
-    session = Session(OneChildServer("time.sleep(9)"), "function", [], LIMITS)
+    session = ProgramSession(OneChildServer("time.sleep(9)"), "function", [], LIMITS)
     session.server.lines.append(
         b'{"why": "pass", "status": 0, "cpu": 0, "memory_mb": 0, "waited": false}'
     )
     session._hear()
-    assert session.ended.why == "sandbox-error" and session.surprised
+    assert session.ended.why == "sandbox-error" and session.server_failed
     session.close()
     session.server.say(b"k")
     os.waitpid(session.server.server, 0)
@@ -462,7 +462,7 @@ HOSTILE = [
 ]
 
 
-class OneChildServer(Server):
+class OneChildServer(ForkServer):
     """A fork server whose child is Python code on descriptor 3 instead of a confined program; all
     else is real.
     """
@@ -491,13 +491,13 @@ class OneChildServer(Server):
 @LINUX
 @pytest.mark.parametrize("action, why", HOSTILE)
 def test_hostile_frames_end_the_session_not_the_grader(action, why):
-    session = Session(OneChildServer(action), "function", [], LIMITS)
+    session = ProgramSession(OneChildServer(action), "function", [], LIMITS)
     answer = session.exchange({"x": "y" * 300_000} if "read nothing" in action else None)
     if why == "unasked":
         assert answer == {}
         time.sleep(0.1)
         answer, why = session.exchange({"next": 1}), "protocol"
-    assert isinstance(answer, Ended) and answer.why == why
+    assert isinstance(answer, ProgramEnd) and answer.why == why
     assert session.exchange({"next": 1}) == answer == session.wait()  # it stays ended
     session.close()
     os.waitpid(session.server.server, 0)
@@ -509,7 +509,7 @@ def test_allowances_are_renewed_by_each_exchange_and_waiting_counts_only_within_
         "from gspo.rewards.sandbox.frames import Channel\nc = Channel(3)\nwhile True:\n"
         "  c.read(); end = time.process_time() + 0.3\n  while time.process_time() < end: pass\n  c.write({})"
     )
-    session = Session(OneChildServer(action), "function", [], LIMITS)
+    session = ProgramSession(OneChildServer(action), "function", [], LIMITS)
     assert [session.exchange({}) for _ in range(2)] == [{}, {}]
     time.sleep(0.8)  # past the waiting limit, but outside an exchange
     assert session.exchange({}) == {}

@@ -7,14 +7,14 @@ from fractions import Fraction
 
 import pytest
 
-from gspo.rewards.math.extract import ANSWER_CHARACTERS, Refused, extract, normal
+from gspo.rewards.math.extract import MAX_ANSWER_CHARS, UnusableAnswer, extract, normal
 from gspo.rewards.math.formula import comparable, power, rewrite
 from gspo.rewards.math.literal import literal, split_unit
 from gspo.rewards.math.text import spelling, structure
 
 
 def refusal(text: str, form: str = "boxed") -> str:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UnusableAnswer) as refused:
         extract(text, form)
     return str(refused.value)
 
@@ -63,7 +63,7 @@ def test_what_is_no_box_or_no_clean_one():
         r"\boxed{" + "（" * 20 + "7" + "）" * 20 + "}",
     ]
     unclean += [
-        "\\boxed{" + "7" * (ANSWER_CHARACTERS + 1) + "}",
+        "\\boxed{" + "7" * (MAX_ANSWER_CHARS + 1) + "}",
         r"\boxed{" + "(" * 20 + "7" + ")" * 20 + "}",
     ]
     assert [refusal(text) for text in unclean] == ["malformed"] * len(unclean)
@@ -222,6 +222,6 @@ def test_hundred_kilobytes_are_refused_in_no_time():
         "{" * 10**5 + "\\boxed{8",
         "\\" * 10**5,
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(UnusableAnswer):
             extract(text + "\\boxed{", "boxed")
     assert time.perf_counter() - start < 0.5

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from gspo.rewards.sandbox.values import (
-    DEPTH,
+    MAX_DEPTH,
     Malformed,
     Unserialisable,
     close,
@@ -157,7 +157,7 @@ def test_huge_and_circular_values_are_refused_soon():
     while deep:  # freed level by level
         (deep,) = deep
     nested = 1
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         nested = [nested]
     assert decode(sent(nested)) == nested
     with pytest.raises(Unserialisable):

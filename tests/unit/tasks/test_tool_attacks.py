@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from audit.attacks import ATTACKS, run_attacks
+from audit.attacks.quick import QUICK_ATTACKS
 from audit.tool import suite_tool
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
-from gspo.rewards.sandbox.quick_attacks import QUICK_ATTACKS
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.episodes.sampling import play

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from gspo.rewards.sandbox.scene import Scene, Watch, left_over, long_seconds
+from audit.scene import Scene, Watch, left_over, long_seconds
 from gspo.rewards.sandbox.session import Limits
 
 HONEST = "import builtins, math\nprint(6 * 7, hasattr(builtins, 'left') or hasattr(math, 'left'))"

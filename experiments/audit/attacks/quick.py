@@ -4,7 +4,7 @@ them waits.
 
 from __future__ import annotations
 
-from gspo.rewards.sandbox.attack import Attack
+from audit.attack import Attack
 
 QUICK_ATTACKS: tuple[Attack, ...] = (
     Attack(
