@@ -25,7 +25,7 @@ from gspo.rollout.engines.server_guard import DESCRIPTION, SERVERS_PROCESS, Guar
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
-    from gspo.rollout.engines.folder import EngineFolder
+    from gspo.rollout.engines.weights_folder import EngineFolder
 
 
 def main() -> None:
@@ -46,10 +46,10 @@ def serve() -> None:
             f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that"
         )
     from gspo.rollout.engines.external import PIECE_BYTES
-    from gspo.rollout.engines.folder import (
+    from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
+    from gspo.rollout.engines.weights_folder import (
         EngineFolder,
     )  # these import PyTorch, which takes seconds
-    from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
 
     check_installed()
     if settings.threads:

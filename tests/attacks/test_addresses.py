@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 from commands import SMALL, train
 from composing import settings
 from gspo.config.load import addresses, resumed_settings, write_settings
-from gspo.rollout.engines import folder, vllm_server
-from gspo.rollout.engines.folder import EngineFolder, found_servers
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines import vllm_server, weights_folder
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.server_guard import (
     KEY,
     NONCE,
@@ -30,6 +29,7 @@ from gspo.rollout.engines.server_guard import (
     write_key,
 )
 from gspo.rollout.engines.vllm_server import Server, check_server, most_requests
+from gspo.rollout.engines.weights_folder import EngineFolder, found_servers
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.run.directory import settings_and_checkpoint
 
@@ -203,8 +203,8 @@ def test_a_strangers_server_gets_no_prompt_and_no_file_is_written(tmp_path):
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Where servers make their folders."""
-    monkeypatch.setattr(folder, "MEMORY", str(tmp_path / "memory"))
-    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(weights_folder, "MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr(weights_folder.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     for name in ("memory", "temporary"):
         (tmp_path / name).mkdir()
     return tmp_path / "memory"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.rollout.engines import folder as engine_folder
-from gspo.rollout.engines.folder import EngineFolder, remove_left_behind
-from gspo.rollout.engines.process import EngineEnded, EngineProcess
+from gspo.rollout.engines import weights_folder as engine_folder
+from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
+from gspo.rollout.engines.weights_folder import EngineFolder, remove_left_behind
 from processes import alive
 from small_engine import Small
 
@@ -136,7 +136,7 @@ TRAINER = """
 import sys
 from pathlib import Path
 from small_engine import Small
-from gspo.rollout.engines.process import EngineProcess
+from gspo.rollout.engines.engine_process import EngineProcess
 folder = Path(sys.argv[1])
 folder.mkdir()
 engine = EngineProcess("the engine", Small, {}, folder)

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from gspo.rollout.engines.folder import found_servers
 from gspo.rollout.engines.vllm_server import Refused, Server, VLLMServerEngine
+from gspo.rollout.engines.weights_folder import found_servers
 from gspo.rollout.settings import VLLMServerRollout
 from outside_engines import GREEDY, SERVER, sampled, whole_policy
 from served import free_url, served

@@ -4,7 +4,7 @@ live rows.
 `Decoder` runs a model that gspo.model.forward.network supports over a static key/value cache: each prompt
 is prefilled once for its group, keys and values are written in place, query heads that share a key
 head read it without copies, and rows that have ended are dropped. Every other architecture is
-decoded by gspo.rollout.engines.plain_decode.
+decoded by gspo.rollout.engines.transformers_decode.
 
 Shape suffixes: P prompts, G rows per prompt, R live rows (P * G at first), S cached positions, V
 vocabulary, H query heads, J key/value heads, D head dimension, L MoE layers, K experts per token.

@@ -25,10 +25,10 @@ from gspo.data.seeding import seed_for
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.folder import WeightsFolder
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
+from gspo.rollout.engines.pending_requests import UnderWay, fill
 from gspo.rollout.engines.requests import Row, Sampling
-from gspo.rollout.engines.streaming import UnderWay, fill
+from gspo.rollout.engines.weights_folder import WeightsFolder
 from gspo.rollout.settings import OutsideRollout
 
 P, T = ParamSpec("P"), TypeVar("T")

@@ -23,10 +23,10 @@ from gspo.data.seeding import uniform_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.decode import CachedRows, Decoder, Step
-from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, plain_decoder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import Row, Sampling
 from gspo.rollout.engines.static_decode import StaticDecoder
+from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, plain_decoder
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 
 # After how many tokens the engine asks a GPU which rows have ended: it must finish all its work to

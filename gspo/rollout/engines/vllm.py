@@ -22,10 +22,10 @@ import torch
 from gspo.distributed.ranks import Ranks
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
+from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
-from gspo.rollout.engines.folder import EngineFolder, size_of
-from gspo.rollout.engines.process import EngineEnded, EngineProcess
 from gspo.rollout.engines.vllm_host import Host
+from gspo.rollout.engines.weights_folder import EngineFolder, size_of
 from gspo.rollout.settings import OutsideRollout, VLLMRollout
 
 if TYPE_CHECKING:

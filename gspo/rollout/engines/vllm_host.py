@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.rollout.engines.process import readable
+from gspo.rollout.engines.engine_process import readable
 
 
 @dataclass

@@ -32,9 +32,8 @@ import numpy as np
 
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.external import OutsideEngine
-from gspo.rollout.engines.folder import FoundServer, ServersFolder, found_servers
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.server_guard import (
     HEALTH,
     NONCE,
@@ -46,6 +45,7 @@ from gspo.rollout.engines.server_guard import (
 )
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.engines.vllm_host import Sampled
+from gspo.rollout.engines.weights_folder import FoundServer, ServersFolder, found_servers
 from gspo.rollout.settings import VLLMServerRollout
 
 CONNECT_SECONDS = 30.0

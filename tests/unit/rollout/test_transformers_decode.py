@@ -12,10 +12,10 @@ from gspo.model.forward.padded_forward import PaddedRows, logits_of_row, padding
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
 from gspo.model.value_head import ValueHead
-from gspo.rollout.engines import plain_decode
+from gspo.rollout.engines import transformers_decode
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, disagreement
 from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, disagreement
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
 UNCACHED = ("recurrent_gemma", "rwkv")
@@ -182,7 +182,7 @@ def test_a_cache_that_computes_something_else_is_not_used(capsys):
 
 def test_a_cache_whose_rows_cannot_be_chosen_is_not_used(monkeypatch):
     policy = policy_of("gpt2")
-    monkeypatch.setattr(plain_decode, "rows_of", lambda value, rows: 1 / 0)
+    monkeypatch.setattr(transformers_decode, "rows_of", lambda value, rows: 1 / 0)
     assert disagreement(policy) == (
         "it cannot be driven as `generate` drives others (ZeroDivisionError: division by zero)"
     )
