@@ -28,8 +28,8 @@ from gspo.rollout.engines.server_guard import (
     signature,
     write_key,
 )
-from gspo.rollout.engines.vllm_server import Server, check_server, most_requests
-from gspo.rollout.engines.weights_folder import EngineFolder, found_servers
+from gspo.rollout.engines.vllm_server import VLLMServerClient, check_server, max_requests
+from gspo.rollout.engines.weights_folder import EngineFolder, running_servers
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.run.directory import settings_and_checkpoint
 
@@ -220,10 +220,10 @@ def servers_folder(url: str, parent: Path) -> EngineFolder:
 def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
     url = "http://127.0.0.1:8123"
     good = servers_folder(url, folders)
-    assert [found.path for found in found_servers(8123, "")] == [good.path]
-    assert [found.path for found in found_servers(8123, str(folders))] == [good.path]
-    assert not list(found_servers(8124, "")) and not list(
-        found_servers(8123, str(tmp_path / "temporary"))
+    assert [found.path for found in running_servers(8123, "")] == [good.path]
+    assert [found.path for found in running_servers(8123, str(folders))] == [good.path]
+    assert not list(running_servers(8124, "")) and not list(
+        running_servers(8123, str(tmp_path / "temporary"))
     )
     (folders / "gspo-vllm-link").symlink_to(good.path)
     (folders / "gspo-vllm-file").write_text("no folder")
@@ -236,7 +236,7 @@ def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
     (linked.path / KEY).symlink_to(good.path / KEY)
     broken = servers_folder(url, folders)
     (broken.path / "description.json").write_text("[" * 100_000)
-    assert [found.path for found in found_servers(8123, "")] == [good.path]
+    assert [found.path for found in running_servers(8123, "")] == [good.path]
     for server in (good, readable, linked, broken):
         server.close()
 
@@ -311,7 +311,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
     key = "k" * 64
     with answering(answer) as (url, _):
         place = url.removeprefix("http://")
-        server = Server(url, False, key)
+        server = VLLMServerClient(url, False, key)
         closing = server._read
 
         def read(connection, path, most):
@@ -334,7 +334,7 @@ def refusal(content, ask=lambda server: server.call("/x")) -> str:
         ).encode() if path == PROOF else content
 
     with answering(answer) as (url, _), pytest.raises(EngineEnded) as caught:
-        ask(Server(url, False, "key"))
+        ask(VLLMServerClient(url, False, "key"))
     return str(caught.value).replace(url, "ADDRESS")
 
 
@@ -350,15 +350,15 @@ def test_answers_of_something_else_are_one_line(monkeypatch):
     ):
         said = refusal(content, lambda server: server.generate([[1]], [{}]))
         assert said.startswith("the vLLM server at ADDRESS answers otherwise than vLLM does: ")
-    monkeypatch.setattr(vllm_server, "MOST_ANSWER", vllm_server.FEW + 1)
+    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", vllm_server.MAX_UNVERIFIED_BYTES + 1)
     said = refusal([b" " * 2**20] * 64)
     assert said == "the vLLM server at ADDRESS answers /x with more than 65,537 bytes"
 
 
 def test_as_many_requests_as_files_may_be_open(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert most_requests() == 512
+    assert max_requests() == 512
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )
-    assert most_requests() == 4096
+    assert max_requests() == 4096

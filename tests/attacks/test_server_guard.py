@@ -151,7 +151,7 @@ def test_a_request_is_not_heard_twice(guarded, monkeypatch):
     headers = signs(key, "/version", "GET")
     assert ask(guard, "/version", *headers, method="GET")[0] == 200
     assert ask(guard, "/version", *headers, method="GET")[0] == 401
-    monkeypatch.setattr(server_guard, "MOST_NONCES", 3)
+    monkeypatch.setattr(server_guard, "MAX_NONCES", 3)
     for _ in range(9):
         assert ask(guard, "/version", *signs(key, "/version", "GET"), method="GET")[0] == 200
     assert len(guard.nonces) <= 3 and len(behind.reached) == 10
@@ -214,7 +214,7 @@ def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded
 
 def test_a_body_without_end_is_not_collected(guarded, monkeypatch):
     guard, behind, key, _ = guarded
-    monkeypatch.setattr(server_guard, "MOST_BODY", 1000)
+    monkeypatch.setattr(server_guard, "MAX_BODY_BYTES", 1000)
     body = call("routes_of", "x" * 2000)
     assert ask(guard, CALLS, *signs(key, CALLS, body=body), body=body, pieces=10)[0] == 413
     assert not behind.reached

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class OwnStream:
+class SideStream:
     """A stream beside the one that the calling thread queues its work on. Where there is no CUDA it
     does nothing.
     """
@@ -22,7 +22,7 @@ class OwnStream:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def queued(self) -> torch.cuda.Event | None:
+    def record_event(self) -> torch.cuda.Event | None:
         """Return an event that is reached once all that this thread has queued until now is done."""
         return torch.cuda.current_stream(self.stream.device).record_event() if self.stream else None
 

@@ -1,7 +1,7 @@
 """Decoding in the trainer's process: one pass over the prompts, then one token at a time for all
 live rows.
 
-`Decoder` runs a model that gspo.model.forward.network supports over a static key/value cache: each prompt
+`NetworkDecoder` runs a model that gspo.model.forward.network supports over a static key/value cache: each prompt
 is prefilled once for its group, keys and values are written in place, query heads that share a key
 head read it without copies, and rows that have ended are dropped. Every other architecture is
 decoded by gspo.rollout.engines.transformers_decode.
@@ -27,10 +27,10 @@ MASK_ENTRIES = 2**24  # of the mask of one pass over further tokens
 # read
 GROWTH = 8
 # logits of the next token [R, V]; experts [R, positions fed, L, K] or None
-Step = tuple[Tensor, Tensor | None]
+DecodeOutput = tuple[Tensor, Tensor | None]
 
 
-class Decoder:
+class NetworkDecoder:
     """Decodes with our own forward over the transformers weights. Its log-probs equal those of the
     model's own forward up to rounding."""
 
@@ -42,7 +42,7 @@ class Decoder:
         self.keys: list[Tensor] = []  # per layer [R, J, S, D]
         self.values: list[Tensor] = []
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
         and experts.
         """
@@ -73,7 +73,7 @@ class Decoder:
         )
         return logits_RV, experts
 
-    def step(self, tokens_R: Tensor) -> Step:
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
         """Feed one token per row, and return the next step's logits and experts."""
         if self.filled == self.room:
             self._grow(0)
@@ -84,7 +84,7 @@ class Decoder:
         self.lengths_R = self.lengths_R + 1
         return self.network.logits(hidden_RW), None if own_RLK is None else own_RLK.unsqueeze(1)
 
-    def feed(self, tokens: list[list[int]]) -> Step:
+    def feed(self, tokens: list[list[int]]) -> DecodeOutput:
         """Feed further tokens to each row, and return the next step's logits and experts."""
         device, lengths = self.lengths_R.device, [len(row) for row in tokens]
         width = max(lengths)

@@ -22,17 +22,21 @@ from gspo.data.batch import runs_ahead, to_cpu, to_device
 from gspo.data.seeding import uniform_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.decode import CachedRows, Decoder, Step
+from gspo.rollout.engines.decode import CachedRows, DecodeOutput, NetworkDecoder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import Row, Sampling
 from gspo.rollout.engines.static_decode import StaticDecoder
-from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, plain_decoder
+from gspo.rollout.engines.transformers_decode import (
+    CachedDecoder,
+    UncachedDecoder,
+    transformers_decoder,
+)
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 
 # After how many tokens the engine asks a GPU which rows have ended: it must finish all its work to
 # answer. A CPU is asked after every token.
 ASK_EVERY = 8
-AnyDecoder = Decoder | CachedDecoder | UncachedDecoder
+AnyDecoder = NetworkDecoder | CachedDecoder | UncachedDecoder
 
 
 class LocalEngine(Engine):
@@ -62,12 +66,12 @@ class LocalEngine(Engine):
         self.sampler = policy if self.shares_weights else policy.copy(dtype)
         self._quantize()
         if not self.sampler.network:
-            _ = self.plain_decoder  # what it has to say is said before the first rollout
+            _ = self.transformers_decoder  # what it has to say is said before the first rollout
 
     @cached_property
-    def plain_decoder(self) -> type[CachedDecoder] | type[UncachedDecoder]:
+    def transformers_decoder(self) -> type[CachedDecoder] | type[UncachedDecoder]:
         """What decodes through the model's own forward."""
-        return plain_decoder(self.sampler)
+        return transformers_decoder(self.sampler)
 
     def _quantize(self) -> None:
         if self.quantization != "none":
@@ -111,10 +115,10 @@ class LocalEngine(Engine):
         fixed shapes.
         """
         if not self.sampler.network:
-            return self.plain_decoder(self.sampler)
+            return self.transformers_decoder(self.sampler)
         device = self.sampler.device
         if not self.cuda_graphs or not runs_ahead(device):
-            return Decoder(self.sampler)
+            return NetworkDecoder(self.sampler)
         return StaticDecoder(
             self.sampler, max(row.limit for row in rows), records=device.type == "cuda"
         )
@@ -136,7 +140,7 @@ class LocalEngine(Engine):
             super().converse(rows, group_size, sampling, seed, record_experts, reply)
             return
         with self.sampler.network.frozen(copy_experts=True):
-            decoder = Decoder(self.sampler)
+            decoder = NetworkDecoder(self.sampler)
             first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
             while rows:
                 sampled, taken = self._sampled(rows, record_experts), TakenRows(decoder, rows)
@@ -154,7 +158,7 @@ class LocalEngine(Engine):
     def _decode(
         self,
         decoder: AnyDecoder,
-        first: Step,
+        first: DecodeOutput,
         sampled: SampledTokens,
         sampling: Sampling,
         seed: tuple[int | str, ...],
@@ -228,7 +232,7 @@ class TakenRows:
     on from there.
     """
 
-    def __init__(self, decoder: Decoder, rows: list[Row]):
+    def __init__(self, decoder: NetworkDecoder, rows: list[Row]):
         self.decoder, self.rows = decoder, rows
         self.pieces: list[CachedRows] = []
         self.places: dict[int, int] = {}  # by the row's place: its number in all pieces together
@@ -246,7 +250,7 @@ class TakenRows:
         for i in numbers:
             self.places[self.rows[i].place] = len(self.places)
 
-    def go_on(self, following: list[Row]) -> Step:
+    def go_on(self, following: list[Row]) -> DecodeOutput:
         """Go on with these rows: feed what they have beyond the cache, and return the next step's
         logits and experts."""
         order = [self.places[row.place] for row in following]

@@ -10,12 +10,12 @@ from typing import Any
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.requests import Row, Sampling, new_rows, to_response
-from gspo.rollout.engines.vllm_host import Sampled
+from gspo.rollout.engines.vllm_host import Completion
 
 Ended, Whole = list[Response], list[list[Response]]
 
 
-class UnderWay:
+class PendingRequests:
     """Holds the requests that an engine was given and has not answered yet, and the groups that are
     not whole.
 
@@ -62,7 +62,7 @@ class UnderWay:
         return ended, whole
 
 
-def fill(row: Row, sampled: Sampled, policy: Policy, sampling: Sampling) -> None:
+def fill(row: Row, sampled: Completion, policy: Policy, sampling: Sampling) -> None:
     """Give a row the tokens and log-probs that were sampled for it, up to the first stop string."""
     if not sampled.token_ids:
         raise RuntimeError(

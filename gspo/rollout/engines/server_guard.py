@@ -30,12 +30,12 @@ KEY = "key"  # the file with the key, in the server's folder
 WEIGHTS = "weights.safetensors"  # the file through which weights go, in the server's folder
 PROOF = "/gspo/proof"
 NONCE, SIGNATURE = "x-gspo-nonce", "x-gspo-signature"  # the headers of a request
-MOST_NONCES = 1_000_000  # of earlier requests, whose numbers may not be used again
+MAX_NONCES = 1_000_000  # of earlier requests, whose numbers may not be used again
 HEALTH = "/health"
 CALLS = "/collective_rpc"
 # The methods of WorkerExtension. vLLM's own methods of a worker write files, among other things.
 METHODS = ("begin_load", "load_piece", "end_load", "stored_dtype", "install_capture", "routes_of")
-MOST_BODY = 64 << 20  # bytes of a request
+MAX_BODY_BYTES = 64 << 20  # bytes of a request
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
@@ -116,7 +116,9 @@ class Guard:
         """
         body, nonce = await whole_body(receive), only(headers, NONCE)
         if body is None:
-            await answer(send, 413, f"this server reads requests of at most {MOST_BODY:,} bytes")
+            await answer(
+                send, 413, f"this server reads requests of at most {MAX_BODY_BYTES:,} bytes"
+            )
             return
         target = scope["path"] + (
             f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else ""
@@ -129,7 +131,7 @@ class Guard:
             await answer(send, 401, "this server answers to trainers that know its key")
             return
         self.nonces[nonce] = None
-        if len(self.nonces) > MOST_NONCES:
+        if len(self.nonces) > MAX_NONCES:
             del self.nonces[next(iter(self.nonces))]
         if path.rstrip("/") == CALLS:
             await self.call(scope, body, receive, send)
@@ -197,12 +199,12 @@ def only(headers: dict[str, list[str]], name: str) -> str:
 
 
 async def whole_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if it is larger than MOST_BODY."""
+    """Return the body of a request; None if it is larger than MAX_BODY_BYTES."""
     body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > MOST_BODY:
+        if len(body) > MAX_BODY_BYTES:
             return None
         if not message.get("more_body"):
             return bytes(body)

@@ -26,13 +26,13 @@ from gspo.rollout.engines.cached_attention import (
     counts_are_used,
     filled_columns,
 )
-from gspo.rollout.engines.decode import Decoder, Step, masked
+from gspo.rollout.engines.decode import DecodeOutput, NetworkDecoder, masked
 
 WINDOW = 256  # columns: attention reads the least multiple of it that holds all filled ones
 _reported: set[str] = set()  # why tokens could not be recorded, as far as this process has said it
 
 
-class StaticDecoder(Decoder):
+class StaticDecoder(NetworkDecoder):
     """Decodes at most `new_tokens` tokens after the prompts. With `records` a token is recorded as
     a CUDA graph.
     """
@@ -46,11 +46,11 @@ class StaticDecoder(Decoder):
         super().__init__(policy)
         self.spare = new_tokens
         self.records = records
-        self.recorded: tuple[torch.cuda.CUDAGraph, Step] | None = None
+        self.recorded: tuple[torch.cuda.CUDAGraph, DecodeOutput] | None = None
         # rows and window; a token of this shape was computed at least once
         self.recorded_for = (0, 0)
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
         and experts.
         """
@@ -81,7 +81,7 @@ class StaticDecoder(Decoder):
         self.columns_S = torch.arange(self.room, device=self.lengths_R.device)
         self.begins_R = torch.arange(len(self.lengths_R), device=self.lengths_R.device) * self.room
 
-    def step(self, tokens_R: Tensor) -> Step:
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
         """Feed one token per row, and return the next step's logits and experts, which the next
         call overwrites.
         """
@@ -124,7 +124,7 @@ class StaticDecoder(Decoder):
             return
         self.recorded = graph, step
 
-    def _advance(self) -> Step:
+    def _advance(self) -> DecodeOutput:
         """Compute one token from `tokens_R`, and move on by a column. Everything that changes is
         changed in place.
         """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import transformers
 
 
-class StopWatch:
+class StopStringDetector:
     """Reads the tokens of one response, one by one, and says which of them completes a stop string.
 
     Every token but the `textless` ones stands for at least one byte. So the latest tokens, as many

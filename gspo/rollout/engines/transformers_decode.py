@@ -6,7 +6,7 @@ the states of recurrent layers, or both. The model says by itself which cache it
 cache how its rows are repeated and chosen. `UncachedDecoder` passes whole rows through the model
 for every token, which is slow and always right.
 
-`plain_decoder` compares the two on a few tokens and returns the first unless it computes something
+`transformers_decoder` compares the two on a few tokens and returns the first unless it computes something
 else.
 
 Shape suffixes: P prompts, R live rows, S columns, L MoE layers, K experts per token, V vocabulary.
@@ -35,14 +35,14 @@ from gspo.model.forward.padded_forward import (
 )
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
-from gspo.rollout.engines.decode import Decoder, Step
+from gspo.rollout.engines.decode import DecodeOutput, NetworkDecoder
 
 PROBE_PROMPTS = (12, 7)  # tokens of the prompts that the decoders are compared on
 PROBE_STEPS = 5  # tokens that each of them goes on with
 GROWTH = 64  # columns by which the rows of `UncachedDecoder` grow
 
 
-def plain_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedDecoder]:
+def transformers_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedDecoder]:
     """Return the decoder for a model that runs through its own forward, and say on the terminal if
     it is the slow one."""
     reason = disagreement(policy)
@@ -96,10 +96,10 @@ def disagreement(policy: Policy) -> str:
     return f"its logits differ from those of a whole forward by {off:.2g} of the largest logit"
 
 
-class PlainDecoder:
+class TransformersDecoder:
     """What the two decoders through a model's own forward share."""
 
-    live_share = Decoder.live_share
+    live_share = NetworkDecoder.live_share
 
     def __init__(self, policy: Policy):
         self.model = policy.model
@@ -107,11 +107,11 @@ class PlainDecoder:
         self.pad_id = policy.pad_id
 
 
-class CachedDecoder(PlainDecoder):
+class CachedDecoder(TransformersDecoder):
     """Decodes with the model's own forward and the cache that `generate` would use. Prompts are
     padded on the left, and hooks record the routing."""
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
         and experts.
         """
@@ -127,7 +127,7 @@ class CachedDecoder(PlainDecoder):
             transformers.GenerationConfig(), self.kept, GenerationMode.SAMPLE, len(prompts), width
         )
         logits_PV, experts = self._forward(is_first_iteration=True)
-        if experts is not None:  # move them to the first column, where `Decoder` has them
+        if experts is not None:  # move them to the first column, where `NetworkDecoder` has them
             starts_P = width - attention_PS.sum(1)
             columns_PS = (torch.arange(width, device=device) + starts_P[:, None]).clamp(
                 max=width - 1
@@ -136,7 +136,7 @@ class CachedDecoder(PlainDecoder):
         self.keep(torch.arange(len(prompts), device=device).repeat_interleave(group_size))
         return logits_PV.repeat_interleave(group_size, 0), experts
 
-    def step(self, tokens_R: Tensor) -> Step:
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
         """Feed one token per row, and return the next step's logits and experts."""
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], 1)
         return self._forward(next_sequence_length=1)
@@ -146,7 +146,7 @@ class CachedDecoder(PlainDecoder):
         self.tokens_RS = self.tokens_RS.index_select(0, rows)
         self.kept = {name: rows_of(value, rows) for name, value in self.kept.items()}
 
-    def _forward(self, **which: bool | int) -> Step:
+    def _forward(self, **which: bool | int) -> DecodeOutput:
         """Feed the tokens that were not fed before, and return the last logits of each row and the
         experts.
         """
@@ -158,11 +158,11 @@ class CachedDecoder(PlainDecoder):
         return outputs.logits[:, -1], experts
 
 
-class UncachedDecoder(PlainDecoder):
+class UncachedDecoder(TransformersDecoder):
     """Decodes with the model's own forward over whole rows. Padding stands on the right, where it
     cannot change what a causal model computes."""
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
         and experts.
         """
@@ -177,7 +177,7 @@ class UncachedDecoder(PlainDecoder):
             experts = experts.repeat_interleave(group_size, 0)
         return logits_PV.repeat_interleave(group_size, 0), experts
 
-    def step(self, tokens_R: Tensor) -> Step:
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
         """Feed one token per row, and return the next step's logits and experts."""
         if self.filled == self.tokens_RS.shape[1]:
             self.tokens_RS = F.pad(self.tokens_RS, (0, GROWTH), value=self.pad_id)
@@ -196,7 +196,7 @@ class UncachedDecoder(PlainDecoder):
         self.tokens_RS = self.tokens_RS.index_select(0, rows)
         self.lengths_R = self.lengths_R.index_select(0, rows)
 
-    def _forward(self) -> Step:
+    def _forward(self) -> DecodeOutput:
         """Feed whole rows to the model, and return the last logits of each row and the experts of
         all tokens.
         """

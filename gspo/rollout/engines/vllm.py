@@ -24,7 +24,7 @@ from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
-from gspo.rollout.engines.vllm_host import Host
+from gspo.rollout.engines.vllm_host import LLMHost
 from gspo.rollout.engines.weights_folder import EngineFolder, size_of
 from gspo.rollout.settings import OutsideRollout, VLLMRollout
 
@@ -125,7 +125,7 @@ class VLLMEngine(OutsideEngine):
             self.folder.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `Host` and return its result. Raises EngineEnded if vLLM's process has
+        """Call a method of `LLMHost` and return its result. Raises EngineEnded if vLLM's process has
         ended.
         """
         if isinstance(self.host, EngineProcess):
@@ -175,10 +175,10 @@ class VLLMEngine(OutsideEngine):
                     f" of rank {self.ranks.rank}" if self.ranks.world_size > 1 else ""
                 )
                 self.host = EngineProcess(
-                    name, Host, arguments, self.folder.path, own_environment(self.gpus)
+                    name, LLMHost, arguments, self.folder.path, own_environment(self.gpus)
                 )
             else:
-                self.host = Host(**arguments)
+                self.host = LLMHost(**arguments)
             self._note_precision()
         except EngineEnded:
             raise

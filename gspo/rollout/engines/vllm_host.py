@@ -20,7 +20,7 @@ from gspo.rollout.engines.engine_process import readable
 
 
 @dataclass
-class Sampled:
+class Completion:
     """What vLLM sampled for one prompt."""
 
     token_ids: list[int]
@@ -29,7 +29,7 @@ class Sampled:
     finish_reason: str
 
 
-class Host:
+class LLMHost:
     """Holds vLLM's LLM. With `routes` every response comes with the experts of all its positions."""
 
     def __init__(self, model: str, options: dict[str, Any], routes: bool):
@@ -51,7 +51,7 @@ class Host:
                 target=self._watch, args=(multiprocessing.active_children(),), daemon=True
             ).start()
 
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
         """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         from vllm import SamplingParams
 
@@ -61,8 +61,7 @@ class Host:
         )
         routes = self._routes(outputs) if self.routes else [None] * len(outputs)
         return [
-            what_was_sampled(output, experts)
-            for output, experts in zip(outputs, routes, strict=True)
+            to_completion(output, experts) for output, experts in zip(outputs, routes, strict=True)
         ]
 
     def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
@@ -75,14 +74,14 @@ class Host:
             asked = SamplingParams(**own, output_kind=RequestOutputKind.FINAL_ONLY)
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
 
-    def ended(self) -> dict[str, Sampled]:
+    def ended(self) -> dict[str, Completion]:
         """Sample until at least one of the requests that were added has ended, and return those
         that have, by name.
         """
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             if done := [output for output in engine.step() if output.finished]:
-                return {output.request_id: what_was_sampled(output, None) for output in done}
+                return {output.request_id: to_completion(output, None) for output in done}
         return {}
 
     def _routes(self, outputs: list) -> list[np.ndarray]:
@@ -148,12 +147,12 @@ class Host:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def what_was_sampled(output: Any, experts: np.ndarray | None) -> Sampled:
+def to_completion(output: Any, experts: np.ndarray | None) -> Completion:
     """Return what vLLM's RequestOutput says of its only completion."""
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     logprobs = [at[t].logprob for at, t in zip(completion.logprobs or (), ids, strict=True)]
-    return Sampled(ids, logprobs, experts, str(completion.finish_reason))
+    return Completion(ids, logprobs, experts, str(completion.finish_reason))
 
 
 @contextmanager

@@ -44,8 +44,8 @@ from gspo.rollout.engines.server_guard import (
     signature,
 )
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
-from gspo.rollout.engines.vllm_host import Sampled
-from gspo.rollout.engines.weights_folder import FoundServer, ServersFolder, found_servers
+from gspo.rollout.engines.vllm_host import Completion
+from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
 from gspo.rollout.settings import VLLMServerRollout
 
 CONNECT_SECONDS = 30.0
@@ -53,19 +53,19 @@ CONNECT_SECONDS = 30.0
 # is there, again after so many, and gives up after so many questions.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 # as many can be under way at a time, if as many files may be open; further ones wait here
-MOST_REQUESTS = 4096
+MAX_REQUESTS = 4096
 # The most bytes of an answer: the experts of some million positions, in base64. That of a server
 # which has not proved what it is may have a few.
-MOST_ANSWER, FEW = 512 << 20, 64 << 10
+MAX_ANSWER_BYTES, MAX_UNVERIFIED_BYTES = 512 << 20, 64 << 10
 START = "start one by `gspo serve`, with the words of this run"
 
 
-class Refused(RuntimeError):
+class RequestRefused(RuntimeError):
     """The server has answered that it does not do what was asked."""
 
 
-class Server:
-    """A vLLM server at an address such as http://127.0.0.1:8000, with the methods that a `Host`
+class VLLMServerClient:
+    """A vLLM server at an address such as http://127.0.0.1:8000, with the methods that an `LLMHost`
     has.
     """
 
@@ -76,11 +76,11 @@ class Server:
         self.label, self.numbers = secrets.token_hex(8), count()
         # each waits for one of the requests that were added
         self.threads: ThreadPoolExecutor | None = None
-        self.added: dict[Future[Sampled], str] = {}  # with their names
+        self.added: dict[Future[Completion], str] = {}  # with their names
 
     def call(self, path: str, body: Any = None) -> Any:
         """Send a request, with a body by POST, and return the answer. Raises EngineEnded if the
-        server does not answer or has failed, Refused if it refuses or is another one."""
+        server does not answer or has failed, RequestRefused if it refuses or is another one."""
         said = self.send(
             "GET" if body is None else "POST", path, None if body is None else json.dumps(body)
         )
@@ -103,9 +103,9 @@ class Server:
             if self.key:
                 nonce = secrets.token_hex(16)
                 connection.request("GET", PROOF, headers={NONCE: nonce})
-                said = self._read(connection, PROOF, FEW)
+                said = self._read(connection, PROOF, MAX_UNVERIFIED_BYTES)
                 if not hmac.compare_digest(said.encode(), proof(self.key, address, nonce).encode()):
-                    raise Refused(
+                    raise RequestRefused(
                         f"{self.name} is another one than `gspo serve` has started: it does not know the key"
                     )
                 nonce, body = secrets.token_hex(16), (text or "").encode()
@@ -119,7 +119,9 @@ class Server:
                     )
                 keep_alive(connection.sock)
             connection.request(method, path, text, headers)
-            return self._read(connection, path, MOST_ANSWER if self.key else FEW)
+            return self._read(
+                connection, path, MAX_ANSWER_BYTES if self.key else MAX_UNVERIFIED_BYTES
+            )
         except (OSError, HTTPException) as error:
             raise EngineEnded(
                 f"{self.name} does not answer: {error or type(error).__name__}"
@@ -137,7 +139,7 @@ class Server:
         if answer.status >= 500:
             raise EngineEnded(f"{self.name} has failed: {answer.status} {said[:200]!r}")
         if answer.status != 200:
-            raise Refused(f"{self.name} refuses {path}: {answer.status} {said[:200]!r}")
+            raise RequestRefused(f"{self.name} refuses {path}: {answer.status} {said[:200]!r}")
         return said
 
     def on_workers(self, method: str, *arguments: Any) -> Any:
@@ -145,11 +147,11 @@ class Server:
         answer = self.call("/collective_rpc", {"method": method, "args": arguments})
         return answer["results"][0] if answer else None
 
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
         """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
         names = [f"{self.label}n{next(self.numbers)}" for _ in prompts]
         with ThreadPoolExecutor(
-            min(len(prompts), most_requests()), thread_name_prefix="request"
+            min(len(prompts), max_requests()), thread_name_prefix="request"
         ) as threads:
             sampled = list(threads.map(self._generate_one, names, prompts, params))
         # the CPU's way: WorkerExtension records them
@@ -163,13 +165,13 @@ class Server:
         """Send requests without waiting for them. Their responses come from `ended`, under these
         names, and without experts."""
         self.threads = self.threads or ThreadPoolExecutor(
-            most_requests(), thread_name_prefix="request"
+            max_requests(), thread_name_prefix="request"
         )
         for name, prompt, own in zip(names, prompts, params, strict=True):
             there = f"{self.label}n{next(self.numbers)}"
             self.added[self.threads.submit(self._generate_one, there, prompt, own)] = name
 
-    def ended(self) -> dict[str, Sampled]:
+    def ended(self) -> dict[str, Completion]:
         """Wait until at least one of the requests that were added has ended, and return those that
         have, by name.
         """
@@ -186,7 +188,7 @@ class Server:
             self.threads.shutdown()
         self.threads, self.added = None, {}
 
-    def _generate_one(self, name: str, prompt: list[int], params: dict[str, Any]) -> Sampled:
+    def _generate_one(self, name: str, prompt: list[int], params: dict[str, Any]) -> Completion:
         request = {"request_id": name, "token_ids": prompt, "sampling_params": params}
         answer = self.call("/inference/v1/generate", request)
         try:
@@ -200,7 +202,7 @@ class Server:
             ) from None
         if finish_reason not in ("stop", "length"):
             raise EngineEnded(f"{self.name} has broken off a response: {finish_reason}")
-        return Sampled(token_ids, logprobs, experts, finish_reason)
+        return Completion(token_ids, logprobs, experts, finish_reason)
 
     def begin_load(self) -> None:
         """Prepare for new weights. Nothing may be sampled until `end_load`."""
@@ -238,9 +240,9 @@ class VLLMServerEngine(OutsideEngine):
         )
         check_head(settings, description, str(policy.head_dtype).removeprefix("torch."))
         self.max_model_len = description["max_model_len"]
-        self.server = Server(settings.url, settings.routes, found.key)
+        self.server = VLLMServerClient(settings.url, settings.routes, found.key)
         if self.ranks.rank == 0:
-            self.folder = ServersFolder(found.path, settings.url)
+            self.folder = ServerFolder(found.path, settings.url)
         try:
             if self.folder:
                 self._take(description["on_cpu"])
@@ -271,7 +273,7 @@ class VLLMServerEngine(OutsideEngine):
         return getattr(self.server, method)(*arguments)
 
 
-def check_server(settings: VLLMServerRollout) -> FoundServer:
+def check_server(settings: VLLMServerRollout) -> RunningServer:
     """Return the folder, key and description of the server at the settings' address. Raises
     ValueError if there is none, if it is not this user's, or if it was started with another vLLM or
     other settings."""
@@ -301,19 +303,19 @@ def check_server(settings: VLLMServerRollout) -> FoundServer:
     return found
 
 
-def find_server(settings: VLLMServerRollout) -> tuple[FoundServer, str]:
+def find_server(settings: VLLMServerRollout) -> tuple[RunningServer, str]:
     """Return the folder whose key the server at the settings' address knows, and the server's
     version of vLLM. Raises ValueError if there is none."""
-    unknown = Server(settings.url, settings.routes)
-    folders = list(found_servers(unknown.port, settings.folder))
+    unknown = VLLMServerClient(settings.url, settings.routes)
+    folders = list(running_servers(unknown.port, settings.folder))
     try:
         for found in folders:
-            with contextlib.suppress(Refused):
-                return found, Server(settings.url, settings.routes, found.key).call("/version")[
-                    "version"
-                ]
+            with contextlib.suppress(RequestRefused):
+                return found, VLLMServerClient(settings.url, settings.routes, found.key).call(
+                    "/version"
+                )["version"]
         if not folders:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(RequestRefused):
                 unknown.send("GET", HEALTH)
     except EngineEnded as error:
         raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
@@ -326,14 +328,14 @@ def find_server(settings: VLLMServerRollout) -> tuple[FoundServer, str]:
     )
 
 
-def most_requests() -> int:
+def max_requests() -> int:
     """Return how many requests can be under way: each is an open file, and half of those that this
     process may open are left to everything else."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        MOST_REQUESTS
+        MAX_REQUESTS
         if allowed == resource.RLIM_INFINITY
-        else max(1, min(MOST_REQUESTS, allowed // 2))
+        else max(1, min(MAX_REQUESTS, allowed // 2))
     )
 
 

@@ -54,7 +54,7 @@ class WeightsFolder:
             self.lock = -1
 
 
-class ServersFolder(WeightsFolder):
+class ServerFolder(WeightsFolder):
     """The folder that a vLLM server has made. A trainer holds a lock in it as long as it uses the
     server.
     """
@@ -81,7 +81,7 @@ class ServersFolder(WeightsFolder):
 
 
 @dataclass(frozen=True)
-class FoundServer:
+class RunningServer:
     """What a running server has left for trainers in its folder."""
 
     path: Path
@@ -89,7 +89,7 @@ class FoundServer:
     description: dict[str, Any]  # what `gspo serve` has written about it
 
 
-def found_servers(port: int, parent: str) -> Iterator[FoundServer]:
+def running_servers(port: int, parent: str) -> Iterator[RunningServer]:
     """Find the folders of this user's running servers that listen at a port, the newest first: in
     `parent`, or without one where servers make them.
 
@@ -112,7 +112,7 @@ def found_servers(port: int, parent: str) -> Iterator[FoundServer]:
         ):  # the folder of a trainer's own engine, or one in the making
             continue
         if listens_at == port:
-            yield FoundServer(path, key, description)
+            yield RunningServer(path, key, description)
 
 
 def age(path: Path) -> float:

@@ -202,11 +202,11 @@ def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
 def test_an_engine_decodes_so_on_a_gpu_unless_told_otherwise(monkeypatch):
     policy = small_policy(DENSE)
     rows = [local.Row(Problem("math", 0, "", ""), 0, [5], 0, limit) for limit in (3, 9)]
-    assert type(LocalEngine(policy)._decoder(rows)) is local.Decoder
+    assert type(LocalEngine(policy)._decoder(rows)) is local.NetworkDecoder
     monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     decoder = LocalEngine(policy)._decoder(rows)
     assert isinstance(decoder, StaticDecoder) and decoder.spare == 9 and not decoder.records
-    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local.Decoder
+    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local.NetworkDecoder
 
 
 def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypatch, capsys):

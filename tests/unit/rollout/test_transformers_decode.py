@@ -41,7 +41,7 @@ def logp_of_rows(policy: Policy, responses) -> list[torch.Tensor]:
 def test_engine_and_trainer_compute_what_each_row_gives_alone(kind):
     """Prompts of unequal length, three responses each, rows that end early."""
     policy = policy_of(kind)
-    assert LocalEngine(policy).plain_decoder is (
+    assert LocalEngine(policy).transformers_decoder is (
         CachedDecoder if kind in CACHED else UncachedDecoder
     )
     policy.stop_ids = set(range(4, 99, 9))
@@ -67,7 +67,8 @@ def test_both_decoders_draw_the_same_tokens(monkeypatch):
     found = []
     for decoder in (CachedDecoder, UncachedDecoder):
         monkeypatch.setattr(
-            "gspo.rollout.engines.local.plain_decoder", lambda policy, decoder=decoder: decoder
+            "gspo.rollout.engines.local.transformers_decoder",
+            lambda policy, decoder=decoder: decoder,
         )
         groups = LocalEngine(policy).generate(
             problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True
