@@ -1,15 +1,15 @@
-"""Decoding through a model's own forward, for the architectures that gspo.model.forward.network does not
-know.
+"""Decoding through a model's own forward in transformers.
 
-`CachedDecoder` keeps what transformers' own `generate` keeps from token to token: keys and values,
-the states of recurrent layers, or both. The model says by itself which cache it needs, and the
-cache how its rows are repeated and chosen. `UncachedDecoder` passes whole rows through the model
-for every token, which is slow and always right.
+It serves the architectures that gspo.model.forward.network does not support.
 
-`transformers_decoder` compares the two on a few tokens and returns the first unless it computes something
-else.
+`CachedDecoder` keeps the same cache as transformers' own `generate`: keys and values, the states of
+recurrent layers, or both. The model chooses its kind of cache, and the cache repeats and selects
+its rows. `UncachedDecoder` passes whole rows through the model for every token, which is slow and
+always right.
 
-Shape suffixes: P prompts, R live rows, S columns, L MoE layers, K experts per token, V vocabulary.
+`transformers_decoder` compares the two on a few tokens. It returns `CachedDecoder` if they agree.
+
+Shape suffixes: P prompts, R rows, S columns, L MoE layers, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
 from gspo.rollout.engines.decode import DecodeOutput, NetworkDecoder
 
-PROBE_PROMPTS = (12, 7)  # tokens of the prompts that the decoders are compared on
-PROBE_STEPS = 5  # tokens that each of them goes on with
-GROWTH = 64  # columns by which the rows of `UncachedDecoder` grow
+PROBE_PROMPTS = (12, 7)  # tokens of the prompts on which the decoders are compared
+PROBE_TOKENS = 5  # tokens that continue each of these prompts
+GROWTH_COLUMNS = 64  # by which the rows of `UncachedDecoder` grow
 
 
 def transformers_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedDecoder]:
-    """Return the decoder for a model that runs through its own forward, and say on the terminal if
-    it is the slow one."""
+    """Return the decoder for a model that runs through its own forward.
+
+    A line on stderr says why, if it is the slow one."""
     reason = disagreement(policy)
     if not reason:
         return CachedDecoder
     print(
-        f"{architecture(policy.model)}: its cache is not used, because {reason}. Every token is computed from its "
-        "whole row, which is slow for long responses: choose rollout=vllm if vLLM knows the model",
+        f"{architecture(policy.model)}: its cache is not used, because {reason}. Every token is "
+        "computed from its whole row, which is slow for long responses: choose rollout=vllm if "
+        "vLLM knows the model",
         file=sys.stderr,
     )
     return UncachedDecoder
@@ -58,46 +60,49 @@ def transformers_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedD
 
 @torch.no_grad()
 def disagreement(policy: Policy) -> str:
-    """Return in what way decoding with the model's cache differs from a forward pass over whole
-    rows, "" if it does not.
+    """Return how decoding with the cache differs from a forward over whole rows, "" if it does not.
 
-    Two prompts of unequal length are each continued twice, and some rows are dropped on the way."""
+    Two prompts of unequal length get two rows each. After two tokens, one row of each is dropped.
+    """
     model = policy.model
     prompts = probe_rows(model, PROBE_PROMPTS)
-    (further,) = probe_rows(model, (PROBE_STEPS,))
+    (continuation,) = probe_rows(model, (PROBE_TOKENS,))
     group_size = 2
-    problems = [i for i in range(len(prompts)) for _ in range(group_size)]
+    prompt_of_row = [i for i in range(len(prompts)) for _ in range(group_size)]
     logits: list[list[Tensor]] = [[] for _ in prompts]
     try:
         decoder = CachedDecoder(policy)
-        step = decoder.prefill(prompts, group_size)
-        for t, token in enumerate(further):
-            for row, problem in enumerate(problems):
-                logits[problem].append(step[0][row])
+        logits_RV, _ = decoder.prefill(prompts, group_size)
+        for t, token in enumerate(continuation):
+            for row, prompt in enumerate(prompt_of_row):
+                logits[prompt].append(logits_RV[row])
             if t == 1:
                 decoder.keep(torch.tensor([1, 2], device=model.device))
-                problems = [problems[1], problems[2]]
-            step = decoder.step(torch.full((len(problems),), token, device=model.device))
-    except (
-        Exception
-    ) as error:  # a model that `generate` cannot drive raises exceptions of many types
-        return f"it cannot be driven as `generate` drives others ({type(error).__name__}: {first_line(error)})"
-    found, expected = [], []
-    for prompt, own in zip(prompts, logits, strict=True):
-        row = prompt + further[:-1]
-        alone_SV = logits_of_row(model, row)[len(prompt) - 1 :]
-        expected.append(
-            alone_SV.repeat_interleave(torch.tensor([2, 2, 1, 1, 1], device=model.device), 0)
+                prompt_of_row = [0, 1]
+            tokens_R = torch.full((len(prompt_of_row),), token, device=model.device)
+            logits_RV, _ = decoder.step(tokens_R)
+    # a model that `generate` cannot run raises exceptions of many types
+    except Exception as error:
+        return (
+            "it cannot be driven as `generate` drives others "
+            f"({type(error).__name__}: {first_line(error)})"
         )
-        found.append(torch.stack(own))
-    off = largest_difference(found, expected)
-    if off <= PROBE_TOLERANCE[model.dtype]:
+    decoded = [torch.stack(rows) for rows in logits]
+    rows_at_each_token = torch.tensor([2, 2, 1, 1, 1], device=model.device)
+    expected = []
+    for prompt in prompts:
+        logits_SV = logits_of_row(model, prompt + continuation[:-1])[len(prompt) - 1 :]
+        expected.append(logits_SV.repeat_interleave(rows_at_each_token, 0))
+    difference = largest_difference(decoded, expected)
+    if difference <= PROBE_TOLERANCE[model.dtype]:
         return ""
-    return f"its logits differ from those of a whole forward by {off:.2g} of the largest logit"
+    return (
+        f"its logits differ from those of a whole forward by {difference:.2g} of the largest logit"
+    )
 
 
 class TransformersDecoder:
-    """What the two decoders through a model's own forward share."""
+    """The base class of both decoders through a model's own forward."""
 
     live_share = NetworkDecoder.live_share
 
@@ -108,64 +113,69 @@ class TransformersDecoder:
 
 
 class CachedDecoder(TransformersDecoder):
-    """Decodes with the model's own forward and the cache that `generate` would use. Prompts are
-    padded on the left, and hooks record the routing."""
+    """A decoder that uses the model's own forward and the cache of `generate`.
+
+    Prompts are padded on the left, and hooks record the routing."""
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
-        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
-        and experts.
-        """
+        """Feed the prompts, give each of them `group_size` rows, and return the first output."""
         device = self.model.device
         tokens_PS, attention_PS = padded(prompts, "left", device, self.pad_id)
         width = tokens_PS.shape[1]
         self.tokens_RS = tokens_PS
-        # The arguments of the model's forward that `generate` hands on from token to token.
-        self.kept: dict[str, Any] = {"use_cache": True} | forward_arguments(
-            self.model, attention_PS, keep=1
-        )
+        # the keyword arguments of the forward that `generate` passes on from token to token
+        self.model_kwargs: dict[str, Any] = {"use_cache": True}
+        self.model_kwargs |= forward_arguments(self.model, attention_PS, keep=1)
         self.model._prepare_cache_for_generation(
-            transformers.GenerationConfig(), self.kept, GenerationMode.SAMPLE, len(prompts), width
+            transformers.GenerationConfig(),
+            self.model_kwargs,
+            GenerationMode.SAMPLE,
+            len(prompts),
+            width,
         )
-        logits_PV, experts = self._forward(is_first_iteration=True)
-        if experts is not None:  # move them to the first column, where `NetworkDecoder` has them
+        logits_PV, experts = self._forward({"is_first_iteration": True})
+        if experts is not None:
+            # move them to the first column, as in `NetworkDecoder`
             starts_P = width - attention_PS.sum(1)
-            columns_PS = (torch.arange(width, device=device) + starts_P[:, None]).clamp(
-                max=width - 1
-            )
-            experts = at_columns(experts, columns_PS).repeat_interleave(group_size, 0)
+            columns_PS = torch.arange(width, device=device) + starts_P[:, None]
+            experts = at_columns(experts, columns_PS.clamp(max=width - 1))
+            experts = experts.repeat_interleave(group_size, 0)
         self.keep(torch.arange(len(prompts), device=device).repeat_interleave(group_size))
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next step's logits and experts."""
+        """Feed one token per row, and return the next output."""
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], 1)
-        return self._forward(next_sequence_length=1)
+        return self._forward({"next_sequence_length": 1})
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows, each as often as it is named, and drop the others."""
+        """Keep these rows, repeated if an index is repeated, and drop the others."""
         self.tokens_RS = self.tokens_RS.index_select(0, rows)
-        self.kept = {name: rows_of(value, rows) for name, value in self.kept.items()}
+        self.model_kwargs = {name: rows_of(x, rows) for name, x in self.model_kwargs.items()}
 
-    def _forward(self, **which: bool | int) -> DecodeOutput:
-        """Feed the tokens that were not fed before, and return the last logits of each row and the
-        experts.
-        """
-        inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **which, **self.kept)
+    def _forward(self, stage: dict[str, Any]) -> DecodeOutput:
+        """Feed the tokens that were not fed before, and return the next output.
+
+        `stage` are the arguments by which `generate` tells a prefill from a later token."""
+        inputs = self.model.prepare_inputs_for_generation(
+            self.tokens_RS, **stage, **self.model_kwargs
+        )
         with self.routing.recording():
             outputs = self.model(**inputs, return_dict=True)
             experts = self.routing.recorded(len(self.tokens_RS)) if self.routing.layers else None
-        self.kept = self.model._update_model_kwargs_for_generation(outputs, self.kept)
+        self.model_kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self.model_kwargs
+        )
         return outputs.logits[:, -1], experts
 
 
 class UncachedDecoder(TransformersDecoder):
-    """Decodes with the model's own forward over whole rows. Padding stands on the right, where it
-    cannot change what a causal model computes."""
+    """A decoder that passes whole rows through the model's own forward for every token.
+
+    Rows are padded on the right, which cannot change the results of a causal model."""
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
-        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
-        and experts.
-        """
+        """Feed the prompts, give each of them `group_size` rows, and return the first output."""
         tokens_PS, attention_PS = padded(prompts, "right", self.model.device, self.pad_id)
         self.tokens_RS = tokens_PS
         self.lengths_R = attention_PS.sum(1)
@@ -178,13 +188,12 @@ class UncachedDecoder(TransformersDecoder):
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next step's logits and experts."""
+        """Feed one token per row, and return the next output."""
         if self.filled == self.tokens_RS.shape[1]:
-            self.tokens_RS = F.pad(self.tokens_RS, (0, GROWTH), value=self.pad_id)
+            self.tokens_RS = F.pad(self.tokens_RS, (0, GROWTH_COLUMNS), value=self.pad_id)
         self.filled += 1
-        self.tokens_RS[torch.arange(len(tokens_R), device=tokens_R.device), self.lengths_R] = (
-            tokens_R
-        )
+        rows = torch.arange(len(tokens_R), device=tokens_R.device)
+        self.tokens_RS[rows, self.lengths_R] = tokens_R
         self.lengths_R = self.lengths_R + 1
         logits_RV, experts = self._forward()
         if experts is not None:
@@ -197,25 +206,18 @@ class UncachedDecoder(TransformersDecoder):
         self.lengths_R = self.lengths_R.index_select(0, rows)
 
     def _forward(self) -> DecodeOutput:
-        """Feed whole rows to the model, and return the last logits of each row and the experts of
-        all tokens.
-        """
+        """Feed whole rows, and return the last logits of each row and the experts of all tokens."""
         tokens_RS = self.tokens_RS[:, : self.filled]
         attention_RS = torch.arange(self.filled, device=tokens_RS.device) < self.lengths_R[:, None]
+        arguments = forward_arguments(self.model, attention_RS)
         with self.routing.recording():
-            logits_RSV = self.model(
-                input_ids=tokens_RS,
-                use_cache=False,
-                **forward_arguments(self.model, attention_RS),
-            ).logits
+            logits_RSV = self.model(input_ids=tokens_RS, use_cache=False, **arguments).logits
             experts = self.routing.recorded(len(tokens_RS)) if self.routing.layers else None
         return at_columns(logits_RSV, self.lengths_R[:, None] - 1).squeeze(1), experts
 
 
 def rows_of(value: Any, rows: Tensor) -> Any:
-    """Return an argument of a model's forward with these rows of the batch alone. A cache is
-    changed in place.
-    """
+    """Return an argument of a model's forward for these rows only. A cache is changed in place."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows)
     if isinstance(value, (list, tuple)):
