@@ -21,7 +21,12 @@ from gspo.cli.option_files import composed_settings
 from gspo.config.settings import Settings
 from gspo.data.lazy_torch import torch
 from gspo.io.files import replace_text
-from gspo.rollout.engines.server_guard import DESCRIPTION, SERVERS_PROCESS, Guard, write_key
+from gspo.rollout.engines.server_guard import (
+    DESCRIPTION_VARIABLE,
+    SERVER_PID_VARIABLE,
+    Guard,
+    write_key,
+)
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
@@ -61,9 +66,9 @@ def serve() -> None:
     environment = own_environment([]) | {
         "TMPDIR": str(folder.path),
         "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
-        DESCRIPTION: str(folder.path / "description.json"),
+        DESCRIPTION_VARIABLE: str(folder.path / "description.json"),
         # which becomes the server, and whose end vLLM's workers follow
-        SERVERS_PROCESS: str(os.getpid()),
+        SERVER_PID_VARIABLE: str(os.getpid()),
     }
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
     command = [

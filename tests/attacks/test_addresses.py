@@ -20,10 +20,10 @@ from gspo.config.load import addresses, resumed_settings, write_settings
 from gspo.rollout.engines import vllm_server, weights_folder
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.server_guard import (
-    KEY,
-    NONCE,
-    PROOF,
-    SIGNATURE,
+    KEY_FILE,
+    NONCE_HEADER,
+    PROOF_PATH,
+    SIGNATURE_HEADER,
     proof,
     signature,
     write_key,
@@ -232,8 +232,8 @@ def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
     readable = servers_folder(url, folders)
     readable.path.chmod(0o755)
     linked = servers_folder(url, folders)
-    (linked.path / KEY).unlink()
-    (linked.path / KEY).symlink_to(good.path / KEY)
+    (linked.path / KEY_FILE).unlink()
+    (linked.path / KEY_FILE).symlink_to(good.path / KEY_FILE)
     broken = servers_folder(url, folders)
     (broken.path / "description.json").write_text("[" * 100_000)
     assert [found.path for found in running_servers(8123, "")] == [good.path]
@@ -244,49 +244,53 @@ def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
 def test_who_does_not_know_the_key_gets_neither_prompts_nor_the_key(folders):
     with answering(lambda path, headers: (200, b'{"version": "0.32.0"}')) as (url, asked):
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
         with pytest.raises(
             ValueError, match=r"what answers there is not a server .*: it does not know the key in "
         ):
             check_server(VLLMServerRollout(url=url))
         folder.close()
-    assert [path for path, _, _ in asked] == [PROOF]
+    assert [path for path, _, _ in asked] == [PROOF_PATH]
     assert key not in json.dumps([[path, headers, body.decode()] for path, headers, body in asked])
 
 
 def test_who_knows_the_key_is_asked_on_the_same_connection(folders):
     def answer(path, headers):
         return 200, proof(
-            key, here, headers[NONCE]
-        ).encode() if path == PROOF else b'{"version": "0.1"}'
+            key, here, headers[NONCE_HEADER]
+        ).encode() if path == PROOF_PATH else b'{"version": "0.1"}'
 
     with answering(answer) as (url, asked):
         here = url.removeprefix("http://")
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
         with pytest.raises(ValueError, match=r"the server has vLLM 0\.1"):
             check_server(VLLMServerRollout(url=url))
         folder.close()
     (first, _, _), (path, headers, _) = asked
-    assert (first, path) == (PROOF, "/version")
-    assert headers[SIGNATURE] == signature(key, here, headers[NONCE], "GET", "/version", b"")
+    assert (first, path) == (PROOF_PATH, "/version")
+    assert headers[SIGNATURE_HEADER] == signature(
+        key, here, headers[NONCE_HEADER], "GET", "/version", b""
+    )
 
 
 def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
     """A stranger at another address asks the real server for it."""
 
     def real(path, headers):
-        return 200, proof(key, place, headers[NONCE]).encode()
+        return 200, proof(key, place, headers[NONCE_HEADER]).encode()
 
     with answering(real) as (url, _):
         place = url.removeprefix("http://")
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
 
         def passed_on(path, headers):
             connection = HTTPConnection(place)
             connection.request(
-                "GET", path, headers={NONCE: headers[NONCE]} if NONCE in headers else {}
+                "GET",
+                path,
+                headers={NONCE_HEADER: headers[NONCE_HEADER]} if NONCE_HEADER in headers else {},
             )
             return 200, connection.getresponse().read()
 
@@ -297,7 +301,7 @@ def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
             with pytest.raises(ValueError, match="it does not know the key in"):
                 check_server(VLLMServerRollout(url=other))
         folder.close()
-    assert {path for path, _, _ in asked} == {PROOF}
+    assert {path for path, _, _ in asked} == {PROOF_PATH}
 
 
 def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
@@ -306,7 +310,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
 
     def answer(path, headers):
         asked.append(path)
-        return 200, proof(key, place, headers[NONCE]).encode()
+        return 200, proof(key, place, headers[NONCE_HEADER]).encode()
 
     key = "k" * 64
     with answering(answer) as (url, _):
@@ -322,7 +326,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
         server._read = read
         with pytest.raises(EngineEnded, match="has ended a connection"):
             server.call("/inference/v1/generate", {"token_ids": [1]})
-    assert asked == [PROOF]
+    assert asked == [PROOF_PATH]
 
 
 def refusal(content, ask=lambda server: server.call("/x")) -> str:
@@ -330,8 +334,8 @@ def refusal(content, ask=lambda server: server.call("/x")) -> str:
 
     def answer(path, headers):
         return 200, proof(
-            "key", url.removeprefix("http://"), headers[NONCE]
-        ).encode() if path == PROOF else content
+            "key", url.removeprefix("http://"), headers[NONCE_HEADER]
+        ).encode() if path == PROOF_PATH else content
 
     with answering(answer) as (url, _), pytest.raises(EngineEnded) as caught:
         ask(VLLMServerClient(url, False, "key"))

@@ -176,7 +176,7 @@ def test_a_signal_to_the_trainers_group_does_not_reach_it(tmp_path, monkeypatch)
 
 def test_only_ones_own_folders_that_nobody_uses_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_folder, "MEMORY", str(tmp_path))
-    monkeypatch.setattr(engine_folder, "YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(engine_folder, "MIN_AGE_SECONDS", 0.0)
     used = EngineFolder(1)
     assert used.path.parent == tmp_path and used.path.stat().st_mode & 0o777 == 0o700
     names = ["gspo-vllm-left", "gspo-vllm-open", "another"]
