@@ -1,4 +1,4 @@
-"""Attention of one new token per row over the row's cached keys and values.
+"""Attention of a new token per row over the row's cached keys and values.
 
 A row's tokens are in the first columns of its cache, and a count on the device says how many there
 are. On a GPU in bfloat16 FlashAttention reads only these columns. Everywhere else the columns

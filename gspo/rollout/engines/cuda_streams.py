@@ -1,6 +1,6 @@
 """A CUDA stream for a thread that samples beside the trainer.
 
-Work on one stream runs in the order in which it was queued. On the trainer's stream each decoded
+The work on a stream runs in the order in which it was queued. On the trainer's stream each decoded
 token would wait for a micro-batch. On a side stream the thread waits only for its own inputs, which
 an event marks.
 """
@@ -30,7 +30,7 @@ class SideStream:
     def after(
         self, event: torch.cuda.Event | None, tensors: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Queue the work of the block on this stream, where it begins after the event.
+        """Queue the work of the block on this stream, after the event.
 
         `tensors` were made on the other stream. Their memory is not reused before this stream has
         read them."""

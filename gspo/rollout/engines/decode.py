@@ -1,4 +1,4 @@
-"""Decoding in the trainer's process: a prefill of the prompts, then one token at a time.
+"""Decoding in the trainer's process: a prefill of the prompts, then token by token.
 
 `NetworkDecoder` runs a model that gspo.model.forward.network supports, over a KV cache. Each prompt
 is prefilled once for its group. Keys and values are written in place. Query heads that share a key
@@ -33,7 +33,7 @@ DecodeOutput = tuple[Tensor, Tensor | None]
 class NetworkDecoder:
     """A decoder that uses our own forward over the transformers weights.
 
-    Its log-probs equal those of the model's own forward up to rounding."""
+    Its log-probs equal the log-probs of the model's own forward, up to rounding."""
 
     # ended rows are dropped when at most this share of the rows is unfinished
     live_share = 0.9
@@ -76,7 +76,7 @@ class NetworkDecoder:
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next output."""
+        """Feed a token per row, and return the next output."""
         if self.filled == self.capacity:
             self._grow(0)
         self.filled += 1
@@ -162,7 +162,7 @@ class NetworkDecoder:
             self.mask_RS = attention_bias(is_empty_RS, self.keys[0].dtype)
 
     def _merge(self, saved: list[Tensor], indices_R: Tensor) -> Tensor:
-        """Return one layer's saved keys or values in a tensor of `self.capacity` columns."""
+        """Return a layer's saved keys or values in a tensor of `self.capacity` columns."""
         _, heads, _, dim = saved[0].shape
         merged = saved[0].new_empty(len(indices_R), heads, self.capacity, dim)
         first = 0
@@ -193,7 +193,7 @@ class NetworkDecoder:
                 cache[layer] = self._widened(cache[layer])
 
     def _widened(self, x_RJSD: Tensor) -> Tensor:
-        """Copy one layer's keys or values into a tensor of `self.capacity` columns."""
+        """Copy a layer's keys or values into a tensor of `self.capacity` columns."""
         rows, heads, filled, dim = x_RJSD.shape
         # F.pad would write everything twice
         widened = x_RJSD.new_empty(rows, heads, self.capacity, dim)
@@ -229,7 +229,7 @@ class NetworkDecoder:
         return attention(q, keys, values, mask[:, None])
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
-        """Write one token's keys and values per row into the cache, and attend over it."""
+        """Write the new keys and values of each row into the cache, and attend over it."""
         self.keys[layer][:, :, self.filled - 1] = k_RJD
         self.values[layer][:, :, self.filled - 1] = v_RJD
         keys = self.keys[layer][:, :, : self.filled]

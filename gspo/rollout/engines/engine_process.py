@@ -38,8 +38,8 @@ class EngineEnded(RuntimeError):
 class EngineProcess:
     """A process that makes `served_class(**arguments)`, and whose methods the trainer can call.
 
-    It serves only one thread at a time. It puts its temporary files into `folder`, and removes that
-    folder if the trainer ends first.
+    Only a single thread may call it at a time. It puts its temporary files into `folder`, and
+    removes that folder if the trainer ends first.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ def end_with_trainer(trainer_pid: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Serve one object. The arguments are the socket's number, the trainer's PID and the folder."""
+    """Serve an object. The arguments are the socket's number, the trainer's PID and the folder."""
     socket_number = int(sys.argv[1])
     trainer_pid = int(sys.argv[2])
     folder = sys.argv[3]

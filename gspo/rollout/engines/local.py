@@ -44,8 +44,8 @@ class LocalEngine(Engine):
     """An engine that samples in the trainer's process.
 
     With the policy's own `dtype` it samples with the policy's tensors, or with a copy if they are
-    sharded over ranks. With another `dtype` it samples with a copy that computes as an engine of
-    that precision would: weights and activations are rounded, and the softmax of the logits is
+    sharded over ranks. With another `dtype` it samples with a copy that computes like an engine
+    of that precision. Its weights and activations are rounded, and the softmax of the logits is
     computed in float32. With a `quantization` the weights of the copy are rounded further.
     """
 
@@ -287,7 +287,7 @@ class SampledTokens:
     ) -> None:
         """Store the t-th token of the live rows. Only unfinished rows become longer.
 
-        `experts` are those of the pass that predicted the token."""
+        `experts` are the experts of the pass that predicted the token."""
         self.tokens_RT[live_R, t] = tokens_R
         self.logp_RT[live_R, t] = logp_R
         self.lengths_R[live_R] += unfinished_R
@@ -330,7 +330,7 @@ class SampledTokens:
 def draw(
     logits_RV: Tensor, uniform_R: Tensor, temperature: float, truncation: Truncation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, and return the tokens [R] and their log-probs [R].
+    """Draw a token per row, and return the tokens [R] and their log-probs [R].
 
     At temperature 0 it is the most likely token. Else it is the first token whose cumulative
     probability exceeds the row's uniform number in [0, 1). The sum runs in float64, so rounding
@@ -338,7 +338,7 @@ def draw(
     (`draw_by_blocks`).
 
     With `truncation` the sum runs over the kept tokens, and the uniform number is a share of their
-    sum. The log-probs are still those of the whole distribution.
+    sum. The log-probs are still computed over the whole distribution.
     """
     logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
@@ -359,12 +359,12 @@ def draw(
 
 
 def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """Draw one token per row from float32 probabilities, which need not sum to 1.
+    """Draw a token per row from float32 probabilities, which need not sum to 1.
 
     It is the first token whose cumulative sum exceeds the uniform number's share of the whole sum.
 
-    Sums run in float64. Only the sums of blocks and the sums within one block are kept: all sums
-    would be 2.5 GB for 1,024 rows and a vocabulary of 152,000."""
+    Sums run in float64. Only the sums of blocks and the sums within a single block are kept. All
+    sums would be 2.5 GB for 1,024 rows and a vocabulary of 152,000."""
     rows, vocabulary = p_RV.shape
     size = block_size(vocabulary)
     p_RBS = F.pad(p_RV, (0, -vocabulary % size)).unflatten(-1, (-1, size))

@@ -1,8 +1,8 @@
 """Checks of the experts that an engine returned: can its routers have chosen them?
 
-Engines have returned arrays of the right shape that were filled with zeros, or that held the choice
-of a single layer for all layers. A run that trains on such routes gets worse without any error. So
-they are checked before they are used.
+Engines have returned arrays of the right shape full of zeros, or with the choice of a single layer
+for all layers. A run that trains on such routes gets worse without any error. So they are checked
+before they are used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ BROKEN = "the engine is broken: use rollout.routes=false"
 
 
 def check_routes(responses: list[Response], layers: int, top_k: int, experts: int) -> None:
-    """Raise RuntimeError, in one line, for experts that no router can have chosen.
+    """Raise RuntimeError, in a single line, for experts that no router can have chosen.
 
     Every response's `experts` must be an array [prompt + T - 1, layers, top_k] of whole numbers in
-    0..experts-1, which differ at each position and layer. Over all responses, the routes must vary
-    between positions, and between layers if there are several.
+    0..experts-1. At each position and layer they must differ. Over all responses the routes must
+    vary between positions, and between layers if there are several.
     """
     for r in responses:
         problem = _problem(r, layers, top_k, experts)
@@ -42,7 +42,7 @@ def check_routes(responses: list[Response], layers: int, top_k: int, experts: in
 
 
 def _problem(r: Response, layers: int, top_k: int, experts: int) -> str:
-    """Return in words what is wrong with one response's experts, "" if nothing is wrong."""
+    """Return in words the fault of a response's experts, "" if there is none."""
     if r.experts is None:
         return "are missing"
     shape = (len(r.prompt_ids) + len(r.token_ids) - 1, layers, top_k)

@@ -1,10 +1,10 @@
 """Decoding on a GPU with tensors whose shapes and addresses are the same for every token.
 
 A token is then the same list of kernels each time. It is captured once as a CUDA graph and
-replayed, which gives the GPU one order in place of about fifty per layer. The cache has its full
-length from the start. Counts on the device say how many columns of each row are filled. A graph is
-valid for one number of rows. If attention needs a mask, it is also valid for one window of columns
-only. For other numbers a new graph is captured.
+replayed, which gives the GPU a single order in place of about fifty per layer. The cache has its
+full length from the start. Counts on the device say how many columns of each row are filled. A
+graph is valid for its number of rows. If attention needs a mask, it is valid for its window of
+columns only. For other numbers a new graph is captured.
 
 Shape suffixes: P prompts, R rows, S columns of the cache, N all tokens fed, W hidden width, H query
 heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
@@ -59,7 +59,7 @@ class StaticDecoder(NetworkDecoder):
         return output
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-        """Attend within the prompts, and write their keys and values into the cache [R, S, J, D]."""
+        """Attend within the prompts, and write keys and values into the cache [R, S, J, D]."""
         q, k, v = (x.unflatten(0, self.prompts_shape) for x in (q_NHD, k_NJD, v_NJD))
         if layer == 0:
             heads = q.shape[2]
@@ -82,7 +82,7 @@ class StaticDecoder(NetworkDecoder):
         self.begins_R = torch.arange(len(self.lengths_R), device=device) * self.capacity
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next output, which the next call overwrites."""
+        """Feed a token per row, and return the next output, which the next call overwrites."""
         self.filled += 1
         window = math.ceil(self.filled / WINDOW) * WINDOW
         self.window = self.capacity if self.uses_counts else min(self.capacity, window)
@@ -102,7 +102,7 @@ class StaticDecoder(NetworkDecoder):
         return output
 
     def _capture(self) -> None:
-        """Capture one token as a CUDA graph.
+        """Capture a token as a CUDA graph.
 
         If that fails, the reason is printed once, and tokens are computed kernel by kernel."""
         try:
@@ -124,7 +124,7 @@ class StaticDecoder(NetworkDecoder):
         self.graph = graph, output
 
     def _advance(self) -> DecodeOutput:
-        """Compute one token from `tokens_R`, and change all tensors of the next one in place."""
+        """Compute a token per row from `tokens_R`, and change the tensors of the step in place."""
         self.slots_R = self.begins_R + self.lengths_R
         self.filled_columns.counts_R.add_(1)
         if not self.uses_counts:
@@ -138,7 +138,7 @@ class StaticDecoder(NetworkDecoder):
         return self.network.logits(hidden_RW), experts
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
-        """Write one token's keys and values per row, and attend over the filled columns."""
+        """Write the new keys and values of each row, and attend over the filled columns."""
         keys = self.keys[layer]
         values = self.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.slots_R, k_RJD)

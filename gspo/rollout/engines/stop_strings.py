@@ -1,7 +1,7 @@
 """Stop strings: a response ends with the token whose text completes a stop string.
 
 For example, with the string "</answer>" the response "<answer>12</answer>" ends when its last token
-brings ">". All tokens are kept as they were sampled, including the last one, even if its text goes
+brings ">". All tokens are kept as they were sampled. The last token is kept even if its text goes
 on after the string. The verifier sees the text of all tokens, because the stop string may close the
 answer.
 """
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class StopStringDetector:
-    """A reader of one response that says, token by token, whether a stop string is complete.
+    """A reader of a response that says, token by token, whether a stop string is complete.
 
-    Every token has at least one byte of text, except the `textless` tokens. So it is enough to
-    decode as many latest tokens as the longest string has bytes. One more is decoded because some
+    Every token has a byte of text or more, except the `textless` tokens. So the latest tokens are
+    decoded, up to the number of bytes of the longest string. An extra token is decoded because some
     tokenizers leave out a space at the start of a text.
     """
 

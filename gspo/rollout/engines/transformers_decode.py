@@ -45,7 +45,7 @@ GROWTH_COLUMNS = 64  # by which the rows of `UncachedDecoder` grow
 def transformers_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedDecoder]:
     """Return the decoder for a model that runs through its own forward.
 
-    A line on stderr says why, if it is the slow one."""
+    If it is `UncachedDecoder`, which is slow, a line on stderr says why."""
     reason = disagreement(policy)
     if not reason:
         return CachedDecoder
@@ -62,7 +62,7 @@ def transformers_decoder(policy: Policy) -> type[CachedDecoder] | type[UncachedD
 def disagreement(policy: Policy) -> str:
     """Return how decoding with the cache differs from a forward over whole rows, "" if it does not.
 
-    Two prompts of unequal length get two rows each. After two tokens, one row of each is dropped.
+    Two prompts of unequal length get two rows each. After two tokens, a row of each is dropped.
     """
     model = policy.model
     prompts = probe_rows(model, PROBE_PROMPTS)
@@ -144,7 +144,7 @@ class CachedDecoder(TransformersDecoder):
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next output."""
+        """Feed a token per row, and return the next output."""
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], 1)
         return self._forward({"next_sequence_length": 1})
 
@@ -188,7 +188,7 @@ class UncachedDecoder(TransformersDecoder):
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
-        """Feed one token per row, and return the next output."""
+        """Feed a token per row, and return the next output."""
         if self.filled == self.tokens_RS.shape[1]:
             self.tokens_RS = F.pad(self.tokens_RS, (0, GROWTH_COLUMNS), value=self.pad_id)
         self.filled += 1

@@ -1,9 +1,9 @@
-"""Truncated sampling: top_p, top_k and min_p exclude unlikely tokens before one is drawn.
+"""Truncated sampling: top_p, top_k and min_p exclude unlikely tokens before a token is drawn.
 
 For example, with probabilities .5, .3, .15, .05 and top_p=.7 the first two tokens are kept, because
-the first alone has less than .7. One of them is drawn, with probabilities .625 and .375. The
-reported log-prob stays log .5 or log .3, of the whole distribution. The trainer's log-probs, ratios
-and gradients are of the whole distribution too.
+the first alone has less than .7. Their probabilities become .625 and .375. The reported log-prob
+stays log .5 or log .3, of the whole distribution. The trainer's log-probs, ratios and gradients are
+of the whole distribution too.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -56,7 +56,7 @@ class Truncation(Ranged):
 
 
 def kept_tokens(logprobs_RV: Tensor, truncation: Truncation) -> Tensor:
-    """Return which tokens may be drawn, bool [R, V]: at least the most likely one of each row.
+    """Return which tokens may be drawn, bool [R, V]: at least the most likely token of each row.
 
     Of equally likely tokens on the border of top_p, the tokens with the smaller ids are kept."""
     kept_RV = torch.ones_like(logprobs_RV, dtype=torch.bool)

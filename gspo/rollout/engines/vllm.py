@@ -1,11 +1,11 @@
-"""The engine that samples with vLLM, on the CPU or on CUDA, in the trainer's process or its own one.
+"""The engine that samples with vLLM, on the CPU or on CUDA, in the trainer's process or another.
 
 It is written for vLLM 0.32, of which gspo.rollout.engines.vllm_worker and
 gspo.rollout.engines.vllm_host use private parts. Each response is a request with its own seed. So
-it depends neither on the size of its group nor on the other requests in the batch, up to the
-rounding of sums, whose order depends on the batch's shape. Asking vLLM for n samples of a prompt
-would save nothing: vLLM turns n into single requests, and all requests of a group share the
-prompt's full blocks in its prefix cache.
+it depends neither on the size of its group nor on the other requests in the batch. Only the
+rounding of sums depends on the batch's shape. Asking vLLM for n samples of a prompt would save
+nothing. vLLM turns n into single requests, and all requests of a group share the prompt's full
+blocks in its prefix cache.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class VLLMEngine(OutsideEngine):
     def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
         """Start vLLM.
 
-        Raises ValueError, in one line that names the setting and what to do, if it cannot start."""
+        Raises ValueError if it cannot start: a single line with the setting and the remedy."""
         super().__init__(policy, settings, ranks or Ranks())
         self.knows_text = bool(settings.stop)
         self.max_model_len = settings.max_model_len or policy.positions
@@ -252,7 +252,7 @@ def vllm_options(
 
 
 def logprobs_mode(settings: OutsideRollout) -> str:
-    """Return vLLM's mode in which log-probs are those of the whole distribution.
+    """Return vLLM's mode in which log-probs are computed over the whole distribution.
 
     Without rules of truncation they are computed after the division by the temperature. With rules,
     which need temperature 1, they are computed before both."""
@@ -262,8 +262,8 @@ def logprobs_mode(settings: OutsideRollout) -> str:
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
     """Set vLLM's environment variables, and raise ValueError for errors that need no weights.
 
-    These are: vLLM is not installed or has another version, rollout.sleep is on without a GPU, or
-    vLLM's CPU attention does not support heads of `head_dim` dimensions (None: not known yet)."""
+    vLLM may be missing or have another version. rollout.sleep needs a GPU. On the CPU vLLM's
+    attention must support heads of `head_dim` dimensions (None: not known yet)."""
     check_installed()
     on_cpu = not torch.cuda.is_available()
     if settings.sleep and on_cpu:
@@ -283,7 +283,7 @@ def installed_version() -> str:
 
 
 def check_installed() -> None:
-    """Raise ValueError if vLLM is not installed, or if this engine was tested with another one."""
+    """Raise ValueError if vLLM is not installed, or has an untested version."""
     installed = installed_version()
     if not installed:
         raise ValueError(
@@ -322,10 +322,10 @@ def check_heads(head_dim: int | None, on_cpu: bool) -> None:
 def set_environment(routes: bool, on_cpu: bool, in_process: bool = False) -> None:
     """Set the environment variables that vLLM reads, for this process and its child processes.
 
-    This must happen before vLLM is imported. Unless the user has set the variables otherwise,
-    nothing uses the network, and vLLM in this process opens no port that another machine could
-    reach. For vLLM in a separate process `own_environment` sets the addresses, because ranks on
-    several machines have to reach each other."""
+    This must happen before vLLM is imported. Then nothing uses the network, and vLLM in this
+    process opens no port that another machine could reach, unless the user has set these variables.
+    For vLLM in a separate process `own_environment` sets the addresses, because ranks on several
+    machines have to reach each other."""
     if in_process:
         os.environ.update(LOOPBACK_VARIABLES | os.environ)
     values = {

@@ -1,4 +1,4 @@
-"""The object that holds vLLM's LLM, in the trainer's process or in a separate one."""
+"""The object that holds vLLM's LLM, in the trainer's process or another."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LLMHost:
             self.llm.llm_engine.add_request(request_id, inputs, sampling_params)
 
     def ended(self) -> dict[str, Completion]:
-        """Sample until an added request has finished, and return all finished ones, by ID."""
+        """Sample until an added request has finished, and return all that have, by ID."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
@@ -101,7 +101,7 @@ class LLMHost:
         self.llm.collective_rpc("begin_load")
 
     def load(self, path: str) -> None:
-        """Load the weights of this file, which is one of several."""
+        """Load the weights of this file, which holds a piece of them."""
         self.llm.collective_rpc("load_piece", args=(path,))
 
     def end_load(self) -> None:
@@ -125,7 +125,7 @@ class LLMHost:
         self.llm.wake_up()
 
     def _end_with(self, workers: list[multiprocessing.Process]) -> None:
-        """Wait until one of vLLM's workers ends, then end this process, which the trainer notices."""
+        """Wait until a worker of vLLM ends, then end this process, which the trainer notices."""
         # vLLM reaps its workers, so this thread cannot wait for them in the usual way
         worker_of_pidfd = {os.pidfd_open(worker.pid): worker for worker in workers}
         ended = [worker_of_pidfd[pidfd] for pidfd in wait_readable(list(worker_of_pidfd))]

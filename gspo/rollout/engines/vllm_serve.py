@@ -1,7 +1,7 @@
 """The process of `gspo serve`: it runs `vllm serve`, and removes the server's folder at its end.
 
 It takes the arguments of `vllm serve`. The console script `vllm` does not start with the builds for
-the CPU: it asks for the version of a package of the name "vllm", and they have another name.
+the CPU. It asks for the version of the package "vllm", but their package has another name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The engine that samples with a vLLM server, which `gspo serve` started, perhaps on another machine.
+"""The engine that samples with a vLLM server, which `gspo serve` started, perhaps elsewhere.
 
 Every rank sends its rows to the server, each as a request with its own seed. Rank 0 hands over the
-weights: it writes them, piece by piece, to a folder that the server made and that both can see, and
-the server loads them. While a trainer uses a server it holds a lock in that folder, so a second
-trainer is refused. The folder is found in the file system. It holds the server's description, and a
-key by which server and trainer recognise each other.
+weights. It writes them, piece by piece, to a folder that the server made, and the server loads
+them. Both must see that folder. While a trainer uses a server it holds a lock in that folder, so a
+second trainer is refused. The folder is found in the file system. It holds the server's
+description, and a key by which server and trainer recognise each other.
 
 This module speaks HTTP, and needs no vLLM.
 """
@@ -84,7 +84,7 @@ class VLLMServerClient:
     def call(self, path: str, body: Any = None) -> Any:
         """Send a request, by POST if it has a body, and return the answer.
 
-        Raises EngineEnded if the server does not answer or has failed, and RequestRefused if it
+        Raises EngineEnded if the server does not answer or has failed. Raises RequestRefused if it
         refuses the request or is not the server of `gspo serve`."""
         if body is None:
             text = self.send("GET", path)
@@ -186,7 +186,7 @@ class VLLMServerClient:
             self.added[future] = request_id
 
     def ended(self) -> dict[str, Completion]:
-        """Wait until an added request has finished, and return all finished ones, by ID."""
+        """Wait until an added request has finished, and return all that have, by ID."""
         if not self.added:
             return {}
         finished = wait(self.added, return_when=FIRST_COMPLETED).done
@@ -231,7 +231,7 @@ class VLLMServerClient:
         self.on_workers("begin_load")
 
     def load(self, path: str) -> None:
-        """Load the weights of this file in the server's folder, which is one of several."""
+        """Load the weights of this file in the server's folder, which holds a piece of them."""
         self.on_workers("load_piece", Path(path).name)
 
     def end_load(self) -> None:
@@ -255,8 +255,8 @@ class VLLMServerEngine(OutsideEngine):
     def __init__(self, policy: Policy, settings: VLLMServerRollout, ranks: Ranks | None = None):
         """Take the server and give it the policy's weights.
 
-        Raises ValueError, in one line, if there is no server, if it does not fit the policy or the
-        settings, or if another trainer uses it."""
+        Raises ValueError, in a single line, if there is no server, if it does not fit the policy or
+        the settings, or if another trainer uses it."""
         super().__init__(policy, settings, ranks or Ranks())
         server = check_server(settings)
         description = server.description
@@ -276,7 +276,7 @@ class VLLMServerEngine(OutsideEngine):
             raise
 
     def _prepare(self, on_cpu: bool) -> None:
-        """Prepare the server for this trainer, and abort the requests of an earlier one."""
+        """Prepare the server for this trainer, and abort the requests of an earlier trainer."""
         self.client.call("/abort_requests", {})
         if self.settings.routes and on_cpu:
             self.client.on_workers("install_capture")

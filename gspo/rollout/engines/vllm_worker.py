@@ -102,7 +102,7 @@ class WorkerExtension:
             self.model_runner.get_model().load_weights(iter(load_file(path).items()))
 
     def end_load(self) -> None:
-        """End the load that `begin_load` began. Layers without new weights keep the old ones."""
+        """End the load that `begin_load` began. Layers without new weights keep the old weights."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_runner.model_config)
@@ -149,8 +149,8 @@ def forget_packing(model: nn.Module) -> None:
     """Make the next load pack the experts' weights again.
 
     On the CPU vLLM packs them for its kernel after a load, but only if the layer has no kernel yet.
-    After a second load unpacked weights would be read as packed ones. The outputs would then be
-    wrong without any error.
+    After a second load the kernel would read unpacked weights as packed weights, and the outputs
+    would be wrong without any error.
     """
     for module in model.modules():
         if type(module).__name__ != "RoutedExperts":
@@ -180,7 +180,7 @@ class RoutedExpertsCapture:
     request each row belongs.
 
     A request that was preempted is fed again from its start, and a long prompt may be fed in
-    several pieces. Later pieces overwrite earlier ones, so the last pass over a position counts.
+    several pieces. Later pieces overwrite earlier pieces, so the last pass over a position counts.
     """
 
     def __init__(self, runner):
