@@ -33,8 +33,9 @@ class FilledColumns:
     @classmethod
     def of(cls, counts_R: Tensor, columns: int) -> FilledColumns:
         """Return the filled columns of a cache of `columns` columns per row."""
-        ends = torch.arange(len(counts_R) + 1, dtype=torch.int32, device=counts_R.device)
-        return cls(counts_R.to(torch.int32), ends, ends * columns)
+        num_ends = len(counts_R) + 1
+        query_ends = torch.arange(num_ends, dtype=torch.int32, device=counts_R.device)
+        return cls(counts_R.to(torch.int32), query_ends, key_ends=query_ends * columns)
 
 
 def flash_attention(

@@ -153,8 +153,10 @@ class NetworkDecoder:
         self.filled = max(lengths)
         self.capacity = self.filled + GROWTH_COLUMNS
         for layer in range(len(self.keys)):
-            self.keys[layer] = self._merge([cached.keys[layer] for cached in saved], indices_R)
-            self.values[layer] = self._merge([cached.values[layer] for cached in saved], indices_R)
+            keys = [cached.keys[layer] for cached in saved]
+            values = [cached.values[layer] for cached in saved]
+            self.keys[layer] = self._merge(keys, indices_R)
+            self.values[layer] = self._merge(values, indices_R)
         self.mask_RS = None
         if min(lengths) < self.filled:
             columns_S = torch.arange(self.filled, device=device)
@@ -202,7 +204,9 @@ class NetworkDecoder:
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Attend within the prompts, and write their keys and values into the cache."""
-        q, k, v = (x.unflatten(0, self.prompts_shape) for x in (q_NHD, k_NJD, v_NJD))
+        q = q_NHD.unflatten(0, self.prompts_shape)
+        k = k_NJD.unflatten(0, self.prompts_shape)
+        v = v_NJD.unflatten(0, self.prompts_shape)
         for cache, x_PSJD in ((self.keys, k), (self.values, v)):
             x_PJSD = x_PSJD.transpose(1, 2)
             prompts, heads, width, dim = x_PJSD.shape
@@ -214,19 +218,24 @@ class NetworkDecoder:
     def _attend_fed(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Write the keys and values of `feed` into the cache, and attend up to each token."""
         rows = self.fed_rows
-        q, k, v = (x.unflatten(0, (len(rows), -1)) for x in (q_NHD, k_NJD, v_NJD))
-        width = q.shape[1]
+        width = len(q_NHD) // len(rows)
+        fed_shape = (len(rows), width)
+        q = q_NHD.unflatten(0, fed_shape)
+        k = k_NJD.unflatten(0, fed_shape)
+        v = v_NJD.unflatten(0, fed_shape)
         filled = slice(0, self.filled)
         new = slice(self.filled - width, self.filled)
         self.keys[layer][rows, :, new] = k.transpose(1, 2)
         self.values[layer][rows, :, new] = v.transpose(1, 2)
         keys = self.keys[layer][rows, :, filled].transpose(1, 2)
         values = self.values[layer][rows, :, filled].transpose(1, 2)
-        is_later_TT = torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1)
+        columns_T = torch.arange(width, device=q.device)
+        is_later_TT = columns_T > columns_T[:, None]
         causal_TT = attention_bias(is_later_TT, self.fed_mask_RS.dtype)
-        cached_mask = self.fed_mask_RS[:, None].expand(-1, width, -1)
-        mask = torch.cat([cached_mask, causal_TT.expand(len(rows), -1, -1)], 2)
-        return attention(q, keys, values, mask[:, None])
+        causal_RTT = causal_TT.expand(len(rows), -1, -1)
+        cached_RTS = self.fed_mask_RS[:, None].expand(-1, width, -1)
+        mask_RTS = torch.cat([cached_RTS, causal_RTT], 2)
+        return attention(q, keys, values, mask_RTS[:, None])
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
         """Write the new keys and values of each row into the cache, and attend over it."""

@@ -221,8 +221,10 @@ def row_uniforms(rows: list[Row], count: int, seed: tuple[int | str, ...]) -> np
     uniforms = uniform_rows(max_done + count, positions)
     if not max_done:
         return uniforms
-    pairs = zip(rows, uniforms, strict=True)
-    return np.stack([uniform_T[row.done : row.done + count] for row, uniform_T in pairs])
+    next_uniforms = []
+    for row, uniforms_T in zip(rows, uniforms, strict=True):
+        next_uniforms.append(uniforms_T[row.done : row.done + count])
+    return np.stack(next_uniforms)
 
 
 class TurnCaches:
@@ -242,21 +244,25 @@ class TurnCaches:
         positions = ended_R.nonzero().squeeze(-1)
         ended = indices_R[positions].tolist()
         (lengths,) = to_cpu(lengths_R)
-        # the last token that was sampled was not fed
-        fed = [len(self.rows[i].prefix_ids) + int(lengths[i]) - 1 for i in ended]
-        self.saved.append(self.decoder.extract(to_device(positions, lengths_R.device), fed))
+        fed = []
         for i in ended:
-            self.index_of_place[self.rows[i].place] = len(self.index_of_place)
+            row = self.rows[i]
+            # the last token that was sampled was not fed
+            fed.append(len(row.prefix_ids) + int(lengths[i]) - 1)
+            self.index_of_place[row.place] = len(self.index_of_place)
+        self.saved.append(self.decoder.extract(to_device(positions, lengths_R.device), fed))
 
     def resume(self, rows: list[Row]) -> DecodeOutput:
         """Restore the cache of these rows, feed the rest of their prefixes, and return the output.
 
         It is the input of the next turn's first token."""
+        lengths = [length for cached in self.saved for length in cached.lengths]
         indices = [self.index_of_place[row.place] for row in rows]
-        cached_lengths = [length for cached in self.saved for length in cached.lengths]
         self.decoder.restore(self.saved, indices)
-        pairs = zip(rows, indices, strict=True)
-        return self.decoder.feed([row.prefix_ids[cached_lengths[i] :] for row, i in pairs])
+        new_tokens = []
+        for row, index in zip(rows, indices, strict=True):
+            new_tokens.append(row.prefix_ids[lengths[index] :])
+        return self.decoder.feed(new_tokens)
 
 
 class SampledTokens:
@@ -370,9 +376,12 @@ def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     p_RBS = F.pad(p_RV, (0, -vocabulary % size)).unflatten(-1, (-1, size))
     ends_RB = p_RBS.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold_R1 = (uniform_R * ends_RB[:, -1]).unsqueeze(-1)
-    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True).clamp(max=ends_RB.shape[1] - 1)
-    before_R1 = torch.where(block_R1 > 0, ends_RB.gather(-1, (block_R1 - 1).clamp(min=0)), 0.0)
-    p_RS = p_RBS[torch.arange(rows, device=p_RV.device), block_R1.squeeze(-1)]
+    last_block = ends_RB.shape[1] - 1
+    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True).clamp(max=last_block)
+    previous_R1 = (block_R1 - 1).clamp(min=0)
+    before_R1 = torch.where(block_R1 > 0, ends_RB.gather(-1, previous_R1), 0.0)
+    rows_R = torch.arange(rows, device=p_RV.device)
+    p_RS = p_RBS[rows_R, block_R1.squeeze(-1)]
     within_RS = p_RS.double().cumsum(-1)
     # The two sums over a block round differently. Without this bound a token with a probability of
     # 0 could be drawn.

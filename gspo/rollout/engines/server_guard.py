@@ -71,7 +71,8 @@ def signature(key: str, address: str, nonce: str, method: str, path: str, body: 
 
 def hmac_sha256(key: str, *texts: str) -> str:
     """Return HMAC-SHA256 of the list of texts, in hexadecimal."""
-    return hmac.new(key.encode(), json.dumps(texts).encode(), hashlib.sha256).hexdigest()
+    message = json.dumps(texts).encode()
+    return hmac.new(key.encode(), message, hashlib.sha256).hexdigest()
 
 
 def host_and_port(address: Any) -> str:
@@ -104,7 +105,8 @@ class Guard:
             return
         headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+            values = headers.setdefault(name.decode("latin-1").lower(), [])
+            values.append(value.decode("latin-1"))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         refusal = self.refusal(headers)
         if refusal:

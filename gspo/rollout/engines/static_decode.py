@@ -60,7 +60,9 @@ class StaticDecoder(NetworkDecoder):
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Attend within the prompts, and write keys and values into the cache [R, S, J, D]."""
-        q, k, v = (x.unflatten(0, self.prompts_shape) for x in (q_NHD, k_NJD, v_NJD))
+        q = q_NHD.unflatten(0, self.prompts_shape)
+        k = k_NJD.unflatten(0, self.prompts_shape)
+        v = v_NJD.unflatten(0, self.prompts_shape)
         if layer == 0:
             heads = q.shape[2]
             key_heads, head_dim = k.shape[2:]

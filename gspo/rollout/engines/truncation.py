@@ -70,6 +70,6 @@ def kept_tokens(logprobs_RV: Tensor, truncation: Truncation) -> Tensor:
         p_RV = logprobs_RV.double().masked_fill(~kept_RV, -torch.inf).softmax(-1)
         sorted_RV, order_RV = p_RV.sort(dim=-1, descending=True, stable=True)
         before_RV = sorted_RV.cumsum(-1) - sorted_RV  # total probability of the more likely tokens
-        within_RV = torch.empty_like(kept_RV)
-        kept_RV &= within_RV.scatter_(-1, order_RV, before_RV < truncation.top_p)
+        within_sorted_RV = before_RV < truncation.top_p
+        kept_RV &= torch.empty_like(kept_RV).scatter_(-1, order_RV, within_sorted_RV)
     return kept_RV

@@ -134,7 +134,8 @@ class VLLMServerClient:
         nonce = secrets.token_hex(16)
         connection.request("GET", PROOF_PATH, headers={NONCE_HEADER: nonce})
         answer = self._read(connection, PROOF_PATH, MAX_UNVERIFIED_BYTES)
-        if not hmac.compare_digest(answer.encode(), proof(self.key, address, nonce).encode()):
+        expected = proof(self.key, address, nonce)
+        if not hmac.compare_digest(answer.encode(), expected.encode()):
             raise RequestRefused(
                 f"{self.name} is another one than `gspo serve` has started: it does not know the "
                 "key"
@@ -401,4 +402,5 @@ def keep_alive(connection: socket.socket) -> None:
 
 def decode_experts(text: str) -> np.ndarray:
     """Return experts, int16 [positions fed, L, K], from a .npy file in base64."""
-    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16)
+    file = io.BytesIO(base64.b64decode(text))
+    return np.load(file, allow_pickle=False).astype(np.int16)

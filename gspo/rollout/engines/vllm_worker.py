@@ -213,7 +213,8 @@ class RoutedExpertsCapture:
 
     def _store(self, scheduled) -> None:
         """Give each request its rows of the step, which are in the order of the runner's batch."""
-        experts_NLK = torch.stack([self.step[layer] for layer in sorted(self.step)], dim=1).numpy()
+        experts_of_layers = [self.step[layer] for layer in sorted(self.step)]
+        experts_NLK = torch.stack(experts_of_layers, dim=1).numpy()
         if len(experts_NLK) != scheduled.total_num_scheduled_tokens:
             raise RuntimeError(
                 f"the routers saw {len(experts_NLK)} tokens in a step of "
