@@ -74,14 +74,20 @@ def masked_attention(
     values = values_RSJD[:, :window].transpose(1, 2)
     # The query heads that share a key head are passed as query positions, so they read its keys
     # without copies.
-    q = q_RHD.unflatten(1, (keys_RSJD.shape[2], -1))
+    key_heads = keys_RSJD.shape[2]
+    q = q_RHD.unflatten(1, (key_heads, -1))
     mask = mask_RS[:, None, None]
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).flatten(1, 2)
+    output = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return output.flatten(1, 2)
 
 
 @cache
 def flash_attention_works(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
 ) -> bool:
     """Return whether `flash_attention` can be used on this device.
 
@@ -99,7 +105,11 @@ def flash_attention_works(
 
 
 def why_not(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
 ) -> str:
     """Return why `flash_attention` cannot be used, "" if it can.
 

@@ -62,12 +62,14 @@ class NetworkDecoder:
         hidden_NW, experts_NLK = self.network(
             tokens_PS.flatten(), positions_PS.flatten(), width, self._attend_prompts
         )
-        last_P = torch.arange(len(prompts), device=device) * width + lengths_P - 1
+        first_P = torch.arange(len(prompts), device=device) * width
+        last_P = first_P + lengths_P - 1
         logits_PV = self.network.logits(hidden_NW[last_P])
         self.mask_RS = None
         # after a shorter prompt the cache has columns without a token
         if min(lengths) < width:
-            mask_PS = attention_bias(columns_S >= lengths_P[:, None], self.keys[0].dtype)
+            is_empty_PS = columns_S >= lengths_P[:, None]
+            mask_PS = attention_bias(is_empty_PS, self.keys[0].dtype)
             self.mask_RS = mask_PS.repeat_interleave(group_size, 0)
         self.lengths_R = lengths_P.repeat_interleave(group_size)
         experts = None
@@ -100,7 +102,8 @@ class NetworkDecoder:
         tokens_RT = torch.tensor(padded, device=device)
         lengths_R = torch.tensor(lengths, device=device)
         columns_T = torch.arange(width, device=device)
-        mask_RT = attention_bias(columns_T >= lengths_R[:, None], self.keys[0].dtype)
+        is_empty_RT = columns_T >= lengths_R[:, None]
+        mask_RT = attention_bias(is_empty_RT, self.keys[0].dtype)
         cached_mask_RS = self.mask_RS
         if cached_mask_RS is None:
             cached_mask_RS = mask_RT.new_zeros(len(tokens), self.filled)
@@ -109,14 +112,17 @@ class NetworkDecoder:
         rows_per_pass = max(1, MAX_MASK_ENTRIES // (width * self.filled))
         logits = []
         experts = []
-        for rows in torch.arange(len(tokens), device=device).split(rows_per_pass):
+        all_rows = torch.arange(len(tokens), device=device)
+        for rows in all_rows.split(rows_per_pass):
             self.fed_rows = rows
             self.fed_mask_RS = cached_mask_RS[rows]
+            tokens_N = tokens_RT[rows].flatten()
             positions_RT = self.lengths_R[rows, None] + columns_T
             hidden_NW, experts_NLK = self.network(
-                tokens_RT[rows].flatten(), positions_RT.flatten(), self.filled, self._attend_fed
+                tokens_N, positions_RT.flatten(), self.filled, self._attend_fed
             )
-            last_R = torch.arange(len(rows), device=device) * width + lengths_R[rows] - 1
+            first_R = torch.arange(len(rows), device=device) * width
+            last_R = first_R + lengths_R[rows] - 1
             logits.append(self.network.logits(hidden_NW[last_R]))
             if experts_NLK is not None:
                 experts.append(experts_NLK.unflatten(0, (len(rows), width)))
@@ -171,8 +177,9 @@ class NetworkDecoder:
         for cached in saved:
             is_here_R = (indices_R >= first) & (indices_R < first + len(cached))
             rows = is_here_R.nonzero().squeeze(-1)
+            cached_rows = indices_R[rows] - first
             width = min(cached.shape[2], self.filled)
-            merged[rows, :, :width] = cached[indices_R[rows] - first, :, :width]
+            merged[rows, :, :width] = cached[cached_rows, :, :width]
             # even a masked column must not be NaN by chance
             merged[rows, :, width : self.filled] = 0
             first += len(cached)
@@ -211,8 +218,9 @@ class NetworkDecoder:
             x_PJSD = x_PSJD.transpose(1, 2)
             prompts, heads, width, dim = x_PJSD.shape
             rows = prompts * self.group_size
-            cache.append(x_PJSD.new_empty(rows, heads, self.capacity, dim))
-            cache[layer][:, :, :width] = x_PJSD.repeat_interleave(self.group_size, 0)
+            x_RJSD = x_PJSD.new_empty(rows, heads, self.capacity, dim)
+            x_RJSD[:, :, :width] = x_PJSD.repeat_interleave(self.group_size, 0)
+            cache.append(x_RJSD)
         return attention(q, k, v)
 
     def _attend_fed(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
@@ -246,8 +254,10 @@ class NetworkDecoder:
         mask = None if self.mask_RS is None else self.mask_RS[:, None, None]
         # The query heads that share a key head are passed as query positions, so they read its keys
         # without copies.
-        q = q_RHD.unflatten(1, (k_RJD.shape[1], -1))
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).flatten(1, 2)
+        key_heads = k_RJD.shape[1]
+        q = q_RHD.unflatten(1, (key_heads, -1))
+        output = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return output.flatten(1, 2)
 
 
 @dataclass

@@ -60,12 +60,13 @@ class EngineProcess:
         self.socket, child_socket = socket.socketpair()
         # With -P a file in the current folder cannot take the place of a library.
         command = [sys.executable, "-P", "-m", __name__]
-        command += [str(child_socket.fileno()), str(os.getpid()), str(folder)]
+        child_fd = child_socket.fileno()
+        command += [str(child_fd), str(os.getpid()), str(folder)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             env={**environment, "TMPDIR": str(folder)},
-            pass_fds=[child_socket.fileno()],
+            pass_fds=[child_fd],
             start_new_session=True,
         )
         child_socket.close()
@@ -128,8 +129,9 @@ class EngineProcess:
 
         Bytes that the process sent before its end are still read."""
         data = bytearray()
+        socket_fd = self.socket.fileno()
         while len(data) < size:
-            if self.socket.fileno() not in wait_readable([self.socket.fileno(), self.pidfd]):
+            if socket_fd not in wait_readable([socket_fd, self.pidfd]):
                 self._raise_ended()
             try:
                 part = self.socket.recv(min(MAX_READ_BYTES, size - len(data)))

@@ -101,7 +101,8 @@ class LocalEngine(Engine):
         network = self.sampler.network
         with network.frozen(copy_experts=True) if network else nullcontext():
             decoder = self._decoder(rows)
-            first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
+            prompts = [row.prefix_ids for row in rows[::group_size]]
+            first = decoder.prefill(prompts, group_size)
             sampled = self._sampled(rows, record_experts)
             for unfinished in self._decode(decoder, first, sampled, sampling, seed):
                 ended(sampled.fill_ended_rows(unfinished))
@@ -136,7 +137,8 @@ class LocalEngine(Engine):
             return
         with self.sampler.network.frozen(copy_experts=True):
             decoder = NetworkDecoder(self.sampler)
-            first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
+            prompts = [row.prefix_ids for row in rows[::group_size]]
+            first = decoder.prefill(prompts, group_size)
             while rows:
                 sampled = self._sampled(rows, record_experts)
                 caches = TurnCaches(decoder, rows)
@@ -168,8 +170,11 @@ class LocalEngine(Engine):
         max_tokens = max(row.limit for row in rows)
         stop_ids = to_device(torch.tensor(sorted(self.policy.stop_ids)), device)
         limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
-        uniforms_RT = to_device(torch.from_numpy(row_uniforms(rows, max_tokens, seed)), device)
-        detectors = [row.watch(self.policy, sampling) for row in rows] if sampling.stop else []
+        uniforms = row_uniforms(rows, max_tokens, seed)
+        uniforms_RT = to_device(torch.from_numpy(uniforms), device)
+        detectors = []
+        if sampling.stop:
+            detectors = [row.watch(self.policy, sampling) for row in rows]
         # stop strings are read on the CPU after each token
         tokens_per_check = TOKENS_PER_CHECK if runs_ahead(device) and not detectors else 1
         # The indices of the rows in the decoder's cache, on the CPU and on the device. Some of
@@ -182,7 +187,8 @@ class LocalEngine(Engine):
             uniform_R = uniforms_RT[live_R, t]
             tokens_R, logp_R = draw(logits_RV, uniform_R, sampling.temperature, sampling)
             sampled.add(t, live_R, unfinished_R, tokens_R, logp_R, experts)
-            unfinished_R &= ~torch.isin(tokens_R, stop_ids) & (t + 1 < limits_R[live_R])
+            is_below_limit_R = t + 1 < limits_R[live_R]
+            unfinished_R &= ~torch.isin(tokens_R, stop_ids) & is_below_limit_R
             if (t + 1) % tokens_per_check and t + 1 < max_tokens:
                 logits_RV, experts = decoder.step(tokens_R)
                 continue
@@ -250,7 +256,8 @@ class TurnCaches:
             # the last token that was sampled was not fed
             fed.append(len(row.prefix_ids) + int(lengths[i]) - 1)
             self.index_of_place[row.place] = len(self.index_of_place)
-        self.saved.append(self.decoder.extract(to_device(positions, lengths_R.device), fed))
+        positions = to_device(positions, lengths_R.device)
+        self.saved.append(self.decoder.extract(positions, fed))
 
     def resume(self, rows: list[Row]) -> DecodeOutput:
         """Restore the cache of these rows, feed the rest of their prefixes, and return the output.
@@ -271,12 +278,13 @@ class SampledTokens:
     def __init__(self, rows: list[Row], keep_experts: bool, device: torch.device):
         self.rows = rows
         self.keep_experts = keep_experts
+        num_rows = len(rows)
         max_tokens = max(row.limit for row in rows)
         # rows whose tokens were written into their Row
-        self.filled_R = torch.zeros(len(rows), dtype=torch.bool)
-        self.tokens_RT = torch.zeros(len(rows), max_tokens, dtype=torch.int64, device=device)
-        self.logp_RT = torch.zeros(len(rows), max_tokens, device=device)
-        self.lengths_R = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self.filled_R = torch.zeros(num_rows, dtype=torch.bool)
+        self.tokens_RT = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self.logp_RT = torch.zeros(num_rows, max_tokens, device=device)
+        self.lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # [R, tokens, L, K]: of the prompt, or of the tokens that were fed before this turn
         self.prompt_experts: Tensor | None = None
         # at t: the experts of the pass that was fed the t-th token
@@ -302,7 +310,9 @@ class SampledTokens:
         experts = experts.to(torch.int16)
         if t == 0:
             self.prompt_experts = experts
-            self.experts_RTLK = experts.new_empty(*self.tokens_RT.shape, *experts.shape[2:])
+            layers, experts_per_token = experts.shape[2:]
+            shape = (*self.tokens_RT.shape, layers, experts_per_token)
+            self.experts_RTLK = experts.new_empty(shape)
         else:
             self.experts_RTLK[live_R, t - 1] = experts[:, 0]
 
@@ -318,7 +328,8 @@ class SampledTokens:
         tensors = [self.tokens_RT, self.logp_RT, self.lengths_R]
         if self.keep_experts:
             tensors += [self.prompt_experts, self.experts_RTLK]
-        on_cpu = to_cpu(*(tensor.index_select(0, on_device) for tensor in tensors))
+        selected = [tensor.index_select(0, on_device) for tensor in tensors]
+        on_cpu = to_cpu(*selected)
         tokens, logprobs, lengths = (tensor.tolist() for tensor in on_cpu[:3])
         indices = indices.tolist()
         for i, (index, length) in enumerate(zip(indices, lengths, strict=True)):
@@ -328,8 +339,9 @@ class SampledTokens:
             if self.keep_experts:
                 prompt_experts, response_experts = (tensor[i].numpy() for tensor in on_cpu[3:])
                 fed_before = sum(len(experts) for experts in row.experts)  # in earlier turns
-                prompt_experts = prompt_experts[: len(row.prefix_ids) - fed_before]
-                row.experts = [*row.experts, prompt_experts, response_experts[: length - 1]]
+                fed_now = len(row.prefix_ids) - fed_before
+                new_experts = [prompt_experts[:fed_now], response_experts[: length - 1]]
+                row.experts = row.experts + new_experts
         return indices
 
 
@@ -359,9 +371,11 @@ def draw(
         else:
             cumulative_RV = p_RV.cumsum(-1)
             threshold_R1 = (uniform_R * cumulative_RV[:, -1]).unsqueeze(-1)
-            tokens_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True).squeeze(-1)
-            tokens_R = tokens_R.clamp(max=logits_RV.shape[-1] - 1)
-    return tokens_R, logprobs_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1)
+            tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
+            last_token = logits_RV.shape[-1] - 1
+            tokens_R = tokens_R1.squeeze(-1).clamp(max=last_token)
+    logp_R1 = logprobs_RV.gather(-1, tokens_R.unsqueeze(-1))
+    return tokens_R, logp_R1.squeeze(-1)
 
 
 def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
@@ -377,7 +391,8 @@ def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     ends_RB = p_RBS.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold_R1 = (uniform_R * ends_RB[:, -1]).unsqueeze(-1)
     last_block = ends_RB.shape[1] - 1
-    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True).clamp(max=last_block)
+    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True)
+    block_R1 = block_R1.clamp(max=last_block)
     previous_R1 = (block_R1 - 1).clamp(min=0)
     before_R1 = torch.where(block_R1 > 0, ends_RB.gather(-1, previous_R1), 0.0)
     rows_R = torch.arange(rows, device=p_RV.device)
@@ -387,7 +402,8 @@ def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     # 0 could be drawn.
     bound_R1 = within_RS[:, -1:] * (1 - 2.0**-52)
     remaining_R1 = torch.minimum(threshold_R1 - before_R1, bound_R1)
-    inside_R1 = torch.searchsorted(within_RS, remaining_R1, right=True).clamp(max=size - 1)
+    inside_R1 = torch.searchsorted(within_RS, remaining_R1, right=True)
+    inside_R1 = inside_R1.clamp(max=size - 1)
     return (block_R1 * size + inside_R1).squeeze(-1)
 
 

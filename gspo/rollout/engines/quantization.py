@@ -48,7 +48,8 @@ def quantized(weight: Tensor, number_format: str) -> Tensor:
     else:
         numbers = scaled.new_tensor(FP4_NUMBERS)
         midpoints = (numbers[1:] + numbers[:-1]) / 2
-        rounded = numbers[torch.bucketize(scaled.abs(), midpoints)].copysign(scaled)
+        nearest = torch.bucketize(scaled.abs(), midpoints)
+        rounded = numbers[nearest].copysign(scaled)
     return (rounded * scale).to(weight.dtype)
 
 

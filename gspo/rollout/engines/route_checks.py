@@ -31,10 +31,13 @@ def check_routes(responses: list[Response], layers: int, top_k: int, experts: in
             )
     if not responses or top_k == experts:  # every position goes to all experts, so nothing can vary
         return
-    routes_SLK = np.sort(np.concatenate([r.experts for r in responses]), axis=-1)
-    if (routes_SLK == routes_SLK[:1]).all() and len(routes_SLK) > 1:
+    routes_SLK = np.concatenate([r.experts for r in responses])
+    routes_SLK = np.sort(routes_SLK, axis=-1)
+    same_positions = (routes_SLK == routes_SLK[:1]).all()
+    same_layers = (routes_SLK == routes_SLK[:, :1]).all()
+    if same_positions and len(routes_SLK) > 1:
         problem = "are the same at every position"
-    elif layers > 1 and (routes_SLK == routes_SLK[:, :1]).all():
+    elif same_layers and layers > 1:
         problem = "are the same in every layer"
     else:
         return
@@ -45,7 +48,8 @@ def _problem(r: Response, layers: int, top_k: int, experts: int) -> str:
     """Return in words the fault of a response's experts, "" if there is none."""
     if r.experts is None:
         return "are missing"
-    shape = (len(r.prompt_ids) + len(r.token_ids) - 1, layers, top_k)
+    positions = len(r.prompt_ids) + len(r.token_ids) - 1
+    shape = (positions, layers, top_k)
     if r.experts.shape != shape:
         return f"have the shape {list(r.experts.shape)} in place of {list(shape)}"
     if not np.issubdtype(r.experts.dtype, np.integer):

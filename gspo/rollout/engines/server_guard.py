@@ -53,7 +53,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 def write_key(folder: Path) -> None:
     """Write a new key into a server's folder."""
-    descriptor = os.open(folder / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    descriptor = os.open(folder / KEY_FILE, flags, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
 
@@ -63,7 +64,14 @@ def proof(key: str, address: str, nonce: str) -> str:
     return hmac_sha256(key, "server", address, nonce)
 
 
-def signature(key: str, address: str, nonce: str, method: str, path: str, body: bytes) -> str:
+def signature(
+    key: str,
+    address: str,
+    nonce: str,
+    method: str,
+    path: str,
+    body: bytes,
+) -> str:
     """Return the signature of a trainer's request to the server at an address."""
     body_hash = hashlib.sha256(body).hexdigest()
     return hmac_sha256(key, "request", address, nonce, method, path, body_hash)
@@ -92,7 +100,8 @@ class Guard:
         self.app = app
         description = Path(os.environ[DESCRIPTION_VARIABLE])
         self.key = description.with_name(KEY_FILE).read_text(encoding="ascii")
-        self.hosts = host_names(json.loads(description.read_text(encoding="utf-8"))["url"])
+        url = json.loads(description.read_text(encoding="utf-8"))["url"]
+        self.hosts = host_names(url)
         self.nonces: dict[str, None] = {}  # in the order of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,14 +122,20 @@ class Guard:
             await answer(send, 403, refusal)
         elif path == PROOF_PATH:
             address = host_and_port(scope["server"])
-            await answer(send, 200, proof(self.key, address, single_value(headers, NONCE_HEADER)))
+            nonce = single_value(headers, NONCE_HEADER)
+            await answer(send, 200, proof(self.key, address, nonce))
         elif path == HEALTH_PATH and scope["method"] == "GET":
             await self.app(scope, receive, send)
         else:
             await self.check_signature(scope, headers, path, receive, send)
 
     async def check_signature(
-        self, scope: Scope, headers: dict[str, list[str]], path: str, receive: Receive, send: Send
+        self,
+        scope: Scope,
+        headers: dict[str, list[str]],
+        path: str,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """Pass a request on if it is signed with the key, otherwise answer 401.
 
@@ -157,7 +172,8 @@ class Guard:
         to this machine sends that name as Host."""
         if "origin" in headers:
             return "this server does not answer to web pages"
-        if self.hosts and single_value(headers, "host").lower() not in self.hosts:
+        host = single_value(headers, "host").lower()
+        if self.hosts and host not in self.hosts:
             return "this server does not answer to this name"
         return ""
 

@@ -67,17 +67,17 @@ def disagreement(policy: Policy) -> str:
     model = policy.model
     prompts = probe_rows(model, PROBE_PROMPTS)
     (continuation,) = probe_rows(model, (PROBE_TOKENS,))
-    group_size = 2
-    prompt_of_row = [i for i in range(len(prompts)) for _ in range(group_size)]
+    prompt_of_row = [0, 0, 1, 1]
     logits: list[list[Tensor]] = [[] for _ in prompts]
     try:
         decoder = CachedDecoder(policy)
-        logits_RV, _ = decoder.prefill(prompts, group_size)
+        logits_RV, _ = decoder.prefill(prompts, group_size=2)
         for t, token in enumerate(continuation):
             for row, prompt in enumerate(prompt_of_row):
                 logits[prompt].append(logits_RV[row])
             if t == 1:
-                decoder.keep(torch.tensor([1, 2], device=model.device))
+                kept_rows = torch.tensor([1, 2], device=model.device)
+                decoder.keep(kept_rows)
                 prompt_of_row = [0, 1]
             tokens_R = torch.full((len(prompt_of_row),), token, device=model.device)
             logits_RV, _ = decoder.step(tokens_R)
@@ -91,8 +91,9 @@ def disagreement(policy: Policy) -> str:
     rows_at_each_token = torch.tensor([2, 2, 1, 1, 1], device=model.device)
     expected = []
     for prompt in prompts:
-        logits_SV = logits_of_row(model, prompt + continuation[:-1])[len(prompt) - 1 :]
-        expected.append(logits_SV.repeat_interleave(rows_at_each_token, 0))
+        logits_SV = logits_of_row(model, prompt + continuation[:-1])
+        predictions_SV = logits_SV[len(prompt) - 1 :]
+        expected.append(predictions_SV.repeat_interleave(rows_at_each_token, 0))
     difference = largest_difference(decoded, expected)
     if difference <= PROBE_TOLERANCE[model.dtype]:
         return ""
@@ -110,6 +111,12 @@ class TransformersDecoder:
         self.model = policy.model
         self.routing = policy.routing
         self.pad_id = policy.pad_id
+
+    def _recorded_experts(self) -> Tensor | None:
+        """Return the experts of the last forward, None if the model has no MoE layers."""
+        if not self.routing.layers:
+            return None
+        return self.routing.recorded(len(self.tokens_RS))
 
 
 class CachedDecoder(TransformersDecoder):
@@ -140,7 +147,8 @@ class CachedDecoder(TransformersDecoder):
             columns_PS = torch.arange(width, device=device) + starts_P[:, None]
             experts = at_columns(experts, columns_PS.clamp(max=width - 1))
             experts = experts.repeat_interleave(group_size, 0)
-        self.keep(torch.arange(len(prompts), device=device).repeat_interleave(group_size))
+        prompts_P = torch.arange(len(prompts), device=device)
+        self.keep(prompts_P.repeat_interleave(group_size))
         return logits_PV.repeat_interleave(group_size, 0), experts
 
     def step(self, tokens_R: Tensor) -> DecodeOutput:
@@ -151,7 +159,8 @@ class CachedDecoder(TransformersDecoder):
     def keep(self, rows: Tensor) -> None:
         """Keep these rows, repeated if an index is repeated, and drop the others."""
         self.tokens_RS = self.tokens_RS.index_select(0, rows)
-        self.model_kwargs = {name: rows_of(x, rows) for name, x in self.model_kwargs.items()}
+        for name, value in self.model_kwargs.items():
+            self.model_kwargs[name] = rows_of(value, rows)
 
     def _forward(self, stage: dict[str, Any]) -> DecodeOutput:
         """Feed the tokens that were not fed before, and return the next output.
@@ -162,7 +171,7 @@ class CachedDecoder(TransformersDecoder):
         )
         with self.routing.recording():
             outputs = self.model(**inputs, return_dict=True)
-            experts = self.routing.recorded(len(self.tokens_RS)) if self.routing.layers else None
+            experts = self._recorded_experts()
         self.model_kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.model_kwargs
         )
@@ -208,12 +217,14 @@ class UncachedDecoder(TransformersDecoder):
     def _forward(self) -> DecodeOutput:
         """Feed whole rows, and return the last logits of each row and the experts of all tokens."""
         tokens_RS = self.tokens_RS[:, : self.filled]
-        attention_RS = torch.arange(self.filled, device=tokens_RS.device) < self.lengths_R[:, None]
+        columns_S = torch.arange(self.filled, device=tokens_RS.device)
+        attention_RS = columns_S < self.lengths_R[:, None]
         arguments = forward_arguments(self.model, attention_RS)
         with self.routing.recording():
             logits_RSV = self.model(input_ids=tokens_RS, use_cache=False, **arguments).logits
-            experts = self.routing.recorded(len(tokens_RS)) if self.routing.layers else None
-        return at_columns(logits_RSV, self.lengths_R[:, None] - 1).squeeze(1), experts
+            experts = self._recorded_experts()
+        last_logits_R1V = at_columns(logits_RSV, self.lengths_R[:, None] - 1)
+        return last_logits_R1V.squeeze(1), experts
 
 
 def rows_of(value: Any, rows: Tensor) -> Any:

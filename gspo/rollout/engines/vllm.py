@@ -371,7 +371,8 @@ def gpus_of(sharers: Ranks) -> list[str]:
 
     Raises ValueError if they are on several machines."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name for name in variable.split(",") if name]
     gpu = visible[local_rank] if local_rank < len(visible) else str(local_rank)
     machines_and_gpus = sharers.all_gather((platform.node(), gpu))
     machines = sorted({machine for machine, _ in machines_and_gpus})

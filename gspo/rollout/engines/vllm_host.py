@@ -51,7 +51,8 @@ class LLMHost:
             self.llm.collective_rpc("install_capture")
         if options["tensor_parallel_size"] > 1:
             workers = multiprocessing.active_children()
-            threading.Thread(target=self._end_with, args=(workers,), daemon=True).start()
+            watcher = threading.Thread(target=self._end_with, args=(workers,), daemon=True)
+            watcher.start()
 
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
         """Sample a response to each prompt. `params` are the arguments of their SamplingParams."""
@@ -60,8 +61,9 @@ class LLMHost:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         sampling_params = [SamplingParams(**arguments) for arguments in params]
         outputs = self.llm.generate(inputs, sampling_params, use_tqdm=False)
-        routes = self._routes(outputs) if self.routes else [None] * len(outputs)
-        pairs = zip(outputs, routes, strict=True)
+        if not self.routes:
+            return [to_completion(output, None) for output in outputs]
+        pairs = zip(outputs, self._routes(outputs), strict=True)
         return [to_completion(output, experts) for output, experts in pairs]
 
     def add(
@@ -92,9 +94,11 @@ class LLMHost:
         if not self.on_cpu:
             return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
         # Inside the engine a request ID is followed by a hyphen and random letters.
-        routes = self.llm.collective_rpc("pop_routes")[0]
-        route_of_request = {name.split("-")[0]: route_SLK for name, route_SLK in routes.items()}
-        return [route_of_request[output.request_id] for output in outputs]
+        routes = {}
+        for internal_id, route_SLK in self.llm.collective_rpc("pop_routes")[0].items():
+            request_id = internal_id.split("-")[0]
+            routes[request_id] = route_SLK
+        return [routes[output.request_id] for output in outputs]
 
     def begin_load(self) -> None:
         """Prepare for new weights. Nothing may be sampled until `end_load`."""

@@ -49,9 +49,12 @@ from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, run
 from gspo.rollout.settings import VLLMServerRollout
 
 CONNECT_SECONDS = 30.0
-# A machine that is gone sends nothing. After KEEPIDLE seconds of silence the kernel sends a probe,
-# then one every KEEPINTVL seconds, and gives up after KEEPCNT probes.
-KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+# A machine that is gone sends nothing, so the kernel probes whether it still answers.
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 60,  # seconds of silence before the first probe
+    socket.TCP_KEEPINTVL: 15,  # seconds between probes
+    socket.TCP_KEEPCNT: 4,  # unanswered probes that end the connection
+}
 MAX_REQUESTS = 4096  # at a time, if so many files may be open. Further requests wait here
 MAX_ANSWER_BYTES = 512 << 20  # the experts of about a million positions, in base64
 MAX_UNVERIFIED_BYTES = 64 << 10  # of the answer of a server that has not proved its key
@@ -183,7 +186,8 @@ class VLLMServerClient:
         if not self.threads:
             self.threads = ThreadPoolExecutor(max_requests(), thread_name_prefix="request")
         for request_id, prompt, arguments in zip(request_ids, prompts, params, strict=True):
-            future = self.threads.submit(self._generate_one, self._new_id(), prompt, arguments)
+            server_id = self._new_id()
+            future = self.threads.submit(self._generate_one, server_id, prompt, arguments)
             self.added[future] = request_id
 
     def ended(self) -> dict[str, Completion]:

@@ -52,7 +52,8 @@ def end_with_server(server_pid: int) -> None:
         select.select([pidfd], [], [])
         os._exit(1)
 
-    threading.Thread(target=wait, name="end with the server", daemon=True).start()
+    watcher = threading.Thread(target=wait, name="end with the server", daemon=True)
+    watcher.start()
 
 
 def ancestors() -> Iterator[int]:
@@ -64,8 +65,10 @@ def ancestors() -> Iterator[int]:
             status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return
-        # The parent's PID comes after the name, which may hold blanks, and the state.
-        pid = int(status.rpartition(")")[2].split()[1])
+        # The parent's PID comes after the state and the name, which is in brackets and may hold
+        # blanks.
+        after_name = status.rpartition(")")[2].split()
+        pid = int(after_name[1])
 
 
 if SERVER_PID_VARIABLE in os.environ:  # vLLM imports this module in each of a server's workers
@@ -98,8 +101,9 @@ class WorkerExtension:
             if path != WEIGHTS_FILE:
                 raise ValueError(f"{path} is not {WEIGHTS_FILE}, the file in this server's folder")
             path = str(Path(os.environ[DESCRIPTION_VARIABLE]).with_name(WEIGHTS_FILE))
+        weights = load_file(path)
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(iter(load_file(path).items()))
+            self.model_runner.get_model().load_weights(iter(weights.items()))
 
     def end_load(self) -> None:
         """End the load that `begin_load` began. Layers without new weights keep the old weights."""
@@ -111,8 +115,11 @@ class WorkerExtension:
 
     def stored_dtype(self) -> str:
         """Return the dtype of all parameters, "" if they have several."""
-        dtypes = {str(parameter.dtype) for parameter in self.model_runner.get_model().parameters()}
-        return dtypes.pop().removeprefix("torch.") if len(dtypes) == 1 else ""
+        model = self.model_runner.get_model()
+        dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+        if len(dtypes) != 1:
+            return ""
+        return dtypes.pop().removeprefix("torch.")
 
     def install_capture(self) -> None:
         """Record the experts of all positions that are fed from now on."""

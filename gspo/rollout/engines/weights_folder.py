@@ -156,8 +156,8 @@ class EngineFolder(WeightsFolder):
             remove_left_behind(folder)
         fits = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 1.5 * size
         default_parent = MEMORY if fits else None
-        # with mode 0700
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent or default_parent))
+        path = tempfile.mkdtemp(prefix=PREFIX, dir=parent or default_parent)  # with mode 0700
+        self.path = Path(path)
         self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
 
