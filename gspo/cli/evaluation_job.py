@@ -33,8 +33,8 @@ from gspo.io.files import refuse_links
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.vllm import installed_version
 from gspo.rollout.settings import RolloutSettings, engine_record

@@ -21,11 +21,16 @@ from gspo.cli.option_files import composed_settings
 from gspo.config.settings import Settings
 from gspo.data.lazy_torch import torch
 from gspo.io.files import replace_text
-from gspo.rollout.engines.server_guard import DESCRIPTION, SERVERS_PROCESS, Guard, write_key
+from gspo.rollout.engines.server_guard import (
+    DESCRIPTION_VARIABLE,
+    SERVER_PID_VARIABLE,
+    Guard,
+    write_key,
+)
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
-    from gspo.rollout.engines.folder import EngineFolder
+    from gspo.rollout.engines.weights_folder import EngineFolder
 
 
 def main() -> None:
@@ -46,10 +51,10 @@ def serve() -> None:
             f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that"
         )
     from gspo.rollout.engines.external import PIECE_BYTES
-    from gspo.rollout.engines.folder import (
+    from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
+    from gspo.rollout.engines.weights_folder import (
         EngineFolder,
     )  # these import PyTorch, which takes seconds
-    from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
 
     check_installed()
     if settings.threads:
@@ -61,9 +66,9 @@ def serve() -> None:
     environment = own_environment([]) | {
         "TMPDIR": str(folder.path),
         "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
-        DESCRIPTION: str(folder.path / "description.json"),
+        DESCRIPTION_VARIABLE: str(folder.path / "description.json"),
         # which becomes the server, and whose end vLLM's workers follow
-        SERVERS_PROCESS: str(os.getpid()),
+        SERVER_PID_VARIABLE: str(os.getpid()),
     }
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
     command = [

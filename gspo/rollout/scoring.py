@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from gspo.data.samples import Problem, Response
 from gspo.distributed.ranks import Ranks
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.episodes.sampling import play

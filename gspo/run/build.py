@@ -27,8 +27,8 @@ from gspo.model.policy import Policy
 from gspo.model.settings import POSITIONS, ModelSettings
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.vllm_server import VLLMServerEngine, check_server
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import RolloutSource

@@ -31,7 +31,7 @@ from gspo.config.schema import plain_words
 from gspo.io import interrupt
 from gspo.io.escaping import guard, line
 from gspo.io.untrusted import HALVES
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.run.launched import say_error
 
 COLLAPSED = 4  # the exit code of a run that the monitor ended

@@ -16,7 +16,7 @@ from gspo.io.files import CreatedFiles
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached

@@ -27,7 +27,7 @@ from gspo.io.files import append_to, replace_text
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import Rollout
 from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory

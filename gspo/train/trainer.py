@@ -29,7 +29,7 @@ from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy, PolicyOutput
 from gspo.model.sharding.dtensors import clip_grad_norm
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout, RolloutSource
 from gspo.train import diagnostics, flops

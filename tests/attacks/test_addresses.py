@@ -17,19 +17,19 @@ from omegaconf import OmegaConf
 from commands import SMALL, train
 from composing import settings
 from gspo.config.load import addresses, resumed_settings, write_settings
-from gspo.rollout.engines import folder, vllm_server
-from gspo.rollout.engines.folder import EngineFolder, found_servers
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines import vllm_server, weights_folder
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.server_guard import (
-    KEY,
-    NONCE,
-    PROOF,
-    SIGNATURE,
+    KEY_FILE,
+    NONCE_HEADER,
+    PROOF_PATH,
+    SIGNATURE_HEADER,
     proof,
     signature,
     write_key,
 )
-from gspo.rollout.engines.vllm_server import Server, check_server, most_requests
+from gspo.rollout.engines.vllm_server import VLLMServerClient, check_server, max_requests
+from gspo.rollout.engines.weights_folder import EngineFolder, running_servers
 from gspo.rollout.settings import VLLMServerRollout
 from gspo.run.directory import settings_and_checkpoint
 
@@ -203,8 +203,8 @@ def test_a_strangers_server_gets_no_prompt_and_no_file_is_written(tmp_path):
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Where servers make their folders."""
-    monkeypatch.setattr(folder, "MEMORY", str(tmp_path / "memory"))
-    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(weights_folder, "MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr(weights_folder.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     for name in ("memory", "temporary"):
         (tmp_path / name).mkdir()
     return tmp_path / "memory"
@@ -220,10 +220,10 @@ def servers_folder(url: str, parent: Path) -> EngineFolder:
 def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
     url = "http://127.0.0.1:8123"
     good = servers_folder(url, folders)
-    assert [found.path for found in found_servers(8123, "")] == [good.path]
-    assert [found.path for found in found_servers(8123, str(folders))] == [good.path]
-    assert not list(found_servers(8124, "")) and not list(
-        found_servers(8123, str(tmp_path / "temporary"))
+    assert [found.path for found in running_servers(8123, "")] == [good.path]
+    assert [found.path for found in running_servers(8123, str(folders))] == [good.path]
+    assert not list(running_servers(8124, "")) and not list(
+        running_servers(8123, str(tmp_path / "temporary"))
     )
     (folders / "gspo-vllm-link").symlink_to(good.path)
     (folders / "gspo-vllm-file").write_text("no folder")
@@ -232,11 +232,11 @@ def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
     readable = servers_folder(url, folders)
     readable.path.chmod(0o755)
     linked = servers_folder(url, folders)
-    (linked.path / KEY).unlink()
-    (linked.path / KEY).symlink_to(good.path / KEY)
+    (linked.path / KEY_FILE).unlink()
+    (linked.path / KEY_FILE).symlink_to(good.path / KEY_FILE)
     broken = servers_folder(url, folders)
     (broken.path / "description.json").write_text("[" * 100_000)
-    assert [found.path for found in found_servers(8123, "")] == [good.path]
+    assert [found.path for found in running_servers(8123, "")] == [good.path]
     for server in (good, readable, linked, broken):
         server.close()
 
@@ -244,49 +244,53 @@ def test_only_a_living_servers_own_folder_is_found(folders, tmp_path):
 def test_who_does_not_know_the_key_gets_neither_prompts_nor_the_key(folders):
     with answering(lambda path, headers: (200, b'{"version": "0.32.0"}')) as (url, asked):
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
         with pytest.raises(
             ValueError, match=r"what answers there is not a server .*: it does not know the key in "
         ):
             check_server(VLLMServerRollout(url=url))
         folder.close()
-    assert [path for path, _, _ in asked] == [PROOF]
+    assert [path for path, _, _ in asked] == [PROOF_PATH]
     assert key not in json.dumps([[path, headers, body.decode()] for path, headers, body in asked])
 
 
 def test_who_knows_the_key_is_asked_on_the_same_connection(folders):
     def answer(path, headers):
         return 200, proof(
-            key, here, headers[NONCE]
-        ).encode() if path == PROOF else b'{"version": "0.1"}'
+            key, here, headers[NONCE_HEADER]
+        ).encode() if path == PROOF_PATH else b'{"version": "0.1"}'
 
     with answering(answer) as (url, asked):
         here = url.removeprefix("http://")
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
         with pytest.raises(ValueError, match=r"the server has vLLM 0\.1"):
             check_server(VLLMServerRollout(url=url))
         folder.close()
     (first, _, _), (path, headers, _) = asked
-    assert (first, path) == (PROOF, "/version")
-    assert headers[SIGNATURE] == signature(key, here, headers[NONCE], "GET", "/version", b"")
+    assert (first, path) == (PROOF_PATH, "/version")
+    assert headers[SIGNATURE_HEADER] == signature(
+        key, here, headers[NONCE_HEADER], "GET", "/version", b""
+    )
 
 
 def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
     """A stranger at another address asks the real server for it."""
 
     def real(path, headers):
-        return 200, proof(key, place, headers[NONCE]).encode()
+        return 200, proof(key, place, headers[NONCE_HEADER]).encode()
 
     with answering(real) as (url, _):
         place = url.removeprefix("http://")
         folder = servers_folder(url, folders)
-        key = (folder.path / KEY).read_text()
+        key = (folder.path / KEY_FILE).read_text()
 
         def passed_on(path, headers):
             connection = HTTPConnection(place)
             connection.request(
-                "GET", path, headers={NONCE: headers[NONCE]} if NONCE in headers else {}
+                "GET",
+                path,
+                headers={NONCE_HEADER: headers[NONCE_HEADER]} if NONCE_HEADER in headers else {},
             )
             return 200, connection.getresponse().read()
 
@@ -297,7 +301,7 @@ def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
             with pytest.raises(ValueError, match="it does not know the key in"):
                 check_server(VLLMServerRollout(url=other))
         folder.close()
-    assert {path for path, _, _ in asked} == {PROOF}
+    assert {path for path, _, _ in asked} == {PROOF_PATH}
 
 
 def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
@@ -306,12 +310,12 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
 
     def answer(path, headers):
         asked.append(path)
-        return 200, proof(key, place, headers[NONCE]).encode()
+        return 200, proof(key, place, headers[NONCE_HEADER]).encode()
 
     key = "k" * 64
     with answering(answer) as (url, _):
         place = url.removeprefix("http://")
-        server = Server(url, False, key)
+        server = VLLMServerClient(url, False, key)
         closing = server._read
 
         def read(connection, path, most):
@@ -322,7 +326,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
         server._read = read
         with pytest.raises(EngineEnded, match="has ended a connection"):
             server.call("/inference/v1/generate", {"token_ids": [1]})
-    assert asked == [PROOF]
+    assert asked == [PROOF_PATH]
 
 
 def refusal(content, ask=lambda server: server.call("/x")) -> str:
@@ -330,11 +334,11 @@ def refusal(content, ask=lambda server: server.call("/x")) -> str:
 
     def answer(path, headers):
         return 200, proof(
-            "key", url.removeprefix("http://"), headers[NONCE]
-        ).encode() if path == PROOF else content
+            "key", url.removeprefix("http://"), headers[NONCE_HEADER]
+        ).encode() if path == PROOF_PATH else content
 
     with answering(answer) as (url, _), pytest.raises(EngineEnded) as caught:
-        ask(Server(url, False, "key"))
+        ask(VLLMServerClient(url, False, "key"))
     return str(caught.value).replace(url, "ADDRESS")
 
 
@@ -350,15 +354,15 @@ def test_answers_of_something_else_are_one_line(monkeypatch):
     ):
         said = refusal(content, lambda server: server.generate([[1]], [{}]))
         assert said.startswith("the vLLM server at ADDRESS answers otherwise than vLLM does: ")
-    monkeypatch.setattr(vllm_server, "MOST_ANSWER", vllm_server.FEW + 1)
+    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", vllm_server.MAX_UNVERIFIED_BYTES + 1)
     said = refusal([b" " * 2**20] * 64)
     assert said == "the vLLM server at ADDRESS answers /x with more than 65,537 bytes"
 
 
 def test_as_many_requests_as_files_may_be_open(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert most_requests() == 512
+    assert max_requests() == 512
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )
-    assert most_requests() == 4096
+    assert max_requests() == 4096

@@ -12,8 +12,8 @@ import pytest
 import forked
 from builders import small_policy
 from commands import SMALL, comparable, environment, only_run, train
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Grouped

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.rollout.engines import folder as engine_folder
-from gspo.rollout.engines.folder import EngineFolder, remove_left_behind
-from gspo.rollout.engines.process import EngineEnded, EngineProcess
+from gspo.rollout.engines import weights_folder as engine_folder
+from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
+from gspo.rollout.engines.weights_folder import EngineFolder, remove_left_behind
 from processes import alive
 from small_engine import Small
 
@@ -136,7 +136,7 @@ TRAINER = """
 import sys
 from pathlib import Path
 from small_engine import Small
-from gspo.rollout.engines.process import EngineProcess
+from gspo.rollout.engines.engine_process import EngineProcess
 folder = Path(sys.argv[1])
 folder.mkdir()
 engine = EngineProcess("the engine", Small, {}, folder)
@@ -176,7 +176,7 @@ def test_a_signal_to_the_trainers_group_does_not_reach_it(tmp_path, monkeypatch)
 
 def test_only_ones_own_folders_that_nobody_uses_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_folder, "MEMORY", str(tmp_path))
-    monkeypatch.setattr(engine_folder, "YOUNG_SECONDS", 0.0)
+    monkeypatch.setattr(engine_folder, "MIN_AGE_SECONDS", 0.0)
     used = EngineFolder(1)
     assert used.path.parent == tmp_path and used.path.stat().st_mode & 0o777 == 0o700
     names = ["gspo-vllm-left", "gspo-vllm-open", "another"]

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from gspo.rollout.engines.folder import found_servers
-from gspo.rollout.engines.vllm_server import Refused, Server, VLLMServerEngine
+from gspo.rollout.engines.vllm_server import RequestRefused, VLLMServerClient, VLLMServerEngine
+from gspo.rollout.engines.weights_folder import running_servers
 from gspo.rollout.settings import VLLMServerRollout
 from outside_engines import GREEDY, SERVER, sampled, whole_policy
 from served import free_url, served
@@ -69,14 +69,14 @@ def test_a_server_does_what_its_own_trainer_asks_and_nothing_else(tmp_path):
             "/pause",
         ]:
             assert {ask(url, "GET", path), ask(url, "POST", path, "{}")} == {401}, path
-        (found,) = found_servers(Server(url, False).port, "")
-        known = Server(url, False, found.key)
-        with pytest.raises(Refused, match=r"calls begin_load, .* and no other method"):
+        (found,) = running_servers(VLLMServerClient(url, False).port, "")
+        known = VLLMServerClient(url, False, found.key)
+        with pytest.raises(RequestRefused, match=r"calls begin_load, .* and no other method"):
             known.call("/collective_rpc", json.loads(attack))
         foreign = tmp_path / "foreign.safetensors"
         foreign.write_bytes(b"x")
         with pytest.raises(
-            Refused, match=r"loads weights\.safetensors in its own folder and no other file"
+            RequestRefused, match=r"loads weights\.safetensors in its own folder and no other file"
         ):
             known.on_workers("load_piece", str(foreign))
         assert known.call("/version")["version"].startswith("0.")

@@ -11,17 +11,17 @@ import pytest
 
 from gspo.rollout.engines import server_guard
 from gspo.rollout.engines.server_guard import (
-    CALLS,
-    DESCRIPTION,
-    KEY,
-    METHODS,
-    NONCE,
-    PROOF,
-    SIGNATURE,
-    WEIGHTS,
+    DESCRIPTION_VARIABLE,
+    KEY_FILE,
+    NONCE_HEADER,
+    PROOF_PATH,
+    RPC_PATH,
+    SIGNATURE_HEADER,
+    WEIGHTS_FILE,
+    WORKER_METHODS,
     Guard,
-    names_of,
-    place,
+    host_and_port,
+    host_names,
     proof,
     signature,
 )
@@ -46,9 +46,9 @@ class Behind:
 def guarded(tmp_path, monkeypatch):
     server_guard.write_key(tmp_path)
     (tmp_path / "description.json").write_text(json.dumps({"url": f"http://{HOST}"}))
-    monkeypatch.setenv(DESCRIPTION, str(tmp_path / "description.json"))
+    monkeypatch.setenv(DESCRIPTION_VARIABLE, str(tmp_path / "description.json"))
     behind = Behind()
-    return Guard(behind), behind, (tmp_path / KEY).read_text(), tmp_path
+    return Guard(behind), behind, (tmp_path / KEY_FILE).read_text(), tmp_path
 
 
 def ask(guard, path, *headers, method="POST", body=b"", pieces=1, root=""):
@@ -86,7 +86,10 @@ def ask(guard, path, *headers, method="POST", body=b"", pieces=1, root=""):
 def signs(key, path, method="POST", body=b"", address=HOST, nonce=None):
     """The headers of a request that is signed with a key."""
     nonce = f"n{next(NUMBERS)}" if nonce is None else nonce
-    return (NONCE, nonce), (SIGNATURE, signature(key, address, nonce, method, path, body))
+    return (NONCE_HEADER, nonce), (
+        SIGNATURE_HEADER,
+        signature(key, address, nonce, method, path, body),
+    )
 
 
 def call(method, *arguments, **more):
@@ -96,7 +99,7 @@ def call(method, *arguments, **more):
 def test_a_web_page_is_refused_whatever_it_sends(guarded):
     guard, behind, key, _ = guarded
     for origin in ("http://evil.example", "null", f"http://{HOST}", ""):
-        for path in (CALLS, "/health", PROOF, "/v1/models"):
+        for path in (RPC_PATH, "/health", PROOF_PATH, "/v1/models"):
             assert ask(guard, path, *signs(key, path), ("Origin", origin))[0] == 403
     body = call("begin_load")
     for host in (
@@ -106,11 +109,19 @@ def test_a_web_page_is_refused_whatever_it_sends(guarded):
         "127.0.0.1:8000.evil.example",
         "",
     ):
-        assert ask(guard, CALLS, *signs(key, CALLS, body=body), ("Host", host), body=body)[0] == 403
+        assert (
+            ask(guard, RPC_PATH, *signs(key, RPC_PATH, body=body), ("Host", host), body=body)[0]
+            == 403
+        )
     assert (
-        ask(guard, CALLS, *signs(key, CALLS, body=body), ("Host", HOST), ("Host", HOST), body=body)[
-            0
-        ]
+        ask(
+            guard,
+            RPC_PATH,
+            *signs(key, RPC_PATH, body=body),
+            ("Host", HOST),
+            ("Host", HOST),
+            body=body,
+        )[0]
         == 403
     )
     assert not behind.reached
@@ -122,8 +133,8 @@ def test_nothing_but_health_answers_without_the_key(guarded):
     guard, behind, key, _ = guarded
     body = call("begin_load")
     for path in (
-        CALLS,
-        f"{CALLS}/",
+        RPC_PATH,
+        f"{RPC_PATH}/",
         "/version",
         "/health/",
         "/inference/v1/generate",
@@ -133,7 +144,7 @@ def test_nothing_but_health_answers_without_the_key(guarded):
     ):
         good = signs(key, path, body=body)
         wrong = [
-            (), good[:1], good[1:], (*good, *good), (good[0], (SIGNATURE, "é")),
+            (), good[:1], good[1:], (*good, *good), (good[0], (SIGNATURE_HEADER, "é")),
             signs("another", path, body=body), signs(key, f"{path}x", body=body),
             signs(key, path, "GET", body), signs(key, path, body=body + b" "),
             signs(key, path, body=body, address="127.0.0.2:8000"), (("Authorization", f"Bearer {key}"),),
@@ -151,7 +162,7 @@ def test_a_request_is_not_heard_twice(guarded, monkeypatch):
     headers = signs(key, "/version", "GET")
     assert ask(guard, "/version", *headers, method="GET")[0] == 200
     assert ask(guard, "/version", *headers, method="GET")[0] == 401
-    monkeypatch.setattr(server_guard, "MOST_NONCES", 3)
+    monkeypatch.setattr(server_guard, "MAX_NONCES", 3)
     for _ in range(9):
         assert ask(guard, "/version", *signs(key, "/version", "GET"), method="GET")[0] == 200
     assert len(guard.nonces) <= 3 and len(behind.reached) == 10
@@ -162,7 +173,7 @@ def test_the_server_proves_that_it_knows_the_key(guarded):
     another.
     """
     guard, behind, key, _ = guarded
-    status, said = ask(guard, PROOF, (NONCE, "abc"), method="GET")
+    status, said = ask(guard, PROOF_PATH, (NONCE_HEADER, "abc"), method="GET")
     assert (status, said.decode()) == (200, proof(key, HOST, "abc"))
     others = {
         proof(key, "127.0.0.2:8000", "abc"),
@@ -170,18 +181,22 @@ def test_the_server_proves_that_it_knows_the_key(guarded):
         signature(key, HOST, "abc", "", "", b""),
     }
     assert said.decode() not in others and key not in said.decode() and not behind.reached
-    assert place(("::ffff:10.0.0.1", 5, 0, 0)) == place(("10.0.0.1", 5)) == "10.0.0.1:5"
+    assert (
+        host_and_port(("::ffff:10.0.0.1", 5, 0, 0))
+        == host_and_port(("10.0.0.1", 5))
+        == "10.0.0.1:5"
+    )
 
 
 def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded(guarded):
     guard, behind, key, folder = guarded
     elsewhere = [
-        f"../{WEIGHTS}",
-        f"./{WEIGHTS}",
-        str(folder / WEIGHTS),
+        f"../{WEIGHTS_FILE}",
+        f"./{WEIGHTS_FILE}",
+        str(folder / WEIGHTS_FILE),
         "/etc/passwd",
         "",
-        [WEIGHTS],
+        [WEIGHTS_FILE],
         None,
     ]
     refused = [
@@ -189,34 +204,34 @@ def test_only_the_extensions_methods_are_called_and_only_the_servers_file_loaded
         b"", b"{", b"[]", b'"begin_load"', b"[" * 10**5, call(["begin_load"]), call({"a": 1}),
         call("begin_load", kwargs={"a": 1}), call("begin_load", args="x"),
         call("load_piece"), *(call("load_piece", path) for path in elsewhere),
-        call("load_piece", WEIGHTS, WEIGHTS), call("load_piece", WEIGHTS, kwargs={"path": "/etc/passwd"}),
+        call("load_piece", WEIGHTS_FILE, WEIGHTS_FILE), call("load_piece", WEIGHTS_FILE, kwargs={"path": "/etc/passwd"}),
         b'{"method": "begin_load", "method": "save_sharded_state"}',
     ]  # fmt: skip
     for body in refused:
-        for path in (CALLS, f"{CALLS}/"):
+        for path in (RPC_PATH, f"{RPC_PATH}/"):
             headers = (*signs(key, path, body=body), ("Content-Type", "text/plain"))
             assert ask(guard, path, *headers, body=body)[0] == 403, body[:80]
     assert not behind.reached
-    for method in METHODS:
-        body = call(method, *([WEIGHTS] if method == "load_piece" else []))
-        assert ask(guard, CALLS, *signs(key, CALLS, body=body), body=body, pieces=3) == (
+    for method in WORKER_METHODS:
+        body = call(method, *([WEIGHTS_FILE] if method == "load_piece" else []))
+        assert ask(guard, RPC_PATH, *signs(key, RPC_PATH, body=body), body=body, pieces=3) == (
             200,
             b"vLLM",
         )
         path, handed_on = behind.reached.pop()
-        assert (path, json.loads(handed_on)) == (CALLS, json.loads(body))
+        assert (path, json.loads(handed_on)) == (RPC_PATH, json.loads(body))
     body = b'{"method": "save_sharded_state", "method": "begin_load"}'
-    ask(guard, CALLS, *signs(key, CALLS, body=body), body=body)
-    assert behind.reached.pop() == (CALLS, b'{"method": "begin_load", "args": []}'), (
+    ask(guard, RPC_PATH, *signs(key, RPC_PATH, body=body), body=body)
+    assert behind.reached.pop() == (RPC_PATH, b'{"method": "begin_load", "args": []}'), (
         "there is one way to read it"
     )
 
 
 def test_a_body_without_end_is_not_collected(guarded, monkeypatch):
     guard, behind, key, _ = guarded
-    monkeypatch.setattr(server_guard, "MOST_BODY", 1000)
+    monkeypatch.setattr(server_guard, "MAX_BODY_BYTES", 1000)
     body = call("routes_of", "x" * 2000)
-    assert ask(guard, CALLS, *signs(key, CALLS, body=body), body=body, pieces=10)[0] == 413
+    assert ask(guard, RPC_PATH, *signs(key, RPC_PATH, body=body), body=body, pieces=10)[0] == 413
     assert not behind.reached
 
 
@@ -232,15 +247,15 @@ def test_sockets_of_the_web_are_closed(guarded):
 
 
 def test_the_names_of_a_server():
-    assert names_of("http://node-a:8000") == {"node-a:8000"}
-    assert names_of("http://127.0.0.1:1") == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
-    assert names_of("http://0.0.0.0:8000") == names_of("http://[::]:8000") == set(), (
+    assert host_names("http://node-a:8000") == {"node-a:8000"}
+    assert host_names("http://127.0.0.1:1") == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
+    assert host_names("http://0.0.0.0:8000") == host_names("http://[::]:8000") == set(), (
         "any name may lead there"
     )
 
 
 def test_the_key_is_nobody_elses(guarded):
     _, _, key, folder = guarded
-    assert (folder / KEY).stat().st_mode & 0o777 == 0o600 and len(key) == 64
+    assert (folder / KEY_FILE).stat().st_mode & 0o777 == 0o600 and len(key) == 64
     with pytest.raises(FileExistsError):
         server_guard.write_key(folder)

@@ -18,10 +18,10 @@ from gspo.io.rows import read_rows
 from gspo.io.telemetry import OFF
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
-from gspo.rollout.engines.folder import PREFIX
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.vllm import VLLMEngine
+from gspo.rollout.engines.weights_folder import PREFIX
 from gspo.rollout.settings import VLLMRollout
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
@@ -42,7 +42,7 @@ SECONDS = 60
 
 def engines(pid: int) -> list[psutil.Process]:
     family = psutil.Process(pid).children(recursive=True)
-    return [p for p in family if "gspo.rollout.engines.process" in p.cmdline()]
+    return [p for p in family if "gspo.rollout.engines.engine_process" in p.cmdline()]
 
 
 def begin(folder: Path, *overrides: str, **environ: str) -> subprocess.Popen:

@@ -28,7 +28,7 @@ MOE = [
 def engines(pid: int) -> list[psutil.Process]:
     """The engine's processes below a trainer."""
     family = psutil.Process(pid).children(recursive=True)
-    return [p for p in family if "gspo.rollout.engines.process" in p.cmdline()]
+    return [p for p in family if "gspo.rollout.engines.engine_process" in p.cmdline()]
 
 
 def test_a_killed_run_leaves_no_engine_and_goes_on(tmp_path):

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
-from gspo.rollout.engines.plain_decode import disagreement
+from gspo.rollout.engines.transformers_decode import disagreement
 
 LARGEST = 6e7  # parameters of a model that was cut
 ADDRESS_SPACE = 9 << 30  # bytes; some configurations that cannot be cut would take all memory

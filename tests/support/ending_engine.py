@@ -6,8 +6,8 @@ on, whatever is asked raises EngineEnded.
 import runpy
 import sys
 
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.run import build
 
 METHOD, CALLS = sys.argv[1], int(sys.argv[2])

@@ -84,9 +84,9 @@ def anything(*_) -> None:
 
 save, log_row = torch.save, tracker.Tracker.log
 MOMENTS = {
-    "rollout.first_token": lambda: wrap(decode.Decoder, "prefill", after=True),
-    "rollout.some_token": lambda: wrap(decode.Decoder, "step", before=anything, calls=5),
-    "rollout.rows_dropped": lambda: wrap(decode.Decoder, "keep", after=True),
+    "rollout.first_token": lambda: wrap(decode.NetworkDecoder, "prefill", after=True),
+    "rollout.some_token": lambda: wrap(decode.NetworkDecoder, "step", before=anything, calls=5),
+    "rollout.rows_dropped": lambda: wrap(decode.NetworkDecoder, "keep", after=True),
     "rollout.scored": lambda: wrap(Trainer, "train_step", before=anything),
     "update.old_policy": lambda: wrap(Trainer, "remember_old_policy", after=True),
     "update.in_a_layer": lambda: wrap(network, "experts", after=True, when=torch.is_grad_enabled),

@@ -7,7 +7,7 @@ import numpy as np
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.external import OutsideEngine
-from gspo.rollout.engines.vllm_host import Sampled
+from gspo.rollout.engines.vllm_host import Completion
 from gspo.rollout.settings import VLLMRollout
 
 
@@ -21,8 +21,8 @@ class Drawn(OutsideEngine):
     ):
         super().__init__(policy, VLLMRollout(batch_rows=batch_rows), ranks or Ranks())
         self.sharers = self.ranks.subgroup(together) if ranks else Ranks()
-        self.waiting: dict[str, Sampled] = {}
-        self.running: dict[str, tuple[Sampled, int]] = {}  # with the tokens that are left
+        self.waiting: dict[str, Completion] = {}
+        self.running: dict[str, tuple[Completion, int]] = {}  # with the tokens that are left
         self.most, self.idle_places, self.rounds = 0, 0, 0
 
     def _ask(self, method, *arguments):
@@ -65,9 +65,9 @@ class Drawn(OutsideEngine):
         pass
 
 
-def drawn(params) -> Sampled:
+def drawn(params) -> Completion:
     rng = np.random.Generator(np.random.Philox(key=params["seed"]))
     tokens = [
         int(token) for token in rng.integers(20, 40, rng.integers(1, params["max_tokens"] + 1))
     ]
-    return Sampled(tokens, [-1.0] * len(tokens), None, "stop")
+    return Completion(tokens, [-1.0] * len(tokens), None, "stop")

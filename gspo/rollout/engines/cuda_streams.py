@@ -1,8 +1,8 @@
 """A CUDA stream for a thread that samples beside the trainer.
 
-Work on one stream runs in the order in which it was queued. On the trainer's own stream each
-decoded token would wait for a micro-batch. On a stream of its own the thread must wait for what it
-uses, which an event marks.
+The work on a stream runs in the order in which it was queued. On the trainer's stream each decoded
+token would wait for a micro-batch. On a side stream the thread waits only for its own inputs, which
+an event marks.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import torch
 from torch import Tensor
 
 
-class OwnStream:
-    """A stream beside the one that the calling thread queues its work on. Where there is no CUDA it
-    does nothing.
-    """
+class SideStream:
+    """A stream beside the current stream of the calling thread. Without CUDA it does nothing."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def queued(self) -> torch.cuda.Event | None:
-        """Return an event that is reached once all that this thread has queued until now is done."""
-        return torch.cuda.current_stream(self.stream.device).record_event() if self.stream else None
+    def record_event(self) -> torch.cuda.Event | None:
+        """Return an event that marks the end of all work that this thread has queued until now."""
+        if not self.stream:
+            return None
+        return torch.cuda.current_stream(self.stream.device).record_event()
 
     @contextmanager
     def after(
         self, event: torch.cuda.Event | None, tensors: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Within this context the calling thread queues its work on this stream, where it begins
-        after the event.
+        """Queue the work of the block on this stream, after the event.
 
-        `tensors` were made on the other stream. Their memory is not given away before this stream
-        has read them."""
+        `tensors` were made on the other stream. Their memory is not reused before this stream has
+        read them."""
         if not self.stream:
             yield
             return

@@ -1,13 +1,13 @@
-"""Decoding in the trainer's process: one pass over the prompts, then one token at a time for all
-live rows.
+"""Decoding in the trainer's process: a prefill of the prompts, then token by token.
 
-`Decoder` runs a model that gspo.model.forward.network supports over a static key/value cache: each prompt
-is prefilled once for its group, keys and values are written in place, query heads that share a key
-head read it without copies, and rows that have ended are dropped. Every other architecture is
-decoded by gspo.rollout.engines.plain_decode.
+`NetworkDecoder` runs a model that gspo.model.forward.network supports, over a KV cache. Each prompt
+is prefilled once for its group. Keys and values are written in place. Query heads that share a key
+head read it without copies. Rows that have ended are dropped. Every other architecture is decoded
+by gspo.rollout.engines.transformers_decode.
 
-Shape suffixes: P prompts, G rows per prompt, R live rows (P * G at first), S cached positions, V
-vocabulary, H query heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
+Shape suffixes: P prompts, R rows (responses that are being sampled, at first P * group_size), S
+columns of the cache, T tokens fed per row, N all tokens fed, W hidden width, V vocabulary, H query
+heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -22,231 +22,254 @@ from gspo.data.batch import to_device
 from gspo.model.forward.packing import attention
 from gspo.model.policy import Policy
 
-MASK_ENTRIES = 2**24  # of the mask of one pass over further tokens
-# columns that the cache grows by; larger steps would set its rows apart in memory, which is slow to
-# read
-GROWTH = 8
-# logits of the next token [R, V]; experts [R, positions fed, L, K] or None
-Step = tuple[Tensor, Tensor | None]
+MAX_MASK_ENTRIES = 2**24  # of the attention mask of one pass in `feed`
+# The cache grows by so many columns. With larger steps its rows would lie apart in memory, which is
+# slow to read.
+GROWTH_COLUMNS = 8
+# logits of the next token [R, V]; experts [R, T, L, K] or None
+DecodeOutput = tuple[Tensor, Tensor | None]
 
 
-class Decoder:
-    """Decodes with our own forward over the transformers weights. Its log-probs equal those of the
-    model's own forward up to rounding."""
+class NetworkDecoder:
+    """A decoder that uses our own forward over the transformers weights.
 
-    live_share = 0.9  # finished rows are dropped once at most this share of the rows is unfinished
+    Its log-probs equal the log-probs of the model's own forward, up to rounding."""
+
+    # ended rows are dropped when at most this share of the rows is unfinished
+    live_share = 0.9
 
     def __init__(self, policy: Policy):
         self.network = policy.network
-        self.spare = GROWTH  # columns that the cache has beyond the prompts
+        self.extra_columns = GROWTH_COLUMNS  # of the cache, after the prompts
         self.keys: list[Tensor] = []  # per layer [R, J, S, D]
         self.values: list[Tensor] = []
 
-    def prefill(self, prompts: list[list[int]], group_size: int) -> Step:
-        """Feed the prompts, give each of them `group_size` rows, and return the first step's logits
-        and experts.
-        """
-        device, lengths = self.network.head.device, [len(p) for p in prompts]
-        self.lengths_R = to_device(torch.tensor(lengths), device)
-        self.prompt, self.group_size = max(lengths), group_size
-        self.filled, self.room = self.prompt, self.prompt + self.spare
-        tokens_PS = to_device(
-            torch.tensor([p + [0] * (self.prompt - len(p)) for p in prompts]), device
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
+        """Feed the prompts, give each of them `group_size` rows, and return the first output."""
+        device = self.network.head.device
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        self.group_size = group_size
+        self.prompt_width = width
+        self.filled = width  # columns that hold tokens
+        self.capacity = width + self.extra_columns
+        padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+        tokens_PS = to_device(torch.tensor(padded), device)
+        lengths_P = to_device(torch.tensor(lengths), device)
+        columns_S = torch.arange(width, device=device)
+        positions_PS = columns_S.expand_as(tokens_PS)
+        self.prompts_shape = tokens_PS.shape
+        hidden_NW, experts_NLK = self.network(
+            tokens_PS.flatten(), positions_PS.flatten(), width, self._attend_prompts
         )
-        positions_PS = torch.arange(self.prompt, device=device).expand_as(tokens_PS)
-        self.shape = tokens_PS.shape
-        hidden_NW, own_NLK = self.network(
-            tokens_PS.flatten(), positions_PS.flatten(), self.prompt, self._attend_prompts
-        )
-        last_P = torch.arange(len(prompts), device=device) * self.prompt + self.lengths_R - 1
-        logits_RV = self.network.logits(hidden_NW[last_P]).repeat_interleave(group_size, 0)
+        first_P = torch.arange(len(prompts), device=device) * width
+        last_P = first_P + lengths_P - 1
+        logits_PV = self.network.logits(hidden_NW[last_P])
         self.mask_RS = None
         # after a shorter prompt the cache has columns without a token
-        if min(lengths) < self.prompt:
-            empty_PS = torch.arange(self.prompt, device=device) >= self.lengths_R[:, None]
-            self.mask_RS = masked(empty_PS, self.keys[0].dtype).repeat_interleave(group_size, 0)
-        self.lengths_R = self.lengths_R.repeat_interleave(group_size)
-        experts = (
-            None
-            if own_NLK is None
-            else own_NLK.unflatten(0, self.shape).repeat_interleave(group_size, 0)
-        )
-        return logits_RV, experts
+        if min(lengths) < width:
+            is_empty_PS = columns_S >= lengths_P[:, None]
+            mask_PS = attention_bias(is_empty_PS, self.keys[0].dtype)
+            self.mask_RS = mask_PS.repeat_interleave(group_size, 0)
+        self.lengths_R = lengths_P.repeat_interleave(group_size)
+        experts = None
+        if experts_NLK is not None:
+            experts = experts_NLK.unflatten(0, tokens_PS.shape).repeat_interleave(group_size, 0)
+        return logits_PV.repeat_interleave(group_size, 0), experts
 
-    def step(self, tokens_R: Tensor) -> Step:
-        """Feed one token per row, and return the next step's logits and experts."""
-        if self.filled == self.room:
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
+        """Feed a token per row, and return the next output."""
+        if self.filled == self.capacity:
             self._grow(0)
         self.filled += 1
         if self.mask_RS is not None:
             self.mask_RS = F.pad(self.mask_RS, (0, 1))
-        hidden_RW, own_RLK = self.network(tokens_R, self.lengths_R, self.filled, self._attend_cache)
+        hidden_RW, experts_RLK = self.network(
+            tokens_R, self.lengths_R, self.filled, self._attend_cache
+        )
         self.lengths_R = self.lengths_R + 1
-        return self.network.logits(hidden_RW), None if own_RLK is None else own_RLK.unsqueeze(1)
+        experts = None if experts_RLK is None else experts_RLK.unsqueeze(1)
+        return self.network.logits(hidden_RW), experts
 
-    def feed(self, tokens: list[list[int]]) -> Step:
-        """Feed further tokens to each row, and return the next step's logits and experts."""
-        device, lengths = self.lengths_R.device, [len(row) for row in tokens]
+    def feed(self, tokens: list[list[int]]) -> DecodeOutput:
+        """Feed further tokens to each row, and return the next output."""
+        device = self.lengths_R.device
+        lengths = [len(row) for row in tokens]
         width = max(lengths)
-        if self.filled + width > self.room:
-            self._grow(self.filled + width - self.room)
-        new_R, columns_W = torch.tensor(lengths, device=device), torch.arange(width, device=device)
-        fed_RW = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=device)
-        empty_RW = masked(columns_W >= new_R[:, None], self.keys[0].dtype)
-        before_RS = (
-            empty_RW.new_zeros(len(tokens), self.filled) if self.mask_RS is None else self.mask_RS
-        )
+        if self.filled + width > self.capacity:
+            self._grow(self.filled + width - self.capacity)
+        padded = [row + [0] * (width - len(row)) for row in tokens]
+        tokens_RT = torch.tensor(padded, device=device)
+        lengths_R = torch.tensor(lengths, device=device)
+        columns_T = torch.arange(width, device=device)
+        is_empty_RT = columns_T >= lengths_R[:, None]
+        mask_RT = attention_bias(is_empty_RT, self.keys[0].dtype)
+        cached_mask_RS = self.mask_RS
+        if cached_mask_RS is None:
+            cached_mask_RS = mask_RT.new_zeros(len(tokens), self.filled)
         self.filled += width
-        logits, experts = [], []
-        # A few rows at a time: attention of `width` tokens to all that are cached needs a mask of
-        # that size for each.
-        for rows in torch.arange(len(tokens), device=device).split(
-            max(1, MASK_ENTRIES // (width * self.filled))
-        ):
-            self.feeding = rows, before_RS[rows]
-            positions = (self.lengths_R[rows, None] + columns_W).flatten()
-            hidden_NW, own_NLK = self.network(
-                fed_RW[rows].flatten(), positions, self.filled, self._attend_further
+        # A few rows at a time, because the attention mask of a row has width * filled entries.
+        rows_per_pass = max(1, MAX_MASK_ENTRIES // (width * self.filled))
+        logits = []
+        experts = []
+        all_rows = torch.arange(len(tokens), device=device)
+        for rows in all_rows.split(rows_per_pass):
+            self.fed_rows = rows
+            self.fed_mask_RS = cached_mask_RS[rows]
+            tokens_N = tokens_RT[rows].flatten()
+            positions_RT = self.lengths_R[rows, None] + columns_T
+            hidden_NW, experts_NLK = self.network(
+                tokens_N, positions_RT.flatten(), self.filled, self._attend_fed
             )
-            last_R = torch.arange(len(rows), device=device) * width + new_R[rows] - 1
+            first_R = torch.arange(len(rows), device=device) * width
+            last_R = first_R + lengths_R[rows] - 1
             logits.append(self.network.logits(hidden_NW[last_R]))
-            experts.append(None if own_NLK is None else own_NLK.unflatten(0, (len(rows), width)))
+            if experts_NLK is not None:
+                experts.append(experts_NLK.unflatten(0, (len(rows), width)))
         if self.mask_RS is not None or min(lengths) < width:
-            self.mask_RS = torch.cat([before_RS, empty_RW], 1)
-        self.lengths_R = self.lengths_R + new_R
-        return torch.cat(logits), None if experts[0] is None else torch.cat(experts)
+            self.mask_RS = torch.cat([cached_mask_RS, mask_RT], 1)
+        self.lengths_R = self.lengths_R + lengths_R
+        return torch.cat(logits), torch.cat(experts) if experts else None
 
-    def take(self, rows: Tensor, lengths: list[int]) -> CachedRows:
-        """Return copies of the first so many tokens of some rows, side by side from the first
-        column on. Rows that have ended are fed tokens all the same until they are dropped, so they
-        may have more tokens than were sampled."""
+    def extract(self, rows: Tensor, lengths: list[int]) -> CachedRows:
+        """Return copies of the first `lengths` tokens of some rows, without empty columns.
+
+        Rows that have ended are still fed tokens until they are dropped. So they may have more
+        tokens in the cache than were sampled."""
+        max_length = max(lengths)
+        if self.mask_RS is None:
+            columns_RS = torch.arange(max_length, device=rows.device).expand(len(rows), -1)
+        else:
+            # the columns that hold tokens come first, in their order
+            is_empty_RS = (self.mask_RS[rows] < 0).to(torch.uint8)
+            columns_RS = is_empty_RS.argsort(dim=-1, stable=True)[:, :max_length]
+        columns = columns_RS[:, None, :, None]
         filled = slice(0, self.filled)
-        columns_RS = torch.arange(max(lengths), device=rows.device).expand(len(rows), -1)
-        if self.mask_RS is not None:  # its columns with tokens come first, in their order
-            columns_RS = (
-                (self.mask_RS[rows] < 0)
-                .to(torch.uint8)
-                .argsort(dim=-1, stable=True)[:, : max(lengths)]
-            )
-        at = columns_RS[:, None, :, None]
-        keys, values = (
-            [state[rows, :, filled].take_along_dim(at, 2) for state in states]
-            for states in (self.keys, self.values)
-        )
+        keys = [layer[rows, :, filled].take_along_dim(columns, 2) for layer in self.keys]
+        values = [layer[rows, :, filled].take_along_dim(columns, 2) for layer in self.values]
         return CachedRows(keys, values, lengths)
 
-    def put(self, pieces: list[CachedRows], order: list[int]) -> None:
-        """Replace the cache by some of the rows that were taken: `order` are their numbers in all
-        pieces together.
-        """
-        lengths = [length for piece in pieces for length in piece.lengths]
-        numbers = torch.tensor(order, device=self.lengths_R.device)
-        self.lengths_R = torch.tensor([lengths[i] for i in order], device=numbers.device)
-        self.filled = max(lengths[i] for i in order)
-        self.room = self.filled + GROWTH
+    def restore(self, saved: list[CachedRows], indices: list[int]) -> None:
+        """Replace the cache by saved rows: `indices` count the rows of all of `saved` together."""
+        saved_lengths = [length for cached in saved for length in cached.lengths]
+        lengths = [saved_lengths[i] for i in indices]
+        device = self.lengths_R.device
+        indices_R = torch.tensor(indices, device=device)
+        self.lengths_R = torch.tensor(lengths, device=device)
+        self.filled = max(lengths)
+        self.capacity = self.filled + GROWTH_COLUMNS
         for layer in range(len(self.keys)):
-            self.keys[layer] = self._joined([piece.keys[layer] for piece in pieces], numbers)
-            self.values[layer] = self._joined([piece.values[layer] for piece in pieces], numbers)
-        empty_RS = torch.arange(self.filled, device=numbers.device) >= self.lengths_R[:, None]
-        self.mask_RS = (
-            masked(empty_RS, self.keys[0].dtype)
-            if min(lengths[i] for i in order) < self.filled
-            else None
-        )
+            keys = [cached.keys[layer] for cached in saved]
+            values = [cached.values[layer] for cached in saved]
+            self.keys[layer] = self._merge(keys, indices_R)
+            self.values[layer] = self._merge(values, indices_R)
+        self.mask_RS = None
+        if min(lengths) < self.filled:
+            columns_S = torch.arange(self.filled, device=device)
+            is_empty_RS = columns_S >= self.lengths_R[:, None]
+            self.mask_RS = attention_bias(is_empty_RS, self.keys[0].dtype)
 
-    def _joined(self, pieces: list[Tensor], numbers: Tensor) -> Tensor:
-        """Return those rows, by their numbers in all pieces together, in a tensor of `self.room`
-        columns.
-        """
-        _, heads, _, dim = pieces[0].shape
-        joined, begin = pieces[0].new_empty(len(numbers), heads, self.room, dim), 0
-        for piece in pieces:
-            mine = ((numbers >= begin) & (numbers < begin + len(piece))).nonzero().squeeze(-1)
-            width = min(piece.shape[2], self.filled)
-            joined[mine, :, :width] = piece[numbers[mine] - begin, :, :width]
-            # even where it is masked, it must not be NaN by chance
-            joined[mine, :, width : self.filled] = 0
-            begin += len(piece)
-        return joined
+    def _merge(self, saved: list[Tensor], indices_R: Tensor) -> Tensor:
+        """Return a layer's saved keys or values in a tensor of `self.capacity` columns."""
+        _, heads, _, dim = saved[0].shape
+        merged = saved[0].new_empty(len(indices_R), heads, self.capacity, dim)
+        first = 0
+        for cached in saved:
+            is_here_R = (indices_R >= first) & (indices_R < first + len(cached))
+            rows = is_here_R.nonzero().squeeze(-1)
+            cached_rows = indices_R[rows] - first
+            width = min(cached.shape[2], self.filled)
+            merged[rows, :, :width] = cached[cached_rows, :, :width]
+            # even a masked column must not be NaN by chance
+            merged[rows, :, width : self.filled] = 0
+            first += len(cached)
+        return merged
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows and drop the others."""
-        for states in (self.keys, self.values):
-            for layer in range(len(states)):  # one at a time: two whole caches might not fit
-                states[layer] = states[layer].index_select(0, rows)
+        for cache in (self.keys, self.values):
+            for layer in range(len(cache)):  # one at a time: two whole caches might not fit
+                cache[layer] = cache[layer].index_select(0, rows)
         self.lengths_R = self.lengths_R[rows]
-        self.mask_RS = None if self.mask_RS is None else self.mask_RS[rows]
+        if self.mask_RS is not None:
+            self.mask_RS = self.mask_RS[rows]
 
-    def _grow(self, least: int) -> None:
-        """Give the cache more columns, and keep its rows as close together in memory as before."""
-        self.room += max(GROWTH, self.filled // 8, least)
-        for states in (self.keys, self.values):
-            for layer in range(len(states)):
-                states[layer] = self._wider(states[layer])
+    def _grow(self, min_columns: int) -> None:
+        """Give the cache more columns, and keep its rows as close in memory as before."""
+        self.capacity += max(GROWTH_COLUMNS, self.filled // 8, min_columns)
+        for cache in (self.keys, self.values):
+            for layer in range(len(cache)):
+                cache[layer] = self._widened(cache[layer])
 
-    def _wider(self, x_RJSD: Tensor) -> Tensor:
-        """Copy one layer's keys or values into a tensor of `self.room` columns."""
+    def _widened(self, x_RJSD: Tensor) -> Tensor:
+        """Copy a layer's keys or values into a tensor of `self.capacity` columns."""
         rows, heads, filled, dim = x_RJSD.shape
-        wider = x_RJSD.new_empty(rows, heads, self.room, dim)  # F.pad would write everything twice
-        wider[:, :, :filled] = x_RJSD
-        return wider
+        # F.pad would write everything twice
+        widened = x_RJSD.new_empty(rows, heads, self.capacity, dim)
+        widened[:, :, :filled] = x_RJSD
+        return widened
 
     def _attend_prompts(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
         """Attend within the prompts, and write their keys and values into the cache."""
-        q, k, v = (x.unflatten(0, self.shape) for x in (q_NHD, k_NJD, v_NJD))
-        for states, new in ((self.keys, k.transpose(1, 2)), (self.values, v.transpose(1, 2))):
-            prompts, heads, _, dim = new.shape
-            states.append(new.new_empty(prompts * self.group_size, heads, self.room, dim))
-            states[layer][:, :, : self.prompt] = new.repeat_interleave(self.group_size, 0)
+        q = q_NHD.unflatten(0, self.prompts_shape)
+        k = k_NJD.unflatten(0, self.prompts_shape)
+        v = v_NJD.unflatten(0, self.prompts_shape)
+        for cache, x_PSJD in ((self.keys, k), (self.values, v)):
+            x_PJSD = x_PSJD.transpose(1, 2)
+            prompts, heads, width, dim = x_PJSD.shape
+            rows = prompts * self.group_size
+            x_RJSD = x_PJSD.new_empty(rows, heads, self.capacity, dim)
+            x_RJSD[:, :, :width] = x_PJSD.repeat_interleave(self.group_size, 0)
+            cache.append(x_RJSD)
         return attention(q, k, v)
 
-    def _attend_further(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
-        """Write the keys and values of several tokens per row into the cache, and attend over it up
-        to each token.
-        """
-        rows, before_RS = self.feeding
-        q, k, v = (x.unflatten(0, (len(rows), -1)) for x in (q_NHD, k_NJD, v_NJD))
-        width = q.shape[1]
-        begin = self.filled - width
-        self.keys[layer][rows, :, begin : self.filled] = k.transpose(1, 2)
-        self.values[layer][rows, :, begin : self.filled] = v.transpose(1, 2)
-        keys, values = (
-            states[layer][rows, :, : self.filled].transpose(1, 2)
-            for states in (self.keys, self.values)
-        )
-        causal = masked(
-            torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1), before_RS.dtype
-        )
-        mask = torch.cat(
-            [before_RS[:, None].expand(-1, width, -1), causal.expand(len(rows), -1, -1)], 2
-        )
-        return attention(q, keys, values, mask[:, None])
+    def _attend_fed(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+        """Write the keys and values of `feed` into the cache, and attend up to each token."""
+        rows = self.fed_rows
+        width = len(q_NHD) // len(rows)
+        fed_shape = (len(rows), width)
+        q = q_NHD.unflatten(0, fed_shape)
+        k = k_NJD.unflatten(0, fed_shape)
+        v = v_NJD.unflatten(0, fed_shape)
+        filled = slice(0, self.filled)
+        new = slice(self.filled - width, self.filled)
+        self.keys[layer][rows, :, new] = k.transpose(1, 2)
+        self.values[layer][rows, :, new] = v.transpose(1, 2)
+        keys = self.keys[layer][rows, :, filled].transpose(1, 2)
+        values = self.values[layer][rows, :, filled].transpose(1, 2)
+        columns_T = torch.arange(width, device=q.device)
+        is_later_TT = columns_T > columns_T[:, None]
+        causal_TT = attention_bias(is_later_TT, self.fed_mask_RS.dtype)
+        causal_RTT = causal_TT.expand(len(rows), -1, -1)
+        cached_RTS = self.fed_mask_RS[:, None].expand(-1, width, -1)
+        mask_RTS = torch.cat([cached_RTS, causal_RTT], 2)
+        return attention(q, keys, values, mask_RTS[:, None])
 
     def _attend_cache(self, layer: int, q_RHD: Tensor, k_RJD: Tensor, v_RJD: Tensor) -> Tensor:
-        """Write one token's keys and values per row into the cache, and attend over it."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[:, :, self.filled - 1], values[:, :, self.filled - 1] = k_RJD, v_RJD
+        """Write the new keys and values of each row into the cache, and attend over it."""
+        self.keys[layer][:, :, self.filled - 1] = k_RJD
+        self.values[layer][:, :, self.filled - 1] = v_RJD
+        keys = self.keys[layer][:, :, : self.filled]
+        values = self.values[layer][:, :, : self.filled]
         mask = None if self.mask_RS is None else self.mask_RS[:, None, None]
-        # The query heads of one key head take the place of several query positions: they read its
-        # keys without copies.
-        q = q_RHD.unflatten(1, (k_RJD.shape[1], -1))
-        filled = slice(0, self.filled)
-        return F.scaled_dot_product_attention(
-            q, keys[:, :, filled], values[:, :, filled], attn_mask=mask
-        ).flatten(1, 2)
+        # The query heads that share a key head are passed as query positions, so they read its keys
+        # without copies.
+        key_heads = k_RJD.shape[1]
+        q = q_RHD.unflatten(1, (key_heads, -1))
+        output = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return output.flatten(1, 2)
 
 
 @dataclass
 class CachedRows:
-    """The keys and values of some rows, per layer [R, J, S, D], and how many tokens each has."""
+    """The keys and values of some rows, per layer [R, J, S, D], and their numbers of tokens."""
 
     keys: list[Tensor]
     values: list[Tensor]
     lengths: list[int]
 
 
-def masked(empty: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to the attention's scores: -inf where a column is empty, else 0."""
-    return torch.zeros(empty.shape, dtype=dtype, device=empty.device).masked_fill_(
-        empty, -torch.inf
-    )
+def attention_bias(is_empty: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the term of the attention scores: -inf for an empty column, else 0."""
+    bias = torch.zeros(is_empty.shape, dtype=dtype, device=is_empty.device)
+    return bias.masked_fill_(is_empty, -torch.inf)

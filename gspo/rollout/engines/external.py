@@ -25,10 +25,10 @@ from gspo.data.seeding import seed_for
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.folder import WeightsFolder
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
+from gspo.rollout.engines.pending_requests import PendingRequests, fill
 from gspo.rollout.engines.requests import Row, Sampling
-from gspo.rollout.engines.streaming import UnderWay, fill
+from gspo.rollout.engines.weights_folder import WeightsFolder
 from gspo.rollout.settings import OutsideRollout
 
 P, T = ParamSpec("P"), TypeVar("T")
@@ -195,7 +195,7 @@ class OutsideEngine(Engine):
             raise ValueError("an engine that several ranks share does not stream: use generate")
         self.wake()
         waiting = deque(problems)
-        requests = UnderWay(
+        requests = PendingRequests(
             self.policy, self._ask, lambda row: self._params(row, sampling, seed), self._check_room
         )
         while waiting or requests.rows:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gspo.data.samples import Problem, Response
-from gspo.rollout.engines.stop_strings import StopWatch, check_stop
+from gspo.rollout.engines.stop_strings import StopStringDetector, check_stop
 from gspo.rollout.engines.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class Row:
     # whether what it samples is a turn of its own, in which a stop string must be whole
     begins_turn: bool = False
 
-    def watch(self, policy: Policy, sampling: Sampling) -> StopWatch:
+    def watch(self, policy: Policy, sampling: Sampling) -> StopStringDetector:
         """Return what finds the stop strings in this row's response; it has read what earlier calls
         sampled.
         """
         before = 0 if self.begins_turn else self.done
         earlier = self.prefix_ids[len(self.prefix_ids) - before :]
-        return StopWatch(policy.tokenizer, policy.textless_ids, sampling.stop, earlier)
+        return StopStringDetector(policy.tokenizer, policy.textless_ids, sampling.stop, earlier)
 
     def ends_turn(self, policy: Policy, sampling: Sampling) -> bool:
         """Return whether the last token ends the response, or the policy's turn: an end-of-sequence

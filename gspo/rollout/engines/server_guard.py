@@ -1,11 +1,10 @@
-"""Lets only its owner's trainers use a vLLM server: the key, and the layer of the server that asks
-for it.
+"""The ASGI middleware of a vLLM server that admits only its owner's trainers, by a secret key.
 
 `gspo serve` writes a random key into the server's folder, which no other user can read. The key is
-never sent. On each connection the server first proves to the trainer that it knows the key, for a
-random number of the trainer's. Then the trainer signs its request. Both sign the address at which
-the server has the connection, so that nobody in between can pass proofs on. So neither prompts nor
-requests go to whoever else listens at an address, or takes a port over.
+never sent. On each connection the trainer first sends a nonce, and the server proves with it that
+it knows the key. Then the trainer signs its request. Both sign the address at which the server has
+the connection, so nobody in between can pass proofs on. A stranger who listens at the address, or
+who takes over a port, gets neither prompts nor weights.
 
 vLLM imports `Guard` by its name (`vllm serve --middleware`). This module needs no vLLM.
 """
@@ -22,22 +21,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-# the environment variable that names the file in which a server describes itself
-DESCRIPTION = "GSPO_SERVER"
-# the environment variable with the number of the server's process
-SERVERS_PROCESS = "GSPO_SERVERS_PROCESS"
-KEY = "key"  # the file with the key, in the server's folder
-WEIGHTS = "weights.safetensors"  # the file through which weights go, in the server's folder
-PROOF = "/gspo/proof"
-NONCE, SIGNATURE = "x-gspo-nonce", "x-gspo-signature"  # the headers of a request
-MOST_NONCES = 1_000_000  # of earlier requests, whose numbers may not be used again
-HEALTH = "/health"
-CALLS = "/collective_rpc"
-# The methods of WorkerExtension. vLLM's own methods of a worker write files, among other things.
-METHODS = ("begin_load", "load_piece", "end_load", "stored_dtype", "install_capture", "routes_of")
-MOST_BODY = 64 << 20  # bytes of a request
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-EVERYWHERE = ("0.0.0.0", "[::]", "::")
+# the environment variable with the path of the file in which a server describes itself
+DESCRIPTION_VARIABLE = "GSPO_SERVER"
+# the environment variable with the server's process ID
+SERVER_PID_VARIABLE = "GSPO_SERVERS_PROCESS"
+KEY_FILE = "key"  # in the server's folder
+WEIGHTS_FILE = "weights.safetensors"  # in the server's folder
+NONCE_HEADER = "x-gspo-nonce"
+SIGNATURE_HEADER = "x-gspo-signature"
+PROOF_PATH = "/gspo/proof"
+HEALTH_PATH = "/health"
+RPC_PATH = "/collective_rpc"
+# The methods of WorkerExtension. vLLM's own worker methods can write files, for example.
+WORKER_METHODS = (
+    "begin_load",
+    "load_piece",
+    "end_load",
+    "stored_dtype",
+    "install_capture",
+    "routes_of",
+)
+MAX_NONCES = 1_000_000  # of earlier requests, which may not be used again
+MAX_BODY_BYTES = 64 << 20  # of a request
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+ALL_INTERFACES = ("0.0.0.0", "[::]", "::")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -46,49 +53,59 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 def write_key(folder: Path) -> None:
     """Write a new key into a server's folder."""
-    descriptor = os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    descriptor = os.open(folder / KEY_FILE, flags, 0o600)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
 
 
 def proof(key: str, address: str, nonce: str) -> str:
-    """Return what a server answers that knows the key: HMAC-SHA256 of its address and the trainer's
-    number.
-    """
-    return signed(key, "server", address, nonce)
+    """Return a server's proof of its key: HMAC-SHA256 of its address and the trainer's nonce."""
+    return hmac_sha256(key, "server", address, nonce)
 
 
-def signature(key: str, address: str, nonce: str, method: str, path: str, body: bytes) -> str:
+def signature(
+    key: str,
+    address: str,
+    nonce: str,
+    method: str,
+    path: str,
+    body: bytes,
+) -> str:
     """Return the signature of a trainer's request to the server at an address."""
-    return signed(key, "request", address, nonce, method, path, hashlib.sha256(body).hexdigest())
+    body_hash = hashlib.sha256(body).hexdigest()
+    return hmac_sha256(key, "request", address, nonce, method, path, body_hash)
 
 
-def signed(key: str, *texts: str) -> str:
-    """Return HMAC-SHA256 of some texts, whose borders count."""
-    return hmac.new(key.encode(), json.dumps(texts).encode(), hashlib.sha256).hexdigest()
+def hmac_sha256(key: str, *texts: str) -> str:
+    """Return HMAC-SHA256 of the list of texts, in hexadecimal."""
+    message = json.dumps(texts).encode()
+    return hmac.new(key.encode(), message, hashlib.sha256).hexdigest()
 
 
-def place(address: Any) -> str:
-    """Return the host and port of one end of a connection, the same for both of its sides."""
-    host, port = address[0].removeprefix("::ffff:"), address[1]
+def host_and_port(address: Any) -> str:
+    """Return HOST:PORT of a socket address, the same on both sides of a connection."""
+    host = address[0].removeprefix("::ffff:")
+    port = address[1]
     return f"{host}:{port}"
 
 
 class Guard:
-    """An ASGI layer that answers 403 to requests of web pages and of other names, and 401 to
-    unsigned ones.
+    """An ASGI middleware that passes only signed requests on to vLLM.
 
-    `/health` needs no key, since it says nothing but that the server answers."""
+    It answers 403 to web pages and foreign Host names, and 401 to unsigned requests. `/health`
+    needs no key, because it only says that the server is up."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]):
         self.app = app
-        description = Path(os.environ[DESCRIPTION])
-        self.key = description.with_name(KEY).read_text(encoding="ascii")
-        self.hosts = names_of(json.loads(description.read_text(encoding="utf-8"))["url"])
+        description = Path(os.environ[DESCRIPTION_VARIABLE])
+        self.key = description.with_name(KEY_FILE).read_text(encoding="ascii")
+        url = json.loads(description.read_text(encoding="utf-8"))["url"]
+        self.hosts = host_names(url)
         self.nonces: dict[str, None] = {}  # in the order of the requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on to vLLM."""
+        """Answer a request, or pass it on to vLLM."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -97,112 +114,128 @@ class Guard:
             return
         headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+            values = headers.setdefault(name.decode("latin-1").lower(), [])
+            values.append(value.decode("latin-1"))
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if refused := self.why_not_from_here(headers):
-            await answer(send, 403, refused)
-        elif path == PROOF:
-            await answer(send, 200, proof(self.key, place(scope["server"]), only(headers, NONCE)))
-        elif path == HEALTH and scope["method"] == "GET":
+        refusal = self.refusal(headers)
+        if refusal:
+            await answer(send, 403, refusal)
+        elif path == PROOF_PATH:
+            address = host_and_port(scope["server"])
+            nonce = single_value(headers, NONCE_HEADER)
+            await answer(send, 200, proof(self.key, address, nonce))
+        elif path == HEALTH_PATH and scope["method"] == "GET":
             await self.app(scope, receive, send)
         else:
-            await self.signed_request(scope, headers, path, receive, send)
+            await self.check_signature(scope, headers, path, receive, send)
 
-    async def signed_request(
-        self, scope: Scope, headers: dict[str, list[str]], path: str, receive: Receive, send: Send
+    async def check_signature(
+        self,
+        scope: Scope,
+        headers: dict[str, list[str]],
+        path: str,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        """Hand a request on if it is signed with the key. It is read as a whole before, since its
-        body is signed.
-        """
-        body, nonce = await whole_body(receive), only(headers, NONCE)
+        """Pass a request on if it is signed with the key, otherwise answer 401.
+
+        Its whole body is read first, because the body is signed too."""
+        body = await read_body(receive)
         if body is None:
-            await answer(send, 413, f"this server reads requests of at most {MOST_BODY:,} bytes")
+            message = f"this server reads requests of at most {MAX_BODY_BYTES:,} bytes"
+            await answer(send, 413, message)
             return
-        target = scope["path"] + (
-            f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else ""
-        )
-        expected = signature(self.key, place(scope["server"]), nonce, scope["method"], target, body)
-        if (
-            not hmac.compare_digest(only(headers, SIGNATURE).encode(), expected.encode())
-            or nonce in self.nonces
-        ):
+        target = scope["path"]
+        if scope.get("query_string"):
+            target += f"?{scope['query_string'].decode('latin-1')}"
+        nonce = single_value(headers, NONCE_HEADER)
+        address = host_and_port(scope["server"])
+        expected = signature(self.key, address, nonce, scope["method"], target, body)
+        received = single_value(headers, SIGNATURE_HEADER)
+        is_valid = hmac.compare_digest(received.encode(), expected.encode())
+        if not is_valid or nonce in self.nonces:
             await answer(send, 401, "this server answers to trainers that know its key")
             return
         self.nonces[nonce] = None
-        if len(self.nonces) > MOST_NONCES:
-            del self.nonces[next(iter(self.nonces))]
-        if path.rstrip("/") == CALLS:
-            await self.call(scope, body, receive, send)
+        if len(self.nonces) > MAX_NONCES:
+            oldest = next(iter(self.nonces))
+            del self.nonces[oldest]
+        if path.rstrip("/") == RPC_PATH:
+            await self.check_rpc(scope, body, receive, send)
         else:
-            await self.hand_on(scope, body, receive, send)
+            await self.pass_on(scope, body, receive, send)
 
-    def why_not_from_here(self, headers: dict[str, list[str]]) -> str:
-        """Say why a request is refused whatever it asks; "" if it is not. Browsers name the page
-        that sends a request, and trainers are no pages. A page whose own name leads to this machine
-        gives that name as the host."""
+    def refusal(self, headers: dict[str, list[str]]) -> str:
+        """Return why a request is refused before its signature is read, "" if it is not.
+
+        Browsers send the page's name as Origin, and trainers send none. A page whose name resolves
+        to this machine sends that name as Host."""
         if "origin" in headers:
             return "this server does not answer to web pages"
-        if self.hosts and only(headers, "host").lower() not in self.hosts:
+        host = single_value(headers, "host").lower()
+        if self.hosts and host not in self.hosts:
             return "this server does not answer to this name"
         return ""
 
-    async def call(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Hand a call of a worker's method on if it is one of METHODS, and loads no other file than
-        the trainer's.
-        """
-        try:
-            asked = json.loads(body)
-            method, arguments = asked["method"], asked.get("args", [])
-            known = method in METHODS and isinstance(arguments, list) and not asked.get("kwargs")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            known = False
-        if not known:
-            await answer(send, 403, f"this server calls {', '.join(METHODS)} and no other method")
-            return
-        if method == "load_piece" and arguments != [WEIGHTS]:
-            await answer(
-                send, 403, f"this server loads {WEIGHTS} in its own folder and no other file"
-            )
-            return
-        # Written anew, so that vLLM cannot read the same bytes in another way.
-        await self.hand_on(
-            scope, json.dumps({"method": method, "args": arguments}).encode(), receive, send
-        )
+    async def check_rpc(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Pass on a call of a method in WORKER_METHODS, otherwise answer 403.
 
-    async def hand_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Hand a request with this body on to vLLM."""
+        `load_piece` may only load the file that the trainer writes."""
+        try:
+            request = json.loads(body)
+            method = request["method"]
+            arguments = request.get("args", [])
+            is_list = isinstance(arguments, list)
+            is_allowed = method in WORKER_METHODS and is_list and not request.get("kwargs")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            is_allowed = False
+        if not is_allowed:
+            message = f"this server calls {', '.join(WORKER_METHODS)} and no other method"
+            await answer(send, 403, message)
+            return
+        if method == "load_piece" and arguments != [WEIGHTS_FILE]:
+            message = f"this server loads {WEIGHTS_FILE} in its own folder and no other file"
+            await answer(send, 403, message)
+            return
+        # serialized again, so vLLM cannot parse the same bytes in another way
+        checked_body = json.dumps({"method": method, "args": arguments}).encode()
+        await self.pass_on(scope, checked_body, receive, send)
+
+    async def pass_on(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Pass a request with this body on to vLLM."""
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def again() -> MutableMapping[str, Any]:
+        async def receive_again() -> MutableMapping[str, Any]:
             return pending.pop() if pending else await receive()
 
-        await self.app(scope, again, send)
+        await self.app(scope, receive_again, send)
 
 
-def names_of(url: str) -> set[str]:
-    """Return the values of a request's Host header that are a server's own; an empty set, which
-    stands for any, if it listens at all addresses of the machine."""
+def host_names(url: str) -> set[str]:
+    """Return the Host headers that are a server's own names.
+
+    If it listens on all interfaces, the set is empty, and any Host is admitted."""
     address = urlsplit(url)
     host = address.netloc.rpartition(":")[0].lower()
-    if host in EVERYWHERE:
+    if host in ALL_INTERFACES:
         return set()
-    hosts = {host, *LOOPBACK} if host in LOOPBACK else {host}
+    hosts = {host, *LOOPBACK_HOSTS} if host in LOOPBACK_HOSTS else {host}
     return {f"{name}:{address.port}" for name in hosts}
 
 
-def only(headers: dict[str, list[str]], name: str) -> str:
-    """Return a header's value; "" if it is missing or given twice."""
+def single_value(headers: dict[str, list[str]], name: str) -> str:
+    """Return a header's value, "" if it is missing or given twice."""
     values = headers.get(name, [])
     return values[0] if len(values) == 1 else ""
 
 
-async def whole_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if it is larger than MOST_BODY."""
+async def read_body(receive: Receive) -> bytes | None:
+    """Return the body of a request, or None if it is larger than MAX_BODY_BYTES."""
     body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > MOST_BODY:
+        if len(body) > MAX_BODY_BYTES:
             return None
         if not message.get("more_body"):
             return bytes(body)
@@ -214,7 +247,7 @@ async def answer(send: Send, status: int, text: str) -> None:
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),
         (b"x-content-type-options", b"nosniff"),
+        (b"content-length", str(len(body)).encode()),
     ]
-    headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

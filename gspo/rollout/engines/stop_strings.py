@@ -1,9 +1,9 @@
-"""Stop strings: a response ends with the token whose text completes one of them.
+"""Stop strings: a response ends with the token whose text completes a stop string.
 
 For example, with the string "</answer>" the response "<answer>12</answer>" ends when its last token
-brings ">". That token is kept as it was sampled, whole, even where its text goes on after the
-string; so are all before it. The verifier sees the text of all tokens, the stop string included,
-because it may be what closes the answer.
+brings ">". All tokens are kept as they were sampled. The last token is kept even if its text goes
+on after the string. The verifier sees the text of all tokens, because the stop string may close the
+answer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import transformers
 
 
-class StopWatch:
-    """Reads the tokens of one response, one by one, and says which of them completes a stop string.
+class StopStringDetector:
+    """A reader of a response that says, token by token, whether a stop string is complete.
 
-    Every token but the `textless` ones stands for at least one byte. So the latest tokens, as many
-    as the longest string has bytes, are all that has to be decoded at every token; one more is
-    taken because some tokenizers leave out a space at the start of a text.
+    Every token has a byte of text or more, except the `textless` tokens. So the latest tokens are
+    decoded, up to the number of bytes of the longest string. An extra token is decoded because some
+    tokenizers leave out a space at the start of a text.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class StopWatch:
         strings: Iterable[str],
         before: Iterable[int] = (),
     ):
-        """`textless` are the tokens without text in a response; `before` are the response's earlier
-        tokens, which have completed no string."""
+        """`textless` are the tokens without text in a response.
+
+        `before` are the earlier tokens of the response, which have completed no string."""
         self.tokenizer = tokenizer
         self.textless = textless
         self.strings = tuple(strings)
-        self.latest: deque[int] = deque(
-            maxlen=max(len(string.encode()) for string in self.strings) + 1
-        )
+        max_bytes = max(len(string.encode()) for string in self.strings)
+        self.latest: deque[int] = deque(maxlen=max_bytes + 1)
         self.read(before)
 
     def read(self, tokens: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class StopWatch:
 
 
 def check_stop(strings: Iterable[str], key: str) -> None:
-    """Raise ValueError for an empty stop string, which every text holds."""
+    """Raise ValueError for an empty stop string, which every text contains."""
     if "" in strings:
         raise ValueError(
             f"{key}={list(strings)}: an empty string would end every response at once; leave it out"

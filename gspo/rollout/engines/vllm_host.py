@@ -1,4 +1,4 @@
-"""Holds vLLM's LLM object and the methods that the trainer calls on it, in either process."""
+"""The object that holds vLLM's LLM, in the trainer's process or another."""
 
 from __future__ import annotations
 
@@ -16,131 +16,129 @@ from typing import Any
 import numpy as np
 import torch
 
-from gspo.rollout.engines.process import readable
+from gspo.rollout.engines.engine_process import wait_readable
 
 
 @dataclass
-class Sampled:
-    """What vLLM sampled for one prompt."""
+class Completion:
+    """A response as vLLM returns it."""
 
     token_ids: list[int]
-    logprobs: list[float]  # log-probs of the sampled tokens
-    experts: np.ndarray | None  # int16 [positions fed, L, K]; None if not asked for
+    logprobs: list[float]  # of the sampled tokens
+    experts: np.ndarray | None  # int16 [positions fed, L, K], None if not requested
     finish_reason: str
 
 
-class Host:
-    """Holds vLLM's LLM. With `routes` every response comes with the experts of all its positions."""
+class LLMHost:
+    """The owner of vLLM's LLM.
+
+    With `routes` every response has the experts of all its positions."""
 
     def __init__(self, model: str, options: dict[str, Any], routes: bool):
         from vllm import LLM, envs
 
-        # an engine in this process may have cached the environment as it was before
+        # an earlier engine in this process may have cached the environment
         envs.disable_envs_cache()
         self.closing = False
-        self.routes, self.on_cpu = routes, not torch.cuda.is_available()
-        threads = torch.set_num_threads
+        self.routes = routes
+        self.on_cpu = not torch.cuda.is_available()
+        set_num_threads = torch.set_num_threads
         with temporary_files_in(str(Path(model).parent)):
             self.llm = LLM(model, trust_remote_code=False, **options)
-        # vLLM on the CPU replaces it by a function that does nothing
-        torch.set_num_threads = threads
+        # on the CPU vLLM replaces it by a function that does nothing
+        torch.set_num_threads = set_num_threads
         if routes and self.on_cpu:
             self.llm.collective_rpc("install_capture")
         if options["tensor_parallel_size"] > 1:
-            threading.Thread(
-                target=self._watch, args=(multiprocessing.active_children(),), daemon=True
-            ).start()
+            workers = multiprocessing.active_children()
+            watcher = threading.Thread(target=self._end_with, args=(workers,), daemon=True)
+            watcher.start()
 
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Sampled]:
-        """Sample one response per prompt; `params` are the arguments of each one's SamplingParams."""
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
+        """Sample a response to each prompt. `params` are the arguments of their SamplingParams."""
         from vllm import SamplingParams
 
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(
-            requests, [SamplingParams(**own) for own in params], use_tqdm=False
-        )
-        routes = self._routes(outputs) if self.routes else [None] * len(outputs)
-        return [
-            what_was_sampled(output, experts)
-            for output, experts in zip(outputs, routes, strict=True)
-        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        sampling_params = [SamplingParams(**arguments) for arguments in params]
+        outputs = self.llm.generate(inputs, sampling_params, use_tqdm=False)
+        if not self.routes:
+            return [to_completion(output, None) for output in outputs]
+        pairs = zip(outputs, self._routes(outputs), strict=True)
+        return [to_completion(output, experts) for output, experts in pairs]
 
-    def add(self, names: list[str], prompts: list[list[int]], params: list[dict[str, Any]]) -> None:
-        """Take requests without waiting for them. Their responses come from `ended`, under these
-        names, and without experts."""
+    def add(
+        self, request_ids: list[str], prompts: list[list[int]], params: list[dict[str, Any]]
+    ) -> None:
+        """Add requests without waiting for them.
+
+        `ended` returns their responses, by these IDs and without experts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        for name, prompt, own in zip(names, prompts, params, strict=True):
-            asked = SamplingParams(**own, output_kind=RequestOutputKind.FINAL_ONLY)
-            self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+        for request_id, prompt, arguments in zip(request_ids, prompts, params, strict=True):
+            sampling_params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            inputs = {"prompt_token_ids": prompt}
+            self.llm.llm_engine.add_request(request_id, inputs, sampling_params)
 
-    def ended(self) -> dict[str, Sampled]:
-        """Sample until at least one of the requests that were added has ended, and return those
-        that have, by name.
-        """
+    def ended(self) -> dict[str, Completion]:
+        """Sample until an added request has finished, and return all that have, by ID."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
-            if done := [output for output in engine.step() if output.finished]:
-                return {output.request_id: what_was_sampled(output, None) for output in done}
+            finished = [output for output in engine.step() if output.finished]
+            if finished:
+                return {output.request_id: to_completion(output, None) for output in finished}
         return {}
 
     def _routes(self, outputs: list) -> list[np.ndarray]:
         """Return the experts of every output, int16 [positions fed, L, K]."""
         if not self.on_cpu:
             return [output.outputs[0].routed_experts.astype(np.int16) for output in outputs]
-        # Inside the engine a request's name is its name outside, followed by a hyphen and random
-        # letters.
-        inside = self.llm.collective_rpc("pop_routes")[0]
-        by_name = {name.split("-")[0]: route_SLK for name, route_SLK in inside.items()}
-        return [by_name[output.request_id] for output in outputs]
+        # Inside the engine a request ID is followed by a hyphen and random letters.
+        routes = {}
+        for internal_id, route_SLK in self.llm.collective_rpc("pop_routes")[0].items():
+            request_id = internal_id.split("-")[0]
+            routes[request_id] = route_SLK
+        return [routes[output.request_id] for output in outputs]
 
     def begin_load(self) -> None:
         """Prepare for new weights. Nothing may be sampled until `end_load`."""
         self.llm.collective_rpc("begin_load")
 
     def load(self, path: str) -> None:
-        """Load the weights of this file, which is one of several."""
+        """Load the weights of this file, which holds a piece of them."""
         self.llm.collective_rpc("load_piece", args=(path,))
 
     def end_load(self) -> None:
-        """Sample from the weights that were loaded from now on."""
+        """Sample from the loaded weights from now on."""
         self.llm.collective_rpc("end_load")
 
     def stored_dtype(self) -> str:
-        """Return the precision that all weights are stored in, such as "bfloat16"; "" if there are
-        several.
-        """
+        """Return the dtype of all weights, such as "bfloat16", "" if there are several."""
         return self.llm.collective_rpc("stored_dtype")[0]
 
     def forget_prefixes(self) -> bool:
-        """Drop the cached keys and values of prompts; return whether that succeeded."""
+        """Reset the prefix cache, and return whether that succeeded."""
         return self.llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Give the GPU's memory back; the weights move to the host's memory."""
+        """Free the GPU's memory. The weights move to the host's memory."""
         self.llm.sleep(level=1)
 
     def wake(self) -> None:
         """Take the GPU's memory again."""
         self.llm.wake_up()
 
-    def _watch(self, workers: list[multiprocessing.Process]) -> None:
-        """Wait until one of vLLM's workers ends, then end this process too: the trainer notices
-        that.
-        """
-        # vLLM collects its workers' exit codes, so this thread cannot wait for them in the usual
-        # way.
-        handles = {os.pidfd_open(worker.pid): worker for worker in workers}
-        ended = [handles[handle] for handle in readable(list(handles))]
-        if not self.closing:
-            for worker in ended:
-                print(
-                    f"vLLM's {worker.name} (process {worker.pid}) has ended",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            os._exit(1)
+    def _end_with(self, workers: list[multiprocessing.Process]) -> None:
+        """Wait until a worker of vLLM ends, then end this process, which the trainer notices."""
+        # vLLM reaps its workers, so this thread cannot wait for them in the usual way
+        worker_of_pidfd = {os.pidfd_open(worker.pid): worker for worker in workers}
+        ended = [worker_of_pidfd[pidfd] for pidfd in wait_readable(list(worker_of_pidfd))]
+        if self.closing:
+            return
+        for worker in ended:
+            message = f"vLLM's {worker.name} (process {worker.pid}) has ended"
+            print(message, file=sys.stderr, flush=True)
+        os._exit(1)
 
     def close(self) -> None:
         """End vLLM and its workers."""
@@ -148,19 +146,21 @@ class Host:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def what_was_sampled(output: Any, experts: np.ndarray | None) -> Sampled:
-    """Return what vLLM's RequestOutput says of its only completion."""
+def to_completion(output: Any, experts: np.ndarray | None) -> Completion:
+    """Return the only completion of vLLM's RequestOutput."""
     completion = output.outputs[0]
-    ids = list(completion.token_ids)
-    logprobs = [at[t].logprob for at, t in zip(completion.logprobs or (), ids, strict=True)]
-    return Sampled(ids, logprobs, experts, str(completion.finish_reason))
+    token_ids = list(completion.token_ids)
+    positions = zip(completion.logprobs or (), token_ids, strict=True)
+    logprobs = [logprob_of_token[token].logprob for logprob_of_token, token in positions]
+    return Completion(token_ids, logprobs, experts, str(completion.finish_reason))
 
 
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
-    """Within this context temporary files are made in `folder`, because vLLM leaves some behind."""
-    before, tempfile.tempdir = tempfile.tempdir, folder
+    """Make temporary files in `folder` inside the block, because vLLM leaves some behind."""
+    previous = tempfile.tempdir
+    tempfile.tempdir = folder
     try:
         yield
     finally:
-        tempfile.tempdir = before
+        tempfile.tempdir = previous

@@ -18,7 +18,7 @@ from torch import Tensor
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.cuda_streams import OwnStream
+from gspo.rollout.engines.cuda_streams import SideStream
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts, Rollout, RolloutSource
@@ -195,7 +195,7 @@ class StaleSource:
             )
         self.inner, self.trained, self.staleness = inner, trained, staleness
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
-        self.stream = OwnStream(trained.device) if overlap else None
+        self.stream = SideStream(trained.device) if overlap else None
         # by the step that will train on them
         self.batches: dict[int, Rollout | Future[Rollout]] = {}
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
@@ -256,7 +256,7 @@ class StaleSource:
         """
         if self.thread:
             self.batches[due] = self.thread.submit(
-                self._sample_beside, due, new, self.stream.queued()
+                self._sample_beside, due, new, self.stream.record_event()
             )
         else:
             self.batches[due] = self.inner.next(due)

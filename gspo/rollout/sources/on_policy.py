@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo.data.samples import Response, all_same
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks

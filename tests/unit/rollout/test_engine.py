@@ -144,7 +144,7 @@ def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkey
     found = []
     monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     for number in (1, every):
-        monkeypatch.setattr(local, "ASK_EVERY", number)
+        monkeypatch.setattr(local, "TOKENS_PER_CHECK", number)
         rows = LocalEngine(moe).generate(
             problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True
         )
@@ -179,14 +179,14 @@ def test_drawing_by_blocks_draws_the_same_tokens(vocabulary):
     p_RV[:, 0] += 1e-3
     uniform_R = torch.rand(rows, generator=generator, dtype=torch.float64)
     uniform_R[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    tokens_R = local.drawn_by_blocks(p_RV, uniform_R)
+    tokens_R = local.draw_by_blocks(p_RV, uniform_R)
     expected_R, edge_R = by_sums_in_float64(p_RV, uniform_R)
     assert ((tokens_R == expected_R) | (edge_R < 1e-15)).all()
     assert (p_RV.gather(-1, tokens_R[:, None]) > 0).all()
     assert len(tokens_R.unique()) > min(vocabulary, rows) // 10
 
 
-def test_a_token_without_probability_is_never_drawn_by_blocks():
+def test_a_token_without_probability_is_never_draw_by_blocks():
     """Not even where the number asks for the very end of the last block, or of any block before
     empty ones.
     """
@@ -195,7 +195,7 @@ def test_a_token_without_probability_is_never_drawn_by_blocks():
         p_RV[:, at] = torch.tensor([1.0, 1e-30, 0.3])
         for number in (0.0, 0.5, 1 - 2.0**-53):
             uniform_R = torch.full((3,), number, dtype=torch.float64)
-            assert local.drawn_by_blocks(p_RV, uniform_R).tolist() == [at] * 3
+            assert local.draw_by_blocks(p_RV, uniform_R).tolist() == [at] * 3
 
 
 def test_sampling_with_blocks_gives_the_same_responses(moe, monkeypatch):

@@ -124,7 +124,7 @@ def test_few_rows_at_a_time_feed_the_environments_words_alike(monkeypatch):
     """The passes over further tokens are cut by the size of their masks."""
     policy = small_policy()
     whole = episodes(LocalEngine(policy), record_experts=True)
-    monkeypatch.setattr(decode, "MASK_ENTRIES", 100)
+    monkeypatch.setattr(decode, "MAX_MASK_ENTRIES", 100)
     assert_same(episodes(LocalEngine(policy), record_experts=True), whole, experts=True)
 
 

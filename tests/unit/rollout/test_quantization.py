@@ -9,7 +9,7 @@ from builders import batch_of, perturb, problems, small_policy
 from composing import settings
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.quantization import LARGEST, quantize, rounded
+from gspo.rollout.engines.quantization import MAX_NUMBER, quantize, quantized
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.settings import QUANTIZATIONS
 
@@ -17,29 +17,31 @@ from gspo.rollout.settings import QUANTIZATIONS
 def test_by_hand():
     four = torch.tensor([[6.0, -3.1, 0.2, 0.3, -5.1, 0.0], [0.6, 0.06, -0.04, 0.0, 0.0, 0.0]])
     expected = torch.tensor([[6.0, -3.0, 0.0, 0.5, -6.0, 0.0], [0.6, 0.05, -0.05, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(rounded(four, "fp4_e2m1"), expected)
+    torch.testing.assert_close(quantized(four, "fp4_e2m1"), expected)
     eight = torch.tensor([[448.0, 1.0, 1.06, 1.07, -0.5, 2.0**-9, 2.0**-11]])
     torch.testing.assert_close(
-        rounded(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]])
+        quantized(eight, "fp8_e4m3"), torch.tensor([[448.0, 1.0, 1.0, 1.125, -0.5, 2.0**-9, 0.0]])
     )
-    torch.testing.assert_close(rounded(eight / 448, "fp8_e4m3") * 448, rounded(eight, "fp8_e4m3"))
+    torch.testing.assert_close(
+        quantized(eight / 448, "fp8_e4m3") * 448, quantized(eight, "fp8_e4m3")
+    )
     small = torch.tensor([[3.0, -3.0, 1.6, -1.4, 0.4, 0.0]])
     torch.testing.assert_close(
-        rounded(small, "int3"), torch.tensor([[3.0, -3.0, 2.0, -1.0, 0.0, 0.0]])
+        quantized(small, "int3"), torch.tensor([[3.0, -3.0, 2.0, -1.0, 0.0, 0.0]])
     )
     torch.testing.assert_close(
-        rounded(small, "int2"), torch.tensor([[3.0, -3.0, 1.0, -1.0, 1.0, 1.0]])
+        quantized(small, "int2"), torch.tensor([[3.0, -3.0, 1.0, -1.0, 1.0, 1.0]])
     )
     torch.testing.assert_close(
-        rounded(small * 7 / 3, "int4"), torch.tensor([[7.0, -7.0, 4.0, -3.0, 1.0, 0.0]])
+        quantized(small * 7 / 3, "int4"), torch.tensor([[7.0, -7.0, 4.0, -3.0, 1.0, 0.0]])
     )
-    assert not rounded(torch.zeros(2, 3), "fp8_e5m2").any(), "a row of zeros has no scale"
+    assert not quantized(torch.zeros(2, 3), "fp8_e5m2").any(), "a row of zeros has no scale"
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("fp8_e4m3", 3), ("fp8_e5m2", 2)])
 def test_the_error_is_half_a_unit_of_the_last_bit_and_rounding_again_changes_nothing(kind, bits):
     weight = torch.randn(7, 16, 40, generator=torch.Generator().manual_seed(1))
-    near = rounded(weight, kind)
+    near = quantized(weight, kind)
     assert (
         (near - weight).abs()
         <= weight.abs() * 2.0 ** -(bits + 1) + weight.abs().amax(-1, keepdim=True) / 2**14
@@ -47,7 +49,7 @@ def test_the_error_is_half_a_unit_of_the_last_bit_and_rounding_again_changes_not
     assert ((near - weight).abs() > weight.abs() * 2.0 ** -(bits + 3)).float().mean() > 0.3, (
         "it is that coarse"
     )
-    torch.testing.assert_close(rounded(near, kind), near, atol=0, rtol=1e-6)
+    torch.testing.assert_close(quantized(near, kind), near, atol=0, rtol=1e-6)
     torch.testing.assert_close(near.abs().amax(-1), weight.abs().amax(-1))
 
 
@@ -59,7 +61,7 @@ def test_matrices_of_layers_are_rounded_in_the_engine_alone_after_every_sync(mod
         held = dict(engine.sampler.model.named_parameters())
         for name, weight in policy.model.named_parameters():
             layer = ".layers." in name and weight.ndim >= 2 and not name.endswith("mlp.gate.weight")
-            expected = rounded(weight, "fp8_e4m3") if layer else weight
+            expected = quantized(weight, "fp8_e4m3") if layer else weight
             assert torch.equal(held[name], expected), name
             assert torch.equal(held[name], weight) != layer, name
         perturb(policy, 0.1)
@@ -68,7 +70,7 @@ def test_matrices_of_layers_are_rounded_in_the_engine_alone_after_every_sync(mod
 
 def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
     policy, off = small_policy(), {}
-    for kind in ("none", *LARGEST):
+    for kind in ("none", *MAX_NUMBER):
         engine = LocalEngine(policy, dtype=torch.float32, quantization=kind)
         groups = engine.generate(problems(), 4, Sampling(1.0, 12), (1, "dose"))
         batch = batch_of(policy, [r for group in groups for r in group])
@@ -111,4 +113,4 @@ def test_refusals():
 
 
 def test_the_settings_name_every_format():
-    assert ("none", *LARGEST) == QUANTIZATIONS
+    assert ("none", *MAX_NUMBER) == QUANTIZATIONS

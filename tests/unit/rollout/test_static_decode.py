@@ -118,15 +118,15 @@ def test_counts_of_filled_columns_take_the_place_of_a_mask(static, monkeypatch, 
     policy = POLICIES[name]()
     plain = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
     made = static()
-    monkeypatch.setattr(static_decode, "counts_are_used", lambda *sizes: True)
-    monkeypatch.setattr(static_decode, "by_counts", attention_by_formula)
+    monkeypatch.setattr(static_decode, "flash_attention_works", lambda *sizes: True)
+    monkeypatch.setattr(static_decode, "flash_attention", attention_by_formula)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
         counted = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert made[0].window == made[0].room, "no window bounds what attention reads"
+    assert made[0].window == made[0].capacity, "no window bounds what attention reads"
     responses, others = ([r for group in groups for r in group] for groups in (plain, counted))
     assert len({r.length for r in responses}) > 2
     assert [r.token_ids for r in responses] == [r.token_ids for r in others]
@@ -137,16 +137,16 @@ def test_attention_by_counts_is_tried_before_it_is_used(monkeypatch):
     out.
     """
     cpu = torch.device("cpu")
-    assert not cached_attention.counts_are_used(cpu, torch.bfloat16, 4, 2, 16)
+    assert not cached_attention.flash_attention_works(cpu, torch.bfloat16, 4, 2, 16)
     assert "refuses counts of keys" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
-    monkeypatch.setattr(cached_attention, "by_counts", attention_by_formula)
+    monkeypatch.setattr(cached_attention, "flash_attention", attention_by_formula)
     assert cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16) == ""
 
     def reads_too_much(q, keys, values, filled):
         filled.counts_R.add_(1)
         return attention_by_formula(q, keys, values, filled)
 
-    monkeypatch.setattr(cached_attention, "by_counts", reads_too_much)
+    monkeypatch.setattr(cached_attention, "flash_attention", reads_too_much)
     assert "is off by" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
 
 
@@ -202,11 +202,11 @@ def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
 def test_an_engine_decodes_so_on_a_gpu_unless_told_otherwise(monkeypatch):
     policy = small_policy(DENSE)
     rows = [local.Row(Problem("math", 0, "", ""), 0, [5], 0, limit) for limit in (3, 9)]
-    assert type(LocalEngine(policy)._decoder(rows)) is local.Decoder
+    assert type(LocalEngine(policy)._decoder(rows)) is local.NetworkDecoder
     monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     decoder = LocalEngine(policy)._decoder(rows)
-    assert isinstance(decoder, StaticDecoder) and decoder.spare == 9 and not decoder.records
-    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local.Decoder
+    assert isinstance(decoder, StaticDecoder) and decoder.extra_columns == 9 and not decoder.records
+    assert type(LocalEngine(policy, cuda_graphs=False)._decoder(rows)) is local.NetworkDecoder
 
 
 def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypatch, capsys):

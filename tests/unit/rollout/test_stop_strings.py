@@ -15,7 +15,7 @@ from gspo.model.chat.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Row, Sampling, to_response
-from gspo.rollout.engines.stop_strings import StopWatch
+from gspo.rollout.engines.stop_strings import StopStringDetector
 from gspo.rollout.settings import RolloutSettings
 from gspo.run.build import open_policy
 
@@ -89,7 +89,7 @@ def test_it_ends_where_the_whole_text_first_holds_a_string(make):
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += [rng.choice(specials)] if rng.random() < 0.1 else []
             ids += [rng.randrange(len(tokenizer))] if rng.random() < 0.1 else []
-        watch = StopWatch(tokenizer, set(tokenizer.all_special_ids), strings)
+        watch = StopStringDetector(tokenizer, set(tokenizer.all_special_ids), strings)
         ours = next((n for n, token in enumerate(ids, start=1) if watch.completes(token)), None)
         assert ours == first_end(tokenizer, ids, strings), (seed, ids)
         found.add(ours)
@@ -172,10 +172,10 @@ def test_a_special_token_is_a_stop_by_its_id_and_is_refused_within_other_text():
     tokenizer = byte_tokenizer()
     ids = tokenizer("a<|tool|>b")["input_ids"]
     end = tokenizer.eos_token_id
-    watch = StopWatch(tokenizer, {end}, ["<|tool|>"])
+    watch = StopStringDetector(tokenizer, {end}, ["<|tool|>"])
     assert [watch.completes(token) for token in ids[:2]] == [False, True], "it has a text"
     assert not any(
-        StopWatch(tokenizer, {end, ids[1]}, ["<|tool|>"]).completes(token) for token in ids
+        StopStringDetector(tokenizer, {end, ids[1]}, ["<|tool|>"]).completes(token) for token in ids
     )
     with pytest.raises(
         ValueError,

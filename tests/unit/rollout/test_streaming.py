@@ -6,9 +6,9 @@ import pytest
 
 from builders import small_policy
 from gspo.evaluation.evaluate import load_evaluation_sets
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.external import HELD
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.scoring import scored_stream
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic

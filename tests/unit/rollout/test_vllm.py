@@ -319,7 +319,7 @@ def test_requests_that_lose_their_place_in_the_cache_are_recorded_whole(engines,
         own_process=False, routes=True, max_model_len=256, kv_cache_gib=7 * 128 * 1536 / 2**30
     )
     small = engines("small", "moe", settings)
-    starts, pop = Counter(), vllm_worker.Capture.pop
+    starts, pop = Counter(), vllm_worker.RoutedExpertsCapture.pop
 
     def counting(self):
         starts.update(
@@ -327,7 +327,7 @@ def test_requests_that_lose_their_place_in_the_cache_are_recorded_whole(engines,
         )
         return pop(self)
 
-    monkeypatch.setattr(vllm_worker.Capture, "pop", counting)
+    monkeypatch.setattr(vllm_worker.RoutedExpertsCapture, "pop", counting)
     chosen = [Problem("math", i, (f"{i}+" * 60)[:110], "0") for i in range(8)]
     crowded = run(small, Sampling(1.0, 90), chosen, 1, experts=True)
     assert max(starts.values()) > 1, "no request was thrown out"

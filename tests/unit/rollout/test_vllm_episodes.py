@@ -176,7 +176,7 @@ def test_a_turn_finds_all_that_was_before_in_the_cache_and_nothing_after_new_wei
     """Whole blocks of what was fed: all of an episode so far but its last token and what the
     environment has said.
     """
-    engine, seen, fed = engines("here"), [], vllm_host.what_was_sampled
+    engine, seen, fed = engines("here"), [], vllm_host.to_completion
 
     def seeing(output, experts):
         seen.append(
@@ -188,7 +188,7 @@ def test_a_turn_finds_all_that_was_before_in_the_cache_and_nothing_after_new_wei
         )
         return fed(output, experts)
 
-    monkeypatch.setattr(vllm_host, "what_was_sampled", seeing)
+    monkeypatch.setattr(vllm_host, "to_completion", seeing)
     case = {"task": Long(length=6, turns=6), "count": 2, "samples": 2, "limit": 200, "stop": RARE}
     played = episodes(engine, **case)
     later = seen[4:]

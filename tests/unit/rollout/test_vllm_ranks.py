@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from gspo.rollout.engines import external
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.vllm import VLLMEngine
 from outside_engines import (
     GREEDY,

@@ -11,7 +11,7 @@ from builders import problems
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
 from gspo.rollout.engines import external
-from gspo.rollout.engines.process import EngineEnded
+from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.settings import VLLMServerRollout
 from outside_engines import (

@@ -12,10 +12,10 @@ from gspo.model.forward.padded_forward import PaddedRows, logits_of_row, padding
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
 from gspo.model.value_head import ValueHead
-from gspo.rollout.engines import plain_decode
+from gspo.rollout.engines import transformers_decode
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, disagreement
 from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, disagreement
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
 UNCACHED = ("recurrent_gemma", "rwkv")
@@ -41,7 +41,7 @@ def logp_of_rows(policy: Policy, responses) -> list[torch.Tensor]:
 def test_engine_and_trainer_compute_what_each_row_gives_alone(kind):
     """Prompts of unequal length, three responses each, rows that end early."""
     policy = policy_of(kind)
-    assert LocalEngine(policy).plain_decoder is (
+    assert LocalEngine(policy).transformers_decoder is (
         CachedDecoder if kind in CACHED else UncachedDecoder
     )
     policy.stop_ids = set(range(4, 99, 9))
@@ -67,7 +67,8 @@ def test_both_decoders_draw_the_same_tokens(monkeypatch):
     found = []
     for decoder in (CachedDecoder, UncachedDecoder):
         monkeypatch.setattr(
-            "gspo.rollout.engines.local.plain_decoder", lambda policy, decoder=decoder: decoder
+            "gspo.rollout.engines.local.transformers_decoder",
+            lambda policy, decoder=decoder: decoder,
         )
         groups = LocalEngine(policy).generate(
             problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True
@@ -182,7 +183,7 @@ def test_a_cache_that_computes_something_else_is_not_used(capsys):
 
 def test_a_cache_whose_rows_cannot_be_chosen_is_not_used(monkeypatch):
     policy = policy_of("gpt2")
-    monkeypatch.setattr(plain_decode, "rows_of", lambda value, rows: 1 / 0)
+    monkeypatch.setattr(transformers_decode, "rows_of", lambda value, rows: 1 / 0)
     assert disagreement(policy) == (
         "it cannot be driven as `generate` drives others (ZeroDivisionError: division by zero)"
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from gspo.rollout.engines.cuda_streams import OwnStream
+from gspo.rollout.engines.cuda_streams import SideStream
 from gspo.rollout.sources import off_policy
 from trainers import gap_trainer, steps
 
@@ -36,18 +36,18 @@ def test_work_after_an_event_waits_for_it_and_keeps_what_it_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device, calls))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(device, calls))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    own = OwnStream(torch.device("cuda"))
+    own = SideStream(torch.device("cuda"))
     tensor = SimpleNamespace(
         is_cuda=True, record_stream=lambda s: calls.append("keep" if s is own.stream else "other")
     )
-    with own.after(own.queued(), [tensor, torch.zeros(1)]):
+    with own.after(own.record_event(), [tensor, torch.zeros(1)]):
         calls.append("work")
     assert calls == ["record", "enter", ("wait", "event"), "keep", "work", "leave"]
 
 
 def test_on_a_cpu_there_is_no_stream():
-    own = OwnStream(torch.device("cpu"))
-    assert own.queued() is None
+    own = SideStream(torch.device("cpu"))
+    assert own.record_event() is None
     with own.after(None, [torch.zeros(1)]):
         assert own.stream is None
 
@@ -55,8 +55,8 @@ def test_on_a_cpu_there_is_no_stream():
 def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
     calls = []
 
-    class Recording(OwnStream):
-        def queued(self):
+    class Recording(SideStream):
+        def record_event(self):
             calls.append(("queued", threading.current_thread().name.startswith("rollout")))
             return len(calls)
 
@@ -72,7 +72,7 @@ def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
             )
             yield
 
-    monkeypatch.setattr(off_policy, "OwnStream", Recording)
+    monkeypatch.setattr(off_policy, "SideStream", Recording)
     t = gap_trainer(old="behaviour", staleness=1, overlap=True)
     plain = t.policy.named_tensors
 

@@ -1,0 +1,79 @@
+"""The requests of a stream that an engine outside the trainer's process has not answered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gspo.data.samples import Problem, Response
+from gspo.model.policy import Policy
+from gspo.rollout.engines.requests import Row, Sampling, new_rows, to_response
+from gspo.rollout.engines.vllm_host import Completion
+
+
+class PendingRequests:
+    """The unanswered requests of an engine, and the groups that are not complete yet.
+
+    `ask` calls a method of the engine. `params` returns the arguments of vLLM's SamplingParams for
+    a row. `check` raises for rows that do not fit into the engine.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ask: Callable[..., Any],
+        params: Callable[[Row], dict[str, Any]],
+        check: Callable[[list[Row]], None],
+    ):
+        self.policy = policy
+        self.ask = ask
+        self.params = params
+        self.check = check
+        self.rows: dict[str, tuple[int, Row]] = {}  # request ID -> index of its group, and its row
+        self.groups: dict[int, list[Response | None]] = {}  # None for a response that has not ended
+        self.num_problems = 0  # that were added
+
+    def add(self, problem: Problem, group_size: int, sampling: Sampling) -> None:
+        """Send a request to the engine for each response of a group."""
+        rows = new_rows(self.policy, [problem], group_size, sampling)
+        self.check(rows)
+        group_index = self.num_problems
+        request_ids = [f"{group_index}x{row.sample}" for row in rows]
+        prompts = [row.prefix_ids for row in rows]
+        self.ask("add", request_ids, prompts, [self.params(row) for row in rows])
+        for request_id, row in zip(request_ids, rows, strict=True):
+            self.rows[request_id] = (group_index, row)
+        self.groups[group_index] = [None] * group_size
+        self.num_problems += 1
+
+    def collect(
+        self, sampling: Sampling, policy_step: int
+    ) -> tuple[list[Response], list[list[Response]]]:
+        """Wait until a response has ended.
+
+        Returns the responses that have ended, and the groups that they complete."""
+        responses = []
+        complete_groups = []
+        for request_id, completion in self.ask("ended").items():
+            group_index, row = self.rows.pop(request_id)
+            fill(row, completion, self.policy, sampling)
+            response = to_response(self.policy, row, sampling, policy_step, None)
+            responses.append(response)
+            group = self.groups[group_index]
+            group[row.sample] = response
+            if None not in group:
+                complete_groups.append(self.groups.pop(group_index))
+        return responses, complete_groups
+
+
+def fill(row: Row, completion: Completion, policy: Policy, sampling: Sampling) -> None:
+    """Give a row the tokens and log-probs of its completion, up to the first stop string."""
+    if not completion.token_ids:
+        raise RuntimeError(
+            f"vLLM returned no token for problem {row.problem.index} ({completion.finish_reason})"
+        )
+    row.token_ids = completion.token_ids
+    row.logprobs = completion.logprobs
+    # vLLM does not see the earlier tokens of the response, and its server has no tokenizer
+    if sampling.stop:
+        row.cut_at_stop(policy, sampling)
