@@ -20,12 +20,13 @@ from torch import Tensor
 
 from gspo.data.batch import runs_ahead, to_cpu, to_device
 from gspo.data.seeding import uniform_rows
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.decode import CachedRows, Decoder, Step
 from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, plain_decoder
 from gspo.rollout.engines.quantization import quantize
-from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 
@@ -51,9 +52,11 @@ class LocalEngine(Engine):
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
         cuda_graphs: bool = True,
+        ranks: Ranks | None = None,
     ):
         self.policy = policy
         self.batch_rows = batch_rows
+        self.ranks = ranks or Ranks()
         self.quantization = quantization
         self.cuda_graphs = cuda_graphs
         self.shares_weights = (
@@ -86,11 +89,9 @@ class LocalEngine(Engine):
     def _sample(
         self,
         rows: list[Row],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
-        ended: Callable[[list[int]], None],
+        rows_per_prefix: int,
+        request: SamplingRequest,
+        on_ended: Callable[[list[int]], None],
     ) -> None:
         """Prefill each prompt once, then decode all rows together, and drop the finished ones from
         time to time.
@@ -101,10 +102,11 @@ class LocalEngine(Engine):
             else nullcontext()
         ):
             decoder = self._decoder(rows)
-            first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
-            sampled = self._sampled(rows, record_experts)
-            for running_R in self._decode(decoder, first, sampled, sampling, seed):
-                ended(sampled.fill_ended_rows(running_R))
+            prefixes = [row.prefix_ids for row in rows[::rows_per_prefix]]
+            first = decoder.prefill(prefixes, rows_per_prefix)
+            sampled = self._sampled(rows, request.record_experts)
+            for running_R in self._decode(decoder, first, sampled, request):
+                on_ended(sampled.fill_ended_rows(running_R))
 
     def _decoder(self, rows: list[Row]) -> AnyDecoder:
         """Return what decodes these rows: on a GPU, unless `cuda_graphs` is false, with tensors of
@@ -123,24 +125,24 @@ class LocalEngine(Engine):
     def converse(
         self,
         rows: list[Row],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
+        rows_per_prefix: int,
+        request: SamplingRequest,
         reply: Callable[[list[Row]], list[Row]],
     ) -> None:
         """Sample rows turn by turn, and keep their keys and values from turn to turn."""
         if not rows:
             return
         if not self.sampler.network:  # then every turn begins with a pass over all that was before
-            super().converse(rows, group_size, sampling, seed, record_experts, reply)
+            super().converse(rows, rows_per_prefix, request, reply)
             return
         with self.sampler.network.frozen(copy_experts=True):
             decoder = Decoder(self.sampler)
-            first = decoder.prefill([row.prefix_ids for row in rows[::group_size]], group_size)
+            prefixes = [row.prefix_ids for row in rows[::rows_per_prefix]]
+            first = decoder.prefill(prefixes, rows_per_prefix)
             while rows:
-                sampled, taken = self._sampled(rows, record_experts), TakenRows(decoder, rows)
-                for running_R in self._decode(decoder, first, sampled, sampling, seed, taken):
+                sampled = self._sampled(rows, request.record_experts)
+                taken = TakenRows(decoder, rows)
+                for running_R in self._decode(decoder, first, sampled, request, taken):
                     sampled.fill_ended_rows(running_R)
                 following = reply(rows)
                 first = taken.go_on(following) if following else first
@@ -156,18 +158,19 @@ class LocalEngine(Engine):
         decoder: AnyDecoder,
         first: Step,
         sampled: SampledTokens,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
+        request: SamplingRequest,
         taken: TakenRows | None = None,
     ) -> Iterator[Tensor]:
         """Sample all rows, beginning with the logits of `first`. Yields, from time to time and at
         the end, the numbers of the rows that are unfinished, on the CPU. What the cache has of the
         others goes to `taken`."""
-        rows = sampled.rows
+        rows, sampling = sampled.rows, request.sampling
         device, longest = self.sampler.device, max(row.limit for row in rows)
         stop_ids = to_device(torch.tensor(sorted(self.policy.stop_ids)), device)
         limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
-        uniforms_RT = to_device(torch.from_numpy(row_uniforms(rows, longest, seed)), device)
+        uniforms_RT = to_device(
+            torch.from_numpy(row_uniforms(rows, longest, request.random_key)), device
+        )
         logits_RV, experts = first
         watches = [row.watch(self.policy, sampling) for row in rows] if sampling.stop else []
         # The numbers of the rows that the cache holds, some of which are finished, on the CPU and
@@ -208,12 +211,12 @@ class LocalEngine(Engine):
         yield numbers_R[:0]
 
 
-def row_uniforms(rows: list[Row], count: int, seed: tuple[int | str, ...]) -> np.ndarray:
+def row_uniforms(rows: list[Row], count: int, random_key: RandomKey) -> np.ndarray:
     """Draw the numbers in [0, 1) that choose the next `count` tokens of each row. Shape [R, count].
 
-    A number depends on the seed, the problem, the sample and the token's place in the response
+    A number depends on the random key, the problem, the sample and the token's place in the response
     alone."""
-    positions = [(*seed, row.problem.task, row.problem.index, row.sample) for row in rows]
+    positions = [(*random_key, row.problem.task, row.problem.index, row.sample) for row in rows]
     most_done = max(row.done for row in rows)
     drawn = uniform_rows(most_done + count, positions)
     if not most_done:
@@ -231,7 +234,9 @@ class TakenRows:
     def __init__(self, decoder: Decoder, rows: list[Row]):
         self.decoder, self.rows = decoder, rows
         self.pieces: list[CachedRows] = []
-        self.places: dict[int, int] = {}  # by the row's place: its number in all pieces together
+        self.places: dict[
+            int, int
+        ] = {}  # by the row's episode index: its number in all pieces together
 
     def take(self, numbers_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
         """Take the rows that have ended out of those that the cache holds. `numbers_R` are the
@@ -244,12 +249,12 @@ class TakenRows:
         fed = [len(self.rows[i].prefix_ids) + int(lengths[i]) - 1 for i in numbers]
         self.pieces.append(self.decoder.take(to_device(at, lengths_R.device), fed))
         for i in numbers:
-            self.places[self.rows[i].place] = len(self.places)
+            self.places[self.rows[i].episode_index] = len(self.places)
 
     def go_on(self, following: list[Row]) -> Step:
         """Go on with these rows: feed what they have beyond the cache, and return the next step's
         logits and experts."""
-        order = [self.places[row.place] for row in following]
+        order = [self.places[row.episode_index] for row in following]
         lengths = [length for piece in self.pieces for length in piece.lengths]
         self.decoder.put(self.pieces, order)
         return self.decoder.feed(

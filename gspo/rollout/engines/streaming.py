@@ -9,7 +9,13 @@ from typing import Any
 
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
-from gspo.rollout.engines.requests import Row, Sampling, new_rows, to_response
+from gspo.rollout.engines.requests import (
+    Row,
+    Sampling,
+    SamplingRequest,
+    new_rows,
+    to_response,
+)
 from gspo.rollout.engines.vllm_host import Sampled
 
 Ended, Whole = list[Response], list[list[Response]]
@@ -26,36 +32,38 @@ class UnderWay:
     def __init__(
         self,
         policy: Policy,
+        request: SamplingRequest,
         ask: Callable[..., Any],
         params: Callable[[Row], dict[str, Any]],
         check: Callable[[list[Row]], None],
     ):
-        self.policy, self.ask, self.params, self.check = policy, ask, params, check
+        self.policy, self.request = policy, request
+        self.ask, self.params, self.check = ask, params, check
         # by the request's name: the number of its group, and the row
         self.rows: dict[str, tuple[int, Row]] = {}
         self.groups: dict[int, list[Response | None]] = {}  # None for a response that has not ended
         self.given = 0  # how many problems the engine was given
 
-    def add(self, problem: Problem, group_size: int, sampling: Sampling) -> None:
+    def add(self, problem: Problem) -> None:
         """Give the engine a request for each of a group's responses."""
-        rows = new_rows(self.policy, [problem], group_size, sampling)
+        rows = new_rows(self.policy, self.request.with_problems([problem]))
         self.check(rows)
         names = [f"{self.given}x{row.sample}" for row in rows]
         self.ask("add", names, [row.prefix_ids for row in rows], [self.params(row) for row in rows])
         self.rows |= {name: (self.given, row) for name, row in zip(names, rows, strict=True)}
-        self.groups[self.given] = [None] * group_size
+        self.groups[self.given] = [None] * self.request.group_size
         self.given += 1
 
-    def collect(self, sampling: Sampling, policy_step: int) -> tuple[Ended, Whole]:
+    def collect(self) -> tuple[Ended, Whole]:
         """Wait until a response has ended. Return those that have, and the groups that are whole by
         that.
         """
         ended, whole = [], []
         for name, sampled in self.ask("ended").items():
             number, row = self.rows.pop(name)
-            fill(row, sampled, self.policy, sampling)
+            fill(row, sampled, self.policy, self.request.sampling)
             group = self.groups[number]
-            group[row.sample] = to_response(self.policy, row, sampling, policy_step, None)
+            group[row.sample] = to_response(self.policy, row, self.request, None)
             ended.append(group[row.sample])
             if None not in group:
                 whole.append(self.groups.pop(number))

@@ -15,7 +15,7 @@ from gspo.model.value_head import ValueHead
 from gspo.rollout.engines import plain_decode
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.plain_decode import CachedDecoder, UncachedDecoder, disagreement
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
 UNCACHED = ("recurrent_gemma", "rwkv")
@@ -70,7 +70,7 @@ def test_both_decoders_draw_the_same_tokens(monkeypatch):
             "gspo.rollout.engines.local.plain_decoder", lambda policy, decoder=decoder: decoder
         )
         groups = LocalEngine(policy).generate(
-            problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True
+            SamplingRequest(problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True)
         )
         found.append([r for group in groups for r in group])
     pairs = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids == b.token_ids]
