@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.data.seeding import seed_for
+from gspo.evaluation.estimates import bootstrap_counts
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
 # mean and standard deviation of the prior of `most_probable`
@@ -49,7 +49,8 @@ class Resampled:
 
 def chance(rating: float | np.ndarray, difficulty: float | np.ndarray) -> np.ndarray:
     """Compute P(solve | R, d) for a solver with rating R and a problem with difficulty d."""
-    return 1 / (1 + 10.0 ** np.clip((np.asarray(difficulty) - rating) / 400, -300, 300))
+    exponent = (np.asarray(difficulty) - rating) / 400
+    return 1 / (1 + 10.0 ** np.clip(exponent, -300, 300))
 
 
 def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.ndarray) -> Rating:
@@ -92,8 +93,10 @@ def most_probable(
     attempts are independent. Attempts at the same problem are not: see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
-    root = float(_most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)[0])
-    return Rating(root, (_information(root, difficulty_P, attempts_P) + spread**-2) ** -0.5)
+    roots_1 = _most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)
+    root = float(roots_1[0])
+    curvature = _information(root, difficulty_P, attempts_P) + spread**-2
+    return Rating(root, curvature**-0.5)
 
 
 def bootstrap(
@@ -110,8 +113,7 @@ def bootstrap(
     the same each time.
     """
     problems = len(difficulty_P)
-    rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
-    weights_DP = rng.multinomial(problems, np.full(problems, 1 / problems), size=draws)
+    weights_DP = bootstrap_counts("elo", problems, draws)
     ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P, mean, spread)
     low, high = np.percentile(ratings_D, [2.5, 97.5])
     return Resampled(float(ratings_D.std(ddof=1)), float(low), float(high))
@@ -134,7 +136,9 @@ def _most_probable(
 
     def slope(R_D: np.ndarray) -> np.ndarray:
         expected_DP = attempts_P * chance(R_D[:, None], difficulty_P)
-        return LOGISTIC * (weights_DP * (solved_P - expected_DP)).sum(1) + (mean - R_D) / spread**2
+        likelihood_D = LOGISTIC * (weights_DP * (solved_P - expected_DP)).sum(1)
+        prior_D = (mean - R_D) / spread**2
+        return likelihood_D + prior_D
 
     return _root(slope, mean - reach_D, mean + reach_D)
 

@@ -43,7 +43,8 @@ class Estimate:
 
 def powers(n: int) -> list[int]:
     """Return 1, 2, 4, ... and n: the values of k in the reported pass@k and maj@k of n samples."""
-    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    powers_of_2 = [2**i for i in range(n.bit_length())]
+    return sorted({*powers_of_2, n})
 
 
 def average(rewards_PK: np.ndarray) -> Estimate:
@@ -56,7 +57,7 @@ def problem_means(rewards_PK: np.ndarray) -> np.ndarray:
     """Compute the mean reward of each problem's graded samples, NaN without any. Shape [P]."""
     graded_PK = ~np.isnan(rewards_PK)
     totals_P = np.where(graded_PK, rewards_PK, 0.0).sum(1)
-    return _divide(totals_P, graded_PK.sum(1))
+    return ratio(totals_P, graded_PK.sum(1))
 
 
 def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
@@ -70,17 +71,19 @@ def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
     k / m^2. The rest of the error is due to the choice of problems; it is 0 if noise would make it
     negative. Both are NaN if a problem has a single sample.
     """
-    means_P = problem_means(rewards_PK)
-    squares_P = np.nansum((rewards_PK - means_P[:, None]) ** 2, axis=1)
+    deviations_PK = rewards_PK - problem_means(rewards_PK)[:, None]
+    squares_P = np.nansum(deviations_PK**2, axis=1)
     counts_P = (~np.isnan(rewards_PK)).sum(1)
     squares_P = squares_P[counts_P > 0]
     counts_P = counts_P[counts_P > 0]
     m = len(counts_P)
     if m < 2 or (counts_P < 2).any():
         return math.nan, math.nan
-    sampling = math.sqrt(float((squares_P / (counts_P - 1) / counts_P).sum())) / m
+    squared_errors_P = squares_P / (counts_P - 1) / counts_P
+    sampling = math.sqrt(float(squared_errors_P.sum())) / m
     stderr = average(rewards_PK).stderr
-    return sampling, math.sqrt(max(0.0, stderr**2 - sampling**2))
+    between = math.sqrt(max(0.0, stderr**2 - sampling**2))
+    return sampling, between
 
 
 def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
@@ -96,8 +99,12 @@ def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
     solved_P = (rewards_PK == 1).sum(1)
     values = []
     for n, c in zip(counts_P.tolist(), solved_P.tolist(), strict=True):
-        values.append(1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan)
-    return over_problems(np.array(values), int(counts_P[counts_P >= k].sum()))
+        value = math.nan
+        if n >= k:
+            value = 1 - math.comb(n - c, k) / math.comb(n, k)
+        values.append(value)
+    samples = int(counts_P[counts_P >= k].sum())
+    return over_problems(np.array(values), samples)
 
 
 def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Estimate:
@@ -115,16 +122,16 @@ def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Est
     codes_PK = np.where(answers_PK == "", -1, codes_PK.reshape(answers_PK.shape))
     graded_first_PK = np.argsort(~graded_PK, axis=1, kind="stable")
     values_P = np.full(len(rewards_PK), math.nan)
-    for n in np.unique(counts_P[counts_P >= k]).tolist():
+    used_counts = counts_P[counts_P >= k]
+    for n in np.unique(used_counts).tolist():
         rows = np.flatnonzero(counts_P == n)
         columns = graded_first_PK[rows, :n]
         codes_Pn = np.take_along_axis(codes_PK[rows], columns, axis=1)
         solved_Pn = np.take_along_axis(rewards_PK[rows] == 1, columns, axis=1)
         orders = _orders(n, k)
-        values_P[rows] = sum(
-            _vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders
-        ) / len(orders)
-    return over_problems(values_P, int(counts_P[counts_P >= k].sum()))
+        votes = [_vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders]
+        values_P[rows] = sum(votes) / len(orders)
+    return over_problems(values_P, int(used_counts.sum()))
 
 
 def _orders(n: int, k: int) -> np.ndarray:
@@ -132,12 +139,14 @@ def _orders(n: int, k: int) -> np.ndarray:
     if k == n:
         return np.arange(n)[None]
     rng = np.random.Generator(np.random.Philox(key=seed_for("maj@k", n, k)))
-    return rng.permuted(np.tile(np.arange(n), (DRAWS, 1)), axis=1)[:, :k]
+    numbers = np.tile(np.arange(n), (DRAWS, 1))
+    return rng.permuted(numbers, axis=1)[:, :k]
 
 
 def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
     """Return 1.0 for each problem whose majority is right, else 0.0. Shape [P]."""
-    votes_Pk = (codes_Pk[:, :, None] == codes_Pk[:, None, :]).sum(2) * (codes_Pk >= 0)
+    same_Pkk = codes_Pk[:, :, None] == codes_Pk[:, None, :]
+    votes_Pk = np.where(codes_Pk >= 0, same_Pkk.sum(2), 0)
     # `argmax` returns the first of equally frequent answers
     winner_P1 = votes_Pk.argmax(1)[:, None]
     has_votes_P1 = np.take_along_axis(votes_Pk, winner_P1, axis=1) > 0
@@ -178,29 +187,33 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
     (Wilson 1927; effective sample size: Korn and Graubard 1998.)
     """
     spread = max(0.0, value * (1 - value))
+    n = float(samples)
     if spread < 1e-12:
         n = float(problems)
-    else:
-        n = min(float(samples), spread / stderr**2) if stderr else float(samples)
+    elif stderr:
+        n = min(n, spread / stderr**2)
     t2 = student_quantile(0.975, problems - 1) ** 2
     centre = value + t2 / (2 * n)
     half = math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
     low = (centre - half) / (1 + t2 / n)
     high = (centre + half) / (1 + t2 / n)
-    return max(0.0, min(low, value)), min(1.0, max(high, value))
+    # rounding must not move an end across the value, or out of [0, 1]
+    low = max(0.0, min(low, value))
+    high = min(1.0, max(high, value))
+    return low, high
 
 
 def mean_difference(differences_P: np.ndarray) -> Estimate:
     """Estimate the mean of unbounded values of independent problems, such as paired differences.
 
-    NaN values are left out. The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's 97.5 % quantile with m - 1
-    degrees of freedom.
+    NaN values are left out. The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's
+    97.5 % quantile with m - 1 degrees of freedom.
     """
     d_P = differences_P[~np.isnan(differences_P)]
     m = len(d_P)
+    value = float(d_P.mean()) if m else math.nan
     if m < 2:
-        return Estimate(float(d_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
-    value = float(d_P.mean())
+        return Estimate(value, math.nan, math.nan, math.nan, m)
     stderr = float(d_P.std(ddof=1) / math.sqrt(m))
     half = student_quantile(0.975, m - 1) * stderr
     return Estimate(value, stderr, value - half, value + half, m)
@@ -254,8 +267,9 @@ def _whole_sign_flip_p(differences_P: np.ndarray) -> float:
         after[size:] += before[: len(before) - size] / 2
         after[: len(after) - size] += before[size:] / 2
         chance[low:high] = after
-    both_tails = chance[total + observed :].sum() + chance[: total - observed + 1].sum()
-    return min(1.0, float(both_tails))
+    upper_tail = chance[total + observed :].sum()
+    lower_tail = chance[: total - observed + 1].sum()
+    return min(1.0, float(upper_tail + lower_tail))
 
 
 def _fractional_sign_flip_p(differences_P: np.ndarray) -> float:
@@ -305,6 +319,18 @@ def student_quantile(probability: float, freedom: int) -> float:
     return sum(term / freedom**i for i, term in enumerate(terms))
 
 
-def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Compute a / b, NaN where b is 0."""
-    return np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0)
+def ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Compute a / b element by element, NaN if b is 0."""
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
+    result = np.full(a.shape, math.nan)
+    return np.divide(a, b, out=result, where=b > 0)
+
+
+def bootstrap_counts(purpose: str, problems: int, draws: int) -> np.ndarray:
+    """Return how often each problem occurs in each resampled set. Shape [draws, problems].
+
+    A set has as many problems, drawn with replacement. The draws are the same each time."""
+    rng = np.random.Generator(np.random.Philox(key=seed_for(purpose, problems, draws)))
+    equal_chances = np.full(problems, 1 / problems)
+    return rng.multinomial(problems, equal_chances, size=draws)

@@ -71,7 +71,8 @@ def load_evaluation_sets(
         count = problems or size or UNBOUNDED_SET_SIZE
         if size is not None:
             count = min(count, size)
-        sets.append(EvaluationSet(name, task, [task.problem(seed, name, i) for i in range(count)]))
+        problems_of_set = [task.problem(seed, name, i) for i in range(count)]
+        sets.append(EvaluationSet(name, task, problems_of_set))
     return sets
 
 
@@ -119,7 +120,13 @@ def evaluate(
 
 def rows(group: list[Response]) -> list[dict]:
     """Return the responses to one problem as rows for `summarise`, ready for JSON."""
-    return [rollout_row(r) | {"answer": r.score.answer, "rating": r.problem.rating} for r in group]
+    rows_of_group = []
+    for r in group:
+        row = rollout_row(r)
+        row["answer"] = r.score.answer
+        row["rating"] = r.problem.rating
+        rows_of_group.append(row)
+    return rows_of_group
 
 
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
@@ -130,36 +137,45 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     vote for, Elo is None if a problem has no rating. "episodes" has the numbers of
     gspo.tracking.episodes. It is missing if no response is an episode of several turns.
     """
-    rewards_PK = np.array(
-        [[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups]
-    )
+    responses = [r for group in groups for r in group]
+    graded = [r for r in responses if r["reward"] is not None]
+    verdicts = Counter(r["verdict"] for r in graded)
+    # None becomes NaN
+    rewards_PK = np.array([[r["reward"] for r in group] for group in groups], dtype=float)
     # answers are texts of any length, which an array of objects can hold
     answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)
-    graded = [r for group in groups for r in group if r["reward"] is not None]
-    sampling, between = estimates.error_parts(rewards_PK)
+    has_answers = any(r["answer"] != "" for r in graded)
+    ratings = [group[0]["rating"] for group in groups]
+
+    average = estimates.average(rewards_PK)
+    stderr_sampling, stderr_problems = estimates.error_parts(rewards_PK)
+    pass_at_k = {}
+    majority_at_k = {}
+    for k in ks:
+        pass_at_k[str(k)] = _estimate(estimates.pass_at_k(rewards_PK, k))
+        if has_answers:
+            majority = estimates.majority_at_k(rewards_PK, answers_PK, k)
+            majority_at_k[str(k)] = _estimate(majority)
     result = {
         "problems": len(groups),
-        "problems_left_out": len(groups) - estimates.average(rewards_PK).problems,
+        "problems_left_out": len(groups) - average.problems,
         "samples": rewards_PK.shape[1],
         "ungraded": int(np.isnan(rewards_PK).sum()),
-        "avg": _estimate(estimates.average(rewards_PK))
-        | {"stderr_sampling": sampling, "stderr_problems": between},
-        "pass": {str(k): _estimate(estimates.pass_at_k(rewards_PK, k)) for k in ks},
-        "maj": None,
+        "avg": {
+            **_estimate(average),
+            "stderr_sampling": stderr_sampling,
+            "stderr_problems": stderr_problems,
+        },
+        "pass": pass_at_k,
+        "maj": majority_at_k or None,
         "truncated": _mean(r["finish_reason"] == "length" for r in graded),
         "tokens": _mean(r["length"] for r in graded),
-        "verdicts": {
-            v: n / len(graded) for v, n in sorted(Counter(r["verdict"] for r in graded).items())
-        },
+        "verdicts": {verdict: n / len(graded) for verdict, n in sorted(verdicts.items())},
         "elo": None,
     }
-    if (answers_PK[~np.isnan(rewards_PK)] != "").any():
-        result["maj"] = {
-            str(k): _estimate(estimates.majority_at_k(rewards_PK, answers_PK, k)) for k in ks
-        }
-    if graded and all(group[0]["rating"] is not None for group in groups):
-        result["elo"] = _elo(np.array([group[0]["rating"] for group in groups]), rewards_PK)
-    episode_numbers = episodes.numbers([r for group in groups for r in group])
+    if graded and None not in ratings:
+        result["elo"] = _elo(np.array(ratings), rewards_PK)
+    episode_numbers = episodes.numbers(responses)
     if episode_numbers:
         result["episodes"] = episode_numbers
     return without_nan(result)
@@ -189,8 +205,9 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
     resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
     # JSON has no infinity
     likely_rating: float | str = likely.rating
-    if math.isinf(likely.rating):
+    if not math.isfinite(likely.rating):
         likely_rating = "+inf" if likely.rating > 0 else "-inf"
+    likely_stderr = likely.stderr if math.isfinite(likely.stderr) else None
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
@@ -198,7 +215,7 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
         "bootstrap_stderr": resampled.stderr,
         "bootstrap_interval_95": [resampled.low, resampled.high],
         "ml": likely_rating,
-        "ml_stderr": likely.stderr if math.isfinite(likely.stderr) else None,
+        "ml_stderr": likely_stderr,
         "problems": len(difficulty_P),
         "attempts": int(attempts_P.sum()),
         "window": [float(difficulty_P.min()), float(difficulty_P.max())],

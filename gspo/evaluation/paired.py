@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo.data.samples import NO_ANSWER
-from gspo.data.seeding import seed_for
-from gspo.evaluation.estimates import mean_difference, sign_flip_p
+from gspo.evaluation.estimates import bootstrap_counts, mean_difference, ratio, sign_flip_p
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 MAX_ADDITIONS = 10**9  # of the exact test: a second or two
@@ -54,9 +53,13 @@ def answered(groups: list[Group]) -> Answered:
     for group in groups:
         graded = [row for row in group if row["reward"] is not None]
         values = [(row["reward"], found(row), row["verdict"] == "truncated") for row in graded]
-        means.append(np.mean(values, axis=0) if values else np.full(3, math.nan))
+        group_means = np.full(3, math.nan)
+        if values:
+            group_means = np.mean(values, axis=0)
+        means.append(group_means)
         counts.append(len(graded))
-    right_P, found_P, truncated_P = np.array(means, dtype=float).reshape(-1, 3).T
+    means_P3 = np.array(means, dtype=float).reshape(-1, 3)
+    right_P, found_P, truncated_P = means_P3.T
     return Answered(right_P, found_P, truncated_P, np.array(counts))
 
 
@@ -71,19 +74,14 @@ def split(
     """Split the gain right1 - right0 into (format, correctness), by the formula at the top.
 
     All arguments are means over problems. Arrays are split element by element."""
-    share0 = share(right0, found0)
-    share1 = share(right1, found1)
+    share0 = ratio(right0, found0)
+    share1 = ratio(right1, found1)
     # with no answer of one policy the other's share replaces it; with no answer at all it is 0
     c0 = np.nan_to_num(np.where(np.isnan(share0), share1, share0))
     c1 = np.nan_to_num(np.where(np.isnan(share1), share0, share1))
-    return (found1 - found0) * (c0 + c1) / 2, (c1 - c0) * (found0 + found1) / 2
-
-
-def share(right: np.ndarray, found_share: np.ndarray) -> np.ndarray:
-    """Compute c = a / f, the share of right responses among answers, NaN without any answer."""
-    right = np.asarray(right, float)
-    found_share = np.asarray(found_share, float)
-    return np.divide(right, found_share, out=np.full(right.shape, math.nan), where=found_share > 0)
+    format_gain = (found1 - found0) * (c0 + c1) / 2
+    correctness_gain = (c1 - c0) * (found0 + found1) / 2
+    return format_gain, correctness_gain
 
 
 def compare(base: list[Group], trained: list[Group]) -> dict:
@@ -117,7 +115,7 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
     return result | {
         "accuracy": right.tolist(),
         "found": shares.tolist(),
-        "right_of_found": share(right, shares).tolist(),
+        "right_of_found": ratio(right, shares).tolist(),
         "truncated": truncated_P2.mean(0).tolist(),
         "gain": {
             "value": gain.value,
@@ -136,11 +134,10 @@ def resampled(right_P2: np.ndarray, found_P2: np.ndarray) -> list[list[float]]:
     problems = len(right_P2)
     if problems < 2:
         return [[math.nan, math.nan], [math.nan, math.nan]]
-    rng = np.random.Generator(np.random.Philox(key=seed_for("paired", problems, DRAWS)))
-    weights_DP = rng.multinomial(problems, np.full(problems, 1 / problems), size=DRAWS) / problems
-    right_D2 = weights_DP @ right_P2
-    found_D2 = weights_DP @ found_P2
-    parts = split(right_D2[:, 0], found_D2[:, 0], right_D2[:, 1], found_D2[:, 1])
+    weights_DP = bootstrap_counts("paired", problems, DRAWS) / problems
+    right_D, trained_right_D = (weights_DP @ right_P2).T
+    found_D, trained_found_D = (weights_DP @ found_P2).T
+    parts = split(right_D, found_D, trained_right_D, trained_found_D)
     return [np.percentile(part_D, [2.5, 97.5]).tolist() for part_D in parts]
 
 

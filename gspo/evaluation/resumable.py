@@ -98,7 +98,7 @@ class Folder:
             if chunk_size and complete < len(problems):
                 complete -= complete % chunk_size
             file.truncate(ends[complete * group_size])
-        return [rows_read[i : i + group_size] for i in range(0, complete * group_size, group_size)]
+        return [rows_read[i * group_size : (i + 1) * group_size] for i in range(complete)]
 
     def _row(self, path: Path, line: bytes, expected: set[int], sample: int) -> dict:
         """Parse a row. Raises ValueError if it is not this sample of one of the expected problems."""
@@ -173,9 +173,8 @@ def slim(row: dict) -> dict:
     texts = ("prompt", "rendered", "response")
     slim_row = {key: value for key, value in row.items() if key not in texts}
     if "turns" in row:
-        slim_row["turns"] = [
-            {"author": turn["author"], "tokens": turn["tokens"]} for turn in row["turns"]
-        ]
+        turns = [{"author": t["author"], "tokens": t["tokens"]} for t in row["turns"]]
+        slim_row["turns"] = turns
     return slim_row
 
 
@@ -196,7 +195,8 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def digest(content: object) -> str:
     """Hash settings, or any other content that JSON can hold, to ten hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def describe(evaluation_set: EvaluationSet) -> dict:
@@ -277,10 +277,12 @@ def table(results: dict[str, dict], group_size: int) -> str:
 def aligned(lines: list[tuple[str, ...]]) -> list[str]:
     """Format lines of cells in columns of equal width, the first column left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    ]
+    texts = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        cells[0] = line[0].ljust(widths[0])
+        texts.append("  ".join(cells))
+    return texts
 
 
 def _remarks(results: dict[str, dict]) -> list[str]:
