@@ -1,1 +1,1 @@
-"""Held-out evaluation: estimates with intervals, Elo ratings, comparisons, resumable evaluations."""
+"""Held-out evaluation: estimates, Elo ratings, comparisons, and resumable evaluations."""

@@ -42,7 +42,7 @@ class EvaluationSet:
     def request(
         self, group_size: int, sampling: Sampling, step: int, seed: int = SEED
     ) -> SamplingRequest:
-        """Return the request for `group_size` responses to each problem, from the weights of a step."""
+        """Return the request for `group_size` responses to each problem."""
         if self.limit:
             sampling = replace(sampling, max_new_tokens=self.limit)
         random_key = (seed, "evaluation", self.name)

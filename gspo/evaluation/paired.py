@@ -30,7 +30,7 @@ from gspo.evaluation.estimates import bootstrap_counts, mean_difference, ratio, 
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 MAX_ADDITIONS = 10**9  # of the exact test: a second or two
-# differences that are no multiples of a common unit are rounded to multiples of 1 / 1000, or coarser
+# differences without a common unit are rounded to multiples of 1 / 1000, or coarser
 MAX_STEPS_PER_UNIT = 1000
 # the rows of one problem's responses, made by gspo.evaluation.evaluate.rows
 Group = list[dict]

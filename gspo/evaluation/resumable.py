@@ -101,7 +101,9 @@ class Folder:
         return [rows_read[i * group_size : (i + 1) * group_size] for i in range(complete)]
 
     def _row(self, path: Path, line: bytes, expected: set[int], sample: int) -> dict:
-        """Parse a row. Raises ValueError if it is not this sample of one of the expected problems."""
+        """Parse a row, which must be this sample of an expected problem.
+
+        Raises ValueError if it is not."""
         try:
             row = parse_json(line)
             if row["problem"] not in expected or row["sample"] != sample:

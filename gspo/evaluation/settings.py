@@ -1,4 +1,4 @@
-"""The settings under `evaluation`: the held-out problems of a run, how and when they are sampled."""
+"""The settings under `evaluation`: the held-out problems of a run, and their sampling."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ResponseSettings(Truncation, key="rollout"):
             previous_limit = limit
 
     def bound_by(self, positions: int) -> None:
-        """Limit responses to half of the positions if the longest would leave no room for a prompt."""
+        """Limit responses to half of the positions if the longest leaves no room for a prompt."""
         if self.longest_limit >= positions:
             self.half_of_positions = positions // 2
 
@@ -139,7 +139,7 @@ class ProblemSettings(BatchSettings):
 
 @dataclass
 class EngineSettings(Ranged, key="rollout"):
-    """The settings of the engine: batch size, stop strings, precision, and comparison with the trainer.
+    """The settings of the engine: batch size, stop strings, precision, and the trainer's checks.
 
     routes          whether the engine returns the experts of every token (MoE models)
     routes_floor    the smallest share of these experts that the trainer's router must choose too
@@ -174,7 +174,7 @@ class EngineSettings(Ranged, key="rollout"):
             )
 
     def tolerance(self, precision: str) -> float:
-        """Return the largest mean |log-prob difference| in nats that the guard accepts after a sync.
+        """Return the largest mean |log-prob difference| in nats that is accepted after a sync.
 
         `precision` is the trainer's."""
         rounding = self.dtype if self.quantization == "none" else self.quantization

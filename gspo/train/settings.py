@@ -155,8 +155,9 @@ class PolicySettings:
     #            than the step.
     old_logprobs: str = "step_start"
     # auto: skip the pass over the batch before the updates if the engine has just computed the same
-    # (`skips_old_pass`); the engine's experts are recorded for that. always: never skip it. Results differ by rounding.
-    # With auto, mismatch/* and routing/engine_agreement are measured on the first mini-batch alone.
+    # (`skips_old_pass`); the engine's experts are recorded for that. always: never skip it. Results
+    # differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured on the
+    # first mini-batch alone.
     old_pass: str = cost_only("auto")
     device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits'

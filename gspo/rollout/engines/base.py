@@ -183,7 +183,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample from these weights from now on. Names and shapes are those of the policy's model."""
+        """Sample from these weights from now on. Names and shapes must be the policy's."""
 
     def rest(self) -> None:  # noqa: B027 (most engines have nothing to do)
         """Give memory back to the trainer until the next weights are loaded."""

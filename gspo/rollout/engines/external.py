@@ -1,4 +1,4 @@
-"""The base class of engines outside the trainer's process: requests go out, weights are handed over.
+"""The base class of engines outside the trainer's process: its requests and its weights.
 
 For example, two ranks each have a vLLM of their own. Both go through the trainer's weights tensor
 by tensor, because sharded weights are gathered one tensor at a time. Each rank writes the tensors,
@@ -154,7 +154,7 @@ class OutsideEngine(Engine):
         self.stored = getattr(torch, stored) if stored else None
 
     def _agree(self, calls: Calls) -> None:
-        """Raise EngineEnded on every rank, with the same message, if any rank's engine has ended."""
+        """Raise EngineEnded, with the same message on every rank, if a rank's engine has ended."""
         messages = [message for message in self.ranks.all_gather(calls.ended) if message]
         if messages:
             raise EngineEnded(messages[0])

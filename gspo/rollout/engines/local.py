@@ -214,8 +214,8 @@ class LocalEngine(Engine):
 def row_uniforms(rows: list[Row], count: int, random_key: RandomKey) -> np.ndarray:
     """Draw the numbers in [0, 1) that choose the next `count` tokens of each row. Shape [R, count].
 
-    A number depends on the random key, the problem, the sample and the token's place in the response
-    alone."""
+    A number depends on the random key, the problem, the sample and the token's position in the
+    response alone."""
     positions = [(*random_key, row.problem.task, row.problem.index, row.sample) for row in rows]
     most_done = max(row.done for row in rows)
     drawn = uniform_rows(most_done + count, positions)
@@ -234,9 +234,8 @@ class TakenRows:
     def __init__(self, decoder: Decoder, rows: list[Row]):
         self.decoder, self.rows = decoder, rows
         self.pieces: list[CachedRows] = []
-        self.places: dict[
-            int, int
-        ] = {}  # by the row's episode index: its number in all pieces together
+        # by the row's episode index: its number in all pieces together
+        self.places: dict[int, int] = {}
 
     def take(self, numbers_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
         """Take the rows that have ended out of those that the cache holds. `numbers_R` are the

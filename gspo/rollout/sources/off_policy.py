@@ -94,7 +94,9 @@ class PartialSource(OnPolicySource):
         return begun
 
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
-        """Sample `token_budget` tokens for each unfinished response, and for groups that begin now."""
+        """Sample up to `token_budget` tokens of each unfinished response.
+
+        Then the groups of the problems in `begun` begin."""
         started = time.perf_counter()
         ranks = self.engine.ranks
         sampled: list[Response] = []
@@ -210,7 +212,9 @@ class StaleSource:
         return rollout
 
     def update(self, step: int) -> None:
-        """Sample from the weights after a step: at once, or with `overlap` from the next batch on."""
+        """Sample from the weights after a step from now on.
+
+        With `overlap` the next batch is the first."""
         if not self.thread:
             self.inner.update(step)
             return
@@ -218,7 +222,7 @@ class StaleSource:
         self._begin(step + self.staleness + 1, (step, weights))
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if the engine's weights are not the trainer's before the first step."""
+        """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
         self.inner.check(step)
 
     def _begin(self, due_step: int, new_weights: tuple[int, dict[str, Tensor]] | None) -> None:

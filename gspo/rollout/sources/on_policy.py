@@ -115,7 +115,7 @@ class OnPolicySource:
         )
 
     def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
-        """Store the trainer's log-probs of new tokens, under the weights that the engine has now."""
+        """Store the trainer's log-probs of new tokens under the engine's present weights."""
         if self.behaviour_logprobs:
             started = time.perf_counter()
             self.behaviour_logprobs(responses)
@@ -227,7 +227,7 @@ class DynamicSource(OnPolicySource):
     """
 
     def sample(self, step: int) -> Rollout:
-        """Sample the step's groups, and replace groups without signal by those of further rounds."""
+        """Sample the step's groups, and replace groups whose rewards are all equal."""
         rollout = self.sample_round(step)
         groups = rollout.groups
         to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]

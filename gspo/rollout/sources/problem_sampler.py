@@ -37,7 +37,7 @@ ORDERS = ("shuffled", "easy_first", "hard_first")
 
 @dataclass(frozen=True)
 class QuerySet:
-    """The positions start ... start + size - 1, which a step may choose. Size 0: the whole stream."""
+    """The positions start ... start + size - 1 of the stream; size 0: the whole stream."""
 
     start: int = 0
     size: int = 0
@@ -237,7 +237,7 @@ class TrainingProblems:
         self.epoch_rates = dict(self.pass_rates)
 
     def revisits(self, refill: int) -> bool:
-        """Return whether the problems of a round occur again later in the run, at the same positions."""
+        """Return whether the problems of a round occur again in the run, at the same positions."""
         return bool(self.query_set_size or (refill and self.task.size("train")))
 
     def _refill_of_epoch(self, step: int, refill: int) -> list[Problem]:
@@ -315,7 +315,7 @@ class TrainingProblems:
             self.pass_rates[position] = previous + RATE_WEIGHT * (mean - previous)
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Return the pass rates for a checkpoint, ready for JSON; empty if the sampler reads none."""
+        """Return the pass rates, ready for JSON; empty if the sampler reads none."""
         if not self.sampler.reads_pass_rates:
             return {}
         return {

@@ -40,7 +40,7 @@ class BehaviourLogprobs:
     replay_engine: bool = False
 
     def __call__(self, responses: list[Response]) -> None:
-        """Set `old_logprobs` and `old_experts` of tokens that have none. Earlier tokens keep theirs."""
+        """Set `old_logprobs` and `old_experts` of tokens that have none yet."""
         fresh = [
             r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)
         ]
@@ -76,8 +76,8 @@ def check_engine(
 ) -> float | None:
     """Compare the engine's log-probs with the trainer's on a few sampled tokens.
 
-    This follows each load of weights. A weight that did not arrive shows here before it shows in a
-    reward, and so does a cache that belongs to the weights before.
+    It follows each load of weights. It detects a weight that did not arrive, and a cache of the
+    previous weights, before they show in a reward.
 
     Returns the mean of min(|difference|, 1) over the tokens, in nats. It is bounded because in
     bfloat16 a single token whose router chooses otherwise can differ by 20 nats. Each rank checks
