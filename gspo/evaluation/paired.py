@@ -52,7 +52,7 @@ def answered(groups: list[Group]) -> Answered:
     counts = []
     for group in groups:
         graded = [row for row in group if row["reward"] is not None]
-        values = [(row["reward"], found(row), row["verdict"] == "truncated") for row in graded]
+        values = [(row["reward"], has_answer(row), row["verdict"] == "truncated") for row in graded]
         group_means = np.full(3, math.nan)
         if values:
             group_means = np.mean(values, axis=0)
@@ -63,7 +63,7 @@ def answered(groups: list[Group]) -> Answered:
     return Answered(right_P, found_P, truncated_P, np.array(counts))
 
 
-def found(row: dict) -> bool:
+def has_answer(row: dict) -> bool:
     """Return whether the verifier found an answer to judge. A response with a reward had one."""
     return row["reward"] > 0 or row["verdict"] not in NO_ANSWER
 

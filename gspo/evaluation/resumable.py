@@ -65,7 +65,7 @@ class Folder:
         """Return the file with the responses to a set."""
         return self.path / "responses" / f"{name}.jsonl"
 
-    def kept(
+    def complete_groups(
         self, name: str, group_size: int, chunk_size: int, problems: list[Problem]
     ) -> list[list[dict]]:
         """Return the groups of rows that are complete, and delete the rest of the file.
@@ -152,7 +152,7 @@ def evaluate_into(
         name = evaluation_set.name
         group_size = request.group_size
         chunk_size = engine.problems_at_once(group_size) if engine.in_chunks else 0
-        groups = folder.kept(name, group_size, chunk_size, evaluation_set.problems)
+        groups = folder.complete_groups(name, group_size, chunk_size, evaluation_set.problems)
         on_progress(name, groups, False)
         done = {group[0]["problem"] for group in groups}
         missing = [p for p in evaluation_set.problems if p.index not in done]
