@@ -13,6 +13,7 @@ from gspo.config.settings import Settings
 from gspo.data.samples import Problem
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import SamplingRequest
 from gspo.run.build import load_model, training_device
 
 
@@ -38,7 +39,9 @@ def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[s
             started = time.perf_counter()
             if name == "ours":
                 groups = engine.generate(
-                    problems, rollout.group_size, rollout.sampling(1), (number, "benchmark")
+                    SamplingRequest(
+                        problems, rollout.group_size, rollout.sampling(1), (number, "benchmark")
+                    )
                 )
                 tokens = sum(len(r.token_ids) for group in groups for r in group)
             else:

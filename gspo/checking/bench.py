@@ -19,7 +19,7 @@ from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.tasks.base import Task
 
 PROMPTS = ("7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "9-1=?")
@@ -169,8 +169,11 @@ def sampled(
 ) -> list[Response]:
     """Sample responses to the problems with the in-process engine."""
     engine = LocalEngine(policy, dtype=policy.model.dtype)
+    sampling = Sampling(1.0, tokens)
     groups = engine.generate(
-        problems(), group_size, Sampling(1.0, tokens), (1, "check"), record_experts=record_experts
+        SamplingRequest(
+            problems(), group_size, sampling, (1, "check"), record_experts=record_experts
+        )
     )
     return [response for group in groups for response in group]
 

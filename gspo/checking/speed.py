@@ -29,7 +29,7 @@ from gspo.data.samples import Problem
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
 ROWS = (32, 256)
 # Times the bytes floor from which decoding is called slow: half the speed of an H200 (docs/gpu.md).
@@ -98,7 +98,7 @@ def decoding(bench: Bench) -> Iterator[Finding]:
 def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
     """Sample `rows` responses and return how many tokens they have, and the most of one."""
     problems = [Problem("digits", i, PROMPTS[i % len(PROMPTS)], None) for i in range(rows // 8)]
-    groups = engine.generate(problems, 8, Sampling(1.0, tokens), (1, "speed"))
+    groups = engine.generate(SamplingRequest(problems, 8, Sampling(1.0, tokens), (1, "speed")))
     lengths = [len(response.token_ids) for group in groups for response in group]
     return sum(lengths), max(lengths)
 

@@ -251,7 +251,7 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
         yield Finding(SKIP, "vLLM", installed_version(), detail=str(error))
         return
     from gspo.checking.bench import problems
-    from gspo.rollout.engines.requests import Sampling
+    from gspo.rollout.engines.requests import Sampling, SamplingRequest
     from gspo.rollout.settings import VLLMRollout
 
     size = replace(DENSE, heads=2, key_value_heads=1, head_dim=32)
@@ -260,7 +260,9 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     engine = VLLMEngine(policy, settings)
     try:
         for name in ("vLLM against trainer", "vLLM after new weights"):
-            groups = engine.generate(problems(), 8, Sampling(1.0, 24), (1, "check"))
+            groups = engine.generate(
+                SamplingRequest(problems(), 8, Sampling(1.0, 24), (1, "check"))
+            )
             batch = packed(policy, [response for group in groups for response in group])
             accumulator = MetricAccumulator()
             with torch.no_grad():

@@ -242,17 +242,9 @@ def sample(
         top_k=command.top_k,
         min_p=command.min_p,
     )
+    requests = [s.request(command.k, sampling, subject.step, command.seed) for s in sets]
     with closing(Bar(sum(len(s.problems) for s in sets))) as bar:
-        return evaluate_into(
-            folder,
-            subject.engine,
-            sets,
-            command.k,
-            sampling,
-            seed=command.seed,
-            step=subject.step,
-            on_progress=bar,
-        )
+        return evaluate_into(folder, subject.engine, sets, requests, bar)
 
 
 def of_run(command: EvaluateCommand) -> Subject:

@@ -15,7 +15,7 @@ from gspo.cli.option_files import composed
 from gspo.config.commands import SampleCommand
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.run.directory import settings_and_checkpoint
 from gspo.run.entry_point import command_line, one_line
 from gspo.tracking.episodes import conversation
@@ -86,14 +86,9 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         print(
             f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"
         )
-    groups = sample(
-        engine,
-        settings.task,
-        chosen.problems,
-        command.samples,
-        sampling,
-        (seed, "sample", command.set),
-    )
+    random_key = (seed, "sample", command.set)
+    request = SamplingRequest(chosen.problems, command.samples, sampling, random_key)
+    groups = sample(engine, settings.task, request)
     score(settings.task, [r for group in groups for r in group])
     print(
         f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {engine.policy.prompt_format_used}):"

@@ -85,7 +85,7 @@ def check_updates(s: Settings) -> None:
 
 def samples_ahead(s: Settings) -> bool:
     """Tell whether responses may be older than the step that trains on them."""
-    return bool(s.rollout.staleness or s.rollout.token_budget)
+    return s.rollout.samples_ahead
 
 
 def starts_at_one(s: Settings) -> bool:

@@ -1,3 +1,1 @@
-"""Held-out evaluation: sampling and scoring, estimates with intervals, Elo ratings, resumable
-evaluations.
-"""
+"""Held-out evaluation: estimates, Elo ratings, comparisons, and resumable evaluations."""

@@ -1,28 +1,25 @@
-"""Compares two finished evaluations on the same problems: reads them, checks that they fit, lays
-out a table.
+"""Compares two finished evaluations on the same problems: reads, checks and tabulates them.
 
-gspo.evaluation.paired computes the numbers. Evaluations fit if they have the same sets, and in each
-the same problems with the same prompts. The number of samples, the temperature and the engine may
-differ; what differs is said.
+gspo.evaluation.paired computes the numbers. Both evaluations must have the same sets, and in each
+set the same problems with the same prompts. The number of samples, the temperature and the engine
+may differ. The table lists these differences.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
-from gspo.evaluation.resumable import WRITTEN, first_difference, slim
+from gspo.evaluation.resumable import WRITTEN, aligned, first_difference, slim
 from gspo.io.files import refuse_links
 from gspo.io.untrusted import inside, opened, parse_json, read_json
 
-# the settings of an evaluation that describe how it sampled and scored, rather than what;
-# `max_new_tokens` is by set
-HOW = (
+# the settings of sampling and scoring, which may differ; `max_new_tokens` is by set
+MAY_DIFFER = (
     "samples",
     "temperature",
     "top_p",
@@ -34,14 +31,15 @@ HOW = (
     "dtype",
     "engine",
 )
-SHOWN = 3  # at most so many problems are named in a refusal
+MAX_NAMED = 3  # an error message names at most so many problems
+
+
+Prompts = Mapping[str, Mapping[int, str]]  # by set and problem
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Holds a finished evaluation: for every set the rows of its problems, and their prompts, by
-    problem.
-    """
+    """A finished evaluation: by set and problem, the rows of the responses and the prompt."""
 
     path: Path
     settings: dict
@@ -50,13 +48,15 @@ class Finished:
 
 
 def read_finished(path: str | Path) -> Finished:
-    """Read the folder of a finished evaluation. Raises ValueError if it is none, is not finished or
-    is damaged.
-    """
+    """Read the folder of a finished evaluation.
+
+    Raises ValueError if it is another folder, is not finished or is damaged."""
     path = Path(path)
-    if not ((path / "settings.json").exists() and (path / "responses").exists()):
+    has_settings = (path / "settings.json").exists()
+    if not has_settings or not (path / "responses").exists():
         raise ValueError(
-            f"{path} holds no evaluation: give the folder that `gspo evaluate` names in its last line"
+            f"{path} holds no evaluation: give the folder that `gspo evaluate` names in its last "
+            "line"
         )
     refuse_links(path, WRITTEN)
     if not (path / "result.json").exists():
@@ -69,14 +69,16 @@ def read_finished(path: str | Path) -> Finished:
     groups: dict[str, dict[int, Group]] = {}
     prompts: dict[str, dict[int, str]] = {}
     for name in settings["sets"]:
-        groups[name], prompts[name] = {}, {}
+        groups[name] = {}
+        prompts[name] = {}
         for row in read_rows(inside(path / "responses", f"{name}.jsonl")):
-            prompts[name].setdefault(row["problem"], row["prompt"])
-            groups[name].setdefault(row["problem"], []).append(slim(row))
+            problem = row["problem"]
+            prompts[name].setdefault(problem, row["prompt"])
+            groups[name].setdefault(problem, []).append(slim(row))
     return Finished(path, settings, groups, prompts)
 
 
-def read_rows(path: Path):
+def read_rows(path: Path) -> Iterator[dict]:
     """Yield the rows of a file of responses. Raises ValueError for a line that is no row."""
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
@@ -84,70 +86,89 @@ def read_rows(path: Path):
                 row = parse_json(line)
                 if not (isinstance(row["problem"], int) and isinstance(row["prompt"], str)):
                     raise ValueError("its problem is no number, or its prompt no text")
-                beyond = row["reward"] is not None and not 0 <= row["reward"] <= 1
-                if (beyond and "turns" not in row) or not isinstance(row["verdict"], str):
+                reward = row["reward"]
+                is_outside = reward is not None and not 0 <= reward <= 1
+                if (is_outside and "turns" not in row) or not isinstance(row["verdict"], str):
                     raise ValueError("its reward is not in [0, 1], or its verdict no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged in line {number} ({error})") from None
-            if beyond:  # an environment gives what rewards it likes
+            if is_outside:  # the rewards of an environment have no bounds
                 raise ValueError(
-                    f"{path}: an episode has the reward {row['reward']:g}; only rewards from 0 to 1 can be compared as "
-                    "accuracies, so give the command without a comparison"
+                    f"{path}: an episode has the reward {reward:g}; only rewards from 0 to 1 can "
+                    "be compared as accuracies, so give the command without a comparison"
                 )
             yield row
 
 
 def prompts_of(sets: list[EvaluationSet]) -> dict[str, dict[int, str]]:
-    """Return the prompts of sets that are about to be evaluated, by set and problem."""
-    return {s.name: {problem.index: problem.prompt for problem in s.problems} for s in sets}
+    """Return the prompts of sets, by set and problem, before they are evaluated."""
+    prompts = {}
+    for s in sets:
+        prompts[s.name] = {problem.index: problem.prompt for problem in s.problems}
+    return prompts
 
 
-def check_same_problems(base: Finished, theirs: Mapping[str, Mapping[int, str]], name: str) -> None:
-    """Raise ValueError if the evaluation `name` has other sets, other problems or other prompts
-    than `base`.
-    """
+def check_same_problems(base: Finished, theirs: Prompts, name: str) -> None:
+    """Raise ValueError if the evaluation `name` differs from `base` in sets, problems or prompts.
+
+    `theirs` are its prompts by set and problem."""
     ours = base.prompts
-    for key, other, here, there in (
-        (ours, theirs, base.path, name),
-        (theirs, ours, name, base.path),
-    ):
-        if alone := [s for s in key if s not in other]:
-            raise ValueError(
-                f"the set {alone[0]} is in {here} and not in {there}: evaluate both on the same sets=[...]"
-            )
-        for s in key:
-            if alone := sorted(set(key[s]) - set(other[s])):
-                raise ValueError(
-                    f"{s}: {numbered(alone)} in {here} and not in {there}: evaluate both on the same ones"
-                )
+    _check_contained(ours, theirs, str(base.path), name)
+    _check_contained(theirs, ours, name, str(base.path))
     for s, prompts in ours.items():
-        if changed := sorted(i for i in prompts if prompts[i] != theirs[s][i]):
+        changed = sorted(i for i in prompts if prompts[i] != theirs[s][i])
+        if changed:
             raise ValueError(
                 f"{s}: other prompts in {name} than in {base.path}: {numbered(changed)}"
             )
 
 
+def _check_contained(a: Prompts, b: Prompts, a_name: str, b_name: str) -> None:
+    """Raise ValueError for a set or a problem of evaluation `a` that `b` does not have."""
+    for s in a:
+        if s not in b:
+            raise ValueError(
+                f"the set {s} is in {a_name} and not in {b_name}: evaluate both on the same "
+                "sets=[...]"
+            )
+    for s in a:
+        missing = sorted(set(a[s]) - set(b[s]))
+        if missing:
+            raise ValueError(
+                f"{s}: {numbered(missing)} in {a_name} and not in {b_name}: evaluate both on the "
+                "same ones"
+            )
+
+
 def numbered(problems: list[int]) -> str:
     """Name a few problems: "problem 3", "problems 1, 2, 5 and 7 more"."""
-    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return f"problem{'s' * (len(problems) > 1)} {', '.join(map(str, problems[:SHOWN]))}{more}"
+    names = ", ".join(map(str, problems[:MAX_NAMED]))
+    if len(problems) > MAX_NAMED:
+        names += f" and {len(problems) - MAX_NAMED} more"
+    return f"problem {names}" if len(problems) == 1 else f"problems {names}"
 
 
 def compared(base: Finished, trained: Finished) -> dict[str, Any]:
-    """Return the comparison of two evaluations, ready for JSON: the sides, what differs in how they
-    sampled, and the numbers of every set. Raises ValueError if they do not have the same problems.
+    """Return the comparison of two evaluations, ready for JSON.
+
+    It has both paths, the differences of their settings, and the numbers of every set. Raises
+    ValueError if they do not have the same problems.
     """
     check_same_problems(base, trained.prompts, str(trained.path))
-    one, other = (side.settings for side in (base, trained))
-    differences = [first_difference(one.get(key), other.get(key), key) for key in HOW]
-    differences += [
-        first_difference(one["sets"][s].get("task"), other["sets"][s].get("task"), s)
-        for s in base.groups
+    differences = [
+        first_difference(base.settings.get(key), trained.settings.get(key), key)
+        for key in MAY_DIFFER
     ]
     sets = {}
-    for name, groups in base.groups.items():
-        order = sorted(groups)
-        sets[name] = compare([groups[i] for i in order], [trained.groups[name][i] for i in order])
+    for name, base_groups in base.groups.items():
+        base_task = base.settings["sets"][name].get("task")
+        trained_task = trained.settings["sets"][name].get("task")
+        differences.append(first_difference(base_task, trained_task, name))
+        problems = sorted(base_groups)
+        trained_groups = trained.groups[name]
+        sets[name] = compare(
+            [base_groups[i] for i in problems], [trained_groups[i] for i in problems]
+        )
     return {
         "base": str(base.path),
         "trained": str(trained.path),
@@ -157,51 +178,52 @@ def compared(base: Finished, trained: Finished) -> dict[str, Any]:
 
 
 def comparison_table(comparison: dict[str, Any]) -> str:
-    """Lay out a comparison for the terminal: a line per set, below it where the two factors went."""
+    """Format a comparison for the terminal: a line per set, then remarks on the two factors."""
     heads = ("set", "problems", "base", "trained", "gain", "p", "of it format", "correctness")
-    lines, remarks = [heads], []
+    lines = [heads]
+    remarks = []
     for name, r in comparison["sets"].items():
         if not r["problems"]:
             remarks.append(f"{name}: no problem has graded responses on both sides")
             continue
-        gains = [with_interval(r[part]) for part in ("gain", "format", "correctness")]
-        levels = [f"{value:.3f}" for value in r["accuracy"]]
         lines.append(
-            (name, str(r["problems"]), *levels, gains[0], p_text(r["gain"]["p"]), *gains[1:])
+            (
+                name,
+                str(r["problems"]),
+                *(f"{value:.3f}" for value in r["accuracy"]),
+                with_interval(r["gain"]),
+                p_text(r["gain"]["p"]),
+                with_interval(r["format"]),
+                with_interval(r["correctness"]),
+            )
         )
-        right = ["-" if value is None else f"{value:.3f}" for value in r["right_of_found"]]
         remarks.append(
-            f"{name}: an answer found in {arrow(r['found'])} of the responses (cut off: {arrow(r['truncated'])}), "
-            f"right of those {right[0]} -> {right[1]}"
+            f"{name}: an answer found in {arrow(r['found'])} of the responses (cut off: "
+            f"{arrow(r['truncated'])}), right of those {arrow(r['right_of_found'])}"
         )
         if r["problems_left_out"]:
             remarks.append(
-                f"{name}: {r['problems_left_out']} problems left out, which one side has no grade for"
+                f"{name}: {r['problems_left_out']} problems left out, which one side has no grade "
+                "for"
             )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    text = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    sides = [f"base:    {comparison['base']}", f"trained: {comparison['trained']}"]
+    paths = [f"base:    {comparison['base']}", f"trained: {comparison['trained']}"]
     notes = [f"note: they differ in {difference}" for difference in comparison["differences"]]
-    return "\n".join([*sides, *notes, *text, *remarks])
+    return "\n".join([*paths, *notes, *aligned(lines), *remarks])
 
 
 def with_interval(part: dict) -> str:
-    """Write a difference with its 95 % interval: "+0.213 [+0.151, +0.274]"."""
-    low, high = (math.nan if end is None else end for end in part["interval_95"])
-    return f"{part['value']:+.3f}" + ("" if math.isnan(low) else f" [{low:+.3f}, {high:+.3f}]")
+    """Format a difference with its 95 % interval: "+0.213 [+0.151, +0.274]"."""
+    low, high = part["interval_95"]
+    if low is None:
+        return f"{part['value']:+.3f}"
+    return f"{part['value']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def p_text(p: float) -> str:
-    """Write a p: "0.021", "<0.001"."""
+    """Format a p: "0.021", "<0.001"."""
     return f"{p:.3f}" if p >= 0.001 else "<0.001"
 
 
-def arrow(pair: list[float]) -> str:
-    """Write what a share was and what it became."""
-    return f"{pair[0]:.3f} -> {pair[1]:.3f}"
+def arrow(shares: list[float | None]) -> str:
+    """Format a share of base and trained: "0.250 -> 0.500"; "-" for None."""
+    return " -> ".join("-" if share is None else f"{share:.3f}" for share in shares)

@@ -1,7 +1,6 @@
 """Ratings on the Elo scale, as CodeForces uses it.
 
-A policy is rated on problems with known ratings. R is the rating of the solver and d that
-of the problem:
+A policy is rated on problems with known ratings. R is the solver's rating and d the problem's:
 
     P(solve | R, d) = 1 / (1 + 10^((d - R)/400))
 
@@ -16,23 +15,24 @@ Shape suffixes: P problems, D draws of the bootstrap.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.data.seeding import seed_for
+from gspo.evaluation.estimates import bootstrap_counts
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
-MEAN, SPREAD = 1500.0, 700.0  # mean and standard deviation of the prior of `most_probable`
+# mean and standard deviation of the prior of `most_probable`
+MEAN = 1500.0
+SPREAD = 700.0
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
-HALVINGS = 70  # bisection steps, which narrow an interval of up to 1e12 points to less than 1e-8
+BISECTIONS = 70  # they narrow an interval of up to 1e12 points to less than 1e-8
 
 
 @dataclass(frozen=True)
 class Rating:
-    """Holds a rating and its standard error, which is from the curvature of the log likelihood or
-    posterior there.
-    """
+    """A rating and its standard error, from the curvature of the log likelihood or posterior."""
 
     rating: float
     stderr: float
@@ -40,7 +40,7 @@ class Rating:
 
 @dataclass(frozen=True)
 class Resampled:
-    """Holds standard error and 95 % interval of a rating over other problems of the same kind."""
+    """Standard error and 95 % interval of a rating over other problems of the same kind."""
 
     stderr: float
     low: float
@@ -48,29 +48,35 @@ class Resampled:
 
 
 def chance(rating: float | np.ndarray, difficulty: float | np.ndarray) -> np.ndarray:
-    """Compute P(solve | R, d), the chance that a solver with this rating solves a problem of this
-    difficulty.
-    """
-    return 1 / (1 + 10.0 ** np.clip((np.asarray(difficulty) - rating) / 400, -300, 300))
+    """Compute P(solve | R, d) for a solver with rating R and a problem with difficulty d."""
+    exponent = (np.asarray(difficulty) - rating) / 400
+    return 1 / (1 + 10.0 ** np.clip(exponent, -300, 300))
 
 
 def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.ndarray) -> Rating:
-    """Compute the maximum-likelihood rating, at which the expected number of solves is the observed
-    one:
+    """Compute the maximum-likelihood rating.
+
+    At this rating the expected number of solves equals the observed number:
 
         sum n_i P(solve | R, d_i) = sum k_i        k_i of n_i attempts at problem i solved it
 
-    The equation is solved by bisection. If every attempt solved its problem, the rating is +inf; if
-    none did, -inf. The standard error is infinite then, as the solver lies outside the scale of
+    The equation is solved by bisection. The rating is +inf if every attempt solved its problem, and
+    -inf if none did. The standard error is infinite then, as the solver lies outside the scale of
     these problems.
     """
-    solved, attempts = int(solved_P.sum()), int(attempts_P.sum())
+    solved = int(solved_P.sum())
+    attempts = int(attempts_P.sum())
     if solved in (0, attempts):
         return Rating(math.inf if solved else -math.inf, math.inf)
-    # so far below or above, less than one solve or failure is expected
+    # below all problems by this margin, less than one solve is expected; above, one failure
     margin = 400 * math.log10(attempts + 1)
-    start = (np.min(difficulty_P) - margin, np.max(difficulty_P) + margin)
-    root = float(_root(lambda R: solved - (attempts_P * chance(R, difficulty_P)).sum(), *start))
+
+    def missing_solves(R: np.ndarray) -> np.ndarray:
+        return solved - (attempts_P * chance(R, difficulty_P)).sum()
+
+    low = np.min(difficulty_P) - margin
+    high = np.max(difficulty_P) + margin
+    root = float(_root(missing_solves, low, high))
     return Rating(root, _information(root, difficulty_P, attempts_P) ** -0.5)
 
 
@@ -81,15 +87,16 @@ def most_probable(
     mean: float = MEAN,
     spread: float = SPREAD,
 ) -> Rating:
-    """Compute the maximum a posteriori rating under R ~ N(mean, spread^2). It is finite even if all
-    or none is solved.
+    """Compute the maximum a posteriori rating under the prior R ~ N(mean, spread^2).
 
-    The standard error assumes that all attempts are independent. Attempts at one problem are not;
-    see `bootstrap`.
+    It is finite even if all problems or none are solved. The standard error assumes that all
+    attempts are independent. Attempts at the same problem are not: see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
-    root = float(_most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)[0])
-    return Rating(root, (_information(root, difficulty_P, attempts_P) + spread**-2) ** -0.5)
+    roots_1 = _most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)
+    root = float(roots_1[0])
+    curvature = _information(root, difficulty_P, attempts_P) + spread**-2
+    return Rating(root, curvature**-0.5)
 
 
 def bootstrap(
@@ -100,15 +107,13 @@ def bootstrap(
     spread: float = SPREAD,
     draws: int = DRAWS,
 ) -> Resampled:
-    """Compute standard deviation and 95 % interval of the most probable rating over resampled sets
-    of problems.
+    """Compute error and interval of the most probable rating over resampled sets of problems.
 
     Each of `draws` sets has as many problems as the original, drawn with replacement. The draws are
     the same each time.
     """
     problems = len(difficulty_P)
-    rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
-    weights_DP = rng.multinomial(problems, np.full(problems, 1 / problems), size=draws)
+    weights_DP = bootstrap_counts("elo", problems, draws)
     ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P, mean, spread)
     low, high = np.percentile(ratings_D, [2.5, 97.5])
     return Resampled(float(ratings_D.std(ddof=1)), float(low), float(high))
@@ -122,35 +127,37 @@ def _most_probable(
     mean: float,
     spread: float,
 ) -> np.ndarray:
-    """Find the roots of the slope of the log posterior, where problem i counts weights_DP[:, i]
-    times. Shape [D].
+    """Find the roots of the slope of the log posterior. Shape [D].
 
-    The slope of the log likelihood is at most LOGISTIC x attempts in size, so the root lies within
-    that many spread^2 of the mean.
+    In draw D problem i counts weights_DP[D, i] times. The slope of the log likelihood is at most
+    LOGISTIC x attempts in size, so the root lies within that many spread^2 of the mean.
     """
     reach_D = spread**2 * LOGISTIC * (weights_DP @ attempts_P)
 
     def slope(R_D: np.ndarray) -> np.ndarray:
         expected_DP = attempts_P * chance(R_D[:, None], difficulty_P)
-        return LOGISTIC * (weights_DP * (solved_P - expected_DP)).sum(1) + (mean - R_D) / spread**2
+        likelihood_D = LOGISTIC * (weights_DP * (solved_P - expected_DP)).sum(1)
+        prior_D = (mean - R_D) / spread**2
+        return likelihood_D + prior_D
 
     return _root(slope, mean - reach_D, mean + reach_D)
 
 
-def _root(falling, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Find by bisection where a decreasing function is 0; the nearer end if that is not between
-    `low` and `high`.
-    """
-    for _ in range(HALVINGS):
+def _root(
+    decreasing: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
+    """Find the root of a decreasing function by bisection, or the nearer end if it has none."""
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        above = falling(middle) > 0
-        low, high = np.where(above, middle, low), np.where(above, high, middle)
+        is_positive = decreasing(middle) > 0
+        low = np.where(is_positive, middle, low)
+        high = np.where(is_positive, high, middle)
     return (low + high) / 2
 
 
 def _information(rating: float, difficulty_P: np.ndarray, attempts_P: np.ndarray) -> float:
-    """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i), minus the curvature of
-    the log likelihood.
-    """
+    """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i).
+
+    It is minus the curvature of the log likelihood."""
     p_P = chance(rating, difficulty_P)
     return float(LOGISTIC**2 * (attempts_P * p_P * (1 - p_P)).sum())

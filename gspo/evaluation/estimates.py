@@ -1,10 +1,9 @@
-"""Estimates from k samples of each of m problems: avg@k, pass@k, maj@k, with standard errors and 95
-% intervals.
+"""Estimates of avg@k, pass@k and maj@k from k samples of m problems, with 95 % intervals.
 
-Each estimate is a mean over problems of a number in [0, 1]. Its standard error and interval tell
-where it would lie on other problems of the same kind and with other samples. `error_parts` tells
-how much of the error is sampling noise; only that matters to someone who is interested in this very
-set of problems.
+Each estimate is a mean over problems of a number in [0, 1]. Its standard error and interval
+describe its spread over other problems of the same kind and other samples. `error_parts` computes
+the share of sampling noise in the error. Only this share matters if the question is about exactly
+this set of problems.
 
 Shape suffixes: P problems, K samples of a problem. Rewards are in [0, 1], and 1 means solved. NaN
 stands for a sample that could not be graded through no fault of its own. Such samples are in no
@@ -14,7 +13,7 @@ numerator and in no denominator, and problems with too few graded samples are le
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -24,11 +23,15 @@ from gspo.data.seeding import seed_for
 # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
 # error
 DRAWS = 500
+# the sign-flip test of differences that are no whole numbers lists 2^(m/2) sums, here up to 2^20
+MAX_FRACTIONAL_DIFFERENCES = 40
+# sums of differences that differ by this share of the sum of all sizes are equal, but for rounding
+TIE = 1e-9
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a mean over problems. Its numbers are NaN if too few problems are left to compute them."""
+    """A mean over problems. Numbers are NaN if there are too few problems to compute them."""
 
     value: float
     # the standard error, from the spread between problems and the sampling noise within them
@@ -39,10 +42,9 @@ class Estimate:
 
 
 def powers(n: int) -> list[int]:
-    """List 1, 2, 4, ... and n, the values of k for which pass@k and maj@k of n samples are
-    reported.
-    """
-    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+    """Return 1, 2, 4, ... and n: the values of k in the reported pass@k and maj@k of n samples."""
+    powers_of_2 = [2**i for i in range(n.bit_length())]
+    return sorted({*powers_of_2, n})
 
 
 def average(rewards_PK: np.ndarray) -> Estimate:
@@ -52,17 +54,16 @@ def average(rewards_PK: np.ndarray) -> Estimate:
 
 
 def problem_means(rewards_PK: np.ndarray) -> np.ndarray:
-    """Compute the mean reward of each problem's graded samples; NaN for a problem without any.
-    Shape [P].
-    """
+    """Compute the mean reward of each problem's graded samples, NaN without any. Shape [P]."""
     graded_PK = ~np.isnan(rewards_PK)
     totals_P = np.where(graded_PK, rewards_PK, 0.0).sum(1)
-    return _divide(totals_P, graded_PK.sum(1))
+    return ratio(totals_P, graded_PK.sum(1))
 
 
 def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
-    """Split the standard error of avg@k into (sampling, between problems). Their squares add up to
-    its square.
+    """Split the standard error of avg@k into (sampling, between problems).
+
+    The squares of the parts add up to the square of the error.
 
         sampling^2 = sum_i v_i / k_i / m^2,    v_i = sum_j (r_ij - mean_i)^2 / (k_i - 1)
 
@@ -70,29 +71,40 @@ def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
     k / m^2. The rest of the error is due to the choice of problems; it is 0 if noise would make it
     negative. Both are NaN if a problem has a single sample.
     """
-    means_P, counts_P = problem_means(rewards_PK), (~np.isnan(rewards_PK)).sum(1)
-    used_P = counts_P > 0
-    m, whole = int(used_P.sum()), average(rewards_PK).stderr
-    if m < 2 or (counts_P[used_P] < 2).any():
+    deviations_PK = rewards_PK - problem_means(rewards_PK)[:, None]
+    squares_P = np.nansum(deviations_PK**2, axis=1)
+    counts_P = (~np.isnan(rewards_PK)).sum(1)
+    squares_P = squares_P[counts_P > 0]
+    counts_P = counts_P[counts_P > 0]
+    m = len(counts_P)
+    if m < 2 or (counts_P < 2).any():
         return math.nan, math.nan
-    squares_P = np.nansum((rewards_PK - means_P[:, None]) ** 2, axis=1)[used_P]
-    sampling = math.sqrt(float((squares_P / (counts_P[used_P] - 1) / counts_P[used_P]).sum())) / m
-    return sampling, math.sqrt(max(0.0, whole**2 - sampling**2))
+    squared_errors_P = squares_P / (counts_P - 1) / counts_P
+    sampling = math.sqrt(float(squared_errors_P.sum())) / m
+    stderr = average(rewards_PK).stderr
+    between = math.sqrt(max(0.0, stderr**2 - sampling**2))
+    return sampling, between
 
 
 def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
-    """Estimate the chance that at least one of k samples is right, without bias, from n >= k
-    samples with c right ones:
+    """Estimate the chance that at least one of k samples is right, without bias.
 
-        pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)          (Chen et al. 2021,
-                                                                          arXiv:2107.03374)
+    With n >= k samples of a problem, c of them right (Chen et al. 2021, arXiv:2107.03374):
+
+        pass@k = mean over problems of 1 - C(n - c, k) / C(n, k)
 
     Problems with fewer than k graded samples are left out.
     """
-    counts_P, solved_P = (~np.isnan(rewards_PK)).sum(1), (rewards_PK == 1).sum(1)
-    pairs = zip(counts_P.tolist(), solved_P.tolist(), strict=True)
-    values = [1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan for n, c in pairs]
-    return over_problems(np.array(values), int(counts_P[counts_P >= k].sum()))
+    counts_P = (~np.isnan(rewards_PK)).sum(1)
+    solved_P = (rewards_PK == 1).sum(1)
+    values = []
+    for n, c in zip(counts_P.tolist(), solved_P.tolist(), strict=True):
+        value = math.nan
+        if n >= k:
+            value = 1 - math.comb(n - c, k) / math.comb(n, k)
+        values.append(value)
+    samples = int(counts_P[counts_P >= k].sum())
+    return over_problems(np.array(values), samples)
 
 
 def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Estimate:
@@ -110,128 +122,185 @@ def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Est
     codes_PK = np.where(answers_PK == "", -1, codes_PK.reshape(answers_PK.shape))
     graded_first_PK = np.argsort(~graded_PK, axis=1, kind="stable")
     values_P = np.full(len(rewards_PK), math.nan)
-    for n in np.unique(counts_P[counts_P >= k]).tolist():
+    used_counts = counts_P[counts_P >= k]
+    for n in np.unique(used_counts).tolist():
         rows = np.flatnonzero(counts_P == n)
         columns = graded_first_PK[rows, :n]
         codes_Pn = np.take_along_axis(codes_PK[rows], columns, axis=1)
         solved_Pn = np.take_along_axis(rewards_PK[rows] == 1, columns, axis=1)
         orders = _orders(n, k)
-        values_P[rows] = sum(
-            _vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders
-        ) / len(orders)
-    return over_problems(values_P, int(counts_P[counts_P >= k].sum()))
+        votes = [_vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders]
+        values_P[rows] = sum(votes) / len(orders)
+    return over_problems(values_P, int(used_counts.sum()))
 
 
 def _orders(n: int, k: int) -> np.ndarray:
-    """Choose which samples vote and in which order: each row has k different numbers below n."""
+    """Choose the samples that vote, in order: each row has k different numbers below n."""
     if k == n:
         return np.arange(n)[None]
     rng = np.random.Generator(np.random.Philox(key=seed_for("maj@k", n, k)))
-    return rng.permuted(np.tile(np.arange(n), (DRAWS, 1)), axis=1)[:, :k]
+    numbers = np.tile(np.arange(n), (DRAWS, 1))
+    return rng.permuted(numbers, axis=1)[:, :k]
 
 
 def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
-    """Return 1.0 for each problem whose majority is right; `argmax` takes the first of equally
-    frequent ones. [P].
-    """
-    votes_Pk = (codes_Pk[:, :, None] == codes_Pk[:, None, :]).sum(2) * (codes_Pk >= 0)
-    first_P = votes_Pk.argmax(1)[:, None]
-    voted_P = np.take_along_axis(votes_Pk, first_P, axis=1) > 0
-    return (np.take_along_axis(solved_Pk, first_P, axis=1) & voted_P)[:, 0].astype(float)
+    """Return 1.0 for each problem whose majority is right, else 0.0. Shape [P]."""
+    same_Pkk = codes_Pk[:, :, None] == codes_Pk[:, None, :]
+    votes_Pk = np.where(codes_Pk >= 0, same_Pkk.sum(2), 0)
+    # `argmax` returns the first of equally frequent answers
+    winner_P1 = votes_Pk.argmax(1)[:, None]
+    has_votes_P1 = np.take_along_axis(votes_Pk, winner_P1, axis=1) > 0
+    is_right_P1 = np.take_along_axis(solved_Pk, winner_P1, axis=1)
+    return (is_right_P1 & has_votes_P1)[:, 0].astype(float)
 
 
 def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
-    """Estimate a mean from the values of independent problems; values that are NaN are left out.
+    """Estimate a mean from the values of independent problems. NaN values are left out.
 
-    The interval is that of `interval` if all values lie in [0, 1], and otherwise, as of an
-    environment with rewards of its own, mean -+ t stderr, t being Student's 97.5 % quantile with m
-    - 1 degrees of freedom.
+    If all values lie in [0, 1] the interval is `interval`. Rewards of an environment may lie
+    outside. Then the interval is mean -+ t stderr, t being Student's 97.5 % quantile with m - 1
+    degrees of freedom.
 
     The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed
     form too, except for a factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the
     number of graded samples behind the values.
     """
     values_P = values_P[~np.isnan(values_P)]
+    estimate = mean_difference(values_P)
     m = len(values_P)
-    if m < 2:
-        return Estimate(float(values_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
-    value, stderr = float(values_P.mean()), float(values_P.std(ddof=1) / math.sqrt(m))
-    if values_P.min() < 0 or values_P.max() > 1:
-        return mean_difference(values_P)
-    return Estimate(value, stderr, *interval(value, stderr, m, samples), m)
+    if m < 2 or values_P.min() < 0 or values_P.max() > 1:
+        return estimate
+    low, high = interval(estimate.value, estimate.stderr, m, samples)
+    return replace(estimate, low=low, high=high)
 
 
 def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[float, float]:
-    """Compute the 95 % interval of a mean p over m problems, Wilson's with the effective number n
-    of observations:
+    """Compute the 95 % interval of a mean p over m problems, within [0, 1].
+
+    It is Wilson's interval with the effective number n of observations:
 
         n = p (1 - p) / stderr^2,    (p + t^2/2n -+ t sqrt(p (1 - p)/n + t^2/4n^2)) / (1 + t^2/n)
 
     t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples,
-    because no spread is smaller than that of independent samples. If p is 0 or 1, n is m, because
-    the samples of a problem may all be alike. The interval lies within [0, 1]; for large n it is p
-    -+ t stderr. (Wilson 1927; effective sample size: Korn and Graubard 1998.)
+    because no spread is smaller than the spread of independent samples. If p is 0 or 1, n is m,
+    because the samples of a problem may all be equal. For large n the interval is p -+ t stderr.
+    (Wilson 1927; effective sample size: Korn and Graubard 1998.)
     """
     spread = max(0.0, value * (1 - value))
+    n = float(samples)
     if spread < 1e-12:
         n = float(problems)
-    else:
-        n = min(float(samples), spread / stderr**2) if stderr else float(samples)
+    elif stderr:
+        n = min(n, spread / stderr**2)
     t2 = student_quantile(0.975, problems - 1) ** 2
-    centre, half = value + t2 / (2 * n), math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
-    low, high = (centre - half) / (1 + t2 / n), (centre + half) / (1 + t2 / n)
-    return max(0.0, min(low, value)), min(1.0, max(high, value))
+    centre = value + t2 / (2 * n)
+    half = math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
+    low = (centre - half) / (1 + t2 / n)
+    high = (centre + half) / (1 + t2 / n)
+    # rounding must not move an end across the value, or out of [0, 1]
+    low = max(0.0, min(low, value))
+    high = min(1.0, max(high, value))
+    return low, high
 
 
 def mean_difference(differences_P: np.ndarray) -> Estimate:
-    """Estimate the mean of values of independent problems that have no bounds, as of paired
-    differences; NaN are left out.
+    """Estimate the mean of unbounded values of independent problems, such as paired differences.
 
-    The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's 97.5 % quantile with m - 1
-    degrees of freedom.
+    NaN values are left out. The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's
+    97.5 % quantile with m - 1 degrees of freedom.
     """
     d_P = differences_P[~np.isnan(differences_P)]
     m = len(d_P)
+    value = float(d_P.mean()) if m else math.nan
     if m < 2:
-        return Estimate(float(d_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
-    value, stderr = float(d_P.mean()), float(d_P.std(ddof=1) / math.sqrt(m))
+        return Estimate(value, math.nan, math.nan, math.nan, m)
+    stderr = float(d_P.std(ddof=1) / math.sqrt(m))
     half = student_quantile(0.975, m - 1) * stderr
     return Estimate(value, stderr, value - half, value + half, m)
 
 
 def sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the exact two-sided p that whole numbers d_i, paired differences in some unit, have
-    mean 0:
+    """Compute the exact two-sided p of the hypothesis that paired differences d_i have mean 0.
 
         p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
 
-    That is the share of all 2^m sign patterns that are at least as extreme. Their sums are whole
-    numbers too, so the chance of every sum is computed, one problem after the other, and no pattern
-    is listed. The time is m times the sum of all |d_i|.
+    That is the share of all 2^m sign patterns that are at least as extreme. NaN if a difference is
+    NaN or infinite. Raises ValueError for more than MAX_FRACTIONAL_DIFFERENCES differences that are
+    no whole numbers.
+
+    >>> sign_flip_p(np.array([0.154, 0.2, 0.3]))
+    0.25
     """
-    sizes = [int(size) for size in np.abs(differences_P) if size]
-    total, observed = sum(sizes), abs(int(differences_P.sum()))
-    chance = np.zeros(2 * total + 1)  # chance[total + s] is that of the sum s
-    chance[total], reach = 1.0, 0
+    d_P = np.asarray(differences_P)
+    d_P = d_P[d_P != 0]
+    if not np.isfinite(d_P).all():
+        return math.nan
+    if (d_P == np.rint(d_P)).all():
+        return _whole_sign_flip_p(d_P)
+    if len(d_P) > MAX_FRACTIONAL_DIFFERENCES:
+        raise ValueError(
+            f"{len(d_P)} differences, of which some are no whole numbers, have too many sign "
+            f"patterns: give whole numbers, or at most {MAX_FRACTIONAL_DIFFERENCES} differences"
+        )
+    return _fractional_sign_flip_p(d_P)
+
+
+def _whole_sign_flip_p(differences_P: np.ndarray) -> float:
+    """Compute the p of `sign_flip_p` for whole numbers, in time m sum |d_i|.
+
+    The sums are whole numbers too. So the chance of every sum is computed, one problem after the
+    other, and no sign pattern is listed."""
+    sizes = [int(size) for size in np.abs(differences_P)]
+    total = sum(sizes)
+    observed = abs(int(differences_P.sum()))
+    if not observed:
+        return 1.0
+    chance = np.zeros(2 * total + 1)  # chance[total + s] is the chance of the sum s
+    chance[total] = 1.0
+    reach = 0
     for size in sizes:
         reach += size
-        low, high = total - reach, total + reach + 1
+        low = total - reach
+        high = total + reach + 1
         before = chance[low:high].copy()
         after = np.zeros_like(before)
         after[size:] += before[: len(before) - size] / 2
         after[: len(after) - size] += before[size:] / 2
         chance[low:high] = after
-    return (
-        min(1.0, float(chance[total + observed :].sum() + chance[: total - observed + 1].sum()))
-        if observed
-        else 1.0
-    )
+    upper_tail = chance[total + observed :].sum()
+    lower_tail = chance[: total - observed + 1].sum()
+    return min(1.0, float(upper_tail + lower_tail))
+
+
+def _fractional_sign_flip_p(differences_P: np.ndarray) -> float:
+    """Compute the p of `sign_flip_p` for any numbers, in time 2^(m/2).
+
+    Each pattern's sum is a sum of its first half plus a sum of its second half. The sorted sums of
+    the second half are searched for the smallest that is large enough for a given first half."""
+    extreme = abs(differences_P.sum()) - TIE * np.abs(differences_P).sum()
+    if extreme <= 0:
+        return 1.0
+    half = len(differences_P) // 2
+    first_sums = _signed_sums(differences_P[:half])
+    second_sums = np.sort(_signed_sums(differences_P[half:]))
+    smallest = np.searchsorted(second_sums, extreme - first_sums)
+    patterns = int((len(second_sums) - smallest).sum())
+    # the other tail has as many
+    return 2 * patterns / 2 ** len(differences_P)
+
+
+def _signed_sums(values: np.ndarray) -> np.ndarray:
+    """Return the sums of all sign patterns of the values."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
 
 
 def student_quantile(probability: float, freedom: int) -> float:
     """Compute a quantile of Student's t distribution, with an error of at most 0.2 %.
 
-    It has a closed form for 1 and 2 degrees of freedom; for more it is the expansion in 1/freedom
+    It has a closed form for 1 and 2 degrees of freedom. For more it is the expansion in 1/freedom
     of Abramowitz and Stegun 26.7.5.
     """
     if freedom == 1:
@@ -250,6 +319,18 @@ def student_quantile(probability: float, freedom: int) -> float:
     return sum(term / freedom**i for i, term in enumerate(terms))
 
 
-def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Compute a / b, NaN where b is 0."""
-    return np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0)
+def ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Compute a / b element by element, NaN if b is 0."""
+    a = np.asarray(a, float)
+    b = np.asarray(b, float)
+    result = np.full(a.shape, math.nan)
+    return np.divide(a, b, out=result, where=b > 0)
+
+
+def bootstrap_counts(purpose: str, problems: int, draws: int) -> np.ndarray:
+    """Return how often each problem occurs in each resampled set. Shape [draws, problems].
+
+    A set has as many problems, drawn with replacement. The draws are the same each time."""
+    rng = np.random.Generator(np.random.Philox(key=seed_for(purpose, problems, draws)))
+    equal_chances = np.full(problems, 1 / problems)
+    return rng.multinomial(problems, equal_chances, size=draws)

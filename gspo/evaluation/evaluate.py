@@ -1,9 +1,8 @@
-"""Evaluates a policy on held-out problems, by the same code during training and from the command
-line.
+"""Evaluates a policy on held-out problems, during training and from the command line.
 
-Responses are sampled and scored here; gspo.evaluation.estimates and gspo.evaluation.elo compute
-numbers from the scores. The problems and the random numbers are the same for all runs and steps, so
-that policies are compared in pairs.
+This module samples and scores responses. gspo.evaluation.estimates and gspo.evaluation.elo compute
+numbers from the scores. All runs and steps have the same problems and random numbers, so policies
+can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -19,65 +18,79 @@ from gspo.data.samples import Problem, Response
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.scoring import scored_chunks
 from gspo.tasks.base import Task
 from gspo.tracking import episodes
 from gspo.tracking.tracker import rollout_row
 
 SEED = 0  # the seed of held-out problems and of their samples, in every run
-UNBOUNDED_SET_SIZE = 256  # how many problems of a set without end are taken if no number is given
+UNBOUNDED_SET_SIZE = 256  # the number of problems of an endless set, if no number is given
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Holds problems of one evaluation set: the first ones, in the order of the set."""
+    """The first problems of an evaluation set, in its order."""
 
     name: str
     task: Task
     problems: list[Problem]
     # the number of problems left out because their prompts leave no room for a response
     left_out: int = 0
-    limit: int = 0  # the most tokens of a response; 0: the limit that the caller gives
+    limit: int = 0  # the most tokens of a response; 0: those of the sampling parameters
+
+    def request(
+        self, group_size: int, sampling: Sampling, step: int, seed: int = SEED
+    ) -> SamplingRequest:
+        """Return the request for `group_size` responses to each problem."""
+        if self.limit:
+            sampling = replace(sampling, max_new_tokens=self.limit)
+        random_key = (seed, "evaluation", self.name)
+        return SamplingRequest(self.problems, group_size, sampling, random_key, step)
 
 
 def load_evaluation_sets(
     task: Task, names: list[str], problems: int | None, seed: int = SEED
 ) -> list[EvaluationSet]:
-    """Load the named evaluation sets of a task, or with an empty list all of them.
+    """Load the named evaluation sets of a task, or all of them if the list is empty.
 
-    At most `problems` problems of each are taken; None stands for all problems of a finite set and
-    `UNBOUNDED_SET_SIZE` of one without end. Raises ValueError for a set that the task does not
-    have.
+    Each gets at most `problems` problems. None stands for all problems of a finite set, and for
+    `UNBOUNDED_SET_SIZE` problems of an endless set. Raises ValueError for a set that the task does
+    not have.
     """
     available = task.evaluation_sets()
     unknown = [name for name in names if name not in available]
     if unknown:
         raise ValueError(
-            f"evaluation.sets: task {task.name!r} has no set {unknown[0]!r}; it has {', '.join(available)}"
+            f"evaluation.sets: task {task.name!r} has no set {unknown[0]!r}; it has "
+            f"{', '.join(available)}"
         )
     sets = []
     for name in names or available:
         size = task.size(name)
-        wanted = problems or size or UNBOUNDED_SET_SIZE
-        count = wanted if size is None else min(wanted, size)
-        sets.append(EvaluationSet(name, task, [task.problem(seed, name, i) for i in range(count)]))
+        count = problems or size or UNBOUNDED_SET_SIZE
+        if size is not None:
+            count = min(count, size)
+        problems_of_set = [task.problem(seed, name, i) for i in range(count)]
+        sets.append(EvaluationSet(name, task, problems_of_set))
     return sets
 
 
 def with_room(evaluation_set: EvaluationSet, engine: Engine, max_new_tokens: int) -> EvaluationSet:
-    """Leave out the problems whose prompts leave no room for a response of `max_new_tokens` in the
-    model's positions.
+    """Leave out the problems whose prompts leave no room for `max_new_tokens` response tokens.
 
-    Raises ValueError if no problem is left.
+    Raises ValueError if no problem remains.
     """
-    kept = [problem for problem in evaluation_set.problems if engine.fits(problem, max_new_tokens)]
-    if not kept:
+    fitting = [p for p in evaluation_set.problems if engine.fits(p, max_new_tokens)]
+    if not fitting:
         raise ValueError(
-            f"up to {max_new_tokens} response tokens leave no room for any prompt of the set {evaluation_set.name} in "
-            f"{engine.positions} positions; lower max_new_tokens (in training rollout.max_new_tokens), or choose other "
-            "sets=... (in training evaluation.sets=...)"
+            f"up to {max_new_tokens} response tokens leave no room for any prompt of the set "
+            f"{evaluation_set.name} in {engine.positions} positions; lower max_new_tokens (in "
+            "training rollout.max_new_tokens), or choose other sets=... (in training "
+            "evaluation.sets=...)"
         )
-    return replace(evaluation_set, problems=kept, left_out=len(evaluation_set.problems) - len(kept))
+    left_out = len(evaluation_set.problems) - len(fitting)
+    return replace(evaluation_set, problems=fitting, left_out=left_out)
 
 
 def evaluate(
@@ -88,76 +101,83 @@ def evaluate(
     step: int,
     stop: Sequence[str] = (),
 ) -> tuple[dict[str, float], list[list[Response]]]:
-    """Sample and score responses to every set; `stop` are the strings that end one. Returns the
-    metrics and the scored responses, group by group."""
-    metrics, everything = {}, []
+    """Sample and score responses to every set. Return the metrics, and the groups of all sets.
+
+    `stop` are the strings that end a response."""
+    metrics: dict[str, float] = {}
+    all_groups: list[list[Response]] = []
     sampling = settings.sampling(max_new_tokens, stop)
-    for whole in load_evaluation_sets(task, settings.sets, settings.problems):
-        evaluation_set = with_room(whole, engine, max_new_tokens)
-        position = (SEED, "evaluation", evaluation_set.name)
-        chunks = scored_chunks(
-            engine,
-            task,
-            evaluation_set.problems,
-            settings.samples,
-            sampling,
-            position,
-            policy_step=step,
-        )
-        groups = [group for chunk in chunks for group in chunk]
-        metrics |= as_metrics(
-            evaluation_set.name, summarise([rows(group) for group in groups], [settings.samples])
-        )
+    for full_set in load_evaluation_sets(task, settings.sets, settings.problems):
+        evaluation_set = with_room(full_set, engine, max_new_tokens)
+        request = evaluation_set.request(settings.samples, sampling, step)
+        groups = [group for chunk in scored_chunks(engine, task, request) for group in chunk]
+        result = summarise([rows(group) for group in groups], [settings.samples])
+        metrics |= as_metrics(evaluation_set.name, result)
         metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
-        everything += groups
-    return metrics, everything
+        all_groups += groups
+    return metrics, all_groups
 
 
 def rows(group: list[Response]) -> list[dict]:
-    """Convert the responses to one problem to what `summarise` needs, ready for JSON."""
-    return [rollout_row(r) | {"answer": r.score.answer, "rating": r.problem.rating} for r in group]
+    """Return the responses to one problem as rows for `summarise`, ready for JSON."""
+    rows_of_group = []
+    for r in group:
+        row = rollout_row(r)
+        row["answer"] = r.score.answer
+        row["rating"] = r.problem.rating
+        rows_of_group.append(row)
+    return rows_of_group
 
 
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
-    """Compute the numbers of one set, ready for JSON, from the `rows` of every problem. A number
-    can be None.
+    """Compute the numbers of one set, ready for JSON, from the `rows` of every problem.
 
-    Responses that could not be graded are counted, and left out of everything else. pass@k and
-    maj@k are computed for every k of `ks`; maj@k is None without any answer to vote for, Elo if a
-    problem has no rating. "episodes" has the numbers of gspo.tracking.episodes, and is there only
-    where responses are episodes of several turns.
+    A number can be None. Responses that could not be graded are counted, and left out of everything
+    else. pass@k and maj@k are computed for every k of `ks`. maj@k is None without any answer to
+    vote for, Elo is None if a problem has no rating. "episodes" has the numbers of
+    gspo.tracking.episodes. It is missing if no response is an episode of several turns.
     """
-    rewards_PK = np.array(
-        [[math.nan if r["reward"] is None else r["reward"] for r in group] for group in groups]
-    )
+    responses = [r for group in groups for r in group]
+    graded = [r for r in responses if r["reward"] is not None]
+    verdicts = Counter(r["verdict"] for r in graded)
+    # None becomes NaN
+    rewards_PK = np.array([[r["reward"] for r in group] for group in groups], dtype=float)
     # answers are texts of any length, which an array of objects can hold
     answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)
-    graded = [r for group in groups for r in group if r["reward"] is not None]
-    sampling, between = estimates.error_parts(rewards_PK)
+    has_answers = any(r["answer"] != "" for r in graded)
+    ratings = [group[0]["rating"] for group in groups]
+
+    average = estimates.average(rewards_PK)
+    stderr_sampling, stderr_problems = estimates.error_parts(rewards_PK)
+    pass_at_k = {}
+    majority_at_k = {}
+    for k in ks:
+        pass_at_k[str(k)] = _estimate(estimates.pass_at_k(rewards_PK, k))
+        if has_answers:
+            majority = estimates.majority_at_k(rewards_PK, answers_PK, k)
+            majority_at_k[str(k)] = _estimate(majority)
     result = {
         "problems": len(groups),
-        "problems_left_out": len(groups) - estimates.average(rewards_PK).problems,
+        "problems_left_out": len(groups) - average.problems,
         "samples": rewards_PK.shape[1],
         "ungraded": int(np.isnan(rewards_PK).sum()),
-        "avg": _estimate(estimates.average(rewards_PK))
-        | {"stderr_sampling": sampling, "stderr_problems": between},
-        "pass": {str(k): _estimate(estimates.pass_at_k(rewards_PK, k)) for k in ks},
-        "maj": None,
+        "avg": {
+            **_estimate(average),
+            "stderr_sampling": stderr_sampling,
+            "stderr_problems": stderr_problems,
+        },
+        "pass": pass_at_k,
+        "maj": majority_at_k or None,
         "truncated": _mean(r["finish_reason"] == "length" for r in graded),
         "tokens": _mean(r["length"] for r in graded),
-        "verdicts": {
-            v: n / len(graded) for v, n in sorted(Counter(r["verdict"] for r in graded).items())
-        },
+        "verdicts": {verdict: n / len(graded) for verdict, n in sorted(verdicts.items())},
         "elo": None,
     }
-    if (answers_PK[~np.isnan(rewards_PK)] != "").any():
-        result["maj"] = {
-            str(k): _estimate(estimates.majority_at_k(rewards_PK, answers_PK, k)) for k in ks
-        }
-    if graded and all(group[0]["rating"] is not None for group in groups):
-        result["elo"] = _elo(np.array([group[0]["rating"] for group in groups]), rewards_PK)
-    if found := episodes.numbers([r for group in groups for r in group]):
-        result["episodes"] = found
+    if graded and None not in ratings:
+        result["elo"] = _elo(np.array(ratings), rewards_PK)
+    episode_numbers = episodes.numbers(responses)
+    if episode_numbers:
+        result["episodes"] = episode_numbers
     return without_nan(result)
 
 
@@ -171,25 +191,31 @@ def _estimate(estimate: estimates.Estimate) -> dict:
 
 
 def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
-    """Compute both ratings with their errors, and say what they were measured on, without which
-    they mean little.
+    """Compute both ratings with their errors, and describe the problems that they were measured on.
+
+    Without that description the ratings mean little.
     """
     used = (~np.isnan(rewards_PK)).any(1)
-    difficulty_P, rewards_PK = difficulty_P[used], rewards_PK[used]
-    solved_P, attempts_P = (rewards_PK == 1).sum(1), (~np.isnan(rewards_PK)).sum(1)
+    difficulty_P = difficulty_P[used]
+    rewards_PK = rewards_PK[used]
+    solved_P = (rewards_PK == 1).sum(1)
+    attempts_P = (~np.isnan(rewards_PK)).sum(1)
     likely = elo.most_likely(difficulty_P, solved_P, attempts_P)
     probable = elo.most_probable(difficulty_P, solved_P, attempts_P)
     resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
+    # JSON has no infinity
+    likely_rating: float | str = likely.rating
+    if not math.isfinite(likely.rating):
+        likely_rating = "+inf" if likely.rating > 0 else "-inf"
+    likely_stderr = likely.stderr if math.isfinite(likely.stderr) else None
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
         "map_prior": [elo.MEAN, elo.SPREAD],
         "bootstrap_stderr": resampled.stderr,
         "bootstrap_interval_95": [resampled.low, resampled.high],
-        "ml": likely.rating
-        if math.isfinite(likely.rating)
-        else ("+inf" if likely.rating > 0 else "-inf"),
-        "ml_stderr": likely.stderr if math.isfinite(likely.stderr) else None,
+        "ml": likely_rating,
+        "ml_stderr": likely_stderr,
         "problems": len(difficulty_P),
         "attempts": int(attempts_P.sum()),
         "window": [float(difficulty_P.min()), float(difficulty_P.max())],
@@ -197,11 +223,10 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
 
 
 def as_metrics(name: str, result: dict) -> dict[str, float]:
-    """Select the numbers that are logged over training, under their names as metrics, without those
-    that are None.
-    """
+    """Return the numbers that are logged in training, by metric name, without None values."""
     k = result["samples"]
-    elo_result, majority = result["elo"] or {}, result["maj"] or {}
+    elo_result = result["elo"] or {}
+    majority = result["maj"] or {}
     metrics = {
         f"eval/{name}/avg@{k}": result["avg"]["value"],
         f"eval/{name}/stderr": result["avg"]["stderr"],
@@ -212,7 +237,9 @@ def as_metrics(name: str, result: dict) -> dict[str, float]:
         f"eval/{name}/ungraded": float(result["ungraded"]),
         "eval/elo": elo_result.get("map"),
         "eval/elo_stderr": elo_result.get("map_stderr"),
-    } | {f"eval/{name}/episode_{key}": value for key, value in result.get("episodes", {}).items()}
+    }
+    for key, value in result.get("episodes", {}).items():
+        metrics[f"eval/{name}/episode_{key}"] = value
     return {key: value for key, value in metrics.items() if value is not None}
 
 
@@ -222,7 +249,7 @@ def _mean(values) -> float:
 
 
 def without_nan(value):
-    """Replace NaN, which JSON does not have, by None, however deep in mappings and lists."""
+    """Replace NaN by None in nested mappings and lists: JSON has no NaN."""
     if isinstance(value, dict):
         return {key: without_nan(v) for key, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The progress bar of an evaluation: problems, the accuracy so far, and the time that is left."""
+"""The progress bar of an evaluation: problems, the accuracy so far, and the remaining time."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ from gspo.evaluation.paired import Group
 
 
 class Bar:
-    """Draws a bar in the terminal, over the problems of all sets; nothing where the output is no
-    terminal.
-    """
+    """A bar over the problems of all sets. It draws nothing if the output is no terminal."""
 
     def __init__(self, problems: int):
         self.bar = tqdm(total=problems, unit="problem", dynamic_ncols=True, disable=None)
-        self.rewards: list[float] = []  # of the set that is under way
+        self.rewards: list[float] = []  # of the current set
 
     def __call__(self, name: str, groups: list[Group], sampled: bool) -> None:
-        """Note the rows of some problems of a set: those that were there already, then those that
-        were sampled.
-        """
+        """Count the rows of some problems of a set.
+
+        The first call for a set has the rows of earlier runs, and `sampled` is False."""
         if not sampled:
             self.rewards = []
             if groups:
                 self.bar.write(f"{name}: {len(groups)} problems were there already")
             if not self.bar.disable:
-                # they took no time, so they must not count in the estimate of the time that is left
+                # they took no time, so they must not count in the estimate of the remaining time
                 self.bar.initial += len(groups)
         self.rewards += [
             row["reward"] for group in groups for row in group if row["reward"] is not None
         ]
         if self.rewards:
-            self.bar.set_postfix_str(
-                f"accuracy {sum(self.rewards) / len(self.rewards):.3f}", refresh=False
-            )
+            accuracy = sum(self.rewards) / len(self.rewards)
+            self.bar.set_postfix_str(f"accuracy {accuracy:.3f}", refresh=False)
         self.bar.set_description(name, refresh=False)
         self.bar.update(len(groups))
 

@@ -1,4 +1,4 @@
-"""The settings under `evaluation`: on which held-out problems a run is evaluated, how, and when."""
+"""The settings under `evaluation`: the held-out problems of a run, and their sampling."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from gspo.rollout.engines.truncation import Truncation
 
 @dataclass
 class EvaluationSettings(Truncation, key="evaluation"):
-    """The settings that say on which held-out problems a run is evaluated, how, and when. top_p,
-    top_k and min_p may differ from those of training: no ratio is taken of these responses."""
+    """The settings of a run's evaluations on held-out problems.
+
+    top_p, top_k and min_p may differ from those of training: no ratio is taken of these responses.
+    """
 
     # steps between evaluations; also before the first, after the last. 0: none at all
     every: int = ranged(20, least=0)
@@ -27,12 +29,13 @@ class EvaluationSettings(Truncation, key="evaluation"):
         super().__post_init__()
         if self.temperature == 0 and self.samples > 1:
             raise ValueError(
-                f"evaluation.samples={self.samples} with temperature=0: greedy samples are all alike; use 1"
+                f"evaluation.samples={self.samples} with temperature=0: greedy samples are all "
+                "alike; use 1"
             )
         self.refuse_greedy(self.temperature, "evaluation.")
 
     def sampling(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Sampling:
-        """Return how responses are sampled; `stop` are the strings that end one."""
+        """Return the sampling parameters; `stop` are the strings that end a response."""
         return Sampling(
             self.temperature,
             max_new_tokens,

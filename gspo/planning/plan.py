@@ -260,17 +260,13 @@ class Passes:
 def passes_of(settings: Settings, work: Work, each: int, engine: Engine) -> Passes:
     """Count a step's passes: each epoch learns; the old policy's and the reference's log-probs are
     scored. The former are spared where the engine has just computed them with the trainer's weights
-    (Trainer.skips_old_pass)."""
-    policy = settings.policy
-    needed = (
-        settings.correction.name != "none"
-        or policy.routing_replay == "r3"
-        or settings.advantage.needs_values
-    )
+    (PolicySettings.skips_old_pass)."""
     here = settings.rollout.name == "local" and not engine.weights
-    exact = here and policy.precision == "float32" and not samples_ahead(settings)
-    skipped = (
-        policy.old_pass == "auto" and policy.old_logprobs == "step_start" and exact and not needed
+    skipped = settings.policy.skips_old_pass(
+        exact_engine=here and settings.policy.precision == "float32",
+        samples_ahead=samples_ahead(settings),
+        correction=settings.correction.name,
+        critic=settings.advantage.needs_values,
     )
     scored = (not skipped) + settings.kl.needs_reference
     epochs, minibatches = settings.trainer.epochs, settings.trainer.minibatches

@@ -1,3 +1,1 @@
-"""Engines that sample responses, and the rollout sources that hand scored groups of them to the
-trainer.
-"""
+"""Engines sample responses, and rollout sources return scored groups of them to the trainer."""

@@ -1,8 +1,7 @@
-"""Sampling and scoring at the same time: while the engine samples, the verifiers score responses
-that have ended.
+"""Samples and scores at the same time: verifiers score the responses that have ended already.
 
 Verifiers that run programs wait for other processes, and the engine's arithmetic releases Python's
-lock, so the two overlap on a machine with a core to spare. The scores are the same as if all
+lock. So on a machine with a core to spare the two overlap. The scores are the same as if all
 sampling came first.
 """
 
@@ -10,71 +9,50 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
-from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.base import Engine, Groups, OnFinished
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.episodes.sampling import play
 from gspo.tasks.base import Task
 
-Groups = list[list[Response]]
-# groups, and what has to be done before they are scored
-Waiting = deque[tuple[Groups, list[Future[None]]]]
+# groups, and the futures that must be done before the groups are scored
+Unscored = deque[tuple[Groups, list[Future[None]]]]
 
 
 def scored_chunks(
-    engine: Engine,
-    task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    *,
-    policy_step: int = 0,
-    chunk: int | None = None,
-    seconds: Seconds | None = None,
-    record_experts: bool = False,
+    engine: Engine, task: Task, request: SamplingRequest, seconds: Seconds | None = None
 ) -> Iterator[Groups]:
-    """Sample and score groups of `samples` responses to each problem, and yield them chunk by
-    chunk, in order.
+    """Sample and score the responses of a request, and yield their groups chunk by chunk, in order.
 
-    `chunk` is a number of problems; by default it is as many as the engines of all ranks sample at
-    once, which changes neither what they compute nor how fast. Every rank samples and scores its
-    share, and gets the groups of all. Times are added to `seconds`. An exception of a verifier is
-    raised here."""
+    A chunk has as many problems as the engines of all ranks sample at once. Each rank samples and
+    scores its share of a chunk, and gets the groups of all ranks. Times are added to `seconds`. An
+    exception of a verifier is raised here."""
     ranks = engine.ranks
-    chunk, seconds = chunk or at_once(engine, samples) * ranks.world_size, seconds or Seconds()
-    before, waiting = None, []
+    seconds = seconds or Seconds()
+    chunk_size = engine.problems_at_once(request.group_size) * ranks.world_size
     thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
+    # the chunk before, which is scored while the engine samples this chunk
+    previous: tuple[Grading, Groups] | None = None
     try:
-        for start in range(0, len(problems), chunk):
-            started, grading = time.perf_counter(), Grading(thread, task, seconds)
-            some = ranks.shard(problems[start : start + chunk])
-            groups = sample(
-                engine,
-                task,
-                some,
-                samples,
-                sampling,
-                seed,
-                policy_step,
-                record_experts,
-                grading.add,
-                seconds,
-            )
+        for start in range(0, len(request.problems), chunk_size):
+            started = time.perf_counter()
+            grading = Grading(thread, task, seconds)
+            share = request.with_problems(ranks.shard(request.problems[start : start + chunk_size]))
+            groups = sample(engine, task, share, grading.add, seconds)
             seconds.sampling += time.perf_counter() - started
-            if before:
-                yield before.groups(waiting, ranks)
-            before, waiting = grading, groups
-        if before:
-            yield before.groups(waiting, ranks)
+            if previous:
+                yield gathered(*previous, ranks)
+            previous = grading, groups
+        if previous:
+            yield gathered(*previous, ranks)
     finally:
         thread.shutdown(cancel_futures=True)
 
@@ -82,124 +60,86 @@ def scored_chunks(
 def sample(
     engine: Engine,
     task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    policy_step: int = 0,
-    record_experts: bool = False,
-    finished: Callable[[list[Response]], None] | None = None,
+    request: SamplingRequest,
+    on_finished: OnFinished | None = None,
     seconds: Seconds | None = None,
 ) -> Groups:
-    """Sample groups of `samples` responses to each problem: episodes where a problem is played in
-    an environment.
-    """
+    """Sample the responses of a request, in episodes if the task has environments."""
     if task.environments():
-        return play(
-            engine,
-            task,
-            problems,
-            samples,
-            sampling,
-            seed,
-            policy_step=policy_step,
-            record_experts=record_experts,
-            finished=finished,
-            seconds=seconds,
-        )
-    return engine.generate(
-        problems,
-        samples,
-        sampling,
-        seed,
-        policy_step,
-        record_experts=record_experts,
-        finished=finished,
-    )
+        return play(engine, task, request, on_finished, seconds)
+    return engine.generate(request, on_finished)
 
 
 def stream(
-    engine: Engine,
-    task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    policy_step: int,
-    finished: Callable[[list[Response]], None],
+    engine: Engine, task: Task, request: SamplingRequest, on_finished: OnFinished
 ) -> Iterator[Groups]:
-    """Sample as `sample` does, and yield groups as soon as they are whole; episodes chunk by chunk."""
+    """Sample as `sample` does, but yield groups as soon as they are complete.
+
+    Episodes are yielded chunk by chunk."""
     if not task.environments():
-        yield from engine.stream(problems, samples, sampling, seed, policy_step, finished=finished)
+        yield from engine.stream(request, on_finished)
         return
-    for chunk in engine.chunks(problems, samples):
-        yield sample(engine, task, chunk, samples, sampling, seed, policy_step, finished=finished)
+    for chunk in engine.chunks(request):
+        yield sample(engine, task, chunk, on_finished)
 
 
-def scored_stream(
-    engine: Engine,
-    task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    *,
-    policy_step: int = 0,
-) -> Iterator[Groups]:
-    """Sample and score as `scored_chunks` does, and yield scored groups as soon as the engine's
-    stream gives them. The engine waits for the verifiers only if they are a whole batch behind it.
+def scored_stream(engine: Engine, task: Task, request: SamplingRequest) -> Iterator[Groups]:
+    """Sample and score the responses of a request, and yield groups in the order of `stream`.
 
-    Where Ctrl-C or the end of the engine ends the sampling, groups that are whole are still scored
-    and yielded before KeyboardInterrupt or EngineEnded is raised. An exception of a verifier is
-    raised here."""
-    thread, ended = ThreadPoolExecutor(1, thread_name_prefix="scoring"), None
+    The engine waits for the verifiers only if they are more than a whole batch behind it. If Ctrl-C
+    or the end of the engine ends the sampling, complete groups are still scored and yielded before
+    KeyboardInterrupt or EngineEnded is raised. An exception of a verifier is raised here."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="scoring")
     grading = Grading(thread, task, Seconds())
-    waiting: Waiting = deque()
+    unscored: Unscored = deque()
+    interruption: BaseException | None = None
     try:
         try:
-            for groups in stream(
-                engine, task, problems, samples, sampling, seed, policy_step, grading.add
-            ):
-                waiting.append((groups, grading.taken()))
-                while waiting and (
-                    all(f.done() for f in waiting[0][1]) or count(waiting) > engine.batch_rows
+            for groups in stream(engine, task, request, grading.add):
+                unscored.append((groups, grading.pop_futures()))
+                while unscored and (
+                    all(future.done() for future in unscored[0][1])
+                    or count_responses(unscored) > engine.batch_rows
                 ):
-                    yield first_scored(waiting)
+                    yield pop_scored(unscored)
         except (KeyboardInterrupt, EngineEnded) as error:
-            ended = error
-        while waiting:
-            yield first_scored(waiting)
-        if ended:
-            raise ended
+            interruption = error
+        while unscored:
+            yield pop_scored(unscored)
+        if interruption:
+            raise interruption
     finally:
         thread.shutdown(cancel_futures=True)
 
 
-def count(waiting: Waiting) -> int:
+def count_responses(unscored: Unscored) -> int:
     """Count the responses that wait for their scores."""
-    return sum(len(group) for groups, _ in waiting for group in groups)
+    return sum(len(group) for groups, _ in unscored for group in groups)
 
 
-def first_scored(waiting: Waiting) -> Groups:
-    """Wait until the first groups are scored, and return them. Raises what a verifier raised."""
-    groups, futures = waiting[0]
+def pop_scored(unscored: Unscored) -> Groups:
+    """Wait until the first groups are scored, and return them. Raises a verifier's exception."""
+    groups, futures = unscored[0]
     for future in futures:
         future.result()
-    waiting.popleft()
+    unscored.popleft()
     return groups
 
 
 class Grading:
-    """Scores the responses of one chunk in a thread. Those that end while the verifiers are busy
-    are their next batch."""
+    """Scores responses in a thread: those that end while the verifiers are busy are the next batch.
+
+    The seconds of scoring are added to `seconds`."""
 
     def __init__(self, thread: ThreadPoolExecutor, task: Task, seconds: Seconds):
-        self.thread, self.task, self.seconds = thread, task, seconds
+        self.thread = thread
+        self.task = task
+        self.seconds = seconds
         self.ended: SimpleQueue[Response] = SimpleQueue()
         self.futures: list[Future[None]] = []
 
     def add(self, responses: list[Response]) -> None:
-        """Take responses that have ended; called by the thread that samples."""
+        """Let the thread score responses that have ended. The thread that samples calls this."""
         for response in responses:
             self.ended.put(response)
         self.futures.append(self.thread.submit(self._grade))
@@ -214,37 +154,40 @@ class Grading:
             score(self.task, batch)
             self.seconds.scoring += time.perf_counter() - started
 
-    def taken(self) -> list[Future[None]]:
-        """Return what scores the responses that were added since the last call of this method."""
-        taken, self.futures = self.futures, []
-        return taken
-
-    def groups(self, own: Groups, ranks: Ranks) -> Groups:
-        """Wait until all responses of this rank's groups are scored, and of the other ranks; return
-        the groups of all. Raises what a verifier raised."""
-        started = time.perf_counter()
-        try:
-            for future in self.futures:
-                future.result()
-            return ranks.unshard(own)
-        finally:
-            self.seconds.waited += time.perf_counter() - started
+    def pop_futures(self) -> list[Future[None]]:
+        """Return the futures that score the responses added since the last call of this method."""
+        futures = self.futures
+        self.futures = []
+        return futures
 
 
-def at_once(engine: Engine, samples: int) -> int:
-    """Return how many problems the engine samples together, with `samples` responses to each."""
-    return max(1, engine.batch_rows // samples)
+def gathered(grading: Grading, groups: Groups, ranks: Ranks) -> Groups:
+    """Wait until this rank's groups are scored, and return the groups of all ranks.
+
+    Raises the exception of a verifier."""
+    started = time.perf_counter()
+    try:
+        for future in grading.futures:
+            future.result()
+        return ranks.unshard(groups)
+    finally:
+        grading.seconds.waited += time.perf_counter() - started
 
 
 def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
-    """Give every response its verifier's score; episodes have theirs from their environments. With
-    `ranks` all of them have these responses, and each scores its share."""
-    ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
-    is_asked = task.truncated_reward is None
-    scores = task.score(
-        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.shard(responses)]
-    )
-    for response, verdict in zip(responses, ranks.unshard(scores), strict=True):
-        if verdict.verdict == "truncated" and not is_asked:
+    """Give every response its verifier's score. Episodes have theirs from their environments.
+
+    All `ranks` must have these responses. Each scores its share."""
+    ranks = ranks or Ranks()
+    unscored = [r for r in responses if r.score is None]
+    # without a reward for truncated responses, the verifier judges them like complete ones
+    judges_truncated = task.truncated_reward is None
+    answers = [
+        (r.problem, r.text, judges_truncated or r.finish_reason == "stop")
+        for r in ranks.shard(unscored)
+    ]
+    scores = ranks.unshard(task.score(answers))
+    for response, verdict in zip(unscored, scores, strict=True):
+        if verdict.verdict == "truncated" and not judges_truncated:
             verdict = replace(verdict, reward=task.truncated_reward)
         response.score = verdict

@@ -1,9 +1,11 @@
-"""The settings under `rollout`: how much a training step samples, of which problems, by which
-engine, how far ahead.
+"""The settings under `rollout`: the batch of a step, its sampling, the engine, and stale batches.
 
-`rollout=local` samples in the trainer's process (gspo.rollout.engines.local), `rollout=vllm` by a
-vLLM beside it (gspo.rollout.engines.vllm), `rollout=vllm_server` by a vLLM server elsewhere
+`rollout=local` samples in the trainer's process (gspo.rollout.engines.local), `rollout=vllm` with a
+vLLM beside it (gspo.rollout.engines.vllm), `rollout=vllm_server` with a vLLM server elsewhere
 (gspo.rollout.engines.vllm_server).
+
+`RolloutSettings` inherits a class for each subject. Each class checks its own settings. The order
+of the classes is the order in which the settings are shown.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from gspo.io.ranges import HASHED_IF_CHANGED, cost_only, ranged
+from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
@@ -24,49 +26,80 @@ QUANTIZATIONS = ("none", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int4", "int3", "in
 # The largest mean |log-prob difference| in nats that engine and trainer may have on the same tokens
 # after a sync, by the engine's precision.
 SYNC_TOLERANCE = {
-    "float32": 1e-4, "bfloat16": 0.15, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "fp4_e2m1": 3.0, "int4": 3.0, "int3": 6.0,
+    "float32": 1e-4,
+    "bfloat16": 0.15,
+    "fp8_e4m3": 0.5,
+    "fp8_e5m2": 1.0,
+    "fp4_e2m1": 3.0,
+    "int4": 3.0,
+    "int3": 6.0,
     "int2": 9.0,
-}  # fmt: skip
+}
 
 
 @dataclass
-class RolloutSettings(Truncation, key="rollout"):
-    """The settings of every engine. This class by itself is those of the in-process engine.
+class BatchSettings(Ranged, key="rollout"):
+    """The settings of a step's batch: its size, and the engine that samples it."""
 
-    name            the engine's name
-    top_p, top_k, min_p  which tokens may be drawn: gspo.rollout.engines.truncation. Log-probs, and so
-                         ratios, are of the whole
-                    distribution
-    stop            strings that end a response, with the token that completes one:
-                    gspo.rollout.engines.stop_strings
-    dtype           the precision that the engine computes in; the trainer's is float32
-    quantization    none, or the format that the in-process engine's weights are rounded to:
-                    gspo.rollout.engines.quantization
-    routes          whether the engine returns the experts of every token (MoE models); Routing
-                    Replay R3 turns it on
-    routes_floor    the least share of the engine's experts that the trainer's router must choose
-                    too; less is an error
-    sync_tolerance  the largest mean |log-prob difference| of engine and trainer after a sync; null:
-                    by precision
-    staleness       step s trains on responses of the policy after step s - 1 - staleness
-    overlap         whether those are sampled while the trainer works (staleness >= 1); changes no
-                    number
-    token_budget    the most tokens of a response sampled per step, the rest under later policies;
-                    0: all at once
-    in_flight       how many problems are under way at the start of a step with token_budget; over
-                    prompts_per_step
+    name: str = "local"  # the engine's name
+    prompts_per_step: int = ranged(32, least=1)
+    group_size: int = ranged(8, least=1)  # responses per prompt
+
+
+@dataclass
+class ResponseSettings(Truncation, key="rollout"):
+    """The settings of a response: temperature, truncation and length.
+
+    top_p, top_k and min_p exclude tokens from the draw (gspo.rollout.engines.truncation). Log-probs
+    and ratios are still of the full distribution.
     """
 
     # bounds the length of responses; 0: it does not. See `bound_by`
     half_of_positions: ClassVar[int] = 0
 
-    name: str = "local"
-    prompts_per_step: int = ranged(32, least=1)
-    group_size: int = ranged(8, least=1)
     temperature: float = ranged(1.0, above=0, why="greedy groups are all alike")
     max_new_tokens: int = ranged(80, least=1)
     # {step: max_new_tokens from that step on}
     extend: dict[int, int] = ranged(default_factory=dict, least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        previous_limit = self.max_new_tokens
+        for step, limit in sorted(self.extend.items()):
+            if step < 2:
+                raise ValueError(
+                    f"rollout.extend={self.extend}: step {step} must be at least 2; "
+                    "max_new_tokens is 1's"
+                )
+            if limit <= previous_limit:
+                raise ValueError(
+                    f"rollout.extend={self.extend}: the limit {limit} from step {step} on must "
+                    f"exceed the {previous_limit} before it "
+                    f"(rollout.max_new_tokens={self.max_new_tokens})"
+                )
+            previous_limit = limit
+
+    def bound_by(self, positions: int) -> None:
+        """Limit responses to half of the positions if the longest leaves no room for a prompt."""
+        if self.longest_limit >= positions:
+            self.half_of_positions = positions // 2
+
+    def limit(self, step: int) -> int:
+        """Return the largest number of response tokens at a step. It never decreases."""
+        limits = [limit for start, limit in self.extend.items() if start <= step]
+        largest = max([self.max_new_tokens, *limits])
+        return min(largest, self.half_of_positions or largest)
+
+    @property
+    def longest_limit(self) -> int:
+        """The largest number of response tokens of any step."""
+        return self.limit(max(self.extend, default=0))
+
+
+@dataclass
+class ProblemSettings(BatchSettings):
+    """The settings that choose the problems of a step, also for dynamic sampling."""
+
     # problems with longer prompts are replaced, and counted
     max_prompt_tokens: int | None = ranged(None, least=1)
     # number of different training problems; 0: an unbounded stream
@@ -75,81 +108,106 @@ class RolloutSettings(Truncation, key="rollout"):
     refresh_every: int = ranged(0, least=0)
     # dynamic sampling: further rounds of prompts_per_step problems; 0: none
     refill_rounds: int = ranged(0, least=0, most=MAX_REFILLS)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.refresh_every and not self.query_set:
+            raise ValueError(
+                f"rollout.refresh_every={self.refresh_every} with rollout.query_set=0: an "
+                "unbounded stream has nothing to replace"
+            )
+        if self.query_set % self.prompts_per_step:  # also if it is smaller
+            raise ValueError(
+                f"rollout.query_set={self.query_set} is not a multiple of "
+                f"rollout.prompts_per_step={self.prompts_per_step}: epochs would not end with a "
+                "step"
+            )
+        if self.refill_rounds and self.group_size == 1:
+            raise ValueError(
+                f"rollout.refill_rounds={self.refill_rounds} with rollout.group_size=1: a single "
+                "reward never varies"
+            )
+        batches = self.query_set // self.prompts_per_step
+        if self.query_set and self.refill_rounds >= batches:
+            raise ValueError(
+                f"rollout.refill_rounds={self.refill_rounds} with "
+                f"rollout.query_set={self.query_set}, which is {batches} batches of "
+                f"rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem "
+                "twice"
+            )
+
+
+@dataclass
+class EngineSettings(Ranged, key="rollout"):
+    """The settings of the engine: batch size, stop strings, precision, and the trainer's checks.
+
+    routes          whether the engine returns the experts of every token (MoE models)
+    routes_floor    the smallest share of these experts that the trainer's router must choose too
+    sync_tolerance  the largest mean |log-prob difference| of engine and trainer after a sync
+    """
+
     # responses sampled at once; bounds the memory of the cache, changes no response
     batch_rows: int = ranged(512, least=1, cost_only=True)
+    # strings that end a response, with the token that completes one
+    # (gspo.rollout.engines.stop_strings)
     stop: list[str] = field(default_factory=list, metadata=HASHED_IF_CHANGED)
     # the in-process engine records a token's kernels on a GPU and replays them; false: it launches
     # each by itself
     cuda_graphs: bool = cost_only(True)
+    # the precision that the engine computes in; the trainer's is float32
     dtype: str = "float32"
+    # none, or the format that the in-process engine's weights are rounded to
+    # (gspo.rollout.engines.quantization)
     quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
-    routes: bool = False
+    routes: bool = False  # Routing Replay R3 sets it
     routes_floor: float = ranged(0.5, least=0, most=1, cost_only=True)
-    sync_tolerance: float | None = ranged(None, above=0, cost_only=True)
-    staleness: int = ranged(0, least=0)
-    overlap: bool = cost_only(False)
-    token_budget: int = ranged(0, least=0)
-    in_flight: int = ranged(0, least=0)
+    sync_tolerance: float | None = ranged(None, above=0, cost_only=True)  # null: by precision
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_extend()
-        self._check_query_set()
-        self._check_refill()
-        self._check_engine()
-        self._check_ahead()
-        check_stop(self.stop, "rollout.stop")
-
-    def _check_extend(self) -> None:
-        before = self.max_new_tokens
-        for step, limit in sorted(self.extend.items()):
-            if step < 2:
-                raise ValueError(
-                    f"rollout.extend={self.extend}: step {step} must be at least 2; max_new_tokens is 1's"
-                )
-            if limit <= before:
-                raise ValueError(
-                    f"rollout.extend={self.extend}: the limit {limit} from step {step} on must exceed the {before} "
-                    f"before it (rollout.max_new_tokens={self.max_new_tokens})"
-                )
-            before = limit
-
-    def _check_query_set(self) -> None:
-        if self.refresh_every and not self.query_set:
-            raise ValueError(
-                f"rollout.refresh_every={self.refresh_every} with rollout.query_set=0: an unbounded stream has nothing "
-                "to replace"
-            )
-        if self.query_set % self.prompts_per_step:  # also where it is smaller
-            raise ValueError(
-                f"rollout.query_set={self.query_set} is not a multiple of rollout.prompts_per_step="
-                f"{self.prompts_per_step}: epochs would not end with a step"
-            )
-
-    def _check_refill(self) -> None:
-        rounds, batches = self.refill_rounds, self.query_set // self.prompts_per_step
-        if rounds and self.group_size == 1:
-            raise ValueError(
-                f"rollout.refill_rounds={rounds} with rollout.group_size=1: a single reward never varies"
-            )
-        if self.query_set and rounds >= batches:
-            raise ValueError(
-                f"rollout.refill_rounds={rounds} with rollout.query_set={self.query_set}, which is {batches} batches "
-                f"of rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem twice"
-            )
-
-    def _check_engine(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(
-                f"rollout.quantization={self.quantization!r}: choose one of {', '.join(QUANTIZATIONS)}"
+                f"rollout.quantization={self.quantization!r}: choose one of "
+                f"{', '.join(QUANTIZATIONS)}"
             )
 
-    def _check_ahead(self) -> None:
+    def tolerance(self, precision: str) -> float:
+        """Return the largest mean |log-prob difference| in nats that is accepted after a sync.
+
+        `precision` is the trainer's."""
+        rounding = self.dtype if self.quantization == "none" else self.quantization
+        return self.sync_tolerance or max(SYNC_TOLERANCE[rounding], SYNC_TOLERANCE[precision])
+
+
+@dataclass
+class OffPolicySettings(ProblemSettings, ResponseSettings, BatchSettings):
+    """The settings that let responses be older than the weights of the step that trains on them.
+
+    The check needs the settings of the batch and of the responses, so this class inherits them.
+    """
+
+    # step s trains on responses of the policy after step s - 1 - staleness
+    staleness: int = ranged(0, least=0)
+    # whether those are sampled while the trainer works (staleness >= 1); changes no number
+    overlap: bool = cost_only(False)
+    # the most tokens of a response sampled per step, the rest under later policies; 0: no limit
+    token_budget: int = ranged(0, least=0)
+    # with token_budget: problems under way at the start of a step; more than prompts_per_step
+    in_flight: int = ranged(0, least=0)
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether responses may be older than the weights of the step that trains on them."""
+        return bool(self.staleness or self.token_budget)
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.overlap and not self.staleness:
             raise ValueError(
-                "rollout.overlap=true with rollout.staleness=0: each batch waits for the update before it"
+                "rollout.overlap=true with rollout.staleness=0: each batch waits for the update "
+                "before it"
             )
         if self.in_flight and not self.token_budget:
             raise ValueError(
@@ -157,8 +215,10 @@ class RolloutSettings(Truncation, key="rollout"):
             )
         if self.token_budget and self.in_flight <= self.prompts_per_step:
             raise ValueError(
-                f"rollout.in_flight={self.in_flight} must exceed rollout.prompts_per_step={self.prompts_per_step} with "
-                f"rollout.token_budget={self.token_budget}: else every response is finished before the step"
+                f"rollout.in_flight={self.in_flight} must exceed "
+                f"rollout.prompts_per_step={self.prompts_per_step} with "
+                f"rollout.token_budget={self.token_budget}: else every response is finished "
+                "before the step"
             )
         if self.token_budget and self.token_budget >= self.longest_limit:
             raise ValueError(
@@ -167,44 +227,29 @@ class RolloutSettings(Truncation, key="rollout"):
             )
         if self.query_set and self.in_flight > self.query_set:
             raise ValueError(
-                f"rollout.in_flight={self.in_flight} exceeds rollout.query_set={self.query_set}: a problem would "
-                "be under way twice"
+                f"rollout.in_flight={self.in_flight} exceeds rollout.query_set={self.query_set}: "
+                "a problem would be under way twice"
             )
         if self.token_budget and self.refill_rounds:
             raise ValueError(
-                f"rollout.token_budget={self.token_budget} with rollout.refill_rounds={self.refill_rounds}: dynamic "
-                "sampling needs whole responses; use one of the two"
+                f"rollout.token_budget={self.token_budget} with "
+                f"rollout.refill_rounds={self.refill_rounds}: dynamic sampling needs whole "
+                "responses; use one of the two"
             )
 
-    def tolerance(self, precision: str) -> float:
-        """Return the largest mean |log-prob difference| in nats that the guard after a sync lets
-        pass, where the trainer computes in this precision."""
-        rounding = self.dtype if self.quantization == "none" else self.quantization
-        return self.sync_tolerance or max(SYNC_TOLERANCE[rounding], SYNC_TOLERANCE[precision])
 
-    def bound_by(self, positions: int) -> None:
-        """Sample responses of at most half of a model's positions, if the longest would leave no
-        room for a prompt.
-        """
-        if self.longest_limit >= positions:
-            self.half_of_positions = positions // 2
+@dataclass
+class RolloutSettings(
+    OffPolicySettings, EngineSettings, ProblemSettings, ResponseSettings, BatchSettings
+):
+    """The settings of a rollout with any engine. `rollout=local` has only these."""
 
-    def limit(self, step: int) -> int:
-        """Return the largest number of response tokens at a step; later steps never have a smaller
-        one.
-        """
-        longest = max(
-            [self.max_new_tokens, *(limit for start, limit in self.extend.items() if start <= step)]
-        )
-        return min(longest, self.half_of_positions or longest)
-
-    @property
-    def longest_limit(self) -> int:
-        """The largest number of response tokens that any step can have."""
-        return self.limit(max(self.extend, default=0))
+    def __post_init__(self):
+        super().__post_init__()
+        check_stop(self.stop, "rollout.stop")
 
     def sampling(self, step: int) -> Sampling:
-        """Return how a step's responses are sampled."""
+        """Return the sampling parameters of a step's responses."""
         return Sampling(
             self.temperature,
             self.limit(step),
@@ -218,12 +263,10 @@ class RolloutSettings(Truncation, key="rollout"):
 
 @dataclass
 class OutsideRollout(RolloutSettings):
-    """The settings of vLLM on a GPU or on the CPU, wherever it runs. `batch_rows` becomes vLLM's
-    max_num_seqs.
-    """
+    """The settings of vLLM, in any process. `batch_rows` becomes vLLM's max_num_seqs."""
 
-    # GPUs that vLLM uses together; with rollout=vllm and several ranks so many neighbours share a
-    # vLLM on theirs
+    # GPUs that one vLLM uses together; with rollout=vllm and several ranks, as many neighbouring
+    # ranks share a vLLM on their GPUs
     tensor_parallel_size: int = ranged(1, least=1, cost_only=True)
     # tokens of prompt and response; null: the model's positions
     max_model_len: int | None = ranged(None, least=1)
@@ -241,14 +284,16 @@ class OutsideRollout(RolloutSettings):
             )
         if not self.cuda_graphs:
             raise ValueError(
-                "rollout.cuda_graphs=false is read by rollout=local alone; vLLM has rollout.eager=true"
+                "rollout.cuda_graphs=false is read by rollout=local alone; vLLM has "
+                "rollout.eager=true"
             )
         if self.temperature != 1:
             for rule, value in self.rules.items():
                 raise ValueError(
-                    f"rollout.{rule}={value} with rollout.temperature={self.temperature} and rollout={self.name}: vLLM "
-                    "reports log-probs before the temperature or after the truncation, and the ratio needs those "
-                    "between; set rollout.temperature=1, or use rollout=local"
+                    f"rollout.{rule}={value} with rollout.temperature={self.temperature} and "
+                    f"rollout={self.name}: vLLM reports log-probs before the temperature or after "
+                    "the truncation, and the ratio needs those between; set "
+                    "rollout.temperature=1, or use rollout=local"
                 )
 
 
@@ -266,8 +311,9 @@ class VLLMRollout(OutsideRollout):
         super().__post_init__()
         if self.tensor_parallel_size > 1 and not self.own_process:
             raise ValueError(
-                f"rollout.tensor_parallel_size={self.tensor_parallel_size} with rollout.own_process=false: its workers "
-                "have processes of their own; set rollout.own_process=true"
+                f"rollout.tensor_parallel_size={self.tensor_parallel_size} with "
+                "rollout.own_process=false: its workers have processes of their own; set "
+                "rollout.own_process=true"
             )
         if self.sleep and self.overlap:
             raise ValueError(
@@ -277,13 +323,11 @@ class VLLMRollout(OutsideRollout):
 
 @dataclass
 class VLLMServerRollout(OutsideRollout):
-    """The settings of a vLLM server that `gspo serve` starts, with the same settings as the runs
-    that use it.
-    """
+    """The settings of a vLLM server, for `gspo serve` and for the runs that use the server."""
 
     name: str = "vllm_server"
     url: str = cost_only("http://127.0.0.1:8000")  # where the server listens
-    # a folder that server and trainer both see, for weights on their way; empty: this machine's
+    # a folder that server and trainer both see, for handing weights over; empty: this machine's
     # memory
     folder: str = cost_only("")
 
@@ -291,67 +335,79 @@ class VLLMServerRollout(OutsideRollout):
         super().__post_init__()
         try:
             address = urlsplit(self.url)
-            fits = (
-                address.scheme == "http"
-                and address.hostname
-                and address.port
-                and not address.path.strip("/")
-            )
+            has_host_and_port = bool(address.hostname and address.port)
         except ValueError:  # a port that is no number
-            fits = False
-        if not fits:
+            has_host_and_port = False
+        if not has_host_and_port or address.scheme != "http" or address.path.strip("/"):
             raise ValueError(
                 f"rollout.url={self.url!r} must be http://HOST:PORT, such as http://127.0.0.1:8000"
             )
 
 
-# What an engine reads by itself, without a trainer. The other settings say what a step of training
-# is made of.
-OF_THE_ENGINE = frozenset([
-    "name", "dtype", "quantization", "batch_rows", "tensor_parallel_size", "max_model_len", "kv_cache_gib",
-    "gpu_memory", "eager", "own_process", "url", "folder",
-])  # fmt: skip
+# The settings that an engine reads without a trainer. The others describe a step of training.
+ENGINE_FIELDS = frozenset(
+    [
+        "name",
+        "dtype",
+        "quantization",
+        "batch_rows",
+        "tensor_parallel_size",
+        "max_model_len",
+        "kv_cache_gib",
+        "gpu_memory",
+        "eager",
+        "own_process",
+        "url",
+        "folder",
+    ]
+)
 
 
 def check_engine_alone(settings: RolloutSettings, instead: dict[str, str]) -> None:
-    """Raise ValueError for a setting that was given where nothing is trained, and nothing would
-    read it. `instead` says by which settings of the command the same is said."""
-    for field_ in fields(settings):
-        value = getattr(settings, field_.name)
-        default = field_.default if field_.default_factory is MISSING else field_.default_factory()
+    """Raise ValueError for a setting that only training reads, in a command that does not train.
+
+    `instead` names, by field, the command's own setting of the same meaning."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        default = setting.default
+        if setting.default_factory is not MISSING:
+            default = setting.default_factory()
         if value == default:
             continue
-        if field_.name == "name":
+        if setting.name == "name":
             raise ValueError(
                 f"rollout.name={value!r} cannot be changed; choose another option with rollout=..."
             )
-        # else the server is refused
-        as_started = field_.name == "routes" and settings.name == "vllm_server"
-        if field_.name not in OF_THE_ENGINE and not as_started:
-            hint = f"say {instead[field_.name]}=..." if field_.name in instead else "leave it out"
-            raise ValueError(f"rollout.{field_.name}={value} is read in training alone; {hint}")
+        # a server that was started with routes is refused without them
+        is_read_by_server = setting.name == "routes" and settings.name == "vllm_server"
+        if setting.name not in ENGINE_FIELDS and not is_read_by_server:
+            hint = "leave it out"
+            if setting.name in instead:
+                hint = f"say {instead[setting.name]}=..."
+            raise ValueError(f"rollout.{setting.name}={value} is read in training alone; {hint}")
 
 
 def engine_record(settings: RolloutSettings, positions: int | None) -> dict:
-    """Return what the numbers of an engine depend on, beyond rounding, with the positions that it
-    has.
-    """
-    kept = {name: getattr(settings, name) for name in ("name", "dtype", "quantization")}
-    return kept | {"positions": positions}
+    """Return the settings that change an engine's numbers beyond rounding, and its positions."""
+    return {
+        "name": settings.name,
+        "dtype": settings.dtype,
+        "quantization": settings.quantization,
+        "positions": positions,
+    }
 
 
 def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:
-    """Raise ValueError, naming keys and values, for a sampler that could not act under these
-    settings.
-    """
+    """Raise ValueError for a sampler that could not act under these settings."""
     batches = settings.query_set // settings.prompts_per_step
     if sampler.needs_query_set and batches < 2:
         raise ValueError(
-            f"sampler={sampler.name} with rollout.query_set={settings.query_set}: it needs a query set of at least two "
-            f"batches of rollout.prompts_per_step={settings.prompts_per_step}"
+            f"sampler={sampler.name} with rollout.query_set={settings.query_set}: it needs a query "
+            f"set of at least two batches of rollout.prompts_per_step={settings.prompts_per_step}"
         )
     if sampler.reads_pass_rates and 0 < settings.refresh_every <= batches:
         raise ValueError(
-            f"rollout.refresh_every={settings.refresh_every} replaces rollout.query_set={settings.query_set} within "
-            f"its first epoch ({batches} steps): sampler={sampler.name} would never read a recorded pass rate"
+            f"rollout.refresh_every={settings.refresh_every} replaces "
+            f"rollout.query_set={settings.query_set} within its first epoch ({batches} steps): "
+            f"sampler={sampler.name} would never read a recorded pass rate"
         )

@@ -418,12 +418,12 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
         return VLLMEngine(policy, rollout, ranks)
     if rollout.name == "vllm_server":
         return VLLMServerEngine(policy, rollout, ranks)
-    engine = local_engine(policy, rollout)
-    engine.ranks = ranks
-    return engine
+    return local_engine(policy, rollout, ranks=ranks)
 
 
-def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
+def local_engine(
+    policy: Policy, rollout: RolloutSettings, batch_rows: int = 0, ranks: Ranks | None = None
+) -> LocalEngine:
     """Return an in-process engine in the precision of a run's rollouts. It also samples held-out
     problems, during training and afterwards. With `batch_rows` 0 it has the run's."""
     dtype = getattr(torch, rollout.dtype)
@@ -433,6 +433,7 @@ def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) 
         dtype,
         rollout.quantization,
         cuda_graphs=rollout.cuda_graphs,
+        ranks=ranks,
     )
 
 
@@ -447,17 +448,14 @@ def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
 
 def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
     """Return an engine of every rank's own process for held-out problems, which the ranks share."""
-    engine = local_engine(trainer.policy, settings.rollout)
-    engine.ranks = trainer.ranks
-    return engine
+    return local_engine(trainer.policy, settings.rollout, ranks=trainer.ranks)
 
 
 def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
     """Return what keeps log-probs under the weights that sampled, None where the settings do not
     use those: where responses are trained on at the step that sampled them, or with
     policy.old_logprobs=step_start."""
-    later = settings.rollout.staleness or settings.rollout.token_budget
-    if not later or settings.policy.old_logprobs == "step_start":
+    if not settings.rollout.samples_ahead or settings.policy.old_logprobs == "step_start":
         return None
     return BehaviourLogprobs(
         sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3"

@@ -37,8 +37,8 @@ from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.settings import ModelSettings
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
-from gspo.rollout.episodes.beginning import written
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
+from gspo.rollout.episodes.beginning import prompt_text
 from gspo.rollout.scoring import sample, score
 from gspo.tasks.base import Task
 from gspo.tasks.environments.player import EnvironmentFailed, Player, all_closed
@@ -207,7 +207,7 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
     sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
-    groups = sample(engine, task, problems, 1, sampling, (seed, "cold start"))
+    groups = sample(engine, task, SamplingRequest(problems, 1, sampling, (seed, "cold start")))
     score(task, [r for group in groups for r in group])
     rewards = [group[0].score.reward for group in groups if group[0].score.reward is not None]
     return sum(rewards) / len(rewards)
@@ -260,7 +260,7 @@ def _episode(
     player = Player(lambda: task.environment(problem, position), task.step_seconds)
     try:
         beginning = player.finish(player.begin("reset", problem))
-        prompt = written(policy, beginning, policy.positions)
+        prompt = prompt_text(policy, beginning, policy.positions)
     except EnvironmentFailed as error:
         where = f"problem {problem.index} of task {problem.task!r}"
         raise ValueError(

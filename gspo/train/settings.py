@@ -154,10 +154,10 @@ class PolicySettings:
     #            | engine: as the engine reported. The first two differ where responses are older
     #            than the step.
     old_logprobs: str = "step_start"
-    # auto: skip the pass over the batch before the updates where the engine has just computed the
-    # same, with the trainer's own weights and in its precision (Trainer.skips_old_pass); the
-    # engine's experts are recorded for that. always: never skip it. Results differ by rounding.
-    # With auto, mismatch/* and routing/engine_agreement are measured on the first mini-batch alone.
+    # auto: skip the pass over the batch before the updates if the engine has just computed the same
+    # (`skips_old_pass`); the engine's experts are recorded for that. always: never skip it. Results
+    # differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured on the
+    # first mini-batch alone.
     old_pass: str = cost_only("auto")
     device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits'
@@ -189,6 +189,21 @@ class PolicySettings:
                 raise ValueError(
                     f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}"
                 )
+
+    def skips_old_pass(
+        self, *, exact_engine: bool, samples_ahead: bool, correction: str, critic: bool
+    ) -> bool:
+        """Return whether the engine's log-probs and experts stand for those of the old policy.
+
+        They are the same, but for rounding, if the engine computes with the trainer's own weights
+        and precision (`exact_engine`) and no response is older than the step. The pass under the
+        old policy is still needed for a correction, for the values of a critic, and for Routing
+        Replay R3."""
+        pass_needed = correction != "none" or critic or self.routing_replay == "r3"
+        engine_reports_old_policy = (
+            exact_engine and not samples_ahead and self.old_logprobs == "step_start"
+        )
+        return self.old_pass == "auto" and engine_reports_old_policy and not pass_needed
 
 
 @dataclass

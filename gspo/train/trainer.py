@@ -77,11 +77,14 @@ class Trainer:
         if self.replay != "none":
             policy.routing.check_replay()
         self.old_logprobs = policy_settings.old_logprobs
-        self.skips_old_pass = (
-            policy_settings.old_pass == "auto" and self._engine_reports_old_policy()
+        self.skips_old_pass = policy_settings.skips_old_pass(
+            exact_engine=source.engine.shares_weights and policy.precision == policy.model.dtype,
+            samples_ahead=source.settings.samples_ahead,
+            correction=algorithm.correction.name,
+            critic=bool(policy.value_head),
         )
         if self.skips_old_pass and policy.routing.layers:
-            source.record_experts = True
+            source.start_recording_experts()
         self.starts_at_old_policy = self._starts_at_old_policy()
         self.state = TrainState()
         # measured, and not compared with rollout.routes_floor yet
@@ -105,21 +108,10 @@ class Trainer:
         groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
         self.optimizer = make_optimizer(groups, optim)
 
-    def _engine_reports_old_policy(self) -> bool:
-        """Tell whether the engine reports the old policy's log-probs and experts, but for rounding,
-        and nothing else is needed from a pass under the old policy."""
-        needs_pass = (
-            self.algorithm.correction.name != "none"
-            or self.policy.value_head
-            or self.replay == "r3"
-        )
-        exact = self.source.exact and self.policy.precision == self.policy.model.dtype
-        return self.old_logprobs == "step_start" and exact and not needs_pass
-
     def _starts_at_old_policy(self) -> bool:
         """Tell whether the old log-probs are those of the weights that the step begins with,
         whoever computed them, and the objective's ratio divides by them."""
-        samples_ahead = self.source.settings.staleness or self.source.settings.token_budget
+        samples_ahead = self.source.settings.samples_ahead
         divides_by_old = self.algorithm.objective.ratio_to == "old"
         return divides_by_old and (self.old_logprobs == "step_start" or not samples_ahead)
 

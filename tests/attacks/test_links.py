@@ -162,7 +162,7 @@ def test_an_evaluation_cuts_no_file_short_that_is_linked(run, mine):
     folder = Folder(path, {"samples": 1})
     (path / "responses" / "math.jsonl").symlink_to(mine)
     with pytest.raises(ValueError, match=r"math\.jsonl is a link"):
-        folder.kept("math", 1, 1, [])
+        folder.complete_groups("math", 1, 1, [])
     with pytest.raises(ValueError, match=r"math\.jsonl is a link"):
         folder.append("math", [[{}]])
     with pytest.raises(ValueError, match=r"math\.jsonl is a link"), exclusive(path, WRITTEN):

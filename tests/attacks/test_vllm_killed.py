@@ -19,7 +19,7 @@ from gspo.io.telemetry import OFF
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.engines.weights_folder import PREFIX
 from gspo.rollout.settings import VLLMRollout
@@ -203,7 +203,11 @@ def test_a_worker_that_is_killed_ends_the_engine():
             EngineEnded, match=r"vLLM's process \(process \d+\) ended by itself with exit code 1"
         ):
             engine.load_weights(engine.policy.named_tensors())
-            engine.generate([Problem("math", 0, "1+1=?", "2")], 2, Sampling(1.0, 9), (1, "test"))
+            engine.generate(
+                SamplingRequest(
+                    [Problem("math", 0, "1+1=?", "2")], 2, Sampling(1.0, 9), (1, "test")
+                )
+            )
         assert not psutil.wait_procs(family, timeout=10)[1]
     finally:
         engine.close()

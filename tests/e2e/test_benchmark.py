@@ -17,7 +17,7 @@ from gspo.distributed.ranks import DistributedRanks, Ranks
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from ranked import ranked
 from speed.exchanges import PHASES, Exchanges
 from speed.peer import Pairs
@@ -34,7 +34,7 @@ def test_responses_of_a_random_model_end_after_about_the_length_that_was_asked_f
     shape = Shape(hidden=32, layers=2, heads=2, key_value_heads=2, width=16, mean_length=tokens)
     policy = Policy(made(shape), character_tokenizer())
     groups = LocalEngine(policy).generate(
-        problems(), 40, Sampling(1.0, 12 * tokens), (1, "lengths")
+        SamplingRequest(problems(), 40, Sampling(1.0, 12 * tokens), (1, "lengths"))
     )
     lengths = torch.tensor([float(len(r.token_ids)) for group in groups for r in group])
     assert 0.6 * tokens < lengths.mean() < 1.6 * tokens

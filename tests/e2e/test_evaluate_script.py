@@ -21,7 +21,7 @@ from gspo.evaluation.evaluate import EvaluationSet
 from gspo.model.loading import save
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.settings import OF_THE_ENGINE, RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.rollout.settings import ENGINE_FIELDS, RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
@@ -146,7 +146,7 @@ def test_an_engine_is_chosen_with_its_own_settings():
         == "int4"
     )
     kinds = (RolloutSettings, VLLMRollout, VLLMServerRollout)
-    assert {field.name for kind in kinds for field in fields(kind)} >= OF_THE_ENGINE, (
+    assert {field.name for kind in kinds for field in fields(kind)} >= ENGINE_FIELDS, (
         "none of these is mistyped"
     )
 

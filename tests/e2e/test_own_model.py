@@ -30,7 +30,7 @@ from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.settings import HFModel
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.tracker import rollout_row
 
@@ -224,10 +224,10 @@ def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
         assert policy.prompt_format_used == ("plain" if prompts.format == "plain" else "chat")
         engine, seed = LocalEngine(policy), (1, "rollout")
         ((response,),) = engine.generate(
-            [Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed
+            SamplingRequest([Problem("gsm8k", 0, "1+1?", "2")], 1, Sampling(1.0, 8, budget=3), seed)
         )
         assert response.rendered == text and response.finish_reason == "budget"
-        (longer,) = engine.extend([response], Sampling(1.0, 8), seed)
+        (longer,) = engine.extend([response], SamplingRequest([], 1, Sampling(1.0, 8), seed))
         assert longer.rendered == text, "also where a response is continued"
         longer.score = Score(0.0, "truncated")
         assert rollout_row(longer)["rendered"] == text and rollout_row(longer)["prompt"] == "1+1?"

@@ -12,7 +12,7 @@ from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
 from gspo.model.sharding.dtensors import full_tensor
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
 PROMPTS = ["7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "#add 3, times 2\ndef f(x):\n", "9-1=?"]
 
@@ -45,7 +45,7 @@ def problems() -> list[Problem]:
 
 def sample(policy: Policy, group_size: int = 3, tokens: int = 12, **options) -> list[Response]:
     groups = LocalEngine(policy).generate(
-        problems(), group_size, Sampling(1.0, tokens), (1, "test"), **options
+        SamplingRequest(problems(), group_size, Sampling(1.0, tokens), (1, "test"), **options)
     )
     return [r for group in groups for r in group]
 

@@ -21,35 +21,28 @@ class Demonstrator:
     batch_rows: int = 40
     ranks = Ranks()
     in_chunks = True
-    stream, chunks, _most = Engine.stream, Engine.chunks, Engine._most
+    stream = Engine.stream
+    chunks = Engine.chunks
+    problems_at_once = Engine.problems_at_once
+    _largest_count = Engine._largest_count
 
-    def generate(
-        self,
-        problems,
-        group_size,
-        sampling,
-        seed,
-        policy_step=0,
-        *,
-        record_experts=False,
-        finished=None,
-    ):
+    def generate(self, request, on_finished=None):
         groups = [
             [
-                self.respond(p, i, (*seed, p.task, p.index, i), policy_step)
-                for i in range(group_size)
+                self.respond(p, i, (*request.random_key, p.task, p.index, i), request.policy_step)
+                for i in range(request.group_size)
             ]
-            for p in problems
+            for p in request.problems
         ]
-        if finished:
-            finished([r for group in groups for r in group])
+        if on_finished:
+            on_finished([r for group in groups for r in group])
         return groups
 
     def fits(self, problem, new_tokens):
         return True
 
-    def respond(self, problem, sample, position, step):
-        text = self.task.demonstration(problem, self.slips, generator(*position))
+    def respond(self, problem, sample, random_key, step):
+        text = self.task.demonstration(problem, self.slips, generator(*random_key))
         return Response(
             problem, sample, [1], [2] * len(text), np.zeros(len(text)), "stop", text, step
         )

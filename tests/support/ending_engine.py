@@ -32,9 +32,7 @@ class Ending(LocalEngine):
 
 def make_engine(policy, rollout, ranks) -> LocalEngine:
     local = build.local_engine(policy, rollout)
-    engine = Ending(policy, local.batch_rows, local.sampler.model.dtype)
-    engine.ranks = ranks
-    return engine
+    return Ending(policy, local.batch_rows, local.sampler.model.dtype, ranks=ranks)
 
 
 build.make_engine = make_engine

@@ -16,7 +16,7 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
 from gspo.model.sharding.fsdp import Shards
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
@@ -80,7 +80,7 @@ def sampled(engine, sampling: Sampling, experts: bool) -> list[Response]:
     """The responses to problems that the ranks share out unevenly."""
     ranks = engine.ranks
     own = ranks.shard(problems())
-    groups = engine.generate(own, 4, sampling, (1, "test"), record_experts=experts)
+    groups = engine.generate(SamplingRequest(own, 4, sampling, (1, "test"), record_experts=experts))
     return [r for group in ranks.unshard(groups) for r in group]
 
 
@@ -96,7 +96,11 @@ def played(engine, experts: bool) -> list[Response]:
     task, ranks = Uneven(), engine.ranks
     own = ranks.shard([task.problem(0, "train", i) for i in range(5)])
     with letters_end_turns(engine.policy):
-        groups = play(engine, task, own, 4, Sampling(1.0, 40), (1, "test"), record_experts=experts)
+        groups = play(
+            engine,
+            task,
+            SamplingRequest(own, 4, Sampling(1.0, 40), (1, "test"), record_experts=experts),
+        )
     return [r for group in ranks.unshard(groups) for r in group]
 
 

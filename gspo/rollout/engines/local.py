@@ -21,11 +21,12 @@ from torch import Tensor
 
 from gspo.data.batch import runs_ahead, to_cpu, to_device
 from gspo.data.seeding import uniform_rows
+from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.decode import CachedRows, DecodeOutput, NetworkDecoder
 from gspo.rollout.engines.quantization import quantize
-from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
 from gspo.rollout.engines.transformers_decode import (
     CachedDecoder,
@@ -56,9 +57,11 @@ class LocalEngine(Engine):
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
         cuda_graphs: bool = True,
+        ranks: Ranks | None = None,
     ):
         self.policy = policy
         self.batch_rows = batch_rows
+        self.ranks = ranks or Ranks()
         self.quantization = quantization
         self.cuda_graphs = cuda_graphs
         self.shares_weights = (
@@ -91,21 +94,19 @@ class LocalEngine(Engine):
     def _sample(
         self,
         rows: list[Row],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
-        ended: Callable[[list[int]], None],
+        rows_per_prefix: int,
+        request: SamplingRequest,
+        on_ended: Callable[[list[int]], None],
     ) -> None:
         """Prefill each prompt once, then decode all rows together until they have ended."""
         network = self.sampler.network
         with network.frozen(copy_experts=True) if network else nullcontext():
             decoder = self._decoder(rows)
-            prompts = [row.prefix_ids for row in rows[::group_size]]
-            first = decoder.prefill(prompts, group_size)
-            sampled = self._sampled(rows, record_experts)
-            for unfinished in self._decode(decoder, first, sampled, sampling, seed):
-                ended(sampled.fill_ended_rows(unfinished))
+            prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
+            first = decoder.prefill(prompts, rows_per_prefix)
+            sampled = self._sampled(rows, request.record_experts)
+            for unfinished in self._decode(decoder, first, sampled, request):
+                on_ended(sampled.fill_ended_rows(unfinished))
 
     def _decoder(self, rows: list[Row]) -> AnyDecoder:
         """Return a decoder for these rows.
@@ -123,26 +124,24 @@ class LocalEngine(Engine):
     def converse(
         self,
         rows: list[Row],
-        group_size: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
+        rows_per_prefix: int,
+        request: SamplingRequest,
         reply: Callable[[list[Row]], list[Row]],
     ) -> None:
         """Sample rows turn by turn, and keep their KV cache from turn to turn."""
         if not rows:
             return
         if not self.sampler.network:  # then every turn begins with a pass over the whole prefix
-            super().converse(rows, group_size, sampling, seed, record_experts, reply)
+            super().converse(rows, rows_per_prefix, request, reply)
             return
         with self.sampler.network.frozen(copy_experts=True):
             decoder = NetworkDecoder(self.sampler)
-            prompts = [row.prefix_ids for row in rows[::group_size]]
-            first = decoder.prefill(prompts, group_size)
+            prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
+            first = decoder.prefill(prompts, rows_per_prefix)
             while rows:
-                sampled = self._sampled(rows, record_experts)
+                sampled = self._sampled(rows, request.record_experts)
                 caches = TurnCaches(decoder, rows)
-                for unfinished in self._decode(decoder, first, sampled, sampling, seed, caches):
+                for unfinished in self._decode(decoder, first, sampled, request, caches):
                     sampled.fill_ended_rows(unfinished)
                 rows = reply(rows)
                 if rows:
@@ -157,8 +156,7 @@ class LocalEngine(Engine):
         decoder: AnyDecoder,
         first: DecodeOutput,
         sampled: SampledTokens,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
+        request: SamplingRequest,
         caches: TurnCaches | None = None,
     ) -> Iterator[Tensor]:
         """Sample all rows, beginning with the logits of `first`.
@@ -166,11 +164,12 @@ class LocalEngine(Engine):
         Yields the indices of the unfinished rows, on the CPU, from time to time and at the end.
         `caches` saves the keys and values of the other rows."""
         rows = sampled.rows
+        sampling = request.sampling
         device = self.sampler.device
         max_tokens = max(row.limit for row in rows)
         stop_ids = to_device(torch.tensor(sorted(self.policy.stop_ids)), device)
         limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
-        uniforms = row_uniforms(rows, max_tokens, seed)
+        uniforms = row_uniforms(rows, max_tokens, request.random_key)
         uniforms_RT = to_device(torch.from_numpy(uniforms), device)
         detectors = []
         if sampling.stop:
@@ -217,12 +216,12 @@ class LocalEngine(Engine):
         yield indices_R[:0]
 
 
-def row_uniforms(rows: list[Row], count: int, seed: tuple[int | str, ...]) -> np.ndarray:
+def row_uniforms(rows: list[Row], count: int, random_key: RandomKey) -> np.ndarray:
     """Draw the numbers in [0, 1) that choose the next `count` tokens of each row. Shape [R, count].
 
-    A number depends only on the seed, the problem, the sample, and the token's position in the
+    A number depends only on the random key, the problem, the sample, and the token's position in the
     response."""
-    positions = [(*seed, row.problem.task, row.problem.index, row.sample) for row in rows]
+    positions = [(*random_key, row.problem.task, row.problem.index, row.sample) for row in rows]
     max_done = max(row.done for row in rows)
     uniforms = uniform_rows(max_done + count, positions)
     if not max_done:
@@ -240,7 +239,9 @@ class TurnCaches:
         self.decoder = decoder
         self.rows = rows
         self.saved: list[CachedRows] = []
-        self.index_of_place: dict[int, int] = {}  # Row.place -> index in all of `saved` together
+        self.index_of_episode: dict[
+            int, int
+        ] = {}  # Row.episode_index -> index in all of `saved` together
 
     def save(self, indices_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
         """Save the cache of the rows that have ended.
@@ -255,7 +256,7 @@ class TurnCaches:
             row = self.rows[i]
             # the last token that was sampled was not fed
             fed.append(len(row.prefix_ids) + int(lengths[i]) - 1)
-            self.index_of_place[row.place] = len(self.index_of_place)
+            self.index_of_episode[row.episode_index] = len(self.index_of_episode)
         positions = to_device(positions, lengths_R.device)
         self.saved.append(self.decoder.extract(positions, fed))
 
@@ -264,7 +265,7 @@ class TurnCaches:
 
         It is the input of the next turn's first token."""
         lengths = [length for cached in self.saved for length in cached.lengths]
-        indices = [self.index_of_place[row.place] for row in rows]
+        indices = [self.index_of_episode[row.episode_index] for row in rows]
         self.decoder.restore(self.saved, indices)
         new_tokens = []
         for row, index in zip(rows, indices, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
-from gspo.rollout.engines.requests import Row, Sampling, new_rows, to_response
+from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, new_rows, to_response
 from gspo.rollout.engines.vllm_host import Completion
 
 
@@ -21,11 +21,13 @@ class PendingRequests:
     def __init__(
         self,
         policy: Policy,
+        request: SamplingRequest,
         ask: Callable[..., Any],
         params: Callable[[Row], dict[str, Any]],
         check: Callable[[list[Row]], None],
     ):
         self.policy = policy
+        self.request = request
         self.ask = ask
         self.params = params
         self.check = check
@@ -33,9 +35,9 @@ class PendingRequests:
         self.groups: dict[int, list[Response | None]] = {}  # None for a response that has not ended
         self.num_problems = 0  # that were added
 
-    def add(self, problem: Problem, group_size: int, sampling: Sampling) -> None:
+    def add(self, problem: Problem) -> None:
         """Send a request to the engine for each response of a group."""
-        rows = new_rows(self.policy, [problem], group_size, sampling)
+        rows = new_rows(self.policy, self.request.with_problems([problem]))
         self.check(rows)
         group_index = self.num_problems
         request_ids = [f"{group_index}x{row.sample}" for row in rows]
@@ -43,12 +45,10 @@ class PendingRequests:
         self.ask("add", request_ids, prompts, [self.params(row) for row in rows])
         for request_id, row in zip(request_ids, rows, strict=True):
             self.rows[request_id] = (group_index, row)
-        self.groups[group_index] = [None] * group_size
+        self.groups[group_index] = [None] * self.request.group_size
         self.num_problems += 1
 
-    def collect(
-        self, sampling: Sampling, policy_step: int
-    ) -> tuple[list[Response], list[list[Response]]]:
+    def collect(self) -> tuple[list[Response], list[list[Response]]]:
         """Wait until a response has ended.
 
         Returns the responses that have ended, and the groups that they complete."""
@@ -56,8 +56,8 @@ class PendingRequests:
         complete_groups = []
         for request_id, completion in self.ask("ended").items():
             group_index, row = self.rows.pop(request_id)
-            fill(row, completion, self.policy, sampling)
-            response = to_response(self.policy, row, sampling, policy_step, None)
+            fill(row, completion, self.policy, self.request.sampling)
+            response = to_response(self.policy, row, self.request, None)
             responses.append(response)
             group = self.groups[group_index]
             group[row.sample] = response

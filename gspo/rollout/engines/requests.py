@@ -1,12 +1,12 @@
-"""Responses while they are being sampled: how tokens are drawn, what a row is conditioned on, and
-how it ends.
+"""Requests to an engine, and the rows into which it turns them: one row per response.
 
 Shape suffixes: L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +18,23 @@ from gspo.rollout.engines.truncation import Truncation
 if TYPE_CHECKING:
     from gspo.model.policy import Policy
 
+# Identifies a stream of random numbers, such as (run seed, "rollout"). It takes the place of a
+# generator whose state would have to be saved.
+RandomKey = tuple[int | str, ...]
+
 
 @dataclass
 class Sampling(Truncation):
-    """How responses are sampled. Temperature 0 means greedy. Log-probs are those at the sampling
-    temperature, and those at temperature 1 for greedy responses; they are of the whole
-    distribution, whatever tokens are left out in drawing (gspo.rollout.engines.truncation)."""
+    """The sampling parameters of responses: temperature, lengths and stop strings.
+
+    Temperature 0 means greedy. Log-probs are those at the sampling temperature, or at temperature 1
+    for greedy responses. They are always of the full distribution, also if truncation
+    (gspo.rollout.engines.truncation) excludes tokens from the draw.
+    """
 
     temperature: float = 1.0
     max_new_tokens: int = 80
-    # the largest number of tokens sampled in one call, the rest in later ones; 0: no such limit
+    # the largest number of tokens sampled in one call, the rest in later calls; 0: no such limit
     budget: int = 0
     stop: tuple[str, ...] = ()  # strings that end a response: gspo.rollout.engines.stop_strings
 
@@ -41,131 +48,155 @@ class Sampling(Truncation):
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
     def limit(self, done: int = 0) -> int:
-        """Return how many tokens a response that has `done` tokens may get in this call."""
+        """Return how many tokens this call may add to a response that has `done` tokens."""
         return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """A request to an engine: `group_size` responses to each problem.
+
+    For example, SamplingRequest(problems, 8, Sampling(1.0, 80), (1, "rollout")) requests groups of
+    eight responses of up to 80 tokens. The engine appends task, problem, sample and token position
+    to the random key. Equal keys give equal responses, whatever else is in the batch.
+    """
+
+    problems: Sequence[Problem]
+    group_size: int
+    sampling: Sampling
+    random_key: RandomKey
+    # the step whose weights the engine has; every response records it
+    policy_step: int = 0
+    # whether each response holds the experts that the engine's own forward passes chose. Routing
+    # Replay R3 and the comparison with the trainer's routing need them.
+    record_experts: bool = False
+
+    def with_problems(self, problems: Sequence[Problem]) -> SamplingRequest:
+        """Return the same request for other problems."""
+        return replace(self, problems=problems)
 
 
 @dataclass
 class Row:
-    """One response that is being sampled: what it is conditioned on, and the tokens sampled in this
-    call.
-    """
+    """A response that is being sampled: its prefix, and the tokens that this call has added."""
 
     problem: Problem
     sample: int
     prefix_ids: list[int]  # the prompt, then the tokens that earlier calls sampled
     done: int  # how many tokens earlier calls sampled
-    limit: int  # tokens that this call may add
+    limit: int  # how many tokens this call may add
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    # pieces [positions fed, L, K], to be put end to end
+    # pieces [positions fed, L, K], to be concatenated
     experts: list[np.ndarray] = field(default_factory=list)
-    place: int = 0  # the number of its episode in a conversation
+    episode_index: int = 0  # the index of its episode in a conversation
     rendered: str = ""  # the prompt of a new response as the policy sees it
-    # whether what it samples is a turn of its own, in which a stop string must be whole
+    # whether this call samples a turn of its own: then a stop string lies within the turn
     begins_turn: bool = False
 
     def watch(self, policy: Policy, sampling: Sampling) -> StopStringDetector:
-        """Return what finds the stop strings in this row's response; it has read what earlier calls
-        sampled.
-        """
-        before = 0 if self.begins_turn else self.done
-        earlier = self.prefix_ids[len(self.prefix_ids) - before :]
-        return StopStringDetector(policy.tokenizer, policy.textless_ids, sampling.stop, earlier)
+        """Return a detector of stop strings that has read the tokens of earlier calls."""
+        earlier_tokens = 0 if self.begins_turn else self.done
+        earlier_ids = self.prefix_ids[len(self.prefix_ids) - earlier_tokens :]
+        return StopStringDetector(policy.tokenizer, policy.textless_ids, sampling.stop, earlier_ids)
 
     def ends_turn(self, policy: Policy, sampling: Sampling) -> bool:
-        """Return whether the last token ends the response, or the policy's turn: an end-of-sequence
-        token, or one that completes a stop string."""
-        *others, last = self.token_ids
-        if last in policy.stop_ids or not sampling.stop:
-            return last in policy.stop_ids
+        """Return whether the last token ends the response, or the policy's turn.
+
+        An end-of-sequence token does, and so does a token that completes a stop string."""
+        *earlier_ids, last_id = self.token_ids
+        if last_id in policy.stop_ids:
+            return True
+        if not sampling.stop:
+            return False
         watch = self.watch(policy, sampling)
-        watch.read(others)
-        return watch.completes(last)
+        watch.read(earlier_ids)
+        return watch.completes(last_id)
 
     def cut_at_stop(self, policy: Policy, sampling: Sampling) -> None:
-        """Leave out what an engine has sampled after the token that completes a stop string."""
+        """Remove the tokens after the token that completes the first stop string."""
         watch = self.watch(policy, sampling)
         for count, token in enumerate(self.token_ids, start=1):
             if watch.completes(token):
-                self.token_ids, self.logprobs = self.token_ids[:count], self.logprobs[:count]
+                self.token_ids = self.token_ids[:count]
+                self.logprobs = self.logprobs[:count]
                 return
 
 
-def new_rows(
-    policy: Policy, problems: list[Problem], group_size: int, sampling: Sampling
-) -> list[Row]:
-    """Return rows for new responses, group by group. Raises ValueError for a problem with an empty
-    prompt.
-    """
+def new_rows(policy: Policy, request: SamplingRequest) -> list[Row]:
+    """Return the rows of a request, group by group.
+
+    Raises ValueError for a problem with an empty prompt."""
     rows = []
-    for problem in problems:
+    for problem in request.problems:
         prompt_ids = policy.encode_prompt(problem.prompt)
         if not prompt_ids:
             raise ValueError(
                 f"problem {problem.index} of task {problem.task!r} has an empty prompt"
             )
         rendered = policy.rendered(prompt_ids)
+        limit = request.sampling.limit()
         rows += [
-            Row(problem, sample, prompt_ids, 0, sampling.limit(), rendered=rendered)
-            for sample in range(group_size)
+            Row(problem, sample, prompt_ids, 0, limit, rendered=rendered)
+            for sample in range(request.group_size)
         ]
     return rows
 
 
-def further_rows(responses: list[Response], sampling: Sampling) -> list[Row]:
+def further_rows(responses: Sequence[Response], sampling: Sampling) -> list[Row]:
     """Return rows that continue responses. Raises ValueError for a response that has ended."""
+    rows = []
     for r in responses:
         if r.finish_reason != "budget":
             raise ValueError(
                 f"response {r.sample} to problem {r.problem.index} has ended ({r.finish_reason})"
             )
-    return [
-        Row(
-            r.problem,
-            r.sample,
-            r.prompt_ids + r.token_ids,
-            len(r.token_ids),
-            sampling.limit(len(r.token_ids)),
-        )
-        for r in responses
-    ]
+        done = len(r.token_ids)
+        prefix_ids = r.prompt_ids + r.token_ids
+        rows.append(Row(r.problem, r.sample, prefix_ids, done, sampling.limit(done)))
+    return rows
 
 
 def to_response(
-    policy: Policy, row: Row, sampling: Sampling, policy_step: int, before: Response | None
+    policy: Policy, row: Row, request: SamplingRequest, earlier: Response | None
 ) -> Response:
-    """Turn a row into a response; `before` is the response that it continues, None for a new one.
+    """Return a row as a response. `earlier` is the response that it continues, None for a new one.
+
     Each position keeps the experts of the pass that predicted its next token."""
-    token_ids = (before.token_ids if before else []) + row.token_ids
+    token_ids = row.token_ids
     logprobs = np.array(row.logprobs, dtype=np.float32)
     experts = np.concatenate(row.experts) if row.experts else None
     segments = []
-    if before:
-        logprobs = np.concatenate([before.logprobs, logprobs])
-        segments = before.segments or [(before.policy_step, len(before.token_ids))]
-        segments = [*segments, (policy_step, len(row.token_ids))]
+    if earlier:
+        token_ids = earlier.token_ids + token_ids
+        logprobs = np.concatenate([earlier.logprobs, logprobs])
+        segments = earlier.segments or [(earlier.policy_step, len(earlier.token_ids))]
+        segments = [*segments, (request.policy_step, len(row.token_ids))]
         if experts is not None:
-            if before.experts is None:
+            if earlier.experts is None:
                 raise ValueError(
-                    f"response {row.sample} to problem {row.problem.index} began without record_experts"
+                    f"response {row.sample} to problem {row.problem.index} began without "
+                    "record_experts"
                 )
-            experts = np.concatenate([before.experts, experts[len(before.experts) :]])
-    ended = "stop" if row.ends_turn(policy, sampling) else "budget"
-    if ended != "stop" and len(token_ids) >= sampling.max_new_tokens:
-        ended = "length"
+            experts = np.concatenate([earlier.experts, experts[len(earlier.experts) :]])
+    if row.ends_turn(policy, request.sampling):
+        finish_reason = "stop"
+    elif len(token_ids) >= request.sampling.max_new_tokens:
+        finish_reason = "length"
+    else:
+        finish_reason = "budget"
     return Response(
         problem=row.problem,
         sample=row.sample,
-        prompt_ids=before.prompt_ids if before else row.prefix_ids,
+        prompt_ids=earlier.prompt_ids if earlier else row.prefix_ids,
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=ended,
+        finish_reason=finish_reason,
         text=policy.text(token_ids),
-        policy_step=before.policy_step if before else policy_step,
+        policy_step=earlier.policy_step if earlier else request.policy_step,
         experts=experts,
-        rendered=before.rendered if before else row.rendered,
+        rendered=earlier.rendered if earlier else row.rendered,
         segments=segments,
-        old_logprobs=before.old_logprobs if before else None,
-        old_experts=before.old_experts if before else None,
+        old_logprobs=earlier.old_logprobs if earlier else None,
+        old_experts=earlier.old_experts if earlier else None,
     )

@@ -1,4 +1,4 @@
-"""How episodes begin: what `reset` has returned becomes the prompt of a group."""
+"""How episodes begin: the result of `reset` becomes the prompt of a group."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from gspo.rollout.episodes.episode import Episode, NoRoom
 from gspo.tasks.environments.player import Beginning, EnvironmentFailed, failure
 
 
-def written(policy: Policy, beginning: Beginning, positions: int | None) -> str:
-    """Return the messages and tools of an episode's beginning as a prompt's text. Raises
-    EnvironmentFailed for what the chat template cannot write, and for a text of more than 64
-    characters for each position, without tokenizing it: that could take minutes. It would fit only
-    if it were of little but blanks."""
+def prompt_text(policy: Policy, beginning: Beginning, positions: int | None) -> str:
+    """Return the messages and tools of an episode's beginning as the text of a prompt.
+
+    Raises EnvironmentFailed if the chat template cannot write them. Raises NoRoom, without
+    tokenizing, for a text of more than 64 characters per position: tokenizing it could take
+    minutes, and it would fit only if it were almost all blanks."""
     try:
         text = policy.prompts.write(policy.tokenizer, beginning.messages, beginning.tools)
-    except (
-        Exception
-    ) as error:  # templates raise anything where a message is not made as they expect it
+    # a template raises any exception for a message that it does not expect
+    except Exception as error:
         reason = f"the chat template refuses what reset returned: {failure(error)}"
         raise EnvironmentFailed("environment-error", reason) from error
     if positions is not None and len(text) > CHARACTERS * positions:
@@ -28,34 +28,35 @@ def written(policy: Policy, beginning: Beginning, positions: int | None) -> str:
 def encode(
     policy: Policy, group: list[Episode], texts: list[str | None], positions: int | None
 ) -> None:
-    """Encode the prompt of those of a group that have begun; their texts are None where there is no
-    environment.
+    """Encode the prompt of a group's episodes that have begun.
 
-    Episodes of an environment whose prompt leaves no room for a response end without a reward, and
-    without the prompt, which nobody has read. Raises ValueError for such a prompt where there is no
-    environment, for an empty one, and for episodes that do not begin alike."""
-    first, text = group[0], texts[0]
-    where = f"problem {first.problem.index} of task {first.problem.task!r}"
-    if others := [
-        episode.sample for episode, other in zip(group, texts, strict=True) if other != text
-    ]:
-        raise ValueError(
-            f"{where}: samples {first.sample} and {others[0]} begin with different messages, but a group is "
-            "made of responses to one prompt; let `reset` depend on the problem alone"
-        )
-    if text is None:
-        ids = policy.encode_prompt(first.problem.prompt)
+    The texts are None for a problem without environment. An episode of an environment ends without
+    a reward if its prompt leaves no room for a response. It keeps no prompt, as no policy has read
+    it. Raises ValueError for such a prompt of a problem without environment, for an empty prompt,
+    and for episodes that begin differently."""
+    first_episode = group[0]
+    first_text = texts[0]
+    name = f"problem {first_episode.problem.index} of task {first_episode.problem.task!r}"
+    for episode, text in zip(group, texts, strict=True):
+        if text != first_text:
+            raise ValueError(
+                f"{name}: samples {first_episode.sample} and {episode.sample} begin with different "
+                "messages, but a group is made of responses to one prompt; let `reset` depend on "
+                "the problem alone"
+            )
+    if first_text is None:
+        prompt_ids = policy.encode_prompt(first_episode.problem.prompt)
     else:
-        ids = policy.prompts.encode_written(policy.tokenizer, text)
-    if not ids:
-        raise ValueError(f"{where} has an empty prompt")
-    if positions is None or len(ids) < positions:
+        prompt_ids = policy.prompts.encode_written(policy.tokenizer, first_text)
+    if not prompt_ids:
+        raise ValueError(f"{name} has an empty prompt")
+    if positions is None or len(prompt_ids) < positions:
         for episode in group:
-            episode.prompt_ids = ids
+            episode.prompt_ids = prompt_ids
         return
-    error = NoRoom(f"{len(ids)} tokens", positions)
-    if not first.task:
-        raise ValueError(f"{where}: {error}; leave it out")
-    # nobody could know it beforehand: the prompt is what `reset` has returned
+    error = NoRoom(f"{len(prompt_ids)} tokens", positions)
+    if not first_episode.task:
+        raise ValueError(f"{name}: {error}; leave it out")
+    # the prompt is the result of `reset`, so its length was not known before
     for episode in group:
         episode.fail(error)

@@ -1,4 +1,4 @@
-"""One episode while it is played: what it has got until now, how it ends, and its environment."""
+"""One episode while it is played: its tokens and turns so far, its end, and its environment."""
 
 from __future__ import annotations
 
@@ -10,78 +10,82 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gspo.data.samples import Problem, Score, Turn
+from gspo.rollout.engines.requests import RandomKey
 from gspo.tasks.environments.player import Call, EnvironmentFailed, Player, still_running
 from gspo.tasks.environments.protocol import EnvironmentTask
 
 log = logging.getLogger(__name__)
-POLICY, ENVIRONMENT = "policy", "environment"
-# Why an episode was cut off, and the verdict on it; its reward is what it had got until then.
+POLICY = "policy"
+ENVIRONMENT = "environment"
+# By the reason why an episode was cut off: its verdict. It keeps the rewards that it had by then.
 CUT = {"length": "truncated", "context": "no-room", "turns": "turn-limit"}
 
 
 class NoRoom(EnvironmentFailed):
-    """Says that a prompt, which is `length` long, leaves no room for a response."""
+    """A prompt, whose length is `length` in words, leaves no room for a response."""
 
     def __init__(self, length: str, positions: int):
-        where = f"in the {positions} positions of model and engine"
         super().__init__(
-            CUT["context"], f"its prompt of {length} leaves no room for a response {where}"
+            CUT["context"],
+            f"its prompt of {length} leaves no room for a response in the {positions} positions of "
+            "model and engine",
         )
 
 
 @dataclass
 class Seconds:
-    """Where the time of sampling and scoring went. Scoring cost nothing beyond `waited`, because it
-    ran while the engine sampled."""
+    """The seconds that sampling and scoring took.
 
-    sampling: float = 0.0  # seconds that the engine sampled
-    scoring: float = 0.0  # seconds that the verifiers worked
-    # seconds spent waiting for verifiers, and for other ranks, with nothing left to sample
+    Scoring runs while the engine samples, so only `waited` adds to the time of a step."""
+
+    sampling: float = 0.0  # the engine sampled
+    scoring: float = 0.0  # the verifiers worked
+    # verifiers or other ranks still worked, and there was nothing left to sample
     waited: float = 0.0
-    environments: float = 0.0  # seconds spent waiting for environments, a part of `sampling`
+    environments: float = 0.0  # the engine waited for environments; a part of `sampling`
 
 
 @dataclass(eq=False)
 class Episode:
-    """One episode, while it is played."""
+    """One episode while it is played."""
 
-    place: int  # its number in the chunk
+    index: int  # in its chunk
     problem: Problem
     sample: int
-    position: tuple[int | str, ...]  # of the environment's random numbers
+    random_key: RandomKey  # of the environment's random numbers
     task: EnvironmentTask | None  # None for a problem without environment
     player: Player | None = None
-    role: str = "user"  # whose turn its observations are
+    role: str = "user"  # the chat role of its observations
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: np.ndarray | None = None
     turns: list[Turn] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)
-    finish_reason: str = ""  # empty while it goes on
+    finish_reason: str = ""  # empty until it ends
     score: Score | None = None
 
     def new_player(self) -> Player:
-        """Return a player of its environment, which is made with the first call."""
+        """Return a player, whose first call makes the episode's environment."""
         return Player(
-            lambda: self.task.environment(self.problem, self.position), self.task.step_seconds
+            lambda: self.task.environment(self.problem, self.random_key), self.task.step_seconds
         )
 
     @property
-    def own_turns(self) -> list[Turn]:
+    def policy_turns(self) -> list[Turn]:
         """The policy's turns."""
         return [turn for turn in self.turns if turn.author == POLICY]
 
     def fail(self, error: EnvironmentFailed) -> None:
-        """End the episode without a reward: its environment has failed, or it could not begin."""
+        """End the episode without a reward: its environment failed, or it could not begin."""
         self.finish_reason = "context" if isinstance(error, NoRoom) else ENVIRONMENT
         self.score = Score(None, error.verdict, reason=str(error))
         log.warning("problem %s of task %s: %s", self.problem.index, self.problem.task, error)
 
     def end(self, reason: str, verdict: str, answer: str = "") -> None:
-        """End the episode with the rewards of its turns."""
+        """End the episode with the sum of its turns' rewards."""
         self.finish_reason = reason
-        # ten times .1 is 1, which counts as solved
+        # ten times .1 is 1 with `fsum`, which counts as solved
         total = math.fsum(turn.reward for turn in self.turns)
         self.score = Score(total, verdict, answer)
 
@@ -90,15 +94,17 @@ class Episode:
         self.measures[name] = self.measures.get(name, 0.0) + value
 
     def repeats(self, closing: list[Call]) -> bool:
-        """Play the episode a second time with the policy's words, and return whether its
-        environment answers alike. The closing of that environment is added to `closing`."""
+        """Play the episode again with the same turns, and return whether the answers are the same.
+
+        The call that closes the second environment is appended to `closing`."""
         player = self.new_player()
+        calls = [("reset", self.problem)]
+        calls += [("step", turn.text) for turn in self.policy_turns]
         try:
-            calls = [("reset", self.problem), *(("step", turn.text) for turn in self.own_turns)]
             # the last turn may have no answer
-            for call, before in zip(calls, self.player.answers, strict=False):
+            for call, answer in zip(calls, self.player.answers, strict=False):
                 player.finish(player.begin(*call))
-                if player.answers[-1] != before:
+                if player.answers[-1] != answer:
                     return False
             return True
         except EnvironmentFailed:
@@ -107,16 +113,18 @@ class Episode:
             closing.append(player.close())
 
 
-def asked(episodes: list[Episode]) -> list[tuple[Episode, Call]]:
-    """Let the environments begin to answer to the last turns: as many of a task at the same time as
-    it allows. The time of a call that has to wait until others have ended begins after that."""
+def begin_answers(episodes: list[Episode]) -> list[tuple[Episode, Call]]:
+    """Let the environments begin to answer the last turns, as many at a time as each task allows.
+
+    A call may have to wait until others have ended. Its time limit begins after that."""
     running: dict[str, list[Call]] = defaultdict(list)
-    begun = []
+    calls = []
     for episode in episodes:
-        name, most = episode.problem.task, episode.task.at_once
-        if most:
-            running[name] = still_running(running[name], most)
+        name = episode.problem.task
+        limit = episode.task.at_once
+        if limit:
+            running[name] = still_running(running[name], limit)
         call = episode.player.begin("step", episode.turns[-1].text)
         running[name].append(call)
-        begun.append((episode, call))
-    return begun
+        calls.append((episode, call))
+    return calls

@@ -1,13 +1,12 @@
-"""Plays problems in their environments: samples the policy's turns, and lets the environments
-answer between them.
+"""Plays problems in their environments: the engine samples the policy's turns, environments answer.
 
-A chunk of episodes goes through its turns together. All episodes sample their turn; all
-environments answer at the same time; those that go on sample the next turn, with the tokens of the
-answer behind their own. What is sampled so does not depend on how fast an environment is, and a run
-that is resumed samples its episodes again to the bit.
+A chunk of episodes goes through its turns together. All episodes sample their turn. Then all
+environments answer at the same time. The episodes that go on sample the next turn, with the tokens
+of the answer appended to their own. So the samples do not depend on the speed of an environment,
+and a resumed run samples its episodes again to the bit.
 
-Problems without an environment may be among them: they have one turn, and their responses are those
-that `Engine.generate` returns, to the bit.
+Problems without an environment may be among them. They have one turn, and their responses equal
+those of `Engine.generate` to the bit.
 """
 
 from __future__ import annotations
@@ -19,133 +18,142 @@ from functools import partial
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response, Turn
+from gspo.data.samples import Response, Turn
 from gspo.model.chat.conversation import Conversation
-from gspo.rollout.engines.base import Engine, grouped
-from gspo.rollout.engines.requests import Row, Sampling
-from gspo.rollout.episodes.beginning import encode, written
-from gspo.rollout.episodes.episode import CUT, ENVIRONMENT, POLICY, Episode, Seconds, asked
+from gspo.rollout.engines.base import Engine, Groups, OnFinished, grouped
+from gspo.rollout.engines.requests import Row, SamplingRequest
+from gspo.rollout.episodes.beginning import encode, prompt_text
+from gspo.rollout.episodes.episode import CUT, ENVIRONMENT, POLICY, Episode, Seconds, begin_answers
 from gspo.tasks.base import Task
 from gspo.tasks.environments.player import Call, EnvironmentFailed, all_closed
 from gspo.tasks.environments.protocol import Outcome
 
 log = logging.getLogger(__name__)
+OnEnded = Callable[[list[Episode]], None]
+
+
+def play(
+    engine: Engine,
+    task: Task,
+    request: SamplingRequest,
+    on_finished: OnFinished | None = None,
+    seconds: Seconds | None = None,
+) -> Groups:
+    """Play `group_size` episodes of each problem, and return them group by group.
+
+    Episodes of environments have their scores, other responses have none yet. An episode gets a
+    score without reward if its environment failed, or if its prompt leaves no room for a response.
+    `on_finished` is as in `Engine.generate`. The seconds of environments are added to `seconds`.
+
+    Raises ValueError if the samples of a problem begin with different messages, and for a prompt
+    without environment that leaves no room for a response."""
+    responses: list[Response] = []
+    for chunk in engine.chunks(request):
+        responses += Play(engine, task, chunk, seconds or Seconds()).run(on_finished)
+    return grouped(responses, request.group_size)
 
 
 class Play:
     """Plays the episodes of one chunk of problems."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        task: Task,
-        problems: list[Problem],
-        samples: int,
-        sampling: Sampling,
-        seed: tuple[int | str, ...],
-        seconds: Seconds,
-    ):
-        self.engine, self.policy, self.sampling, self.samples = (
-            engine,
-            engine.policy,
-            sampling,
-            samples,
-        )
+    def __init__(self, engine: Engine, task: Task, request: SamplingRequest, seconds: Seconds):
+        self.engine = engine
+        self.policy = engine.policy
+        self.request = request
         self.seconds = seconds
-        tasks, every = (
-            task.environments(),
-            [(problem, i) for problem in problems for i in range(samples)],
-        )
-        self.episodes = [
-            Episode(place, p, i, (*seed, p.task, p.index, i), tasks.get(p.task))
-            for place, (p, i) in enumerate(every)
-        ]
-        # reading it goes through all of the model's configuration
+        tasks = task.environments()
+        self.episodes: list[Episode] = []
+        for problem in request.problems:
+            for sample in range(request.group_size):
+                random_key = (*request.random_key, problem.task, problem.index, sample)
+                index = len(self.episodes)
+                episode = Episode(index, problem, sample, random_key, tasks.get(problem.task))
+                self.episodes.append(episode)
+        # read once: the property goes through the whole configuration of the model
         self.positions = engine.positions
-        self.conversations: dict[str, Conversation] = {}
-        self.closing: list[Call] = []  # the environments of second plays
+        self.conversations: dict[str, Conversation] = {}  # by the chat role of observations
+        self.closing: list[Call] = []  # closes the environments of second plays
 
-    def run(
-        self,
-        seed: tuple[int | str, ...],
-        record_experts: bool,
-        ended: Callable[[list[Episode]], None],
-    ) -> None:
-        """Play all episodes to their ends; `ended` is called with those that have ended, once for
-        each. Environments are closed when it returns, unless that takes them longer than
-        `step_seconds`."""
+    def run(self, on_finished: OnFinished | None) -> list[Response]:
+        """Play all episodes to their ends, and return them as responses, in order.
+
+        Environments are closed on return, unless that takes longer than `step_seconds`."""
+        responses: dict[int, Response] = {}
+
+        def on_ended(episodes: list[Episode]) -> None:
+            new = {episode.index: self.response(episode) for episode in episodes}
+            responses.update(new)
+            if on_finished and new:
+                on_finished(list(new.values()))
+
         try:
             self._begin()
+            on_ended([episode for episode in self.episodes if episode.finish_reason])
             alive = [episode for episode in self.episodes if not episode.finish_reason]
-            ended([episode for episode in self.episodes if episode.finish_reason])
             rows = [self._row(episode) for episode in alive]
-            # else some have no row beside those of their group
-            whole_groups = len(alive) == len(self.episodes)
-            answer = partial(self._answer, ended)
+            # an episode that ended at once leaves its group with fewer rows of the same prefix
+            groups_are_complete = len(alive) == len(self.episodes)
+            rows_per_prefix = self.request.group_size if groups_are_complete else 1
             self.engine.converse(
-                rows,
-                self.samples if whole_groups else 1,
-                self.sampling,
-                seed,
-                record_experts,
-                answer,
+                rows, rows_per_prefix, self.request, partial(self._answer, on_ended)
             )
             self._replay()
         finally:
             self._close()
+        return [responses[index] for index in range(len(self.episodes))]
 
     def _close(self) -> None:
-        """Close all environments at the same time, and wait for them: what they hold outside of
-        this process, such as containers, would outlive it otherwise."""
+        """Close all environments at the same time, and wait for them.
+
+        Their resources outside this process, such as containers, would outlive it otherwise."""
         started = time.perf_counter()
-        closing = self.closing + [
-            episode.player.close() for episode in self.episodes if episode.player
-        ]
-        if left := all_closed(closing):
+        closing = list(self.closing)
+        closing += [episode.player.close() for episode in self.episodes if episode.player]
+        not_closed = all_closed(closing)
+        if not_closed:
             log.warning(
-                "%d environments were not closed in time: what they hold may be left over", left
+                "%d environments were not closed in time: what they hold may be left over",
+                not_closed,
             )
         self.seconds.environments += time.perf_counter() - started
 
     def _begin(self) -> None:
-        """Begin all episodes, and encode their prompts. Raises ValueError where the samples of a
-        problem do not begin alike, and for a prompt that leaves no room for a response where there
-        is no environment."""
-        played = [episode for episode in self.episodes if episode.task]
+        """Begin all episodes, and encode their prompts. Raises ValueError as `encode` does."""
         calls = []
-        for episode in played:
-            episode.player = episode.new_player()
-            calls.append(episode.player.begin("reset", episode.problem))
+        for episode in self.episodes:
+            if episode.task:
+                episode.player = episode.new_player()
+                calls.append((episode, episode.player.begin("reset", episode.problem)))
         started = time.perf_counter()
         texts: dict[int, str] = {}
-        for episode, call in zip(played, calls, strict=True):
+        for episode, call in calls:
             try:
                 beginning = episode.player.finish(call)
                 episode.role = beginning.role
-                texts[episode.place] = written(self.policy, beginning, self.positions)
+                texts[episode.index] = prompt_text(self.policy, beginning, self.positions)
             except EnvironmentFailed as error:
                 episode.fail(error)
         self.seconds.environments += time.perf_counter() - started
-        for group in grouped(self.episodes, self.samples):
-            if begun := [episode for episode in group if not episode.finish_reason]:
-                encode(
-                    self.policy,
-                    begun,
-                    [texts.get(episode.place) for episode in begun],
-                    self.positions,
-                )
+        for group in grouped(self.episodes, self.request.group_size):
+            begun = [episode for episode in group if not episode.finish_reason]
+            if begun:
+                group_texts = [texts.get(episode.index) for episode in begun]
+                encode(self.policy, begun, group_texts, self.positions)
 
     def _limit(self, episode: Episode) -> int:
         """Return how many tokens the policy may still write in an episode."""
-        left = self._left(episode)
-        return left if self.positions is None else min(left, self._room(episode))
+        tokens_left = self._tokens_left(episode)
+        if self.positions is None:
+            return tokens_left
+        return min(tokens_left, self._positions_left(episode))
 
-    def _left(self, episode: Episode) -> int:
-        """Return how many tokens the limit leaves to the policy."""
-        return self.sampling.max_new_tokens - sum(turn.tokens for turn in episode.own_turns)
+    def _tokens_left(self, episode: Episode) -> int:
+        """Return how many tokens max_new_tokens leaves to the policy."""
+        written = sum(turn.tokens for turn in episode.policy_turns)
+        return self.request.sampling.max_new_tokens - written
 
-    def _room(self, episode: Episode) -> int:
-        """Return how many tokens of both sides the model's positions leave."""
+    def _positions_left(self, episode: Episode) -> int:
+        """Return how many tokens of policy and environment fit in the remaining positions."""
         return self.positions - len(episode.prompt_ids) - len(episode.token_ids)
 
     def _row(self, episode: Episode) -> Row:
@@ -157,65 +165,61 @@ class Play:
             done=len(episode.token_ids),
             limit=self._limit(episode),
             experts=[] if episode.experts is None else [episode.experts],
-            place=episode.place,
+            episode_index=episode.index,
             begins_turn=True,
         )
 
-    def _answer(self, ended: Callable[[list[Episode]], None], rows: list[Row]) -> list[Row]:
-        """Take the turns that the policy has sampled, let the environments answer, and return the
-        rows of the episodes that go on."""
-        waiting = []
-        for row in rows:
-            episode = self.episodes[row.place]
-            self._take(episode, row)
-            if not episode.finish_reason and episode.player:
-                waiting.append(episode)
+    def _answer(self, on_ended: OnEnded, rows: list[Row]) -> list[Row]:
+        """Let the environments answer the sampled turns, and return the rows of the next turn."""
+        episodes = [self.episodes[row.episode_index] for row in rows]
+        for episode, row in zip(episodes, rows, strict=True):
+            self._append_policy_turn(episode, row)
+        waiting = [e for e in episodes if e.player and not e.finish_reason]
         started = time.perf_counter()
-        for episode, call in asked(waiting):
+        for episode, call in begin_answers(waiting):
             try:
                 self._react(episode, episode.player.finish(call))
             except EnvironmentFailed as error:
                 episode.fail(error)
         self.seconds.environments += time.perf_counter() - started
-        episodes = [self.episodes[row.place] for row in rows]
-        ended([episode for episode in episodes if episode.finish_reason])
+        on_ended([episode for episode in episodes if episode.finish_reason])
         return [self._row(episode) for episode in episodes if not episode.finish_reason]
 
-    def _take(self, episode: Episode, row: Row) -> None:
-        """Add the turn that the policy has sampled. The episode ends if it is cut off, or has no
-        environment.
-        """
-        reason = "length" if self._limit(episode) == self._left(episode) else "context"
-        text = self._text(row.token_ids)
+    def _append_policy_turn(self, episode: Episode, row: Row) -> None:
+        """Append the turn that the policy has sampled.
+
+        The episode ends if the turn is cut off, or if there is no environment."""
+        reason_if_cut = "context"
+        if self._limit(episode) == self._tokens_left(episode):
+            reason_if_cut = "length"
+        text = self.policy.text(row.token_ids)
         episode.token_ids += row.token_ids
         episode.logprobs += row.logprobs
         episode.turns.append(Turn(POLICY, len(row.token_ids), text))
         if row.experts:
             experts = np.concatenate(row.experts)
-            before = experts[:0] if episode.experts is None else episode.experts
-            episode.experts = np.concatenate([before, experts[len(before) :]])
-        whole = row.ends_turn(self.policy, self.sampling)
+            earlier = experts[:0] if episode.experts is None else episode.experts
+            episode.experts = np.concatenate([earlier, experts[len(earlier) :]])
+        turn_is_complete = row.ends_turn(self.policy, self.request.sampling)
         if not episode.task:
-            episode.finish_reason = "stop" if whole else reason
-        elif not whole:
-            episode.end(reason, CUT[reason])
+            episode.finish_reason = "stop" if turn_is_complete else reason_if_cut
+        elif not turn_is_complete:
+            episode.end(reason_if_cut, CUT[reason_if_cut])
 
     def _react(self, episode: Episode, outcome: Outcome) -> None:
-        """Take what the environment has answered to the last turn."""
+        """Record the environment's answer to the last turn."""
         episode.turns[-1].reward = outcome.reward
         for name, value in outcome.measures.items():
             episode.add(name, value)
         if outcome.done:
             episode.end("stop", outcome.verdict, outcome.answer)
-        elif len(episode.own_turns) >= episode.task.turns:
+        elif len(episode.policy_turns) >= episode.task.turns:
             episode.end("turns", CUT["turns"])
         else:
             self._observe(episode, outcome.observation)
 
     def _observe(self, episode: Episode, text: str) -> None:
-        """Put the environment's turn behind the policy's. The episode ends if it leaves no room for
-        another.
-        """
+        """Append the environment's turn. The episode ends if no room is left for another turn."""
         role = episode.role
         if role not in self.conversations:
             self.conversations[role] = Conversation(
@@ -227,44 +231,38 @@ class Play:
         episode.add("escaped", reply.escaped)
         episode.add("cut", reply.cut)
         added = len(reply.token_ids)
-        if self._left(episode) < 1:
+        if self._tokens_left(episode) < 1:
             episode.end("length", CUT["length"])
-        elif self.positions is not None and self._room(episode) <= added:
+        elif self.positions is not None and self._positions_left(episode) <= added:
             episode.end("context", CUT["context"])
         elif added:
             episode.turns.append(Turn(ENVIRONMENT, added, reply.text))
             episode.token_ids += reply.token_ids
             episode.logprobs += [float("nan")] * added
 
-    def _text(self, token_ids: list[int]) -> str:
-        return self.policy.text(token_ids)
-
     def _replay(self) -> None:
-        """Play some episodes a second time with the policy's words, and note whether the
-        environment answers alike.
-        """
-        left: dict[str, int] = {}
+        """Play some episodes a second time with the same turns, and note differing answers."""
+        replays_left: dict[str, int] = {}  # by task
         for episode in self.episodes:
             name = episode.problem.task
-            if (
-                episode.finish_reason == ENVIRONMENT
-                or not episode.player
-                or len(episode.player.answers) < 2
-            ):
-                continue  # there is nothing to compare
-            if left.setdefault(name, episode.task.replays):
-                left[name] -= 1
-                differs = not episode.repeats(self.closing)
-                episode.add("replay_differs", differs)
-                if differs:
-                    log.warning(
-                        "problem %s of task %s: played again with the same seed and the same words of the policy, the "
-                        "environment answered otherwise; a resumed run may not be the same",
-                        episode.problem.index,
-                        name,
-                    )
+            has_answers = episode.player and len(episode.player.answers) >= 2
+            if episode.finish_reason == ENVIRONMENT or not has_answers:
+                continue
+            if not replays_left.setdefault(name, episode.task.replays):
+                continue
+            replays_left[name] -= 1
+            differs = not episode.repeats(self.closing)
+            episode.add("replay_differs", differs)
+            if differs:
+                log.warning(
+                    "problem %s of task %s: played again with the same seed and the same words of "
+                    "the policy, the environment answered otherwise; a resumed run may not be the "
+                    "same",
+                    episode.problem.index,
+                    name,
+                )
 
-    def response(self, episode: Episode, policy_step: int) -> Response:
+    def response(self, episode: Episode) -> Response:
         """Return an episode that has ended as a response."""
         return Response(
             problem=episode.problem,
@@ -273,49 +271,11 @@ class Play:
             token_ids=episode.token_ids,
             logprobs=np.array(episode.logprobs, dtype=np.float32),
             finish_reason=episode.finish_reason,
-            text=self._text(episode.token_ids),
-            policy_step=policy_step,
+            text=self.policy.text(episode.token_ids),
+            policy_step=self.request.policy_step,
             experts=episode.experts,
             score=episode.score,
             rendered=self.policy.rendered(episode.prompt_ids),
             turns=episode.turns if episode.task else [],
             measures=episode.measures,
         )
-
-
-def play(
-    engine: Engine,
-    task: Task,
-    problems: list[Problem],
-    samples: int,
-    sampling: Sampling,
-    seed: tuple[int | str, ...],
-    *,
-    policy_step: int = 0,
-    record_experts: bool = False,
-    finished: Callable[[list[Response]], None] | None = None,
-    seconds: Seconds | None = None,
-) -> list[list[Response]]:
-    """Play `samples` episodes of each problem, and return them group by group. The arguments are
-    those of `Engine.generate`. Episodes of environments have their scores; other responses have
-    none yet.
-
-    An episode whose environment failed, or began with more tokens than there is room for, has a
-    score without reward. Raises ValueError where the samples of a problem begin with different
-    messages, and for a prompt that leaves no room for a response where there is no environment."""
-    responses: list[Response] = []
-    for chunk in engine.chunks(problems, samples):
-        playing = Play(engine, task, chunk, samples, sampling, seed, seconds or Seconds())
-        made: dict[int, Response] = {}
-
-        def ended(
-            episodes: list[Episode], playing: Play = playing, made: dict[int, Response] = made
-        ) -> None:
-            new = {id(episode): playing.response(episode, policy_step) for episode in episodes}
-            made |= new
-            if finished and new:
-                finished(list(new.values()))
-
-        playing.run(seed, record_experts, ended)
-        responses += [made[id(episode)] for episode in playing.episodes]
-    return grouped(responses, samples)

@@ -1,9 +1,8 @@
-"""What the trainer takes its scored groups from: the interface of every rollout source, and what a
-source hands over.
+"""The interface of rollout sources, from which the trainer takes its scored groups.
 
-For example, a trainer takes `rollout = source.next(step)`, makes its updates, and calls
+For example, a trainer calls `rollout = source.next(step)`, makes its updates, and calls
 `source.update(step)`. It does not know whether the responses were sampled from the current weights
-(gspo.rollout.sources.on_policy) or from older ones (gspo.rollout.sources.off_policy).
+(gspo.rollout.sources.on_policy) or from older weights (gspo.rollout.sources.off_policy).
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from gspo.tasks.base import Task
 
 @dataclass
 class Rollout:
-    """The scored groups of one training step, and what they cost in seconds."""
+    """The scored groups of one training step, and how many seconds they took."""
 
     groups: list[list[Response]]
     rollout_s: float  # seconds that the engine sampled
-    # seconds spent waiting for the verifiers; what they do while the engine samples costs nothing
+    # seconds that the step waited for verifiers, after the engine had sampled
     score_s: float
     limit: int  # the largest number of response tokens at this step
     # groups that were scored but are not trained on
     dropped: list[list[Response]] = field(default_factory=list)
-    # responses left out because their verifier itself failed
+    # responses that are left out because their verifier itself failed
     ungraded: list[Response] = field(default_factory=list)
-    # how many were left out for which reason; see the sources
+    # counts of filtered groups, responses and problems, by reason: see the sources
     filtered: dict[str, float] = field(default_factory=dict)
     # seconds that recomputing log-probs under the weights that sampled took
     behaviour_s: float = 0.0
@@ -39,10 +38,9 @@ class Rollout:
     waited_s: float | None = None
     # responses that were cut at the token budget and will be continued at later steps
     in_flight: int = 0
-    environment_s: float = 0.0  # seconds of `rollout_s` spent waiting for environments
-    synced: dict[str, float] = field(
-        default_factory=dict
-    )  # metrics of loading the weights that sampled into the engine
+    environment_s: float = 0.0  # seconds of `rollout_s` that the engine waited for environments
+    # metrics of the last load of weights into the engine
+    synced: dict[str, float] = field(default_factory=dict)
 
     @property
     def responses(self) -> list[Response]:
@@ -51,18 +49,16 @@ class Rollout:
 
     @property
     def sampled(self) -> list[list[Response]]:
-        """All groups, trained on or dropped. How good the policy is must be measured on all of
-        them.
-        """
+        """All groups, trained on or dropped. They all count in measures of the policy's quality."""
         return self.groups + self.dropped
 
 
 @dataclass
 class PendingRollouts:
-    """What a source has sampled and the trainer has not trained on yet; a checkpoint keeps it.
+    """Responses that were sampled and not trained on yet. A checkpoint keeps them.
 
     `rollouts` holds whole batches by the step that will train on them. `groups` holds groups with
-    unfinished responses, each beside the number of the draw of problems that it belongs to.
+    unfinished responses, each with the number of its problem's draw.
     """
 
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -70,58 +66,54 @@ class PendingRollouts:
 
 
 class NothingGraded(RuntimeError):
-    """Raised when no response of a step could be graded, so that there is nothing to train on. The
-    message says why.
-    """
+    """No response of a step could be graded, so there is nothing to train on.
+
+    The message gives the reasons."""
 
 
 class RolloutSource(Protocol):
-    """Hands the trainer one batch of scored groups per step."""
+    """Returns one batch of scored groups per step."""
 
     engine: Engine
     task: Task
     settings: RolloutSettings
-    # whether the engine records the experts of every token; the trainer may turn it on
-    record_experts: bool
 
-    @property
-    def exact(self) -> bool:
-        """Whether the engine's log-probs and experts equal, up to rounding, those of the trainer's
-        weights at the start of the step: then the trainer need not compute them again."""
+    def start_recording_experts(self) -> None:
+        """Let every response from now on hold the experts that the engine chose."""
         ...
 
     def next(self, step: int) -> Rollout:
-        """Return the scored groups of a step. Raises RuntimeError if no response of it could be
-        graded, and EngineEnded if the engine's process has ended."""
+        """Return the scored groups of a step.
+
+        Raises RuntimeError if no response could be graded, EngineEnded if the engine has ended."""
         ...
 
     def update(self, step: int) -> None:
-        """Take over the weights that the trainer has after finishing `step`. Raises RuntimeError if
-        they did not arrive in the engine."""
+        """Sample from the weights that the trainer has after finishing `step` from now on.
+
+        Raises RuntimeError if they did not arrive in the engine."""
         ...
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if the engine's weights are not those that the trainer had after
-        `step`.
-        """
+        """Raise RuntimeError if the engine's weights are not the trainer's after `step`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep so that the same problems follow; ready for JSON,
-        often empty.
-        """
+        """Return the state of a checkpoint, ready for JSON and often empty.
+
+        A source that loads it continues with the same problems."""
         ...
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `state` returned after `step`."""
+        """Restore the result of `state` after `step`."""
         ...
 
     def pending(self) -> PendingRollouts:
-        """Return what was sampled and not yet trained on."""
+        """Return the responses that were sampled and not trained on yet."""
         ...
 
     def restore_pending(self, pending: PendingRollouts) -> None:
-        """Restore what `pending` returned."""
+        """Restore the result of `pending`."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Rollout sources whose responses are older than the trainer's weights: partial rollouts, and stale
-batches.
+"""Rollout sources whose responses are older than the weights: partial rollouts, stale batches.
 
-Which weights sample which token is a function of the settings and the seed. It does not depend on
-how fast anything runs, so a run can be repeated exactly.
+The settings and the seed determine which weights sample which token. Speed does not matter, so a
+run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -32,11 +31,15 @@ class PartialSource(OnPolicySource):
     """Partial rollouts: no step waits for its longest responses (Kimi k1.5, arXiv:2501.12599,
     section 2.6.2).
 
-    The source keeps `rollout.in_flight` groups under way. At each step it begins new problems until
-    there are so many; then every unfinished response gets up to `rollout.token_budget` further
-    tokens under the current weights; then the P oldest groups in which every response has ended are
-    trained on. While fewer than P groups have ended, further rounds follow under the same weights.
-    A response so consists of segments, each sampled by the policy of one step.
+    The source keeps `rollout.in_flight` groups under way. A step has three parts:
+
+    1. The source begins new problems until there are so many groups.
+    2. Every unfinished response gets up to `rollout.token_budget` further tokens under the current
+       weights.
+    3. The P oldest groups in which every response has ended are trained on. While fewer than P
+       groups have ended, further rounds of 2. follow under the same weights.
+
+    So a response consists of segments, each sampled by the policy of one step.
     """
 
     def __init__(
@@ -49,16 +52,10 @@ class PartialSource(OnPolicySource):
         behaviour_logprobs: BehaviourLogprobs | None = None,
     ):
         super().__init__(engine, task, settings, seed, sampler, behaviour_logprobs)
-        # groups under way, the oldest first, each with the number of the draw that its problem
-        # comes from
+        # groups under way, the oldest first, each with the number of its problem's draw
         self.unfinished: list[tuple[int, list[Response]]] = []
         self.drawn = 0  # how many batches of problems were drawn from the sampler
         self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
-
-    @property
-    def exact(self) -> bool:
-        """False: earlier segments of a response were sampled from older weights."""
-        return False
 
     def sample(self, step: int) -> Rollout:
         """Continue and begin responses until enough groups have ended, and return those."""
@@ -67,12 +64,12 @@ class PartialSource(OnPolicySource):
         while True:
             self._round(begun, step, rollout)
             begun = []
-            whole = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
-            whole = whole[: self.settings.prompts_per_step]
-            if len(whole) == self.settings.prompts_per_step:
+            complete = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
+            if len(complete) >= self.settings.prompts_per_step:
                 break
-        groups = [self.unfinished[i][1] for i in whole]
-        self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in whole]
+        oldest = complete[: self.settings.prompts_per_step]
+        groups = [self.unfinished[i][1] for i in oldest]
+        self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in oldest]
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
         rollout.filtered["ungraded"] = len(rollout.ungraded)
@@ -83,77 +80,57 @@ class PartialSource(OnPolicySource):
         return rollout
 
     def _begin(self, count: int, rollout: Rollout) -> list[tuple[int, Problem]]:
-        """Return the next `count` problems, each with the number of the draw that it comes from."""
+        """Return the next `count` problems, each with the number of its draw."""
         begun = []
         for _ in range(count):
             if not self.not_begun:
                 self.drawn += 1
                 self.not_begun = self.problems.take(self.drawn)
                 if self.problems.max_prompt_tokens is not None:
-                    skipped = self.problems.skipped(self.not_begun)
-                    rollout.filtered["prompt_too_long"] = (
-                        rollout.filtered.get("prompt_too_long", 0) + skipped
-                    )
+                    skipped = rollout.filtered.get("prompt_too_long", 0)
+                    skipped += self.problems.skipped(self.not_begun)
+                    rollout.filtered["prompt_too_long"] = skipped
             begun.append((self.drawn, self.not_begun.pop(0)))
         return begun
 
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
-        """Sample up to `token_budget` tokens for every unfinished response, and for the groups that
-        begin now.
-        """
+        """Sample up to `token_budget` tokens of each unfinished response.
+
+        Then the groups of the problems in `begun` begin."""
         started = time.perf_counter()
-        settings, ranks = self.settings, self.engine.ranks
-        sampling = settings.sampling(step)
-        touched: list[Response] = []
-        # One draw at a time, because the random numbers of a query set's problem depend on the
-        # visit.
+        ranks = self.engine.ranks
+        sampled: list[Response] = []
+        # one draw at a time: the random key of a query set's problem depends on the draw
         for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
-            mine = [g for d, g in self.unfinished if d == draw]
-            cut = [
-                (group, i)
-                for group in mine
-                for i, r in enumerate(group)
-                if r.finish_reason == "budget"
-            ]
-            further = self.engine.extend(
-                ranks.shard([group[i] for group, i in cut]),
-                sampling,
-                self.position(draw, 0),
-                policy_step=self.policy_step,
-                record_experts=settings.routes,
-            )
-            further = ranks.unshard(further)
-            for (group, i), response in zip(cut, further, strict=True):
-                group[i] = response
-            touched += further
+            groups = [group for d, group in self.unfinished if d == draw]
+            cut = [r for group in groups for r in group if r.finish_reason == "budget"]
+            request = self.request([], step, self.random_key(draw, 0))
+            extended = ranks.unshard(self.engine.extend(ranks.shard(cut), request))
+            replacements = iter(extended)
+            for group in groups:
+                for i, r in enumerate(group):
+                    if r.finish_reason == "budget":
+                        group[i] = next(replacements)
+            sampled += extended
         for draw in sorted({draw for draw, _ in begun}):
             problems = [problem for d, problem in begun if d == draw]
-            groups = self.engine.generate(
-                ranks.shard(problems),
-                settings.group_size,
-                sampling,
-                self.position(draw, 0),
-                policy_step=self.policy_step,
-                record_experts=settings.routes,
-            )
-            groups = ranks.unshard(groups)
+            request = self.request(ranks.shard(problems), step, self.random_key(draw, 0))
+            groups = ranks.unshard(self.engine.generate(request))
             self.unfinished += [(draw, group) for group in groups]
-            touched += [r for group in groups for r in group]
+            sampled += [r for group in groups for r in group]
         rollout.rollout_s += time.perf_counter() - started
-        self.keep_behaviour_logprobs(touched, rollout)
+        self.keep_behaviour_logprobs(sampled, rollout)
         started = time.perf_counter()
-        score(self.task, [r for r in touched if r.finish_reason != "budget"], ranks)
+        score(self.task, [r for r in sampled if r.finish_reason != "budget"], ranks)
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
-        """Return the sampler's state, the number of draws, and the drawn problems that were not
-        begun yet.
-        """
+        """Return the sampler's state, the number of draws, and the drawn problems not begun yet."""
         waiting = [problem.index for problem in self.not_begun]
         return {"problems": super().state(), "drawn": self.drawn, "waiting": waiting}
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `state` returned after `step`."""
+        """Restore the result of `state` after `step`."""
         super().load_state(state["problems"], step)
         self.drawn = state["drawn"]
         self.not_begun = [
@@ -165,27 +142,26 @@ class PartialSource(OnPolicySource):
         return PendingRollouts(groups=[(draw, list(group)) for draw, group in self.unfinished])
 
     def restore_pending(self, pending: PendingRollouts) -> None:
-        """Restore what `pending` returned."""
+        """Restore the result of `pending`."""
         self.unfinished = pending.groups
 
 
 def ended(group: list[Response]) -> bool:
-    """Return whether every response of a group has ended, rather than been cut at the token budget."""
+    """Return whether no response of a group was cut at the token budget."""
     return all(r.finish_reason != "budget" for r in group)
 
 
 class StaleSource:
-    """Hands over batches that the policy of k = `staleness` steps ago sampled, as in asynchronous
-    training.
+    """Returns batches that the policy of k = `staleness` steps ago sampled (asynchronous training).
 
-    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7: in
-    general from those after step s - 1 - k, and for the first k + 1 steps from those at the start.
-    So k batches wait between two steps. With `overlap` a thread of its own samples the next batch
-    while the trainer works, from a copy of the weights (engines release Python's lock while they
-    compute). That changes no number.
+    For example, with k = 2 the batch of step 10 was sampled from the weights after step 7. In
+    general batch s is sampled from the weights after step s - 1 - k. The first k + 1 batches are
+    sampled from the weights at the start. So k batches wait between two steps. With `overlap` a
+    thread of its own samples the next batch while the trainer works, from a copy of the weights
+    (engines release Python's lock while they compute). That changes no number.
 
-    `inner` is the source that samples; `trained` is the trainer's policy. With `overlap` the engine
-    of `inner` must sample from a copy of it.
+    `inner` is the source that samples, `trained` the trainer's policy. With `overlap` the engine of
+    `inner` must sample from a copy of that policy.
     """
 
     def __init__(self, inner: OnPolicySource, trained: Policy, staleness: int, overlap: bool):
@@ -193,7 +169,9 @@ class StaleSource:
             raise ValueError(
                 "an engine that samples beside the training needs a copy of the policy"
             )
-        self.inner, self.trained, self.staleness = inner, trained, staleness
+        self.inner = inner
+        self.trained = trained
+        self.staleness = staleness
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
         self.stream = SideStream(trained.device) if overlap else None
         # by the step that will train on them
@@ -201,9 +179,6 @@ class StaleSource:
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
         # seconds that a checkpoint waited for batches: counted with the next rollout
         self.waited = 0.0
-
-    exact = False  # the weights that sample are older than those of the step
-    record_experts = False  # the trainer turns this on for an exact source only
 
     @property
     def engine(self) -> Engine:
@@ -220,13 +195,15 @@ class StaleSource:
         """The settings of the source that samples."""
         return self.inner.settings
 
+    def start_recording_experts(self) -> None:
+        """Let every response from now on hold the experts that the engine chose."""
+        self.inner.start_recording_experts()
+
     def next(self, step: int) -> Rollout:
-        """Return the scored groups of a step. An exception that sampling them raised is raised
-        here.
-        """
-        # those that `update` has not begun already
-        for due in range(self.sampled + 1, step + self.staleness + 1):
-            self._begin(due, None)
+        """Return the scored groups of a step. Raises the exception of sampling them."""
+        # `update` may have begun some of them already
+        for due_step in range(self.sampled + 1, step + self.staleness + 1):
+            self._begin(due_step, None)
         started = time.perf_counter()
         rollout = _result(self.batches.pop(step))
         if self.thread:
@@ -235,9 +212,9 @@ class StaleSource:
         return rollout
 
     def update(self, step: int) -> None:
-        """Take over the weights after a step: at once, or with `overlap` for the next batch that
-        the thread samples.
-        """
+        """Sample from the weights after a step from now on.
+
+        With `overlap` the next batch is the first."""
         if not self.thread:
             self.inner.update(step)
             return
@@ -245,45 +222,45 @@ class StaleSource:
         self._begin(step + self.staleness + 1, (step, weights))
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if the engine's weights are not the trainer's; called before anything
-        is sampled.
-        """
+        """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
         self.inner.check(step)
 
-    def _begin(self, due: int, new: tuple[int, dict[str, Tensor]] | None) -> None:
-        """Sample the batch of step `due`, or let the thread begin to; `new` is a step and the
-        weights after it.
-        """
+    def _begin(self, due_step: int, new_weights: tuple[int, dict[str, Tensor]] | None) -> None:
+        """Sample the batch of a step, or let the thread begin to.
+
+        `new_weights` are a step and the weights after it."""
         if self.thread:
-            self.batches[due] = self.thread.submit(
-                self._sample_beside, due, new, self.stream.record_event()
+            self.batches[due_step] = self.thread.submit(
+                self._sample_beside, due_step, new_weights, self.stream.record_event()
             )
         else:
-            self.batches[due] = self.inner.next(due)
-        self.sampled = due
+            self.batches[due_step] = self.inner.next(due_step)
+        self.sampled = due_step
 
     def _sample_beside(
-        self, due: int, new: tuple[int, dict[str, Tensor]] | None, queued: torch.cuda.Event | None
+        self,
+        due_step: int,
+        new_weights: tuple[int, dict[str, Tensor]] | None,
+        queued: torch.cuda.Event | None,
     ) -> Rollout:
-        """Load new weights into the engine, if there are any, and sample the batch of step `due`.
-        The thread calls it.
+        """Load new weights into the engine, if there are any, and sample the batch of a step.
 
-        Both begin once the trainer's work up to `queued` is done, which includes the copies of the
-        weights."""
-        step, weights = new or (0, {})
+        The thread calls this. Both begin once the trainer's work up to `queued` is done, which
+        includes the copies of the weights."""
+        step, weights = new_weights or (0, {})
         with self.stream.after(queued, weights.values()):
-            if new:
+            if new_weights:
                 self.inner.engine.policy.load_tensors(weights.items())
                 self.inner.update(step)
-            return self.inner.next(due)
+            return self.inner.next(due_step)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the source that samples, once it has no batch under way."""
+        """Wait for the batch that is being sampled, and return the state of the inner source."""
         self._finished_batches()
         return self.inner.state()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `state` returned after `step`."""
+        """Restore the result of `state` after `step`."""
         self.inner.load_state(state, step)
         self.sampled = step
 
@@ -292,15 +269,16 @@ class StaleSource:
         return PendingRollouts(self._finished_batches(), self.inner.pending().groups)
 
     def restore_pending(self, pending: PendingRollouts) -> None:
-        """Restore what `pending` returned."""
+        """Restore the result of `pending`."""
         self.batches = dict(pending.rollouts)
         self.sampled = max([self.sampled, *pending.rollouts])
         self.inner.restore_pending(pending)
 
     def _finished_batches(self) -> dict[int, Rollout]:
-        """Wait for the batch that is being sampled, and return all batches. Raises what sampling
-        one of them raised: a checkpoint without that batch would have it sampled again from newer
-        weights."""
+        """Wait for the batch that is being sampled, and return all batches.
+
+        Raises the exception of sampling them: a checkpoint without that batch would have it sampled
+        again from newer weights."""
         started = time.perf_counter()
         finished = {step: _result(rollout) for step, rollout in sorted(self.batches.items())}
         self.waited += time.perf_counter() - started
@@ -314,7 +292,7 @@ class StaleSource:
 
 
 def _result(rollout: Rollout | Future[Rollout]) -> Rollout:
-    """Wait for a batch that is being sampled. Raises what sampling it raised."""
+    """Wait for a batch that is being sampled. Raises the exception of sampling it."""
     return rollout.result() if isinstance(rollout, Future) else rollout
 
 
@@ -327,13 +305,15 @@ def make_source(
     behaviour_logprobs: BehaviourLogprobs | None = None,
     trained: Policy | None = None,
 ) -> RolloutSource:
-    """Return the source that the settings ask for. `trained` is the trainer's policy where the
-    engine samples from a copy of it."""
+    """Return the source that the settings choose.
+
+    `trained` is the trainer's policy. It must be given if the engine samples from a copy of it."""
+    source_class = OnPolicySource
     if settings.token_budget:
-        kind = PartialSource
-    else:
-        kind = DynamicSource if settings.refill_rounds else OnPolicySource
-    source = kind(engine, task, settings, seed, sampler, behaviour_logprobs)
+        source_class = PartialSource
+    elif settings.refill_rounds:
+        source_class = DynamicSource
+    source = source_class(engine, task, settings, seed, sampler, behaviour_logprobs)
     if not settings.staleness:
         return source
     return StaleSource(source, trained or engine.policy, settings.staleness, settings.overlap)

@@ -1,5 +1,4 @@
-"""Rollout sources that sample every batch from the current weights: the plain one, and dynamic
-sampling.
+"""Rollout sources that sample every batch from the current weights, also with dynamic sampling.
 
 Dynamic sampling replaces groups whose rewards are all equal, because they carry no gradient.
 Sources that sample from older weights are in gspo.rollout.sources.off_policy.
@@ -12,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from gspo.data.samples import Response, all_same
+from gspo.data.samples import Problem, Response, all_same
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
+from gspo.rollout.engines.requests import RandomKey, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks
@@ -24,8 +24,8 @@ from gspo.rollout.sources.problem_sampler import Sampler, TrainingProblems, Unif
 from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs, check_engine
 from gspo.tasks.base import Task
 
-MOST_REASONS = 3  # how many reasons a message names
-# how many problems the engine is compared with the trainer on after it has loaded new weights
+MAX_REASONS = 3  # how many reasons a message names
+# after a load of weights, engine and trainer are compared on so many problems
 GUARD_PROBLEMS = 2
 
 
@@ -33,11 +33,11 @@ class OnPolicySource:
     """Samples each step's batch from the current weights, on problems that the sampler chooses.
 
     A response that could not be graded (because the sandbox failed, not the response) is left out
-    of its group. So groups may differ in size, and a group in which nothing could be graded is left
-    out altogether. `Rollout.filtered` counts such responses as "ungraded". Where prompts have a
-    limit it also counts, as "prompt_too_long", the problems that were replaced. With
-    `behaviour_logprobs` every response also keeps the log-probs that the trainer computes under the
-    weights that sampled it. Without `sampler` the problems are those of the stream, in its order.
+    of its group. So groups may differ in size. A group without any graded response is left out
+    altogether. `Rollout.filtered` counts such responses as "ungraded". If prompts have a limit, it
+    counts replaced problems as "prompt_too_long". With `behaviour_logprobs` every response also
+    keeps the log-probs that the trainer computes under the weights that sampled it. Without
+    `sampler` the problems are those of the stream, in its order.
     """
 
     def __init__(
@@ -51,13 +51,16 @@ class OnPolicySource:
     ):
         sampler = sampler or Uniform()
         check_sampler(settings, sampler)
-        self.engine, self.task, self.settings, self.seed = engine, task, settings, seed
+        self.engine = engine
+        self.task = task
+        self.settings = settings
+        self.seed = seed
         self.behaviour_logprobs = behaviour_logprobs
         self.record_experts = settings.routes
         # the step after which the trainer had the weights that the engine has now
         self.policy_step = 0
         self.synced: dict[str, float] = {}  # metrics of loading those weights into the engine
-        longest, limited_by = longest_prompt(engine, settings)
+        max_prompt_tokens, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
             seed,
@@ -65,23 +68,22 @@ class OnPolicySource:
             settings.prompts_per_step,
             settings.query_set,
             settings.refresh_every,
-            longest,
+            max_prompt_tokens,
             prompt_length=lambda prompt: len(engine.policy.encode_prompt(prompt)),
             limited_by=limited_by,
         )
 
-    @property
-    def exact(self) -> bool:
-        """Whether the engine's log-probs and experts equal, up to rounding, those of the trainer's
-        weights at the start of the step: true where the engine computes with the policy's own
-        tensors."""
-        return self.engine.shares_weights
+    def start_recording_experts(self) -> None:
+        """Let every response from now on hold the experts that the engine chose."""
+        self.record_experts = True
 
     def next(self, step: int) -> Rollout:
-        """Return the scored groups of a step. Raises NothingGraded if no response of it could be
-        graded. Raises EngineEnded if the engine's process has ended; then the source is as it was
-        before the call."""
-        state, pending = self.state(), self.pending()
+        """Return the scored groups of a step.
+
+        Raises NothingGraded if no response could be graded. Raises EngineEnded if the engine's
+        process has ended, and then restores the source to its state before the call."""
+        state = self.state()
+        pending = self.pending()
         try:
             return self._next(step)
         except EngineEnded:
@@ -90,7 +92,7 @@ class OnPolicySource:
             raise
 
     def _next(self, step: int) -> Rollout:
-        """Do what `next` does, but leave the source as it is when the engine's process ends."""
+        """Do the same as `next`, without restoring the source if the engine's process ends."""
         rollout = self.sample(step)
         if not rollout.groups:
             raise NothingGraded(f"step {step}: {self.why_ungraded(rollout.ungraded)}")
@@ -103,35 +105,30 @@ class OnPolicySource:
         return rollout
 
     def why_ungraded(self, responses: list[Response]) -> str:
-        """Return in words why none of these responses could be graded: the reasons, the commonest
-        first.
-        """
+        """Return in words why no response could be graded: the reasons, the commonest first."""
         counts = Counter(r.score.reason or r.score.verdict for r in responses)
-        reasons = [
-            f"{reason} ({count} times)" for reason, count in counts.most_common(MOST_REASONS)
-        ]
+        reasons = [f"{reason} ({count} times)" for reason, count in counts.most_common(MAX_REASONS)]
         first = self.task.in_words(responses[0].problem)
         return (
-            f"none of {len(responses)} responses could be graded, so there is nothing to train on: "
-            f"{'; '.join(reasons)}. The first was to {first}"
+            f"none of {len(responses)} responses could be graded, so there is nothing to train "
+            f"on: {'; '.join(reasons)}. The first was to {first}"
         )
 
     def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
-        """Store, with new tokens, the log-probs that the trainer computes under the weights that
-        the engine has now.
-        """
+        """Store the trainer's log-probs of new tokens under the engine's present weights."""
         if self.behaviour_logprobs:
             started = time.perf_counter()
             self.behaviour_logprobs(responses)
             rollout.behaviour_s += time.perf_counter() - started
 
     def sample(self, step: int) -> Rollout:
-        """Sample and score the groups of a step; subclasses say how."""
+        """Sample and score the groups of a step. Subclasses override this."""
         return self.sample_round(step)
 
     def update(self, step: int) -> None:
-        """Sample from the weights after this step from now on. Raises RuntimeError if they did not
-        arrive in the engine."""
+        """Sample from the weights after this step from now on.
+
+        Raises RuntimeError if they did not arrive in the engine."""
         self.policy_step = step
         started = time.perf_counter()
         if not self.engine.shares_weights:
@@ -140,29 +137,20 @@ class OnPolicySource:
             self.synced["time/sync_s"] = time.perf_counter() - started
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError if the engine's weights are not those that the trainer had after this
-        step.
-        """
-        problems = [self.problems.problem(place) for place in range(GUARD_PROBLEMS)]
+        """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
+        problems = [self.problems.problem(position) for position in range(GUARD_PROBLEMS)]
         precision = str(self.engine.policy.precision).removeprefix("torch.")
         difference = check_engine(self.engine, problems, self.settings.tolerance(precision), step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:
-        """Sample and score groups for `prompts_per_step` problems: the step's own (refill 0), or
-        those of a refill round."""
-        problems, seconds = self.problems.take(step, refill), Seconds()
-        chunks = scored_chunks(
-            self.engine,
-            self.task,
-            problems,
-            self.settings.group_size,
-            self.settings.sampling(step),
-            self.position(step, refill),
-            policy_step=self.policy_step,
-            seconds=seconds,
-            record_experts=self.record_experts,
-        )
+        """Sample and score groups for the `prompts_per_step` problems of a round.
+
+        Round 0 has the step's own problems. Further rounds have the problems of refill rounds."""
+        problems = self.problems.take(step, refill)
+        request = self.request(problems, step, self.random_key(step, refill))
+        seconds = Seconds()
+        chunks = scored_chunks(self.engine, self.task, request, seconds)
         groups = [group for chunk in chunks for group in chunk]
         ungraded = [r for group in groups for r in group if r.score.reward is None]
         if ungraded:
@@ -177,42 +165,44 @@ class OnPolicySource:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)
         return rollout
 
-    def position(self, step: int, refill: int) -> tuple[int | str, ...]:
-        """Return the position of a round's random numbers; the engine appends task, problem and
-        sample to it.
-
-        A problem that occurs once in a run needs no more than that. A problem that is visited
-        again, in the next epoch of a query set or after a refill round over a finite set, must not
-        meet the random numbers of its last visit, so the position then holds step and refill round
-        too.
-        """
-        return (
-            (self.seed, "rollout", step, refill)
-            if self.problems.revisits(refill)
-            else (self.seed, "rollout")
+    def request(self, problems: list[Problem], step: int, random_key: RandomKey) -> SamplingRequest:
+        """Return the request for groups of responses to these problems, as a step samples them."""
+        return SamplingRequest(
+            problems,
+            self.settings.group_size,
+            self.settings.sampling(step),
+            random_key,
+            self.policy_step,
+            self.record_experts,
         )
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep so that the same problems follow; ready for JSON,
-        often empty.
+    def random_key(self, step: int, refill: int) -> RandomKey:
+        """Return the key of a round's random numbers.
+
+        The engine appends task, problem and sample to it. A problem that occurs once in a run needs
+        no more. A problem may be visited again, in the next epoch of a query set or after a refill
+        round over a finite set. It must not meet the random numbers of its last visit, so the key
+        then holds step and refill round too.
         """
+        if self.problems.revisits(refill):
+            return (self.seed, "rollout", step, refill)
+        return (self.seed, "rollout")
+
+    def state(self) -> dict[str, Any]:
+        """Return the sampler's state, ready for JSON and often empty."""
         return self.problems.state()
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore what `state` returned after `step`, also if it has been written to JSON and read
-        again.
-        """
+        """Restore the result of `state` after `step`, also if JSON has stored it meanwhile."""
         self.policy_step = step
         self.problems.load_state(state)
 
     def pending(self) -> PendingRollouts:
-        """Return what was sampled and not yet trained on: nothing, for each batch is trained on at
-        once.
-        """
+        """Return no rollouts: each batch is trained on at once."""
         return PendingRollouts()
 
     def restore_pending(self, pending: PendingRollouts) -> None:
-        """Restore what `pending` returned."""
+        """Restore the result of `pending`."""
 
     def close(self) -> None:
         """Close the engine."""
@@ -220,28 +210,31 @@ class OnPolicySource:
 
 
 class DynamicSource(OnPolicySource):
-    """Dynamic sampling (DAPO, arXiv:2503.14476): replaces groups whose rewards are all equal by
-    further groups.
+    """Dynamic sampling: replaces groups whose rewards are all equal (DAPO, arXiv:2503.14476).
 
     For example, 2 of a step's 32 groups have all rewards 1. Another round of problems is sampled,
-    and its first two groups with different rewards take their places. Up to `refill_rounds` further
-    rounds are sampled. A place that stays open keeps its own group, which adds no gradient, so a
-    step always has P groups. Where no group needs replacing, this is the plain source. Rewards are
-    compared as the verifier gave them, before any shaping.
+    and its first two groups with different rewards replace them. Up to `refill_rounds` further
+    rounds are sampled. A group that is not replaced stays, although it adds no gradient, so a step
+    always has P groups. If no group needs replacing, this is the plain source. Rewards are compared
+    as the verifier gave them, before any shaping.
 
-    `Rollout.filtered` counts, beside what the plain source counts: groups dropped because all their
-    rewards were equal ("zero_variance"), groups dropped because P were there already ("surplus"),
-    groups trained on although all their rewards are equal ("filled"), and the rounds that were
-    sampled ("refill_rounds").
+    `Rollout.filtered` has these counts in addition to those of the plain source:
+
+    zero_variance  groups dropped because all their rewards were equal
+    surplus        groups dropped because there were P groups already
+    filled         groups trained on although all their rewards are equal
+    refill_rounds  rounds that were sampled
     """
 
     def sample(self, step: int) -> Rollout:
-        """Sample the step's groups, and replace those without signal by groups of further rounds."""
+        """Sample the step's groups, and replace groups whose rewards are all equal."""
         rollout = self.sample_round(step)
         groups = rollout.groups
-        places = [i for i, group in enumerate(groups) if not has_signal(group)]
-        refills, flat, rounds = [], [], 0
-        while len(refills) < len(places) and rounds < self.settings.refill_rounds:
+        to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]
+        refills: list[list[Response]] = []
+        flat: list[list[Response]] = []
+        rounds = 0
+        while len(refills) < len(to_replace) and rounds < self.settings.refill_rounds:
             more = self.sample_round(step, rounds + 1)
             # the step has met every problem of the training set already
             if not more.groups and not more.ungraded:
@@ -255,39 +248,41 @@ class DynamicSource(OnPolicySource):
             rollout.environment_s += more.environment_s
             for key, count in more.filtered.items():
                 rollout.filtered[key] += count
-        used = min(len(places), len(refills))
-        surplus = refills[used:]
-        for place, group in zip(places[:used], refills[:used], strict=True):
-            flat.append(groups[place])
-            groups[place] = group
+        replaced = min(len(to_replace), len(refills))
+        surplus = refills[replaced:]
+        for i, group in zip(to_replace[:replaced], refills[:replaced], strict=True):
+            flat.append(groups[i])
+            groups[i] = group
         rollout.dropped = flat + surplus
         rollout.filtered |= {
             "zero_variance": len(flat),
             "surplus": len(surplus),
-            "filled": len(places) - used,
+            "filled": len(to_replace) - replaced,
             "refill_rounds": rounds,
         }
         return rollout
 
 
 def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | None, str]:
-    """Return the largest number of tokens that a training prompt may have (None: no bound), and in
-    words what sets it: "" for the user's own limit, else how much room the longest response leaves
-    in the engine's positions."""
-    wanted, limit, positions = settings.max_prompt_tokens, settings.longest_limit, engine.positions
-    if positions is None or (wanted is not None and wanted + limit <= positions):
-        return wanted, ""
-    room = positions - limit
-    return (
-        room,
-        f"rollout.max_new_tokens={limit} leaves {room} of {positions} positions for a prompt",
+    """Return how many tokens a training prompt may have (None: no bound), and the reason in words.
+
+    The reason is "" if the limit is the user's own. Otherwise it says how much room the longest
+    response leaves in the engine's positions."""
+    user_limit = settings.max_prompt_tokens
+    response_limit = settings.longest_limit
+    positions = engine.positions
+    if positions is None or (user_limit is not None and user_limit + response_limit <= positions):
+        return user_limit, ""
+    room = positions - response_limit
+    reason = (
+        f"rollout.max_new_tokens={response_limit} leaves {room} of {positions} positions for a "
+        "prompt"
     )
+    return room, reason
 
 
 def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
-    """Return the groups without their ungraded responses; a group without any graded response is
-    left out.
-    """
+    """Return the groups without ungraded responses, and without groups that are then empty."""
     graded = [[r for r in group if r.score.reward is not None] for group in groups]
     return [group for group in graded if group]
 

@@ -1,8 +1,7 @@
-"""Reads and writes the part of a checkpoint that holds pending rollouts: what was sampled and not
-yet trained on.
+"""Reads and writes the pending rollouts of a checkpoint: sampled, but not yet trained on.
 
 <checkpoint>/held.json   texts and numbers
-<checkpoint>/held.npz    log-probs and experts of all responses, end to end
+<checkpoint>/held.npz    log-probs and experts of all responses, concatenated
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from gspo.rollout.sources.base import PendingRollouts, Rollout
 
 # fields of Response that are arrays
 ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")
-NUMBERS = (  # fields of Rollout beside its responses
+# fields of Rollout other than its responses
+NUMBERS = (
     "rollout_s",
     "score_s",
     "limit",
@@ -36,49 +36,45 @@ NUMBERS = (  # fields of Rollout beside its responses
 
 
 def save_pending(pending: PendingRollouts, folder: Path) -> None:
-    """Write a source's pending rollouts into a checkpoint; write no file if there are none."""
+    """Write a source's pending rollouts into a checkpoint, or no file if there are none."""
     if not pending.rollouts and not pending.groups:
         return
-    arrays: dict[str, list[np.ndarray]] = {name: [] for name in ARRAYS}
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in ARRAYS}
 
-    def kept(response: Response) -> dict[str, Any]:
+    def as_json(response: Response) -> dict[str, Any]:
+        """Return a response without its arrays, which are appended to `pieces`."""
         lengths = {}
         for name in ARRAYS:
             array = getattr(response, name)
             if array is not None:
-                arrays[name].append(array)
+                pieces[name].append(array)
                 lengths[name] = len(array)
-        score = asdict(response.score) if response.score else None
-        plain = {
-            key: value
-            for key, value in vars(response).items()
-            if key not in (*ARRAYS, "problem", "score")
-        }
-        plain["turns"] = [asdict(turn) for turn in response.turns]
-        return plain | {"problem": response.problem.index, "score": score, "lengths": lengths}
+        special = (*ARRAYS, "problem", "score")
+        content = {key: value for key, value in vars(response).items() if key not in special}
+        content["turns"] = [asdict(turn) for turn in response.turns]
+        content["problem"] = response.problem.index
+        content["score"] = asdict(response.score) if response.score else None
+        content["lengths"] = lengths
+        return content
 
-    content = {
-        "rollouts": {
-            step: {key: getattr(rollout, key) for key in NUMBERS}
-            | {"groups": [[kept(r) for r in group] for group in rollout.groups]}
-            | {"dropped": [[kept(r) for r in group] for group in rollout.dropped]}
-            | {"ungraded": [kept(r) for r in rollout.ungraded]}
-            for step, rollout in pending.rollouts.items()
-        },
-        "groups": [[draw, [kept(r) for r in group]] for draw, group in pending.groups],
-    }
-    np.savez(
-        folder / "held.npz",
-        **{name: np.concatenate(pieces) for name, pieces in arrays.items() if pieces},
-    )
-    (folder / "held.json").write_text(json.dumps(content), encoding="utf-8")
+    rollouts = {}
+    for step, rollout in pending.rollouts.items():
+        rollouts[step] = {key: getattr(rollout, key) for key in NUMBERS}
+        rollouts[step]["groups"] = [[as_json(r) for r in group] for group in rollout.groups]
+        rollouts[step]["dropped"] = [[as_json(r) for r in group] for group in rollout.dropped]
+        rollouts[step]["ungraded"] = [as_json(r) for r in rollout.ungraded]
+    groups = [[draw, [as_json(r) for r in group]] for draw, group in pending.groups]
+    arrays = {name: np.concatenate(parts) for name, parts in pieces.items() if parts}
+    np.savez(folder / "held.npz", **arrays)
+    text = json.dumps({"rollouts": rollouts, "groups": groups})
+    (folder / "held.json").write_text(text, encoding="utf-8")
 
 
 def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRollouts:
-    """Read what `save_pending` wrote, equal to the bit; `problem` returns the training problem of
-    an index.
+    """Read the files of `save_pending`, equal to the bit.
 
-    Raises ValueError for files that `save_pending` does not write."""
+    `problem` returns the training problem of an index. Raises ValueError for files that
+    `save_pending` does not write."""
     if not (folder / "held.json").exists():
         return PendingRollouts()
     content = parse_json(read_bytes(folder / "held.json", LONG))
@@ -89,26 +85,28 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
                 f"{folder / 'held.npz'} is compressed, which is never written: it is damaged"
             )
         arrays = {name: file[name] for name in file.files}
-    read = dict.fromkeys(ARRAYS, 0)  # how many rows of each array the responses so far have used
+    rows_read = dict.fromkeys(ARRAYS, 0)  # by array: the rows of the responses so far
 
-    def response(kept: dict[str, Any]) -> Response:
-        own = {}
-        for name, length in kept.pop("lengths").items():
-            own[name] = arrays[name][read[name] : read[name] + length]
-            read[name] += length
-        score = kept.pop("score")
-        kept["segments"] = [tuple(segment) for segment in kept["segments"]]
-        kept["turns"] = [Turn(**turn) for turn in kept["turns"]]
-        kept["problem"] = problem(kept["problem"])
-        return Response(**{"logprobs": None} | kept | own, score=Score(**score) if score else None)
+    def response(fields: dict[str, Any]) -> Response:
+        """Return the response of its fields, with the next rows of the arrays."""
+        own_arrays = {}
+        for name, length in fields.pop("lengths").items():
+            first = rows_read[name]
+            own_arrays[name] = arrays[name][first : first + length]
+            rows_read[name] += length
+        score = fields.pop("score")
+        fields["score"] = Score(**score) if score else None
+        fields["segments"] = [tuple(segment) for segment in fields["segments"]]
+        fields["turns"] = [Turn(**turn) for turn in fields["turns"]]
+        fields["problem"] = problem(fields["problem"])
+        return Response(**({"logprobs": None} | fields | own_arrays))
 
     rollouts = {}
-    # in the order in which the arrays were written
+    # responses must be read in the order in which they were written
     for step, rollout in content["rollouts"].items():
         groups = [[response(r) for r in group] for group in rollout.pop("groups")]
         dropped = [[response(r) for r in group] for group in rollout.pop("dropped")]
         ungraded = [response(r) for r in rollout.pop("ungraded")]
         rollouts[int(step)] = Rollout(groups, dropped=dropped, ungraded=ungraded, **rollout)
-    return PendingRollouts(
-        rollouts, [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
-    )
+    groups = [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
+    return PendingRollouts(rollouts, groups)

@@ -1,9 +1,8 @@
-"""Log-probs that the trainer computes under the weights that sampled, and the guard that engine and
-trainer agree.
+"""Log-probs that the trainer computes under the weights that sampled.
 
 An engine reports log-probs of its own with every response. This module computes them again in the
-trainer's precision: to keep them for a later step (`BehaviourLogprobs`), or to notice an engine
-with other weights (`check_engine`).
+trainer's precision: to keep them for a later step (`BehaviourLogprobs`), or to detect an engine
+that has other weights (`check_engine`).
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from gspo.data.batch import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
-# responses per problem, and tokens of each, that the guard samples
-GUARD_SAMPLES, GUARD_TOKENS = 2, 8
-OUTLIER = 1.0  # nats: a larger difference at one token counts as this much
+# the guard samples so many responses per problem, each of so many tokens
+GUARD_GROUP_SIZE = 2
+GUARD_TOKENS = 8
+MAX_TOKEN_DIFFERENCE = 1.0  # nats: a larger difference at one token counts as this much
 
 
 @dataclass
 class BehaviourLogprobs:
-    """Computes log-probs and experts of responses, in the trainer's precision, under the weights
-    that sampled them.
+    """Computes log-probs and experts of responses under the weights that sampled them.
 
-    It is used where responses are trained on later than they were sampled (stale batches, partial
+    It is used if responses are trained on later than they were sampled (stale batches, partial
     rollouts), because the trainer no longer has those weights then. With
-    policy.old_logprobs=behaviour these log-probs are the old policy's; with
+    policy.old_logprobs=behaviour these log-probs are the old policy's. With
     policy.old_logprobs=engine the gap between engine and trainer is measured against them. With
     `replay_engine` (Routing Replay R3) the tokens go through the experts that the engine chose.
     """
@@ -41,9 +40,7 @@ class BehaviourLogprobs:
     replay_engine: bool = False
 
     def __call__(self, responses: list[Response]) -> None:
-        """Set `old_logprobs` and `old_experts` of the tokens that have none yet. Earlier segments
-        keep theirs.
-        """
+        """Set `old_logprobs` and `old_experts` of tokens that have none yet."""
         fresh = [
             r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)
         ]
@@ -55,53 +52,58 @@ class BehaviourLogprobs:
         scored = self.policy.score(batch, self.micro_batch_size)
         for i, r in enumerate(fresh):
             logprobs = scored.logp_BT[i, : len(r.token_ids)].numpy()
-            r.old_logprobs = _continued(r.old_logprobs, logprobs)
-            if scored.experts_BSLK is not None:
-                start = batch.prompt_width - len(r.prompt_ids)
-                experts = scored.experts_BSLK[
-                    i, start : batch.prompt_width + len(r.token_ids)
-                ].numpy()
-                # The last token of a segment predicts the first of the next one, so its experts are
-                # the next pass's.
-                r.old_experts = _continued(
-                    r.old_experts[:-1] if r.old_experts is not None else None, experts
-                )
+            r.old_logprobs = _keep_earlier(r.old_logprobs, logprobs)
+            if scored.experts_BSLK is None:
+                continue
+            first = batch.prompt_width - len(r.prompt_ids)
+            end = batch.prompt_width + len(r.token_ids)
+            experts = scored.experts_BSLK[i, first:end].numpy()
+            # the last token of a segment predicts the first token of the next segment, so its
+            # experts are those of the next pass
+            earlier = None if r.old_experts is None else r.old_experts[:-1]
+            r.old_experts = _keep_earlier(earlier, experts)
 
 
-def _continued(before: np.ndarray | None, now: np.ndarray) -> np.ndarray:
-    """Return `now` with its first entries replaced by those of `before`."""
-    return now.copy() if before is None else np.concatenate([before, now[len(before) :]])
+def _keep_earlier(earlier: np.ndarray | None, values: np.ndarray) -> np.ndarray:
+    """Return `values` with its first entries replaced by `earlier`."""
+    if earlier is None:
+        return values.copy()
+    return np.concatenate([earlier, values[len(earlier) :]])
 
 
 def check_engine(
     engine: Engine, problems: list[Problem], tolerance: float, step: int
 ) -> float | None:
-    """Compare the engine's log-probs with the trainer's on a few sampled tokens, after the engine
-    has loaded weights.
+    """Compare the engine's log-probs with the trainer's on a few sampled tokens.
 
-    Returns the mean of min(|difference|, 1) over the tokens, in nats; of several ranks, each of
-    which checks its own engine, the largest. It is bounded because in bfloat16 a single token whose
-    router chooses otherwise can be 20 nats away. A weight that did not arrive, or a cache that
-    belongs to the weights before, shows here before it shows in a reward. Returns None where the
-    engine computes with the policy's own tensors.
+    It follows each load of weights. It detects a weight that did not arrive, and a cache of the
+    previous weights, before they show in a reward.
 
-    Raises RuntimeError if the difference exceeds `tolerance` or is no number.
+    Returns the mean of min(|difference|, 1) over the tokens, in nats. It is bounded because in
+    bfloat16 a single token whose router chooses otherwise can differ by 20 nats. Each rank checks
+    its own engine, and the largest mean of all ranks is returned. Returns None if the engine
+    computes with the policy's own tensors.
+
+    Raises RuntimeError if the difference exceeds `tolerance` or is NaN.
     """
     if engine.shares_weights:
         return None
     policy = engine.policy
     sampling = Sampling(policy.temperature, engine.room(problems, GUARD_TOKENS))
-    groups = engine.generate(problems, GUARD_SAMPLES, sampling, (0, "sync"), step)
+    request = SamplingRequest(problems, GUARD_GROUP_SIZE, sampling, (0, "sync"), step)
+    groups = engine.generate(request)
     batch = pack([r for group in groups for r in group], policy.pad_id)
-    own_BT = policy.score(batch, len(batch)).logp_BT
-    differences = (own_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
-    found = engine.ranks.all_gather(float(differences.clamp(max=OUTLIER).mean()))
-    # of the rank whose engine is the furthest
-    difference = max(found, key=lambda value: (math.isnan(value), value))
+    trainer_logp_BT = policy.score(batch, len(batch)).logp_BT
+    differences = (trainer_logp_BT - batch.engine_logp_BT)[batch.mask_BT].abs()
+    rank_difference = float(differences.clamp(max=MAX_TOKEN_DIFFERENCE).mean())
+    rank_differences = engine.ranks.all_gather(rank_difference)
+    # NaN counts as the largest
+    difference = max(rank_differences, key=lambda value: (math.isnan(value), value))
     if not difference <= tolerance:
         raise RuntimeError(
-            f"after step {step} the engine's log-probs are {difference:.2g} nats from the trainer's on "
-            f"{int(batch.mask_BT.sum())} tokens (rollout.sync_tolerance={tolerance:g}): its weights are not the "
-            "trainer's, or it computes something else; if the gap is its precision, raise the tolerance"
+            f"after step {step} the engine's log-probs are {difference:.2g} nats from the "
+            f"trainer's on {int(batch.mask_BT.sum())} tokens "
+            f"(rollout.sync_tolerance={tolerance:g}): its weights are not the trainer's, or it "
+            "computes something else; if the gap is its precision, raise the tolerance"
         )
     return difference

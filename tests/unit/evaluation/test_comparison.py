@@ -41,10 +41,7 @@ def evaluated(
         folder,
         engine,
         chosen,
-        samples,
-        Sampling(1.0, 16),
-        seed=0,
-        step=0,
+        [s.request(samples, Sampling(1.0, 16), step=0) for s in chosen],
         on_progress=lambda *_: None,
     )
     folder.finish(results, {})

@@ -28,7 +28,7 @@ from gspo.evaluation.resumable import (
 )
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks
 from gspo.tasks.benchmarks.math_sets import GSM8K
@@ -118,7 +118,11 @@ def groups_of(task, problems, samples):
     chosen = load_evaluation_sets(task, ["rated"], problems)[0].problems
     position = (0, "evaluation", "rated")
     return list(
-        chain(*scored_chunks(Demonstrator(task), task, chosen, samples, Sampling(), position))
+        chain(
+            *scored_chunks(
+                Demonstrator(task), task, SamplingRequest(chosen, samples, Sampling(), position)
+            )
+        )
     )
 
 
@@ -179,13 +183,11 @@ def echoed(tmp_path) -> dict[str, dict]:
     evaluation.
     """
     engine, sets = LocalEngine(small_policy()), load_evaluation_sets(Echoes(length=2), [], 6)
-    sampling, folder = (
-        Sampling(1.0, max_new_tokens=60, stop=("e", "3", "+")),
-        Folder(tmp_path / "evaluation", {"a": 1}),
-    )
-    some = {"samples": 2, "sampling": sampling, "seed": 0, "step": 0}
+    sampling = Sampling(1.0, max_new_tokens=60, stop=("e", "3", "+"))
+    folder = Folder(tmp_path / "evaluation", {"a": 1})
+    requests = [s.request(2, sampling, step=0) for s in sets]
     results = [
-        evaluate_into(folder, engine, sets, **some, on_progress=lambda *_: None) for _ in range(2)
+        evaluate_into(folder, engine, sets, requests, on_progress=lambda *_: None) for _ in range(2)
     ]
     assert results[0] == results[1], "the second was read from the folder"
     return results[0]
@@ -220,13 +222,17 @@ def test_no_other_set_has_numbers_of_episodes():
 def test_chunks_and_the_thread_change_nothing():
     task, engine = ChainArithmetic(), LocalEngine(small_policy(), batch_rows=6)
     problems, sampling = load_evaluation_sets(task, ["rated"], 7)[0].problems, Sampling(1.0, 6)
-    serial = engine.generate(problems, 3, sampling, (1, "x"))
+    serial = engine.generate(SamplingRequest(problems, 3, sampling, (1, "x")))
     scores = task.score(
         [(r.problem, r.text, r.finish_reason == "stop") for group in serial for r in group]
     )
     seconds = Seconds()
     beside = list(
-        chain(*scored_chunks(engine, task, problems, 3, sampling, (1, "x"), seconds=seconds))
+        chain(
+            *scored_chunks(
+                engine, task, SamplingRequest(problems, 3, sampling, (1, "x")), seconds=seconds
+            )
+        )
     )
     flat, expected = ([r for group in groups for r in group] for groups in (beside, serial))
     assert [r.token_ids for r in flat] == [r.token_ids for r in expected]
@@ -234,7 +240,8 @@ def test_chunks_and_the_thread_change_nothing():
         "the same batches"
     )
     assert [r.score for r in flat] == scores and seconds.sampling > seconds.waited >= 0
-    in_threes = list(scored_chunks(engine, task, problems, 3, sampling, (1, "x"), chunk=3))
+    larger = LocalEngine(engine.policy, batch_rows=9)
+    in_threes = list(scored_chunks(larger, task, SamplingRequest(problems, 3, sampling, (1, "x"))))
     assert [len(chunk) for chunk in in_threes] == [3, 3, 1]
     assert [r.score for chunk in in_threes for group in chunk for r in group] == scores
 
@@ -243,11 +250,11 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
     sampling_second = threading.Event()
 
     class Engine(Demonstrator):
-        def generate(self, problems, *rest, **more):
-            if problems[0].index:
+        def generate(self, request, on_finished=None):
+            if request.problems[0].index:
                 sampling_second.set()
                 time.sleep(0.05)  # the verifier goes on meanwhile
-            return super().generate(problems, *rest, **more)
+            return super().generate(request, on_finished)
 
     class Waiting(ChainArithmetic):
         def score(self, answers):
@@ -261,7 +268,10 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
     groups = list(
         chain(
             *scored_chunks(
-                Engine(task), task, problems, 2, Sampling(), (0,), chunk=1, seconds=seconds
+                Engine(task, batch_rows=2),
+                task,
+                SamplingRequest(problems, 2, Sampling(), (0,)),
+                seconds,
             )
         )
     )
@@ -278,13 +288,11 @@ def test_an_exception_of_the_verifier_surfaces_and_earlier_chunks_are_whole():
     task, seen = Broken(), []
     with pytest.raises(RuntimeError, match="the verifier is gone"):
         for chunk in scored_chunks(
-            Demonstrator(task),
+            Demonstrator(task, batch_rows=4),
             task,
-            load_evaluation_sets(task, ["rated"], 9)[0].problems,
-            2,
-            Sampling(),
-            (0,),
-            chunk=2,
+            SamplingRequest(
+                load_evaluation_sets(task, ["rated"], 9)[0].problems, 2, Sampling(), (0,)
+            ),
         ):
             seen += chunk
     assert [group[0].problem.index for group in seen] == [0, 1, 2, 3]
@@ -302,10 +310,7 @@ def evaluated(path, engine, settings=None, problems=10, samples=4):
         folder,
         engine,
         sets,
-        samples,
-        Sampling(),
-        seed=0,
-        step=7,
+        [s.request(samples, Sampling(), step=7) for s in sets],
         on_progress=lambda name, groups, sampled: told.append((name, len(groups), sampled)),
     )
     return folder.finish(results, {}).read_bytes(), told

@@ -11,7 +11,7 @@ from gspo.analysis.stats import sign_flip_p as by_halves
 
 from gspo.data.samples import NO_ANSWER, Problem
 from gspo.evaluation.estimates import mean_difference, sign_flip_p
-from gspo.evaluation.paired import WORK, answered, compare, in_steps, split
+from gspo.evaluation.paired import MAX_ADDITIONS, answered, compare, in_steps, split
 from gspo.tasks.benchmarks.math_sets import AIME24
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
@@ -176,6 +176,28 @@ def test_the_exact_p_is_the_share_of_all_patterns():
     assert sign_flip_p(np.array([3] * 6)) == 2 / 64 and sign_flip_p(np.zeros(5, int)) == 1.0
 
 
+def test_differences_need_not_be_whole_numbers():
+    assert sign_flip_p(np.array([0.154, 0.154, 0.154])) == 0.25
+    assert sign_flip_p(np.array([0.154, -0.2, 0.0, 0.3])) == 0.75, "0 changes nothing"
+    assert sign_flip_p(np.array([0.1, 0.2, -0.3])) == 1.0, "the sum is 0, but for rounding"
+    assert sign_flip_p(np.array([2.0, -1.0])) == sign_flip_p(np.array([2, -1]))
+    assert math.isnan(sign_flip_p(np.array([0.5, math.nan])))
+    rng = np.random.default_rng(2)
+    for problems in range(1, 11):
+        d = rng.choice([rng.normal(0.3, 1, problems), rng.integers(-9, 9, problems) / 10])
+        sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=problems)]
+        expected = np.mean([total >= abs(d.sum()) - 1e-9 for total in sums])
+        assert sign_flip_p(d) == pytest.approx(expected), d
+        assert by_halves(d) == pytest.approx(expected), "as the figures compute it"
+
+
+def test_fractional_differences_equal_whole_ones_in_another_unit():
+    d = np.random.default_rng(3).integers(-20, 30, 39)
+    assert sign_flip_p(d / 7) == pytest.approx(sign_flip_p(d), rel=1e-12)
+    with pytest.raises(ValueError, match="give whole numbers, or at most 40 differences"):
+        sign_flip_p(np.full(41, 0.5))
+
+
 def test_many_problems_take_no_patterns():
     rng = np.random.default_rng(1)
     d = rng.integers(-8, 9, 2000)
@@ -191,7 +213,7 @@ def test_differences_become_whole_numbers_of_one_unit():
         "rewards between 0 and 1"
     )
     many = np.full(5000, 0.123456)
-    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (WORK // 5000**2)), (
+    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (MAX_ADDITIONS // 5000**2)), (
         "coarser, to end in time"
     )
 

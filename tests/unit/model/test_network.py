@@ -27,7 +27,7 @@ from gspo.algorithm.objectives import GSPO
 from gspo.model.forward import kernels, network, packed_weights, packing
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from trainers import steps, trainer
 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2}
@@ -118,10 +118,14 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch)
     """
     engine, sampling = LocalEngine(policy), Sampling(1.0, 60)
     record = policy.routing.layers > 0
-    ours = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    ours = engine.generate(
+        SamplingRequest(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    )
     batch = batch_of(policy, flat(ours))
     own, policy.network = policy.network, None
-    theirs = engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    theirs = engine.generate(
+        SamplingRequest(problems(), 4, sampling, (3, "decode"), record_experts=record)
+    )
     logp = policy.score(batch, 4).logp_BT[batch.mask_BT]
     policy.network = own
     same_responses(ours, theirs, record)
@@ -137,7 +141,9 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch)
             for layer, own in layers(policy)
         )
     same_responses(
-        engine.generate(problems(), 4, sampling, (3, "decode"), record_experts=record),
+        engine.generate(
+            SamplingRequest(problems(), 4, sampling, (3, "decode"), record_experts=record)
+        ),
         theirs,
         record,
     )

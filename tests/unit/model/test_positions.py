@@ -19,7 +19,7 @@ from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import REPLACEMENT, Uniform
@@ -92,13 +92,13 @@ def test_an_engine_refuses_what_does_not_fit():
     engine = LocalEngine(short_model("gpt2"))
     fits, does_not = Problem("math", 1, "1+2+3+4=??", ""), Problem("math", 2, "1+2+3+4+5=?", "")
     assert engine.fits(fits, LIMIT) and not engine.fits(does_not, LIMIT)
-    (group,) = engine.generate([fits], 4, Sampling(1.0, LIMIT), (1,))
+    (group,) = engine.generate(SamplingRequest([fits], 4, Sampling(1.0, LIMIT), (1,)))
     assert max(len(r.prompt_ids) + len(r.token_ids) for r in group) == POSITIONS, (
         "to the last position"
     )
     message = r"problem 2 of task 'math': its prompt of 11 tokens and up to 14 .* exceed the 24"
     with pytest.raises(ValueError, match=message):
-        engine.generate([does_not], 4, Sampling(1.0, LIMIT), (1,))
+        engine.generate(SamplingRequest([does_not], 4, Sampling(1.0, LIMIT), (1,)))
 
 
 def test_a_cold_start_refuses_demonstrations_that_do_not_fit():
@@ -139,10 +139,7 @@ def test_an_evaluation_with_left_out_problems_goes_on_after_a_stop(tmp_path):
             Folder(path, {}),
             engine,
             sets,
-            4,
-            Sampling(),
-            seed=0,
-            step=0,
+            [s.request(4, Sampling(), step=0) for s in sets],
             on_progress=lambda *what: None,
         )
         return results, (path / "responses" / "rated.jsonl").read_bytes()

@@ -9,7 +9,7 @@ from builders import small_policy
 from gspo.data.batch import pack
 from gspo.data.samples import Problem, Response
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts
 from gspo.rollout.sources.off_policy import PartialSource, make_source
@@ -63,7 +63,7 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
         assert len(rollout.groups) == 4
         problems = [group[0].problem for group in rollout.groups]
         expected = whole.generate(
-            problems, 3, Sampling(1.0, 12), (1, "rollout"), 0, record_experts=True
+            SamplingRequest(problems, 3, Sampling(1.0, 12), (1, "rollout"), 0, record_experts=True)
         )
         assert flat(rollout.groups) == flat(expected)
         for r, e in zip(rollout.responses, [r for g in expected for r in g], strict=True):
@@ -116,11 +116,13 @@ def test_a_response_that_has_ended_is_not_continued(moe):
     engine = LocalEngine(moe)
     ended = [
         r
-        for g in engine.generate([Problem("math", 1, "7+5=?", "")], 2, Sampling(1.0, 5), (1,))
+        for g in engine.generate(
+            SamplingRequest([Problem("math", 1, "7+5=?", "")], 2, Sampling(1.0, 5), (1,))
+        )
         for r in g
     ]
     with pytest.raises(ValueError, match="response 0 to problem 1 has ended"):
-        engine.extend(ended, Sampling(1.0, 9), (1,))
+        engine.extend(ended, SamplingRequest([], 1, Sampling(1.0, 9), (1,)))
 
 
 def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):

@@ -9,13 +9,15 @@ from gspo.data.samples import Problem
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines import local
 from gspo.rollout.engines.local import LocalEngine, draw
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
 
 @pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=3, heads=2, width=48)])
 def test_greedy_equals_one_by_one_generate(model):
     policy = small_policy(model)
-    groups = LocalEngine(policy).generate(problems(), 2, Sampling(0.0, 20), (1, "greedy"))
+    groups = LocalEngine(policy).generate(
+        SamplingRequest(problems(), 2, Sampling(0.0, 20), (1, "greedy"))
+    )
     for problem, group in zip(problems(), groups, strict=True):
         ids = policy.tokenizer(problem.prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
@@ -62,21 +64,27 @@ def test_a_response_does_not_depend_on_its_neighbours(moe):
     alone = [
         r
         for p in reversed(problems())
-        for r in engine.generate([p], 4, Sampling(1.0, 25), (1, "test"))[0]
+        for r in engine.generate(SamplingRequest([p], 4, Sampling(1.0, 25), (1, "test")))[0]
     ]
     alone.sort(key=lambda r: (r.problem.index, r.sample))
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     fewer = [g[:2] for g in (together[i : i + 4] for i in range(0, len(together), 4))]
-    pairs = LocalEngine(moe).generate(problems(), 2, Sampling(1.0, 25), (1, "test"))
+    pairs = LocalEngine(moe).generate(
+        SamplingRequest(problems(), 2, Sampling(1.0, 25), (1, "test"))
+    )
     assert [[r.token_ids for r in g] for g in pairs] == [[r.token_ids for r in g] for g in fewer]
-    shorter = LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 5), (1, "test"))
+    shorter = LocalEngine(moe).generate(
+        SamplingRequest(problems(), 4, Sampling(1.0, 5), (1, "test"))
+    )
     assert [r.token_ids for g in shorter for r in g] == [r.token_ids[:5] for r in together]
 
 
 def test_samples_seeds_and_weights_make_a_difference(moe):
     first = [tuple(r.token_ids) for r in sample(moe, group_size=4)]
     assert len(set(first)) > len(first) // 2
-    other_seed = LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 12), (2, "test"))
+    other_seed = LocalEngine(moe).generate(
+        SamplingRequest(problems(), 4, Sampling(1.0, 12), (2, "test"))
+    )
     assert first != [tuple(r.token_ids) for g in other_seed for r in g]
     perturb(moe, 0.3)
     assert first != [tuple(r.token_ids) for r in sample(moe, group_size=4)]
@@ -115,7 +123,9 @@ def test_recorded_experts_are_those_of_the_full_forward(moe):
 
 def test_bad_requests_are_refused(moe):
     with pytest.raises(ValueError, match="empty prompt"):
-        LocalEngine(moe).generate([Problem("math", 3, "", "")], 1, Sampling(), (1,))
+        LocalEngine(moe).generate(
+            SamplingRequest([Problem("math", 3, "", "")], 1, Sampling(), (1,))
+        )
     with pytest.raises(ValueError, match="temperature=-1"):
         Sampling(temperature=-1)
 
@@ -125,9 +135,10 @@ def test_responses_are_handed_over_as_they_end(moe):
     handed = []
     engine, sampling = LocalEngine(moe), Sampling(1.0, 200)
     groups = engine.generate(
-        problems(), 8, sampling, (1, "early"), finished=lambda some: handed.append(list(some))
+        SamplingRequest(problems(), 8, sampling, (1, "early")),
+        on_finished=lambda some: handed.append(list(some)),
     )
-    plain = engine.generate(problems(), 8, sampling, (1, "early"))
+    plain = engine.generate(SamplingRequest(problems(), 8, sampling, (1, "early")))
     assert len(handed) > 3 and len(handed[-1]) <= 20
     assert sorted(id(r) for some in handed for r in some) == sorted(
         id(r) for group in groups for r in group
@@ -146,7 +157,7 @@ def test_asking_less_often_which_rows_have_ended_changes_no_response(moe, monkey
     for number in (1, every):
         monkeypatch.setattr(local, "TOKENS_PER_CHECK", number)
         rows = LocalEngine(moe).generate(
-            problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True
+            SamplingRequest(problems(), 4, Sampling(1.0, 30), (1, "ask"), record_experts=True)
         )
         found.append([response for group in rows for response in group])
     assert len({r.length for r in found[0]}) > 3, "rows end at different tokens"
@@ -200,10 +211,18 @@ def test_a_token_without_probability_is_never_draw_by_blocks():
 
 def test_sampling_with_blocks_gives_the_same_responses(moe, monkeypatch):
     plain = [
-        r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
+        r
+        for g in LocalEngine(moe).generate(
+            SamplingRequest(problems(), 4, Sampling(1.0, 20), (1, "d"))
+        )
+        for r in g
     ]
     monkeypatch.setattr(local, "runs_ahead", lambda device: True)
     blocks = [
-        r for g in LocalEngine(moe).generate(problems(), 4, Sampling(1.0, 20), (1, "d")) for r in g
+        r
+        for g in LocalEngine(moe).generate(
+            SamplingRequest(problems(), 4, Sampling(1.0, 20), (1, "d"))
+        )
+        for r in g
     ]
     assert [r.token_ids for r in plain] == [r.token_ids for r in blocks]

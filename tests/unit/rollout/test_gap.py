@@ -27,7 +27,7 @@ from gspo.algorithm.objectives import GRPO, GSPO, PPO
 from gspo.data.batch import pack
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending, save_pending
@@ -135,17 +135,21 @@ def test_a_rounded_engine_computes_in_bfloat16_and_keeps_up_with_the_weights(moe
     )
     assert not engine.shares_weights and LocalEngine(moe).shares_weights
     perturb(moe, 0.05)
-    stale = engine.generate(problems(), 2, Sampling(1.0, 8), (1, "t"))
+    stale = engine.generate(SamplingRequest(problems(), 2, Sampling(1.0, 8), (1, "t")))
     engine.load_weights(moe.named_tensors())
-    fresh = engine.generate(problems(), 2, Sampling(1.0, 8), (1, "t"))
-    anew = LocalEngine(moe, dtype=BF16).generate(problems(), 2, Sampling(1.0, 8), (1, "t"))
+    fresh = engine.generate(SamplingRequest(problems(), 2, Sampling(1.0, 8), (1, "t")))
+    anew = LocalEngine(moe, dtype=BF16).generate(
+        SamplingRequest(problems(), 2, Sampling(1.0, 8), (1, "t"))
+    )
     assert flat(fresh) == flat(anew) != flat(stale)
 
 
 def test_a_rounded_dense_copy_differs_by_rounding_alone(dense):
     responses = [
         r
-        for g in LocalEngine(dense, dtype=BF16).generate(problems(), 3, Sampling(1.0, 12), (1,))
+        for g in LocalEngine(dense, dtype=BF16).generate(
+            SamplingRequest(problems(), 3, Sampling(1.0, 12), (1,))
+        )
         for r in g
     ]
     batch = batch_of(dense, responses)
@@ -297,7 +301,9 @@ def test_on_the_first_minibatch_a_replay_changes_nothing(replay):
 def test_with_a_rounded_engine_r3_removes_the_routing_part_of_the_gap():
     policy = small_policy()
     engine = LocalEngine(policy, dtype=BF16)
-    groups = engine.generate(problems() * 4, 4, Sampling(1.0, 20), (1, "t"), record_experts=True)
+    groups = engine.generate(
+        SamplingRequest(problems() * 4, 4, Sampling(1.0, 20), (1, "t"), record_experts=True)
+    )
     batch = pack([r for g in groups for r in g], 0)
     gaps = {}
     for replay in ("none", "r3"):
@@ -382,7 +388,7 @@ def test_a_stale_batch_comes_from_the_weights_of_so_many_batches_ago():
         sampled_by = before[max(0, step - 3)]
         group = rollout.groups[0]
         again = LocalEngine(sampled_by).generate(
-            [group[0].problem], 4, Sampling(1.0, 10), (1, "rollout")
+            SamplingRequest([group[0].problem], 4, Sampling(1.0, 10), (1, "rollout"))
         )
         assert flat([group]) == flat(again)
         scored = sampled_by.score(pack(group, 0), 4)

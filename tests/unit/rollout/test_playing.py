@@ -25,7 +25,7 @@ from gspo.model.settings import StandIn, TinyDense
 from gspo.rollout.engines import decode
 from gspo.rollout.engines.base import Engine, grouped
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.episodes.sampling import play
 from gspo.rollout.sources.on_policy import without_ungraded
@@ -43,14 +43,29 @@ def dense():
 
 
 def episodes(
-    engine, task=None, count=3, samples=4, sampling=None, seed=SEED, first=0, **options
+    engine,
+    task=None,
+    count=3,
+    group_size=4,
+    sampling=None,
+    seed=SEED,
+    first=0,
+    on_finished=None,
+    seconds=None,
+    **options,
 ) -> list:
     task = task or Echoes()
     problems = [task.problem(0, "train", first + i) for i in range(count)]
     sampling = sampling or Sampling(max_new_tokens=40, stop=STOPS)
     return [
         r
-        for group in play(engine, task, problems, samples, sampling, seed, **options)
+        for group in play(
+            engine,
+            task,
+            SamplingRequest(problems, group_size, sampling, seed, **options),
+            on_finished,
+            seconds,
+        )
         for r in group
     ]
 
@@ -82,7 +97,7 @@ CASES = {
     "sampled": {},
     "greedy": {"sampling": Sampling(0.0, 40, stop=STOPS)},
     "hot": {"sampling": Sampling(1.7, 40, stop=STOPS)},
-    "one_sample": {"samples": 1},
+    "one_sample": {"group_size": 1},
     "long_stops": {
         "sampling": Sampling(1.0, 90, stop=("a", "e", "i", "1", "2", "+", "XX")),
         "task": Echoes(length=5),
@@ -135,7 +150,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(rows):
     assert_same(episodes(LocalEngine(policy, batch_rows=rows), count=4), together)
     alone = [r for i in (3, 1) for r in episodes(LocalEngine(policy), count=1, first=i)]
     assert_same(alone, [r for i in (3, 1) for r in together if r.problem.index == i])
-    fewer = episodes(LocalEngine(policy), count=4, samples=2)
+    fewer = episodes(LocalEngine(policy), count=4, group_size=2)
     assert_same(fewer, [r for r in together if r.sample < 2])
 
 
@@ -241,7 +256,7 @@ def test_tokens_stay_as_they_were_sampled_where_the_tokenizer_would_merge_both_s
     policy, token = certain(own)
     written = own.replace("Ġ", " ")
     stop, task = Sampling(1.0, 3, stop=(written,)), Scripted(kind=says(said), turns=4)
-    for r in episodes(LocalEngine(policy), task, count=1, samples=2, sampling=stop):
+    for r in episodes(LocalEngine(policy), task, count=1, group_size=2, sampling=stop):
         heard = policy.tokenizer(said)["input_ids"]
         assert r.token_ids == [token, *heard, token, *heard, token]
         assert r.text == written + said + written + said + written
@@ -255,7 +270,7 @@ def test_tokens_stay_as_they_were_sampled_where_the_tokenizer_would_merge_both_s
 def test_a_stop_string_is_whole_in_one_turn_whatever_was_said_before(said):
     policy, _ = certain("h")
     stop, task = Sampling(1.0, 99, stop=("hhh", "thh")), Scripted(kind=says(said), turns=3)
-    for r in episodes(LocalEngine(policy), task, count=1, samples=2, sampling=stop):
+    for r in episodes(LocalEngine(policy), task, count=1, group_size=2, sampling=stop):
         assert [turn.text for turn in r.turns if turn.author == "policy"] == ["hhh"] * 3
         assert r.finish_reason == "turns"
 
@@ -385,7 +400,7 @@ def test_first_messages_without_room_for_an_answer_end_their_episodes_and_no_oth
     finished = []
     with caplog.at_level(logging.WARNING):
         found = played(
-            Scripted(kind=Long), Sampling(1.0, 12, stop=MANY), policy, finished=finished.extend
+            Scripted(kind=Long), Sampling(1.0, 12, stop=MANY), policy, on_finished=finished.extend
         )
     assert len(finished) == len(found) == 12 and "prompt of 60 tokens leaves no room" in caplog.text
     for r in found:
@@ -436,7 +451,7 @@ def test_samples_that_begin_with_different_messages_are_refused():
         ValueError, match=r"problem 0 .* begin with different messages, but a group is made of"
     ):
         played(Scripted(kind=Differs))
-    assert len(played(Scripted(kind=Differs), samples=1)) == 3, "different problems may"
+    assert len(played(Scripted(kind=Differs), group_size=1)) == 3, "different problems may"
 
 
 class Hangs(Environment):
@@ -804,7 +819,7 @@ def test_ten_megabytes_are_cut_at_once_and_not_kept():
     many = "ab" * 5_000_000
     started = time.process_time()
     found = played(
-        Scripted(kind=says(many), turns=3, observation_tokens=50, replays=1), count=1, samples=2
+        Scripted(kind=says(many), turns=3, observation_tokens=50, replays=1), count=1, group_size=2
     )
     assert time.process_time() - started < 5
     for r in found:
@@ -860,14 +875,16 @@ def test_one_that_begins_otherwise_each_time_is_noticed(part):
                 game.tools = ({"name": number},)
             return game
 
-    found = played(Begins(replays=2), samples=1)
+    found = played(Begins(replays=2), group_size=1)
     assert [r.measures.get("replay_differs") for r in found] == [1.0, 1.0, None]
 
 
 def test_so_many_of_those_that_are_sampled_together_are_played_again():
     task = Scripted(kind=always(Outcome("", 1.0, True)), replays=1)
     policy, sampling = small_policy(), Sampling(1.0, 400, stop=MANY)
-    found = episodes(LocalEngine(policy, batch_rows=4), task, count=4, samples=2, sampling=sampling)
+    found = episodes(
+        LocalEngine(policy, batch_rows=4), task, count=4, group_size=2, sampling=sampling
+    )
     assert ["replay_differs" in r.measures for r in found] == [True, False, False, False] * 2
 
 

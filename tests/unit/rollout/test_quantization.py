@@ -10,7 +10,7 @@ from composing import settings
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.quantization import MAX_NUMBER, quantize, quantized
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import QUANTIZATIONS
 
 
@@ -72,7 +72,7 @@ def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
     policy, off = small_policy(), {}
     for kind in ("none", *MAX_NUMBER):
         engine = LocalEngine(policy, dtype=torch.float32, quantization=kind)
-        groups = engine.generate(problems(), 4, Sampling(1.0, 12), (1, "dose"))
+        groups = engine.generate(SamplingRequest(problems(), 4, Sampling(1.0, 12), (1, "dose")))
         batch = batch_of(policy, [r for group in groups for r in group])
         difference = (batch.engine_logp_BT - batch.old_logp_BT).abs()[batch.mask_BT]
         off[kind] = float(difference.mean())

@@ -13,7 +13,7 @@ from gspo.model.forward.variable_lengths import by_formula
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.engines import cached_attention, local, static_decode
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=32)
@@ -78,9 +78,13 @@ def test_responses_are_those_of_the_growing_cache(static, monkeypatch, name, sam
     monkeypatch.setattr(static_decode, "WINDOW", 16)
     engine = LocalEngine(policy, dtype=policy.model.dtype)
     record = policy.routing.layers > 0
-    plain = engine.generate(problems(), 4, sampling, (1, "s"), record_experts=record)
+    plain = engine.generate(
+        SamplingRequest(problems(), 4, sampling, (1, "s"), record_experts=record)
+    )
     made = static()
-    fixed = engine.generate(problems(), 4, sampling, (1, "s"), record_experts=record)
+    fixed = engine.generate(
+        SamplingRequest(problems(), 4, sampling, (1, "s"), record_experts=record)
+    )
     assert len(made) == 1 and made[0].window > 16
     pairs = list(zip((r for g in plain for r in g), (r for g in fixed for r in g), strict=True))
     assert len({a.length for a, _ in pairs}) > 2, "rows end at different tokens"
@@ -116,14 +120,14 @@ def attention_by_formula(q_RHD, keys_RSJD, values_RSJD, filled):
 def test_counts_of_filled_columns_take_the_place_of_a_mask(static, monkeypatch, name):
     """With the formula in the place of FlashAttention. Columns that are not filled hold NaN."""
     policy = POLICIES[name]()
-    plain = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
+    plain = LocalEngine(policy).generate(SamplingRequest(problems(), 4, WITH_RULES, (1, "c")))
     made = static()
     monkeypatch.setattr(static_decode, "flash_attention_works", lambda *sizes: True)
     monkeypatch.setattr(static_decode, "flash_attention", attention_by_formula)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        counted = LocalEngine(policy).generate(problems(), 4, WITH_RULES, (1, "c"))
+        counted = LocalEngine(policy).generate(SamplingRequest(problems(), 4, WITH_RULES, (1, "c")))
     finally:
         torch.use_deterministic_algorithms(False)
     assert made[0].window == made[0].capacity, "no window bounds what attention reads"
@@ -188,12 +192,16 @@ def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
 def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
     """Memory that was never written may hold NaN."""
     policy = small_policy(DENSE)
-    plain = LocalEngine(policy).generate(problems(), 2, Sampling(1.0, 12), (1, "n"))
+    plain = LocalEngine(policy).generate(
+        SamplingRequest(problems(), 2, Sampling(1.0, 12), (1, "n"))
+    )
     static()
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        fixed = LocalEngine(policy).generate(problems(), 2, Sampling(1.0, 12), (1, "n"))
+        fixed = LocalEngine(policy).generate(
+            SamplingRequest(problems(), 2, Sampling(1.0, 12), (1, "n"))
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert [r.token_ids for g in plain for r in g] == [r.token_ids for g in fixed for r in g]

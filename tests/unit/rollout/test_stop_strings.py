@@ -14,7 +14,7 @@ from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.chat.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Row, Sampling, to_response
+from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, to_response
 from gspo.rollout.engines.stop_strings import StopStringDetector
 from gspo.rollout.settings import RolloutSettings
 from gspo.run.build import open_policy
@@ -98,7 +98,7 @@ def test_it_ends_where_the_whole_text_first_holds_a_string(make):
 
 def full(policy, **sampling):
     groups = LocalEngine(policy).generate(
-        problems(), 6, Sampling(1.0, 60, **sampling), (1, "t"), record_experts=True
+        SamplingRequest(problems(), 6, Sampling(1.0, 60, **sampling), (1, "t"), record_experts=True)
     )
     return [r for group in groups for r in group]
 
@@ -129,13 +129,17 @@ def test_the_prompt_ends_nothing_and_a_string_may_lie_across_calls():
     whole = Sampling(1.0, 40, stop=strings)
     few = Sampling(1.0, 40, budget=3, stop=strings)
     engine = LocalEngine(policy)
-    expected = [r for g in engine.generate(problems(), 4, whole, (1, "t")) for r in g]
+    expected = [
+        r for g in engine.generate(SamplingRequest(problems(), 4, whole, (1, "t"))) for r in g
+    ]
     assert any(len(r.token_ids) > 3 and r.finish_reason == "stop" for r in expected)
-    found = [r for g in engine.generate(problems(), 4, few, (1, "t")) for r in g]
+    found = [r for g in engine.generate(SamplingRequest(problems(), 4, few, (1, "t"))) for r in g]
     while any(r.finish_reason == "budget" for r in found):
         going = [i for i, r in enumerate(found) if r.finish_reason == "budget"]
         for i, r in zip(
-            going, engine.extend([found[i] for i in going], few, (1, "t"), 1), strict=True
+            going,
+            engine.extend([found[i] for i in going], SamplingRequest([], 1, few, (1, "t"), 1)),
+            strict=True,
         ):
             found[i] = r
     assert [(r.token_ids, r.finish_reason) for r in found] == [
@@ -164,7 +168,7 @@ def test_what_an_engine_sampled_past_a_string_is_left_out():
     row = Row(
         Problem("math", 0, "", ""), 0, [5], 0, 9, list(ids[:4]), [0.0] * 4, [np.zeros((9, 1, 1))]
     )
-    response = to_response(policy, row, sampling, 0, None)
+    response = to_response(policy, row, SamplingRequest([], 1, sampling, (1, "t")), None)
     assert (response.finish_reason, response.text) == ("stop", "12ab")
 
 

@@ -14,7 +14,7 @@ from gspo.model.tokenizer import character_tokenizer
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engines import transformers_decode
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, disagreement
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
@@ -71,7 +71,7 @@ def test_both_decoders_draw_the_same_tokens(monkeypatch):
             lambda policy, decoder=decoder: decoder,
         )
         groups = LocalEngine(policy).generate(
-            problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True
+            SamplingRequest(problems(), 3, Sampling(1.0, 80), (1, "test"), record_experts=True)
         )
         found.append([r for group in groups for r in group])
     pairs = [(a, b) for a, b in zip(*found, strict=True) if a.token_ids == b.token_ids]

@@ -9,7 +9,7 @@ import torch
 from builders import problems, small_policy
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.local import LocalEngine, draw
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 from gspo.rollout.settings import RolloutSettings
 
@@ -75,7 +75,7 @@ def test_without_rules_the_same_bits(moe):
     plain, none, all_of_them = (
         [
             (r.token_ids, r.logprobs.tolist())
-            for g in engine.generate(problems(), 3, s, (1, "t"))
+            for g in engine.generate(SamplingRequest(problems(), 3, s, (1, "t")))
             for r in g
         ]
         for s in (
@@ -92,9 +92,9 @@ def test_a_truncated_response_depends_on_no_neighbour_and_has_the_policys_log_pr
     policy = small_policy()
     policy.temperature = 0.7
     sampling = Sampling(0.7, 25, **rules)
-    together = LocalEngine(policy).generate(problems(), 4, sampling, (1, "t"))
+    together = LocalEngine(policy).generate(SamplingRequest(problems(), 4, sampling, (1, "t")))
     engine = LocalEngine(policy, batch_rows=4)
-    alone = [engine.generate([p], 4, sampling, (1, "t"))[0] for p in problems()]
+    alone = [engine.generate(SamplingRequest([p], 4, sampling, (1, "t")))[0] for p in problems()]
     assert [[r.token_ids for r in g] for g in together] == [[r.token_ids for r in g] for g in alone]
     for r in (r for group in together for r in group):
         ids = torch.tensor([r.prompt_ids + r.token_ids])

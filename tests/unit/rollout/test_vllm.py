@@ -23,7 +23,7 @@ from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout.engines import vllm as module
 from gspo.rollout.engines import vllm_worker
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.settings import VLLMRollout
 from outside_engines import agreement, gap
@@ -104,7 +104,9 @@ def run(
     engine, sampling: Sampling, chosen=None, group_size: int = 2, seed: int = 1, experts=False
 ) -> list[Response]:
     groups = engine.generate(
-        chosen or problems(), group_size, sampling, (seed, "test"), record_experts=experts
+        SamplingRequest(
+            chosen or problems(), group_size, sampling, (seed, "test"), record_experts=experts
+        )
     )
     return [r for group in groups for r in group]
 
@@ -176,7 +178,9 @@ def test_greedy_tokens_and_log_probs_are_the_policys(engine):
 def test_a_stream_is_what_is_generated(engine):
     for sampling in (Sampling(0.0, 12), Sampling(1.0, 12)):
         groups = [
-            group for new in engine.stream(problems(), 3, sampling, (1, "test")) for group in new
+            group
+            for new in engine.stream(SamplingRequest(problems(), 3, sampling, (1, "test")))
+            for group in new
         ]
         groups.sort(key=lambda group: group[0].problem.index)
         assert tokens([r for group in groups for r in group]) == tokens(
@@ -213,7 +217,12 @@ def test_responses_cut_by_a_budget_go_on_to_a_proper_end(engine):
         cut = [r for r in open_ if r.finish_reason == "budget"]
         assert all(len(r.token_ids) == 8 * calls for r in cut)
         open_ = (
-            engine.extend(cut, sampling, (1, "test"), policy_step=calls, record_experts=routes)
+            engine.extend(
+                cut,
+                SamplingRequest(
+                    [], 1, sampling, (1, "test"), policy_step=calls, record_experts=routes
+                ),
+            )
             if cut
             else []
         )

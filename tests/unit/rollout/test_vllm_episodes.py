@@ -16,7 +16,7 @@ from gspo.data.samples import Problem, Response
 from gspo.model.settings import TinyDense, TinyMoE
 from gspo.rollout.engines import vllm_host
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Row, Sampling
+from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
@@ -81,7 +81,9 @@ def episodes(
     sampling = Sampling(temperature, limit, stop=() if routes else stop)
     with letters_end_turns(engine.policy) if routes else nullcontext():
         groups = play(
-            engine, task, problems, samples, sampling, (seed, "rollout"), record_experts=routes
+            engine,
+            task,
+            SamplingRequest(problems, samples, sampling, (seed, "rollout"), record_experts=routes),
         )
     return [r for group in groups for r in group]
 

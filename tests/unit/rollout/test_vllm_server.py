@@ -12,6 +12,7 @@ from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
 from gspo.rollout.engines import external
 from gspo.rollout.engines.engine_process import EngineEnded
+from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.settings import VLLMServerRollout
 from outside_engines import (
@@ -69,14 +70,16 @@ def test_a_stream_is_what_is_generated(server):
         for sampling in (GREEDY, SAMPLED):
             expected = [
                 [r.token_ids for r in group]
-                for group in engine.generate(problems(), 3, sampling, (1, "x"))
+                for group in engine.generate(SamplingRequest(problems(), 3, sampling, (1, "x")))
             ]
             groups = [
-                group for new in engine.stream(problems(), 3, sampling, (1, "x")) for group in new
+                group
+                for new in engine.stream(SamplingRequest(problems(), 3, sampling, (1, "x")))
+                for group in new
             ]
             groups.sort(key=lambda group: group[0].problem.index)
             assert [[r.token_ids for r in group] for group in groups] == expected
-        broken_off = engine.stream(problems(), 3, SAMPLED, (1, "x"))
+        broken_off = engine.stream(SamplingRequest(problems(), 3, SAMPLED, (1, "x")))
         next(broken_off)
     finally:
         engine.close()

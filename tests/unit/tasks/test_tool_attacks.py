@@ -13,7 +13,7 @@ from audit.tool import suite_tool
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.sampling import play
 from gspo.tasks.testbed.python_tool import PythonTool
 from weak_runner import WeakRunner
@@ -74,7 +74,7 @@ class Scripted(Engine):
     def __init__(self, policy: Policy, turns: list[str]):
         self.policy, self.turns = policy, turns
 
-    def _sample(self, rows, group_size, sampling, seed, record_experts, ended):
+    def _sample(self, rows, rows_per_prefix, request, on_ended):
         (row,) = rows
         tokenizer = self.policy.tokenizer
         row.token_ids = [
@@ -120,7 +120,9 @@ def played(policy: Policy, task: PythonTool, code: str):
     """One episode, whose policy runs this code and then gives up."""
     engine = Scripted(policy, [f"<py>{code}</py>", "no idea"])
     return play(
-        engine, task, [task.problem(0, "train", 0)], 1, Sampling(max_new_tokens=4000), (1,)
+        engine,
+        task,
+        SamplingRequest([task.problem(0, "train", 0)], 1, Sampling(max_new_tokens=4000), (1,)),
     )[0][0]
 
 

@@ -19,7 +19,7 @@ from gspo.model.loading import load
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn, TinyMoE
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.sampling import play
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
@@ -217,10 +217,7 @@ def test_a_demonstrated_episode_is_the_one_that_is_played(role):
     [[played]] = play(
         LocalEngine(policy),
         task,
-        [task.problem(0, "train", 0)],
-        1,
-        Sampling(1.0, 2),
-        (0, "rollout"),
+        SamplingRequest([task.problem(0, "train", 0)], 1, Sampling(1.0, 2), (0, "rollout")),
     )
     assert ids[: len(played.prompt_ids)] == played.prompt_ids
 
