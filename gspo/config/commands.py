@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
@@ -64,7 +64,7 @@ class EvaluateCommand(Truncation):
     out: str = ""
     # where the numbers are shown beside that, as tracking.wandb of a run: disabled | auto | online
     # | offline
-    wandb: str = "disabled"
+    wandb: str = choice("disabled", MODES)
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,8 +75,6 @@ class EvaluateCommand(Truncation):
                 raise ValueError(
                     f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}"
                 )
-        if self.wandb not in MODES:
-            raise ValueError(f"wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
         if self.rollout:
             instead = {"prompts_per_step": "problems", "group_size": "k"}
             instead |= {
@@ -113,7 +111,7 @@ class BenchmarkCommand(Ranged):
     workload: str = "tiny"
     # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its
     # `generate` is timed too
-    peer: str = "none"
+    peer: str = choice("none", ("none", "trl", "transformers"))
     # with peer=trl: TRL and which of our sides. "like for like" computes old log-probs as TRL does,
     # "best" leaves that pass out where it is exact
     arms: list[str] = field(default_factory=lambda: list(ARMS))
@@ -139,8 +137,6 @@ class BenchmarkCommand(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.peer not in ("none", "trl", "transformers"):
-            raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
         if "trl" not in self.arms or len(set(self.arms)) < 2 or set(self.arms) - set(ARMS):
             raise ValueError(
                 f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}"

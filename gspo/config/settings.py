@@ -42,6 +42,7 @@ from gspo.io.ranges import (
     OUTSIDE_RESULT,
     Ranged,
     as_hashed,
+    choice,
     fields_with,
     ranged,
 )
@@ -181,7 +182,7 @@ class Settings(Ranged):
     runs: str = field(default="runs", metadata=OUTSIDE_RESULT)
     # what to do with a run directory that exists already: refuse | resume | auto (resume it if it
     # is unfinished)
-    on_existing: str = field(default="auto", metadata=OUTSIDE_RESULT)
+    on_existing: str = choice("auto", ("auto", "refuse", "resume"), metadata=OUTSIDE_RESULT)
     # print the run, or with -m every job of the sweep, and how far each is; write nothing
     dry_run: bool = field(default=False, metadata=OUTSIDE_RESULT)
     # consent to import the code that a run directory names which this user did not make; never read
@@ -202,8 +203,6 @@ class Settings(Ranged):
         super().__post_init__()
         if isinstance(self.task, Task):
             self.task.truncated_reward = self.reward.truncated
-        if self.on_existing not in ("auto", "refuse", "resume"):
-            raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
 

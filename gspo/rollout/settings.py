@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from gspo.io.ranges import HASHED_IF_CHANGED, cost_only, ranged
+from gspo.io.ranges import HASHED_IF_CHANGED, choice, cost_only, ranged
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
@@ -81,8 +81,8 @@ class RolloutSettings(Truncation, key="rollout"):
     # the in-process engine records a token's kernels on a GPU and replays them; false: it launches
     # each by itself
     cuda_graphs: bool = cost_only(True)
-    dtype: str = "float32"
-    quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
+    dtype: str = choice("float32", DTYPES)
+    quantization: str = choice("none", QUANTIZATIONS, metadata=HASHED_IF_CHANGED)
     routes: bool = False
     routes_floor: float = ranged(0.5, least=0, most=1, cost_only=True)
     sync_tolerance: float | None = ranged(None, above=0, cost_only=True)
@@ -96,7 +96,6 @@ class RolloutSettings(Truncation, key="rollout"):
         self._check_extend()
         self._check_query_set()
         self._check_refill()
-        self._check_engine()
         self._check_ahead()
         check_stop(self.stop, "rollout.stop")
 
@@ -136,14 +135,6 @@ class RolloutSettings(Truncation, key="rollout"):
             raise ValueError(
                 f"rollout.refill_rounds={rounds} with rollout.query_set={self.query_set}, which is {batches} batches "
                 f"of rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem twice"
-            )
-
-    def _check_engine(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ValueError(
-                f"rollout.quantization={self.quantization!r}: choose one of {', '.join(QUANTIZATIONS)}"
             )
 
     def _check_ahead(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from gspo.data.samples import Problem, Response
 from gspo.data.seeding import permutation
+from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task
 
 # on an unbounded stream refill round r starts at place r * REFILL, far from any step's own
@@ -115,7 +116,7 @@ class Uniform:
 
 
 @dataclass
-class Grouped:
+class Grouped(Ranged, key="sampler"):
     """Chooses batches of similar problems: sorts the query set by a key, cuts it into batches, and
     visits those.
 
@@ -132,15 +133,12 @@ class Grouped:
     """
 
     name: str = "grouped"
-    by: str = "difficulty"
-    order: str = "shuffled"
+    by: str = choice("difficulty", GROUP_KEYS)
+    order: str = choice("shuffled", ORDERS)
     needs_query_set: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.by not in GROUP_KEYS:
-            raise ValueError(f"sampler.by={self.by!r}: choose one of {', '.join(GROUP_KEYS)}")
-        if self.order not in ORDERS:
-            raise ValueError(f"sampler.order={self.order!r}: choose one of {', '.join(ORDERS)}")
+        super().__post_init__()
         if self.order != "shuffled" and self.by not in ("difficulty", "length"):
             raise ValueError(
                 f"sampler.order={self.order} with sampler.by={self.by}: only difficulty and length say what is easy"
@@ -166,7 +164,8 @@ class Grouped:
         ties = permutation(query_set.size, seed, "problems", query_set.number, epoch).tolist()
         # Sorting is stable, so places with the same key stay in the order of the permutation.
         places = sorted(
-            (query_set.start + i for i in ties), key=lambda p: self._key(p, query_set, pass_rates)
+            (query_set.start + i for i in ties),
+            key=lambda p: self._sort_key(p, query_set, pass_rates),
         )
         if self.order == "shuffled":
             block = int(permutation(blocks, seed, "batches", query_set.number, epoch)[batch])
@@ -175,7 +174,7 @@ class Grouped:
         block = (block + refill) % blocks
         return places[block * count : (block + 1) * count]
 
-    def _key(self, place: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
+    def _sort_key(self, place: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
         """Return the key that the set is sorted by; the easiest problem has the smallest."""
         if self.by == "difficulty":
             return -pass_rates.get(place, UNSEEN)

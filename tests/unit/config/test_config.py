@@ -470,7 +470,7 @@ BAD = [
         "reward.turns=each objective=gspo_token advantage=gae",
         "reward.turns=each with task=mixed: .* leave it out",
     ),
-    ("reward.turns=some", "reward.turns='some': choose outcome or each"),
+    ("reward.turns=some", "reward.turns='some': choose one of outcome, each"),
     (
         "task=guessing reward.turns=each advantage=returns",
         "objective=gspo has one advantage per response, advantage=returns .* and reward.turns=each gives one per token",
