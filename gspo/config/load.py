@@ -7,6 +7,7 @@ not make, some settings are not taken over.
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 from collections.abc import Mapping
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -53,32 +58,72 @@ from gspo.train.settings import ParallelSettings
 OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
 
 
-def register_schemas() -> None:
-    """Register the dataclasses with Hydra, under the names that conf/ refers to, and the door for
-    outside code.
-    """
-    open_door()
-    OmegaConf.register_new_resolver("options", options_in_words, replace=True)
-    store_schemas()
+SCHEMAS: dict[str, type] = {
+    "_settings": Settings,
+    "_evaluate": EvaluateCommand,
+    "_sample": SampleCommand,
+    "_benchmark": BenchmarkCommand,
+}
+for group, options in CHOICES.items():
+    SCHEMAS |= {f"{group}/_{name}": kind for name, kind in options.items()}
+
+
+class SchemaSource(ConfigSource):
+    """The schemas of all settings, under the names that conf/ refers to, such as `objective/_gspo`.
+
+    Hydra's ConfigStore would serve them too. But Hydra copies all that the store holds whenever it
+    looks up the options of a group, 150 times for `--help`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "schemas"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path == "" or config_path in CHOICES
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.removesuffix(".yaml") in SCHEMAS
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        groups = CHOICES if config_path == "" else ()
+        paths = [path.rpartition("/") for path in SCHEMAS]
+        configs = [name for group, _, name in paths if group == config_path]
+        if results_filter == ObjectType.GROUP:
+            return sorted(groups)
+        return sorted(configs if results_filter == ObjectType.CONFIG else [*groups, *configs])
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = config_path.removesuffix(".yaml")
+        return ConfigResult(
+            provider=self.provider,
+            path=f"schemas://{path}",
+            config=copy.deepcopy(schema_at(path)),
+            header={"package": None},
+        )
 
 
 @cache
-def store_schemas() -> None:
-    """Put the dataclasses into Hydra's one store, which all commands of a process share."""
-    # Hydra would copy all that the store holds whenever it looks up the options of a group, 150
-    # times for `--help`. It reads the store alone: what it changes are copies of single entries.
-    ConfigStore.__deepcopy__ = lambda store, memo: store
-    store = ConfigStore.instance()
-    commands = {
-        "_evaluate": EvaluateCommand,
-        "_sample": SampleCommand,
-        "_benchmark": BenchmarkCommand,
-    }
-    for name, kind in ({"_settings": Settings} | commands).items():
-        store.store(name=name, node=schema(kind))
-    for group, options in CHOICES.items():
-        for name, kind in options.items():
-            store.store(group=group, name=f"_{name}", node=schema(kind))
+def schema_at(path: str) -> DictConfig:
+    """Return the schema under a path such as `objective/_gspo`. Callers must not change it."""
+    return schema(SCHEMAS[path])
+
+
+class SearchSchemas(SearchPathPlugin):
+    """Lets Hydra search the schemas."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("schemas", "schemas://")
+
+
+def register_schemas() -> None:
+    """Let Hydra find the schemas of the settings, and classes of the user's own packages."""
+    Plugins.instance().register(SchemaSource)
+    Plugins.instance().register(SearchSchemas)
+    open_door()
+    OmegaConf.register_new_resolver("options", options_in_words, replace=True)
 
 
 def options_in_words(group: str) -> str:
