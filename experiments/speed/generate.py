@@ -13,7 +13,7 @@ from gspo.config.settings import Settings
 from gspo.data.samples import Problem
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
-from gspo.run.build import load_model, training_device
+from gspo.run.policies import load_model, training_device
 
 
 def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[str, float]]]:

@@ -63,7 +63,7 @@ def check() -> None:
         replace_text(Path(options.json), "{}\n")
     from gspo.checking import run  # these import PyTorch and transformers, which takes seconds
     from gspo.checking.bench import Bench
-    from gspo.run.build import usable_device
+    from gspo.run.policies import usable_device
 
     device = torch.device(usable_device(options.device, "device"))
     started = time.monotonic()

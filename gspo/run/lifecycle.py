@@ -18,7 +18,7 @@ from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
 from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.sources.base import NothingGraded
-from gspo.run.build import build_trainer, cold_start_folder, print_sandbox_layers
+from gspo.run.build import build_trainer, print_sandbox_layers
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.entry_point import (
     Broken,
@@ -33,6 +33,7 @@ from gspo.run.entry_point import (
 from gspo.run.event_files import EventFiles
 from gspo.run.inputs import left_out_in_words
 from gspo.run.loop import Session, follow, warn
+from gspo.run.policies import cold_start_folder
 from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
 from gspo.tracking.tracker import Tracker

@@ -33,8 +33,8 @@ from gspo.config.settings import (
     settings_hash,
 )
 from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
-from gspo.run.build import check_positions, open_policy
 from gspo.run.entry_point import explain
+from gspo.run.policies import check_positions, open_policy
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
 NEEDS = {  # what an option cannot do without
