@@ -35,20 +35,21 @@ def check(s: Settings) -> None:
     check_dead_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise ValueError(
-            f"cold_start.steps={s.cold_start.steps} with task={s.task.name}: it has no demonstrations; start from a "
-            "trained model, model=hf model.path=... cold_start.steps=0"
+            f"cold_start.steps={s.cold_start.steps} with task={s.task.name}: it has no "
+            "demonstrations; start from a trained model, model=hf model.path=... cold_start.steps=0"
         )
     check_sampler(s.rollout, s.sampler)
     longest = getattr(s.rollout, "max_model_len", None)
     if longest and longest <= s.rollout.longest_limit:
         raise ValueError(
-            f"rollout.max_model_len={longest} leaves no room for a prompt beside rollout.max_new_tokens="
-            f"{s.rollout.longest_limit}"
+            f"rollout.max_model_len={longest} leaves no room for a prompt beside "
+            f"rollout.max_new_tokens={s.rollout.longest_limit}"
         )
     unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
     if unknown:
         raise ValueError(
-            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has {', '.join(s.task.evaluation_sets())}"
+            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has "
+            f"{', '.join(s.task.evaluation_sets())}"
         )
 
 
@@ -59,8 +60,9 @@ def check_training_set(s: Settings) -> None:
     size = s.task.size("train")
     if size and s.rollout.query_set > size:
         raise ValueError(
-            f"rollout.query_set={s.rollout.query_set} exceeds the {size} training problems of task={s.task.name}: some "
-            f"would be in it twice; use at most {size}, or 0 for all of them epoch by epoch"
+            f"rollout.query_set={s.rollout.query_set} exceeds the {size} training problems of "
+            f"task={s.task.name}: some would be in it twice; use at most {size}, or 0 for all of "
+            "them epoch by epoch"
         )
 
 
@@ -77,8 +79,8 @@ def check_updates(s: Settings) -> None:
     on_policy = updates == 1 and starts_at_one(s)
     if on_policy and not s.allow_on_policy and s.objective.ratio_to == "old":
         raise ValueError(
-            f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio is 1, so "
-            f"objective={s.objective.name} cannot clip and all objectives are the same; "
+            f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio "
+            f"is 1, so objective={s.objective.name} cannot clip and all objectives are the same; "
             "use more mini-batches, or say allow_on_policy=true"
         )
 
@@ -119,13 +121,15 @@ def check_replay(s: Settings) -> None:
     )
     if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
         raise ValueError(
-            f"policy.routing_replay={replay} changes nothing with one update per rollout batch (trainer.minibatches=1)"
+            f"policy.routing_replay={replay} changes nothing with one update per rollout batch "
+            "(trainer.minibatches=1)"
         )
     if s.rollout.token_budget and (replay == "r3" or s.policy.old_logprobs != "step_start"):
         raise ValueError(
-            f"policy.routing_replay={replay} with rollout.token_budget={s.rollout.token_budget} and policy.old_logprobs"
-            f"={s.policy.old_logprobs}: each policy routes anew what stands before its own segment, so a cut "
-            "response has no one record of experts; use routing_replay=none, or r2 with old_logprobs=step_start"
+            f"policy.routing_replay={replay} with rollout.token_budget={s.rollout.token_budget} "
+            f"and policy.old_logprobs={s.policy.old_logprobs}: each policy routes anew what stands "
+            "before its own segment, so a cut response has no one record of experts; use "
+            "routing_replay=none, or r2 with old_logprobs=step_start"
         )
 
 
@@ -135,8 +139,8 @@ def check_optimizer(s: Settings) -> None:
     """
     if s.optim.name != "adamw" and s.parallel.mode == "shard":
         raise ValueError(
-            f"optim.name={s.optim.name} with parallel.mode=shard: its state was never spread over processes; use "
-            "optim.name=adamw, whose moments are spread"
+            f"optim.name={s.optim.name} with parallel.mode=shard: its state was never spread over "
+            "processes; use optim.name=adamw, whose moments are spread"
         )
 
 
@@ -144,8 +148,9 @@ def check_stop_strings(s: Settings) -> None:
     """Refuse stop strings where vLLM is to return the experts of every token."""
     if s.rollout.stop and s.rollout.routes and s.rollout.name != "local":
         raise ValueError(
-            f"rollout.stop={s.rollout.stop} with rollout={s.rollout.name} and rollout.routes=true (r3 sets "
-            "it): vLLM keeps no experts of a response that it breaks off; use one of the two, or rollout=local"
+            f"rollout.stop={s.rollout.stop} with rollout={s.rollout.name} and rollout.routes=true "
+            "(r3 sets it): vLLM keeps no experts of a response that it breaks off; use one of the "
+            "two, or rollout=local"
         )
 
 
@@ -162,7 +167,8 @@ def check_router(s: Settings) -> None:
         raise ValueError(f"{chosen[0]} needs an MoE model; model={s.model.name} is dense")
     if s.policy.freeze_router and len(chosen) > 1:
         raise ValueError(
-            f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as they are"
+            f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as "
+            "they are"
         )
 
 
@@ -170,8 +176,8 @@ def check_head(s: Settings) -> None:
     """Refuse a head in bfloat16 where nothing else is: the setting would be ignored."""
     if s.policy.head_dtype == "bfloat16" and s.policy.precision == s.rollout.dtype == "float32":
         raise ValueError(
-            "policy.head_dtype=bfloat16 is not read with policy.precision=float32 and rollout.dtype=float32; set "
-            "policy.precision=bfloat16, or leave it out"
+            "policy.head_dtype=bfloat16 is not read with policy.precision=float32 and "
+            "rollout.dtype=float32; set policy.precision=bfloat16, or leave it out"
         )
 
 
@@ -184,7 +190,8 @@ def check_lora(s: Settings) -> None:
         for key in ("targets", "alpha"):
             if changed(lora, key):
                 raise ValueError(
-                    f"policy.lora.{key}={getattr(lora, key)} is not read with {given}; choose a rank, or leave it"
+                    f"policy.lora.{key}={getattr(lora, key)} is not read with {given}; choose a "
+                    "rank, or leave it"
                 )
         return
     if lora.targets == "experts" and s.model.is_dense:
@@ -209,8 +216,9 @@ def check_lora(s: Settings) -> None:
     }
     if s.policy.old_logprobs == "behaviour" and s.policy.precision == "bfloat16":
         copied = (
-            "policy.old_logprobs=behaviour are then computed by the copy that samples, into which the adapter is "
-            "merged: in policy.precision=bfloat16 these are not the trainer's; use rollout.overlap=false"
+            "policy.old_logprobs=behaviour are then computed by the copy that samples, into which "
+            "the adapter is merged: in policy.precision=bfloat16 these are not the trainer's; use "
+            "rollout.overlap=false"
         )
         impossible["rollout.overlap=true"] = (s.rollout.overlap, copied)
     if s.kl.needs_reference:
@@ -226,23 +234,25 @@ def check_objective(s: Settings) -> None:
     mode = s.trainer.aggregation.mode
     if s.objective.fixed_aggregation and mode != s.objective.aggregation:
         raise ValueError(
-            f"trainer.aggregation.mode={mode} with objective={s.objective.name}: its loss is one number per response, "
-            f"with its length weight if it has one; use {s.objective.aggregation}"
+            f"trainer.aggregation.mode={mode} with objective={s.objective.name}: its loss is one "
+            "number per response, with its length weight if it has one; use "
+            f"{s.objective.aggregation}"
         )
     if s.objective.sequence_level and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
         raise ValueError(
-            f"trainer.aggregation.mode={mode} weighs responses by their length, but objective={s.objective.name} has "
-            "one ratio per response; use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true"
+            f"trainer.aggregation.mode={mode} weighs responses by their length, but "
+            f"objective={s.objective.name} has one ratio per response; use seq-mean-token-mean, "
+            "objective=luspo, or say allow_length_weighting=true"
         )
     if s.correction.name != "none" and s.policy.old_logprobs == "engine":
         raise ValueError(
-            f"correction={s.correction.name} with policy.old_logprobs=engine: both log-probs are the engine's, so "
-            "every weight is 1; use policy.old_logprobs=step_start"
+            f"correction={s.correction.name} with policy.old_logprobs=engine: both log-probs are "
+            "the engine's, so every weight is 1; use policy.old_logprobs=step_start"
         )
     if s.correction.name != "none" and s.objective.ratio_to == "engine":
         raise ValueError(
-            f"correction={s.correction.name} with objective={s.objective.name}: its ratio is to the sampling policy "
-            "already"
+            f"correction={s.correction.name} with objective={s.objective.name}: its ratio is to "
+            "the sampling policy already"
         )
 
 
@@ -258,13 +268,13 @@ def check_truncation(s: Settings) -> None:
         truncated = f"rollout.{rule}={value}, by which tokens are drawn from a truncated one; leave that out, or use"
         if s.correction.name != "none":
             raise ValueError(
-                f"correction={s.correction.name} weighs by the engine's whole distribution, with {truncated} "
-                "correction=none"
+                f"correction={s.correction.name} weighs by the engine's whole distribution, with "
+                f"{truncated} correction=none"
             )
         if s.objective.ratio_to == "engine":
             raise ValueError(
-                f"objective={s.objective.name} divides by the engine's whole distribution, with {truncated} another "
-                "objective"
+                f"objective={s.objective.name} divides by the engine's whole distribution, with "
+                f"{truncated} another objective"
             )
 
 
@@ -273,16 +283,18 @@ def check_credit(s: Settings) -> None:
     group_of_one = s.advantage.group_of_one
     if s.rollout.group_size == 1 and s.advantage.needs_group and group_of_one == "zero":
         raise ValueError(
-            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; use at least 2, or an "
-            "advantage without group baseline"
+            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; "
+            "use at least 2, or an advantage without group baseline"
         )
     if s.rollout.group_size == 1 and s.advantage.baseline == "group":
         raise ValueError(
-            "rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward itself"
+            "rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward "
+            "itself"
         )
     if s.rollout.group_size > 1 and group_of_one != "zero":
         raise ValueError(
-            f"advantage.group_of_one={group_of_one} is not read with rollout.group_size={s.rollout.group_size}"
+            f"advantage.group_of_one={group_of_one} is not read with "
+            f"rollout.group_size={s.rollout.group_size}"
         )
     each_turn = s.reward.turns == "each"
     rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1 or each_turn
@@ -290,9 +302,10 @@ def check_credit(s: Settings) -> None:
     tokens_differ = s.advantage.per_token or (rewards_or_discounts_tokens and sums_later_rewards)
     if tokens_differ and s.objective.sequence_level and not s.objective.token_advantages:
         raise ValueError(
-            f"objective={s.objective.name} has one advantage per response, advantage={s.advantage.name} with kl="
-            f"{s.kl.name} and advantage.gamma={s.advantage.gamma}{' and reward.turns=each' * each_turn} gives one per "
-            "token; use objective=gspo_token"
+            f"objective={s.objective.name} has one advantage per response, "
+            f"advantage={s.advantage.name} with kl={s.kl.name} and "
+            f"advantage.gamma={s.advantage.gamma}{' and reward.turns=each' * each_turn} gives one "
+            "per token; use objective=gspo_token"
         )
     if s.reward.overlong_cache >= s.rollout.max_new_tokens:
         raise ValueError(
@@ -386,13 +399,13 @@ def check_processes(s: Settings, count: int) -> None:
     if s.rollout.name == "vllm":
         if not s.rollout.own_process:
             raise ValueError(
-                f"rollout.own_process=false with {count} processes: vLLM would take itself for one of them; set "
-                "rollout.own_process=true"
+                f"rollout.own_process=false with {count} processes: vLLM would take itself for one "
+                "of them; set rollout.own_process=true"
             )
         if count % (size := s.rollout.tensor_parallel_size):
             raise ValueError(
-                f"rollout.tensor_parallel_size={size} does not divide the {count} processes, of which so many share a "
-                "vLLM"
+                f"rollout.tensor_parallel_size={size} does not divide the {count} processes, of "
+                "which so many share a vLLM"
             )
     if (size := s.parallel.shard_size) and count % size:
         raise ValueError(f"parallel.shard_size={size} does not divide the {count} processes")
@@ -401,5 +414,6 @@ def check_processes(s: Settings, count: int) -> None:
         raise ValueError(f"parallel.experts={s.parallel.experts} does not divide {of}")
     if s.rollout.prompts_per_step < count:
         raise ValueError(
-            f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} processes"
+            f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} "
+            "processes"
         )

@@ -84,7 +84,8 @@ class EvaluateCommand(Truncation):
             check_engine_alone(self.rollout, instead)
         if self.rollout and self.batch_rows:
             raise ValueError(
-                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say rollout.batch_rows="
+                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say "
+                "rollout.batch_rows="
             )
         if self.temperature == 0 and self.k > 1:
             raise ValueError(
@@ -149,8 +150,8 @@ class BenchmarkCommand(Ranged):
             self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set
         ):
             raise ValueError(
-                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with neither peer nor "
-                "curves: leave them away"
+                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with "
+                "neither peer nor curves: leave them away"
             )
 
 

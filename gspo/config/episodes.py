@@ -17,19 +17,21 @@ def check_episodes(s: Settings) -> None:
     each, played = s.reward.turns == "each", bool(s.task.environments())
     if s.advantage.name == "turn_normalized" and not played:
         raise ValueError(
-            f"advantage=turn_normalized with task={s.task.name}: its responses have one turn each; use "
-            "advantage=group_normalized"
+            f"advantage=turn_normalized with task={s.task.name}: its responses have one turn each; "
+            "use advantage=group_normalized"
         )
     if each and not played:
         raise ValueError(
-            f"reward.turns=each with task={s.task.name}: its responses have one turn each; leave it out"
+            f"reward.turns=each with task={s.task.name}: its responses have one turn each; leave "
+            "it out"
         )
     if each:
         check_rewards_of_turns(s)
     if s.advantage.name == "turn_normalized" and s.rollout.refill_rounds:
         raise ValueError(
-            f"rollout.refill_rounds={s.rollout.refill_rounds} with advantage=turn_normalized: dynamic sampling drops "
-            "groups whose rewards are equal, although their turns may differ; use rollout.refill_rounds=0"
+            f"rollout.refill_rounds={s.rollout.refill_rounds} with advantage=turn_normalized: "
+            "dynamic sampling drops groups whose rewards are equal, although their turns may "
+            "differ; use rollout.refill_rounds=0"
         )
     aggregations = {"trainer": s.trainer.aggregation} | (
         {"kl": s.kl.aggregation} if s.kl.in_loss else {}
@@ -37,13 +39,13 @@ def check_episodes(s: Settings) -> None:
     for key, aggregation in aggregations.items():
         if played and aggregation.length == 0:
             raise ValueError(
-                f"{key}.aggregation.length=0 with task={s.task.name}: the width of the batch counts what the "
-                f"environment wrote; use {key}.aggregation.length=null or a number"
+                f"{key}.aggregation.length=0 with task={s.task.name}: the width of the batch "
+                f"counts what the environment wrote; use {key}.aggregation.length=null or a number"
             )
     if played and s.rollout.token_budget:
         raise ValueError(
-            f"rollout.token_budget={s.rollout.token_budget} with task={s.task.name}: an episode is played to its end "
-            "under one policy; use rollout.token_budget=0"
+            f"rollout.token_budget={s.rollout.token_budget} with task={s.task.name}: an episode is "
+            "played to its end under one policy; use rollout.token_budget=0"
         )
 
 
@@ -55,12 +57,13 @@ def check_rewards_of_turns(s: Settings) -> None:
     if sums or s.advantage.baseline == "group":
         baseline = " and advantage.baseline=group" if s.advantage.baseline == "group" else ""
         raise ValueError(
-            f"reward.turns=each with advantage={s.advantage.name}{baseline}, which compares the rewards of whole "
-            f"responses; use advantage={PER_TURN}"
+            f"reward.turns=each with advantage={s.advantage.name}{baseline}, which compares the "
+            f"rewards of whole responses; use advantage={PER_TURN}"
         )
     for key in ("shift", "scale", "clip"):
         value = getattr(s.reward, key)
         if value not in ("none", None):
             raise ValueError(
-                f"reward.{key}={value} with reward.turns=each: it acts on whole responses; leave it out"
+                f"reward.{key}={value} with reward.turns=each: it acts on whole responses; leave "
+                "it out"
             )

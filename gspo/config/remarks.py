@@ -38,7 +38,8 @@ def warnings(s: Settings) -> list[str]:
         and s.kl.times_ratio == "none"
     ):
         found.append(
-            "kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference"
+            "kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards "
+            "the reference"
         )
     if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
         found.append(
@@ -46,26 +47,27 @@ def warnings(s: Settings) -> list[str]:
         )
     if s.objective.ratio_to == "none" and s.trainer.minibatches * s.trainer.epochs > 1:
         found.append(
-            f"objective={s.objective.name} has no ratio: with several updates per batch it takes stale samples for "
-            "fresh"
+            f"objective={s.objective.name} has no ratio: with several updates per batch it takes "
+            "stale samples for fresh"
         )
     if s.policy.lora.rank and not changed(s.optim, "lr"):
         found.append(
-            f"optim.lr={s.optim.lr:g} with policy.lora.rank={s.policy.lora.rank}: that is meant for all weights; an "
-            "adapter learns with about ten times as much (docs/algorithms.md)"
+            f"optim.lr={s.optim.lr:g} with policy.lora.rank={s.policy.lora.rank}: that is meant "
+            "for all weights; an adapter learns with about ten times as much (docs/algorithms.md)"
         )
     uncorrected = s.policy.old_logprobs == "step_start" and s.correction.name == "none"
     if samples_ahead(s) and s.objective.ratio_to == "old" and uncorrected:
         found.append(
-            f"rollout.staleness={s.rollout.staleness}, rollout.token_budget={s.rollout.token_budget} with "
-            "policy.old_logprobs=step_start: ratios start at 1, so the "
-            "clip does not see how old the responses are; behaviour and engine let it"
+            f"rollout.staleness={s.rollout.staleness}, "
+            f"rollout.token_budget={s.rollout.token_budget} with policy.old_logprobs=step_start: "
+            "ratios start at 1, so the clip does not see how old the responses are; behaviour and "
+            "engine let it"
         )
     if rules := s.rollout.rules:
         said = ", ".join(f"rollout.{rule}={value}" for rule, value in rules.items())
         found.append(
-            f"{said}: tokens are drawn from the truncated distribution, while log-probs, ratios and KL are of the "
-            "whole one, so importance sampling holds for neither exactly"
+            f"{said}: tokens are drawn from the truncated distribution, while log-probs, ratios "
+            "and KL are of the whole one, so importance sampling holds for neither exactly"
         )
     late = [step for step in s.profile.steps if step > s.steps]
     if late:
@@ -75,7 +77,8 @@ def warnings(s: Settings) -> list[str]:
     late = [step for step in s.rollout.extend if step > s.steps]
     if late:
         found.append(
-            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and does not act"
+            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and "
+            "does not act"
         )
     return found
 
@@ -95,8 +98,8 @@ def nothing_to_learn(
             else f"each earned {s.reward.truncated:g} unasked"
         )
         found.append(
-            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: "
-            "raise it"
+            f"{cut:.1%} of the responses were cut off at "
+            f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise it"
         )
     shown = f"rollouts/step_000001.jsonl shows some, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
     is_own = bool(getattr(s.task, "reward", ""))  # the reward function is the user's
@@ -104,14 +107,15 @@ def nothing_to_learn(
     if all_same(rewards) and rewards[0] == 0:
         function = "look at task.reward, " if is_own else ""
         found.append(
-            f"every response earned 0, so there is nothing to learn from; {shown}. If they are not cut off, {function}"
-            f"change prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
+            f"every response earned 0, so there is nothing to learn from; {shown}. If they are not "
+            f"cut off, {function}change prompt.format, or choose easier problems than "
+            f"task={s.task.name}, or a stronger model"
         )
     elif all_same(rewards):
         function = "look at task.reward, or " if is_own else ""
         found.append(
-            f"every response earned {rewards[0]:g}, so there is nothing to learn; {function}choose harder problems "
-            f"than task={s.task.name}"
+            f"every response earned {rewards[0]:g}, so there is nothing to learn; {function}choose "
+            f"harder problems than task={s.task.name}"
         )
     elif (
         metrics.get("group/zero_variance") == 1
@@ -119,8 +123,9 @@ def nothing_to_learn(
         and s.rollout.group_size > 1
     ):
         found.append(
-            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards differ, so the step "
-            "had no gradient: raise it, or choose problems that the model solves sometimes"
+            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards "
+            "differ, so the step had no gradient: raise it, or choose problems that the model "
+            "solves sometimes"
         )
     return found
 
@@ -153,9 +158,9 @@ def cut_off_pays(s: Settings, responses: list[Response]) -> list[str]:
     if not ended or min(ended) >= truncated:
         return []
     return [
-        f"a response that is cut off earns reward.truncated={truncated:g}, which is more than the {min(ended):g} of "
-        "one that ended, so being cut off is learned: set reward.truncated to the lowest reward, or to null to have "
-        "the reward function asked"
+        f"a response that is cut off earns reward.truncated={truncated:g}, which is more than the "
+        f"{min(ended):g} of one that ended, so being cut off is learned: set reward.truncated to "
+        "the lowest reward, or to null to have the reward function asked"
     ]
 
 
@@ -194,8 +199,8 @@ def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
     ):
         return []
     return [
-        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a token ratio's range: "
-        f"{s.objective.name} averages log-ratios over the response. In this step it clipped "
-        f"{metrics['clip/token_active']:.2%} of the tokens; mean |log s| was {metrics['ratio/sequence_log_abs']:.1e} "
-        "(the paper clips 15 % with 3e-4, 4e-4)"
+        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a "
+        f"token ratio's range: {s.objective.name} averages log-ratios over the response. In this "
+        f"step it clipped {metrics['clip/token_active']:.2%} of the tokens; mean |log s| was "
+        f"{metrics['ratio/sequence_log_abs']:.1e} (the paper clips 15 % with 3e-4, 4e-4)"
     ]

@@ -1,4 +1,6 @@
-"""Convert Hydra's configs to the settings' dataclasses, and Hydra's errors to plain sentences.
+"""Give Hydra the schemas of the settings, and convert Hydra's configs and errors.
+
+Configs become dataclasses, and errors become plain sentences.
 
 OmegaConf.to_object turns a key that is no field (`+optim.learning_rate=1`) into an attribute that
 nobody reads. Therefore `to_dataclass`, which every entry point calls, compares keys with fields.
@@ -6,18 +8,25 @@ nobody reads. Therefore `to_dataclass`, which every entry point calls, compares 
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
+from functools import cache
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from gspo.config.settings import CHOICES
+from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
+from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import our_name, our_option
 from gspo.io.arguments import nearest
 from gspo.io.ranges import refusal
@@ -28,6 +37,15 @@ SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
 MIN_SIMILARITY = 0.6
 # option groups of `gspo train` that are not fields of Settings
 GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm", "cut")
+# all schemas, by the paths that option files in conf/ refer to
+SCHEMAS: dict[str, type] = {
+    "_settings": Settings,
+    "_evaluate": EvaluateCommand,
+    "_sample": SampleCommand,
+    "_benchmark": BenchmarkCommand,
+}
+for group, options in CHOICES.items():
+    SCHEMAS |= {f"{group}/_{name}": kind for name, kind in options.items()}
 
 
 def schema(kind: type) -> DictConfig:
@@ -45,6 +63,56 @@ def _open_mappings(node: DictConfig) -> None:
                 _open_mappings(child)
             else:
                 OmegaConf.set_struct(child, False)
+
+
+@cache
+def schema_at(path: str) -> DictConfig:
+    """Return the schema under a path such as `objective/_gspo`. Callers must not change it."""
+    return schema(SCHEMAS[path])
+
+
+class SchemaSource(ConfigSource):
+    """The schemas of all settings, which Hydra finds by paths such as `objective/_gspo`.
+
+    Hydra's ConfigStore would serve them too. But Hydra copies all that the store holds whenever it
+    looks up the options of a group, 150 times for `--help`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "schemas"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path == "" or config_path in CHOICES
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.removesuffix(".yaml") in SCHEMAS
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        groups = list(CHOICES) if config_path == "" else []
+        paths = [path.rpartition("/") for path in SCHEMAS]
+        configs = [name for group, _, name in paths if group == config_path]
+        if results_filter == ObjectType.GROUP:
+            return sorted(groups)
+        return sorted(configs if results_filter == ObjectType.CONFIG else [*groups, *configs])
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = config_path.removesuffix(".yaml")
+        return ConfigResult(
+            provider=self.provider,
+            path=f"schemas://{path}",
+            config=copy.deepcopy(schema_at(path)),
+            header={"package": None},
+        )
+
+
+class SearchSchemas(SearchPathPlugin):
+    """Lets Hydra search the schemas."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("schemas", "schemas://")
 
 
 def literal(content: Any) -> Any:

@@ -261,7 +261,7 @@ def of_result(settings: Settings) -> dict[str, Any]:
 
 
 def same_result(a: Settings, b: Settings) -> str | None:
-    """Return the first setting that gives two runs other numbers, as "key: a against b", or None."""
+    """Return the first setting that makes two runs differ, as "key: a against b"; else None."""
     return first_difference(of_result(a), of_result(b))
 
 
