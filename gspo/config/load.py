@@ -118,7 +118,7 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
 
 
 def resolve(s: Settings) -> None:
-    """Replace values that refer to other settings, such as auto, by those settings' values."""
+    """Replace values that refer to other settings, such as auto, by those values."""
     if s.policy.routing_replay == "r3":
         s.rollout.routes = True
     longest = s.rollout.longest_limit
@@ -157,7 +157,7 @@ def write_settings(settings: Settings, folder: Path) -> None:
 
 
 def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> Settings:
-    """Read the settings of a run directory; the arguments are those of `recorded_config`.
+    """Read the settings of a run directory, with the arguments of `recorded_config`.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
@@ -237,7 +237,7 @@ def copy_outside_code(settings: Settings, folder: Path) -> None:
 
 
 def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str:
-    """Describe a change of a run's outside code since it was recorded; "" if there is none."""
+    """Describe a change of a run's outside code since it was recorded, or return ""."""
     change = changed_source(OmegaConf.to_container(recorded.outside), settings.outside)
     return f"{folder}: {change}" if change else ""
 

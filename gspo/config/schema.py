@@ -162,7 +162,7 @@ def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def field_names(node: DictConfig) -> list[str]:
-    """Return the fields of a config's dataclass; for a plain mapping its keys."""
+    """Return the fields of a config's dataclass, or the keys of a plain mapping."""
     kind = OmegaConf.get_type(node)
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
 
@@ -206,7 +206,7 @@ def holds_settings(value: DictConfig) -> bool:
 
 
 def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """List the dotted keys of all fields of a config; the keys inside mappings are left out."""
+    """List the dotted keys of all fields of a config, without the keys inside mappings."""
     keys = []
     present = [name for name in node.keys() if name != "hydra"]  # noqa: SIM118, as above
     for name in field_names(node):
@@ -223,8 +223,8 @@ def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
 def no_such_setting(key: str, settings: list[str]) -> str:
     """Say in words that there is no such setting, and which setting may be meant.
 
-    The first that applies: our name, if another framework has the setting; the other options of
-    the group that have it; the nearest setting. If that is far, all settings of the group follow.
+    It is the first of these: our name for another framework's setting, the options of the group
+    that have the setting, the nearest setting. If that is far, all settings of the group follow.
     """
     is_of_a_run = "objective" in settings
     group, _, name = key.partition(".")
@@ -270,7 +270,7 @@ def as_typed(key: str) -> str:
 
 
 def plain_words(error: BaseException) -> str:
-    """Rewrite an error of Hydra's about keys or options as one sentence; "" for other errors."""
+    """Rewrite an error of Hydra's about keys or options as one sentence, or return ""."""
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:

@@ -233,7 +233,7 @@ class Settings(Ranged):
 
 # ------------------------------------------------------------------------------------ hash of a run
 def settings_hash(settings: Settings) -> str:
-    """Hash all settings that the run's numbers depend on; ten hexadecimal digits."""
+    """Hash all settings that the run's numbers depend on, to ten hexadecimal digits."""
     return hashlib.sha256(json.dumps(of_result(settings), sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -261,12 +261,12 @@ def of_result(settings: Settings) -> dict[str, Any]:
 
 
 def same_result(a: Settings, b: Settings) -> str | None:
-    """Return the first setting that makes two runs differ, as "key: a against b"; else None."""
+    """Return the first setting that makes two runs differ, as "key: a against b", or None."""
     return first_difference(of_result(a), of_result(b))
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """Return the first entry in which two nested dictionaries differ; None if they are equal.
+    """Return the first entry in which two nested dictionaries differ, or None.
 
     For example "optim.lr: 0.1 against 0.2"."""
     flat_a = dotted(json.loads(json.dumps(a)))
@@ -335,7 +335,7 @@ def run_directory(settings: Settings) -> Path:
 
 
 def name_in_plan(study: Path, ending: str) -> str:
-    """Return the name that a sweep has planned for the run with this ending; "" if none has.
+    """Return the name that a sweep has planned for the run with this ending, or "".
 
     Such a run may be about to begin."""
     manifest = study / "manifest.jsonl"
