@@ -30,7 +30,7 @@ from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.data.lazy_torch import torch
 from gspo.io.arguments import nearest
 from gspo.io.files import replace_text
-from gspo.run.directory import code_state
+from gspo.run.code_state import code_state
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:

@@ -44,7 +44,8 @@ from gspo.run.build import (
     make_engine,
     print_sandbox_layers,
 )
-from gspo.run.directory import SETTINGS, code_state, exclusive, settings_and_checkpoint
+from gspo.run.code_state import code_state
+from gspo.run.directory import SETTINGS, exclusive, settings_and_checkpoint
 from gspo.run.entry_point import Ended
 from gspo.run.policies import open_policy, usable_device
 from gspo.tasks.base import Task
