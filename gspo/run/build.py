@@ -56,7 +56,7 @@ def build_trainer(
     alone: bool = False,
     ranks: Ranks | None = None,
 ) -> Trainer:
-    """Build the trainer of a run, from a checkpoint if there is one.
+    """Build the trainer of a run, from a checkpoint if given.
 
     `alone` says that the run has the terminal to itself, so a cold start may draw a progress bar.
     The `ranks` train together, and rank 0 makes the cold start.
@@ -204,7 +204,7 @@ def check_same_weights(policy: Policy, ranks: Ranks) -> None:
 
 
 def print_sandbox_layers(layers: dict[str, str]) -> None:
-    """Print in one line the layers that confine a task's programs; print nothing without layers."""
+    """Print the layers that confine a task's programs, if there are any."""
     if layers:
         print("sandbox: " + "; ".join(f"{name}: {state}" for name, state in layers.items()))
 
@@ -243,7 +243,7 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
 def local_engine(policy: Policy, rollout: RolloutSettings, batch_rows: int = 0) -> LocalEngine:
     """Return an in-process engine that samples in the precision of a run's rollouts.
 
-    `batch_rows` is the number of responses sampled at once; 0: as in the run."""
+    `batch_rows` is the number of responses sampled at once. 0 stands for the run's."""
     return LocalEngine(
         policy,
         batch_rows or rollout.batch_rows,
@@ -264,7 +264,7 @@ def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
 
 
 def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
-    """Return an engine in every rank's own process; the ranks share the held-out problems."""
+    """Return an engine in every rank's own process. The ranks share the problems."""
     engine = local_engine(trainer.policy, settings.rollout)
     engine.ranks = trainer.ranks
     return engine
@@ -273,8 +273,8 @@ def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
 def check_engine_weights(source: RolloutSource, step: int) -> None:
     """Raise ValueError if the engine's weights are not the trainer's.
 
-    At the start nothing is lost yet, so the RuntimeError of this check becomes an error of one
-    line."""
+    At the start nothing is lost yet, so the RuntimeError of this check becomes an error without
+    traceback."""
     try:
         source.check(step)
     except EngineEnded:

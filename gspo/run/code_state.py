@@ -17,7 +17,7 @@ MAX_CHANGED_BYTES = 32 << 20  # of larger changed files, code.diff has the names
 
 
 def git(*words: str) -> str:
-    """Return the output of a git command in this code's repository, "" without git or repository."""
+    """Return the output of a git command in this code's repository, or "" if that fails."""
     command = ["git", "-C", str(Path(__file__).parent), *words]
     try:
         done = subprocess.run(

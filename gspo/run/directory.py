@@ -1,4 +1,4 @@
-"""The directory of one run: its lock, log and status, and the checkpoint that the run resumes from."""
+"""The directory of a run: its lock, log and status, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ ENDED = ("finished", "collapsed")  # the status of a run that has nothing left t
 
 
 class RunDirectory:
-    """The directory of one run. Only the process that holds `exclusive_access` may write there."""
+    """The directory of a run. Only the process that holds `exclusive_access` may write there."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @classmethod
     def for_run(cls, settings: Settings, in_sweep: bool) -> RunDirectory:
-        """Return the directory that a run with these settings has; write nothing.
+        """Return the directory that a run with these settings has, without writing.
 
         Raises ValueError if it holds results that may not be continued. With on_existing=auto the
         same command continues a run that was interrupted or has failed. A run that has ended is
@@ -83,7 +83,8 @@ class RunDirectory:
             continues = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
             if not (settings.resume or settings.on_existing == "resume" or continues):
                 raise ValueError(
-                    f"{folder} exists already ({how}); continue it with resume={folder}, or remove it"
+                    f"{folder} exists already ({how}); "
+                    f"continue it with resume={folder}, or remove it"
                 )
             recorded = read_settings(folder, trust=settings.allow_outside_code)
             settings.inputs = recorded.inputs
@@ -96,12 +97,12 @@ class RunDirectory:
 
     # ----------------------------------------------------------------------------- access and log
     def exclusive_access(self) -> AbstractContextManager[CreatedFiles]:
-        """Let no other process write here within this context; see `exclusive`."""
+        """Let no other process write here within this context, as `exclusive` does."""
         return exclusive(self.path)
 
     @contextmanager
     def log_to_file(self) -> Iterator[None]:
-        """Log to train.log within this context, with the traceback of an error that ends the run."""
+        """Log to train.log within this context, with the traceback of an error that ends it."""
         file = append_to(self.path / LOG)
         handler = logging.StreamHandler(file)
         handler.setFormatter(Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -122,7 +123,7 @@ class RunDirectory:
 
     @contextmanager
     def removed_if_refused(self, settings: Settings, made: CreatedFiles) -> Iterator[None]:
-        """Build a new run within this context; remove its files if that raises ValueError.
+        """Build a new run within this context, or remove its files if that raises ValueError.
 
         The settings are written at once, so that a run that is killed in its cold start can be
         resumed. `made` lists the files that this process made."""
@@ -161,7 +162,7 @@ class RunDirectory:
             (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: one of gspo.io.files.HOW, the step, and the reason of a failure."""
+        """Write status.json: the status (gspo.io.files.HOW), the step, and the reason of a failure."""
         entry = {
             "how": how,
             "step": step,
@@ -177,7 +178,7 @@ class RunDirectory:
         return read_status(self.path)
 
     def note_start(self, checkpoint_step: int | None) -> None:
-        """Note that this process begins to train, from a step's checkpoint or from the beginning."""
+        """Note that this process begins to train, from a step's checkpoint or from scratch."""
         note_start(self.path, checkpoint_step)
 
     def write_stability_report(self, how: str) -> None:
@@ -225,12 +226,13 @@ class RunDirectory:
                 )
         if settings.resume or last >= 0:
             print(
-                f"{self.path} was interrupted before its first checkpoint: it starts from the beginning"
+                f"{self.path} was interrupted before its first checkpoint: "
+                "it starts from the beginning"
             )
         return None
 
     def supersede_after(self, step: int) -> list[str]:
-        """Move the run's output after a step to superseded/; return warnings about lost rows."""
+        """Move the run's output after a step to superseded/, and return warnings about lost rows."""
         return supersede(self.path, step)
 
     def rollbacks(self) -> Rollbacks:
@@ -259,7 +261,7 @@ class RunDirectory:
 
 @contextmanager
 def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFiles]:
-    """Let no other process write in a folder within this context; make the folder if needed.
+    """Let no other process write in a folder within this context. The folder is made if needed.
 
     Yields a record of the files that the folder held before. Raises ValueError if another process
     writes there, and if an entry is a link. If the folder holds other things too, `names` are the
@@ -295,7 +297,7 @@ def settings_and_checkpoint(
 ) -> tuple[Settings, Path | None]:
     """Return the settings and a checkpoint of a run directory.
 
-    step      -1: the newest checkpoint; 0: the policy that the run started from, as None
+    step      -1: the newest checkpoint, 0: the policy that the run started from, as None
     consent   the user's consent to run programs in a weak sandbox
     trust     the user's consent to import code that the run names
     allowed   the addresses that another user's run may reach

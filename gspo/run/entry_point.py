@@ -1,4 +1,4 @@
-"""The process of an entry point: its reaction to signals, its exit codes, its errors in one line.
+"""The process of an entry point: its reaction to signals, its errors and exit codes.
 
 Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the
 monitor ended the run; 128 + n the process was stopped by signal n, with everything saved, so that a
@@ -71,7 +71,7 @@ class Stopped(Exception):
 class StopSignal:
     """A request to stop after the current step, made by SIGINT or SIGTERM.
 
-    A second signal stops at once. There is one object per process: a process that was asked to stop
+    A second signal stops at once. Each process has its own object: a process that was asked to stop
     runs no further jobs of its sweep.
     """
 
@@ -101,7 +101,7 @@ class StopSignal:
             signal.signal(signal.SIGUSR2, self._note)
 
     def requeue(self) -> None:
-        """Let submitit queue the job again if it asked for the stop; then this does not return.
+        """Let submitit queue the job again if it asked for the stop, and then do not return.
 
         Call this once everything is saved."""
         if self.number == signal.SIGUSR2 and self._requeue:
@@ -165,7 +165,7 @@ _STOP = StopSignal()
 
 
 def stop_signal() -> StopSignal:
-    """Return this process's StopSignal; each worker of a sweep has its own."""
+    """Return this process's StopSignal. Each worker of a sweep has its own."""
     return _STOP
 
 
@@ -186,7 +186,7 @@ USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
 def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
-    """Wrap a job: its errors become one line and an exit code, before Hydra adds lines of its own.
+    """Wrap a job: its errors become a line and an exit code, before Hydra adds lines of its own.
 
     For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job
     returns an Outcome instead, with the reason if it did not finish."""
@@ -211,7 +211,7 @@ _DISK: list[Exception] = []
 
 
 def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
-    """Run one job of a sweep and return its score, or the reason why it did not finish.
+    """Run a job of a sweep and return its score, or the reason why it did not finish.
 
     Errors do not leave this function, because Hydra would start no further jobs after an error.
     Only a failure of the disk does: the other jobs would fail as well, and their reasons could not
@@ -242,7 +242,7 @@ REASONS: list[Callable[[], None]] = []
 
 
 def command_line(main: Callable[[], None]) -> None:
-    """Run an entry point, print an error of it in one line, and exit with its exit code."""
+    """Run an entry point, print its error as a line, and exit with its exit code."""
     interrupt.end()
     guard()
     # for the processes of a sweep's jobs
@@ -284,7 +284,7 @@ def command_line(main: Callable[[], None]) -> None:
 
 
 def print_error(error: BaseException) -> int:
-    """Print an error in one line, and return the exit code."""
+    """Print an error as a line, and return the exit code."""
     if isinstance(error, SaidByRankZero):
         return 1
     if isinstance(error, Broken | EngineEnded):
@@ -311,7 +311,7 @@ def run_of(file: object) -> Path | None:
 
 
 def explain(error: BaseException) -> str:
-    """Return the messages of an error and of its causes in one line.
+    """Return the messages of an error and of its causes as a line.
 
     Hydra's advice to its own developers is left out."""
     if isinstance(error, HydraException):

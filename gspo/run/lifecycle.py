@@ -1,4 +1,4 @@
-"""Make one run: train from its newest checkpoint, again after each rollback, and record the end."""
+"""Make a run: train from its newest checkpoint, again after each rollback, and record the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXIT_CODES = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "
 
 
 def run(settings: Settings, alone: bool, peers: Peers) -> float:
-    """Make one run, from its directory to its last checkpoint, and return its score.
+    """Make a run, from its directory to its last checkpoint, and return its score.
 
     `alone` says that the run has the terminal to itself. Of several ranks rank 0 does this, and the
     others train along with it. A run that had ended before keeps its score. The score is NaN if the

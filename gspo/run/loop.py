@@ -222,7 +222,7 @@ class Session:
         return self.monitor.last_healthy_step - rollout.staleness - (segments - 1)
 
     def checkpoint(self, step: int, last: bool) -> None:
-        """Begin to write a checkpoint if it is due; at the `last` step wait until it is written."""
+        """Begin to write a checkpoint if it is due. At the `last` step wait for the writer."""
         self.writer.check()
         if not last and step % self.settings.checkpoint.every:
             return
@@ -254,7 +254,7 @@ class Session:
     def step_to_keep(self) -> int:
         """Return the step whose checkpoint is kept for a rollback, -1 for none.
 
-        If that step has no checkpoint, the newest one before it is kept."""
+        If that step has no checkpoint, the newest checkpoint before it is kept."""
         if self.settings.monitor.action != "rollback":
             return -1
         return self.target if self.target >= 0 else self.last_healthy_step()
@@ -295,7 +295,7 @@ def evaluate_if_due(
 def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> CheckpointWriter:
     """Return the writer of a run's checkpoints.
 
-    Rank 0 alone has a writer, but with sharded weights every rank has one."""
+    Rank 0 alone has a writer, but with sharded weights every rank has its own."""
     arguments = (
         run,
         trainer.policy,
@@ -311,7 +311,7 @@ def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> Checkp
 
 
 def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
-    """Return the reference policy if it is no longer the one that the run started from."""
+    """Return the reference policy if it is no longer the policy of the run's start."""
     return trainer.reference if settings.kl.refresh_every else None
 
 

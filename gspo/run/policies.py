@@ -89,7 +89,7 @@ def open_reference(
     on_cold_start_step: ColdStartProgress,
     shards: Shards | None = None,
 ) -> Policy | None:
-    """Open the reference policy; return None if there is no KL term.
+    """Open the reference policy, or return None if there is no KL term.
 
     The reference is the policy that the run started from, or was last refreshed to. With LoRA it
     is the trained `policy` without its adapter, on the same tensors."""
@@ -162,7 +162,7 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
 
 
 def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
-    """Return the shards that the ranks hold of the weights, None if every rank holds all weights."""
+    """Return the division of the weights into shards, None if every rank holds all weights."""
     if settings.parallel.mode != "shard":
         return None
     from gspo.model.sharding.fsdp import Shards  # PyTorch's FSDP takes a second to import

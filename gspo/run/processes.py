@@ -1,10 +1,10 @@
-"""The ranks of a run as processes: how they find each other, agree, and notice that one has ended.
+"""The ranks of a run as processes: how they find each other, agree, and notice the loss of a rank.
 
     torchrun --nproc-per-node=2 -m gspo train experiment=micro_moe parallel.mode=replicate
 
 torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks
 of one job of submitit. Rank 0 writes the run's directory and prints. The others compute, and are
-silent. When a rank ends too early, the others notice in their next collective, and one of them
+silent. When a rank ends too early, the others notice in their next collective, and some rank
 prints which rank it was.
 """
 
@@ -184,7 +184,7 @@ def join(settings: Settings) -> Peers:
 
 
 def check_launch(settings: Settings, count: int) -> None:
-    """Raise ValueError if `count` launched processes do not fit parallel.mode and parallel.ranks."""
+    """Raise ValueError if the number of processes does not fit parallel.mode and parallel.ranks."""
     mode = settings.parallel.mode
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if count > 1 and missing:
@@ -220,7 +220,7 @@ def stay_on_one_machine() -> None:
 
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:
-    """Raise the same ValueError on every rank if one has other settings or code than rank 0."""
+    """Raise the same ValueError on every rank if some rank has other settings or code than rank 0."""
     content = asdict(settings)
     del content["tracking"], content["runs"]
     content = json.loads(json.dumps(content, default=str))

@@ -49,8 +49,8 @@ class SweepConfigs:
     def of_job(self, overrides: list[str]) -> DictConfig:
         """Return the composed configuration of a job.
 
-        Raises OtherLauncher if the job's own files choose another launcher than the one that starts
-        all jobs."""
+        Raises OtherLauncher if the job's own files choose another launcher than the launcher
+        of the sweep."""
         parsed_overrides = OverridesParser.create().parse_overrides(overrides)
         choices = []
         values = []
@@ -78,7 +78,7 @@ class SweepConfigs:
         return changes_value and not self.loader.repository.group_exists(parsed.key_or_group)
 
     def check_launcher(self, composed: DictConfig, overrides: list[str]) -> None:
-        """Raise OtherLauncher if a job's configuration chooses another launcher than the sweep's."""
+        """Raise OtherLauncher if a job's configuration chooses a launcher of its own."""
         chosen = launcher_of(composed)
         of_sweep = launcher_of(self.config)
         if chosen != of_sweep:

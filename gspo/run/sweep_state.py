@@ -30,7 +30,7 @@ PACE_STEPS = 10  # the pace is the mean of this many last steps
 
 @dataclass
 class Job:
-    """One run of a sweep, and how far it is."""
+    """A run of a sweep, and how far it is."""
 
     run: str
     steps: int  # the planned number of steps
@@ -63,7 +63,7 @@ def entries(study: Path) -> list[dict]:
 
 
 def _entry(line: object) -> dict:
-    """Return a line of the manifest; raise ValueError if it has another form."""
+    """Return a line of the manifest, or raise ValueError if it has another form."""
     kinds = {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
     entry = {"time": 0.0} | _typed(line, kinds)
     if "jobs" in entry:
@@ -72,7 +72,7 @@ def _entry(line: object) -> dict:
 
 
 def _planned(job: object) -> dict:
-    """Return a planned job; raise ValueError if it has another form."""
+    """Return a planned job, or raise ValueError if it has another form."""
     kinds = {
         "run": str,
         "steps": int,
@@ -104,7 +104,7 @@ def _typed(line: object, kinds: dict[str, type]) -> dict:
 
 
 def shared_overrides(jobs: Iterable[list[str]]) -> set[str]:
-    """Return the overrides that all jobs of a sweep have; for a single job none."""
+    """Return the overrides that all jobs of a sweep have, and none for a single job."""
     overrides = [set(job) for job in jobs]
     return set.intersection(*overrides) if len(overrides) > 1 else set()
 
@@ -140,9 +140,9 @@ def jobs(study: Path) -> list[Job]:
 
 
 def is_of(job: dict, study: Path) -> bool:
-    """Return whether a planned job belongs to a study's folder; a sweep may have several studies.
+    """Return whether a planned job belongs to a study's folder.
 
-    A job whose settings were refused has no folder, and is listed in all of them."""
+    A sweep may have several studies. A job whose settings were refused has no folder, and is listed in all of them."""
     return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
 
 
@@ -239,11 +239,11 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
     return how, status.get("reason", "")
 
 
-# ------------------------------------------------------------------------------------------ in words
+# ----------------------------------------------------------------------------------------- in words
 def upload(study: Path) -> str | None:
     """Return the command that uploads the runs of a study to W&B, None if the server has all.
 
-    Segments that a newer one of the same run replaces are marked as uploaded, and the command skips
+    Segments that a newer segment of the same run replaces are marked as uploaded, and the command skips
     them."""
     files = study.glob("*/wandb/offline-run-*/run-*.wandb")
     if all(file.with_name(f"{file.name}.synced").exists() for file in files):
@@ -252,7 +252,7 @@ def upload(study: Path) -> str | None:
 
 
 def table(runs: list[Job]) -> str:
-    """Return one line per run, and a last one with the counts and the time left."""
+    """Return a line per run, and a last line with the counts and the time left."""
     width = max(len(job.run) for job in runs)
     shared = shared_overrides(job.overrides for job in runs if job.overrides)
     lines = []
@@ -288,7 +288,7 @@ def table(runs: list[Job]) -> str:
 
 
 def forecast(planned: list[dict]) -> str:
-    """Return what a sweep would do: one line per job, and a last line that counts the states.
+    """Return the forecast of a sweep: a line per job, and a last line that counts the states.
 
     A job's line has its number, state, steps, folder, and the overrides that tell it from the
     others. Jobs whose settings are refused have the state "wrong"."""

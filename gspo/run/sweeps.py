@@ -65,14 +65,14 @@ class WriteManifest(Callback):
         """Begin the sweep.
 
         Hydra turns every exception of a callback into a warning, and a sweep without a plan would
-        lose its failures. So an exception ends the process here, with its reason in one line."""
+        lose its failures. So an exception ends the process here, with its reason as a line."""
         try:
             self._begin(config)
         except Exception as error:  # every error must end the process
             sys.exit(print_error(error))
 
     def _begin(self, config: DictConfig) -> None:
-        """Write the jobs to the manifests of their studies; with dry_run=true print them and exit.
+        """Write the jobs to the manifests of their studies, or with dry_run=true print them and exit.
 
         The jobs of a search are not known yet."""
         planned = [] if is_search(config) else plan(config)
@@ -181,7 +181,7 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     """Return the jobs of a sweep.
 
     Each has its overrides, and run, folder and steps, or the reason why its settings are wrong. Of
-    several jobs that are the same run, the first of those with the most steps is made, and the
+    several jobs that are the same run, the first with the most steps is made, and the
     others have its number as `same_as`. Raises OtherLauncher if a job chooses a launcher of its
     own."""
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -238,7 +238,7 @@ def studies_of(planned: list[dict[str, Any]]) -> list[Path]:
 
 
 def same_run(planned: list[dict], number: int) -> str:
-    """Return, in words, which earlier job is the same run as this job; "" if none is."""
+    """Return, in words, which earlier job is the same run as this job, or return ""."""
     if number >= len(planned) or "same_as" not in planned[number]:
         return ""
     first = planned[number]["same_as"]
@@ -247,7 +247,7 @@ def same_run(planned: list[dict], number: int) -> str:
 
 
 def taken_by_another_job(settings: Settings) -> str:
-    """Return, in words, which earlier job of the present sweep makes this run; else "".
+    """Return, in words, which earlier job of the present sweep makes this run, or return "".
 
     Raises ValueError if this job has become another run than the planned one: Hydra reads the
     option files anew for each job, so that an edit while a sweep runs would change the jobs to
@@ -259,7 +259,7 @@ def taken_by_another_job(settings: Settings) -> str:
     overrides = list(job.overrides.task)
     study = Path(settings.runs) / settings.study
     plans = [entry["jobs"] for entry in entries(study) if "jobs" in entry]
-    # another sweep of the study may have begun since, but this sweep's plan has this job at `number`
+    # another sweep of the study may have begun since; this sweep's plan has the job at its number
     plans = [plan for plan in plans if len(plan) > number]
     plans = [plan for plan in plans if plan[number]["overrides"] == overrides]
     if not plans:
