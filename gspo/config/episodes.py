@@ -11,7 +11,7 @@ PER_TURN = "gae, returns, reinforce_pp or turn_normalized"
 
 
 def check_episodes(s: Settings) -> None:
-    """Raise ValueError for the first setting that does not fit the task's episodes or their lack."""
+    """Raise ValueError for the first setting that does not fit the task's episodes."""
     each_turn = s.reward.turns == "each"
     has_episodes = bool(s.task.environments())
     if s.advantage.name == "turn_normalized" and not has_episodes:

@@ -128,13 +128,19 @@ def rounding_floor(s: Settings, metrics: dict[str, float]) -> list[str]:
     if share <= ROUNDING_SHARE:
         return []
     if s.policy.head_dtype == "bfloat16":
-        remedy = f"policy.head_dtype={s.policy.head_dtype} rounds the logits: use policy.head_dtype=float32"
+        remedy = "policy.head_dtype=bfloat16 rounds the logits: use policy.head_dtype=float32"
     elif s.policy.old_logprobs == "engine":
-        remedy = "policy.old_logprobs=engine divides by the engine's rounding: use policy.old_logprobs=step_start"
+        remedy = (
+            "policy.old_logprobs=engine divides by the engine's rounding: "
+            "use policy.old_logprobs=step_start"
+        )
     elif s.policy.precision == "bfloat16":
-        remedy = f"policy.precision={s.policy.precision} rounds the layers: use float32, or a wider clip range"
+        remedy = "policy.precision=bfloat16 rounds the layers: use float32, or a wider clip range"
     else:
-        remedy = "engine and trainer round differently: use policy.old_pass=always, or a wider clip range"
+        remedy = (
+            "engine and trainer round differently: "
+            "use policy.old_pass=always, or a wider clip range"
+        )
     return [f"{floor_in_words(share, metrics['ratio/floor_outside'])}. {remedy}"]
 
 
@@ -159,7 +165,10 @@ def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
     if mismatch <= LARGEST_MISMATCH:
         return []
     if samples_ahead(s):
-        remedy = f"responses wait for rollout.staleness={s.rollout.staleness} steps: lower it, or lower optim.lr"
+        remedy = (
+            f"responses wait for rollout.staleness={s.rollout.staleness} steps: "
+            "lower it, or lower optim.lr"
+        )
     elif s.rollout.quantization != "none":
         remedy = (
             f"rollout.quantization={s.rollout.quantization} rounds the engine's weights: use none"

@@ -1,10 +1,10 @@
 """The settings tree: plain dataclasses that are both Hydra's schema and the library's arguments.
 
 Hydra composes conf/, and `to_settings` converts the result once. All other packages see
-dataclasses. An unknown key, a wrong type, a number out of range or a clash of options fails before a model
-loads. The error is one line that names the key and the value. Order of precedence: defaults <
-experiment < preset < arm < cut < command line. gspo.config.checks refuses combinations that cannot
-work.
+dataclasses. An unknown key, a wrong type, a number out of range or a clash of options fails before
+a model loads. The error is one line that names the key and the value. Order of precedence: defaults
+< experiment < preset < arm < cut < command line. gspo.config.checks refuses combinations that
+cannot work.
 
 A run is named by a hash of the settings that its numbers depend on. All other fields say so in
 their metadata (gspo.io.ranges): OUTSIDE_RESULT, `cost_only`, or CHANGEABLE if a resumed run may

@@ -80,7 +80,7 @@ def jobs_at_once(job: DictConfig) -> int:
 def devices(slot: int, count: int) -> list[str]:
     """Return the `count` GPUs of the job in a slot.
 
-    Jobs that run at once have different slots. Raises ValueError if the user has given too few GPUs."""
+    Jobs that run at once have different slots. Raises ValueError for too few GPUs of the user."""
     users_gpus = [name for name in os.environ.get(DEVICES, "").split(",") if name]
     indices = range(slot * count, (slot + 1) * count)
     if not users_gpus:

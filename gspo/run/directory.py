@@ -162,7 +162,7 @@ class RunDirectory:
             (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: the status (gspo.io.files.HOW), the step, and the reason of a failure."""
+        """Write status.json: `how` (of gspo.io.files.HOW), the step, the reason of a failure."""
         entry = {
             "how": how,
             "step": step,
@@ -232,7 +232,7 @@ class RunDirectory:
         return None
 
     def supersede_after(self, step: int) -> list[str]:
-        """Move the run's output after a step to superseded/, and return warnings about lost rows."""
+        """Move the output after a step to superseded/, and return warnings about lost rows."""
         return supersede(self.path, step)
 
     def rollbacks(self) -> Rollbacks:

@@ -16,8 +16,8 @@ from gspo.model.policy import Policy
 def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
     """Return digests of the run's inputs, as far as this process has read them.
 
-    "data" is of the task's data. "model" is of the weights that the run starts from, if a policy was
-    loaded with them."""
+    "data" is of the task's data. "model" is of the weights that the run starts from, if a policy
+    was loaded with them."""
     inputs: dict[str, Any] = {}
     data = settings.task.data()
     if data:

@@ -220,7 +220,7 @@ def stay_on_one_machine() -> None:
 
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:
-    """Raise the same ValueError on every rank if some rank has other settings or code than rank 0."""
+    """Raise ValueError on every rank if some rank has other settings or code than rank 0."""
     content = asdict(settings)
     del content["tracking"], content["runs"]
     content = json.loads(json.dumps(content, default=str))

@@ -142,7 +142,8 @@ def jobs(study: Path) -> list[Job]:
 def is_of(job: dict, study: Path) -> bool:
     """Return whether a planned job belongs to a study's folder.
 
-    A sweep may have several studies. A job whose settings were refused has no folder, and is listed in all of them."""
+    A sweep may have several studies. A job whose settings were refused has no folder, and is listed
+    in all of them."""
     return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
 
 
@@ -243,8 +244,8 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
 def upload(study: Path) -> str | None:
     """Return the command that uploads the runs of a study to W&B, None if the server has all.
 
-    Segments that a newer segment of the same run replaces are marked as uploaded, and the command skips
-    them."""
+    Segments that a newer segment of the same run replaces are marked as uploaded, and the command
+    skips them."""
     files = study.glob("*/wandb/offline-run-*/run-*.wandb")
     if all(file.with_name(f"{file.name}.synced").exists() for file in files):
         return None

@@ -72,9 +72,9 @@ class WriteManifest(Callback):
             sys.exit(print_error(error))
 
     def _begin(self, config: DictConfig) -> None:
-        """Write the jobs to the manifests of their studies, or with dry_run=true print them and exit.
+        """Write the jobs to the manifests of their studies, or print them with dry_run=true.
 
-        The jobs of a search are not known yet."""
+        A dry run then exits. The jobs of a search are not known yet."""
         planned = [] if is_search(config) else plan(config)
         if config.dry_run:
             no_plan = "a search chooses the settings of its jobs as it goes: no plan"
