@@ -253,10 +253,9 @@ def check_objective(s: Settings) -> None:
 def check_truncation(s: Settings) -> None:
     """Refuse truncated sampling if a ratio takes the engine's log-probs for the sampled ones.
 
-    The engine's log-probs are of the full distribution, as the trainer's are. So a ratio of the two
-    measures the mismatch of engine and trainer, but not how likely the token was to be drawn.
-    Log-probs of the truncated distribution would multiply that ratio by the probability that the
-    truncation keeps."""
+    The log-probs of both are of the full distribution. So a ratio of the two measures the mismatch
+    of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
+    distribution would multiply it by the probability that the truncation keeps."""
     for rule, value in s.rollout.rules.items():
         truncated = (
             f"rollout.{rule}={value}, by which tokens are drawn from a truncated one; "
@@ -320,11 +319,8 @@ def check_dead_options(s: Settings) -> None:
             raise ValueError(f"{key}={getattr(settings, name)} is not read with {reason}")
 
 
-Dead = tuple[bool, str, str]  # (whether nothing reads the option, its dotted key, the reason)
-
-
-def dead_reward_options(s: Settings) -> list[Dead]:
-    """List the options of old log-probs, rewards and advantages that can be dead, with reasons."""
+def dead_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
+    """List options of old log-probs, rewards and advantages: (nothing reads it, key, reason)."""
     old_policy_read = (
         s.objective.ratio_to == "old"
         or s.kl.needs_reference
@@ -355,8 +351,8 @@ def dead_reward_options(s: Settings) -> list[Dead]:
     ]
 
 
-def dead_options(s: Settings) -> list[Dead]:
-    """List the options of routing, synchronisation and KL that can be dead, with reasons."""
+def dead_options(s: Settings) -> list[tuple[bool, str, str]]:
+    """List options of routing, synchronisation and KL: (nothing reads it, key, reason)."""
     is_dense = s.model.is_dense
     no_routers = f"model={s.model.name}: it has no routers"
     same_weights = "rollout=local in float32: it has the same weights"

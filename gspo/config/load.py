@@ -311,8 +311,8 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     named_addresses: dict[str, str] = {}
     if not own(folder / "settings.yaml"):
         named_addresses = addresses(OmegaConf.to_container(recorded))
-        given = {override.split("=")[0] for override in overrides}
-        missing = {key: value for key, value in named_addresses.items() if key not in given}
+        overridden = {override.split("=")[0] for override in overrides}
+        missing = {key: value for key, value in named_addresses.items() if key not in overridden}
         consent = " ".join(f"{key}={value}" for key, value in missing.items())
         refuse_addresses(folder, missing, consent)
         recorded.runs = Settings.runs

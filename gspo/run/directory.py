@@ -122,11 +122,11 @@ class RunDirectory:
             file.close()
 
     @contextmanager
-    def removed_if_refused(self, settings: Settings, made: CreatedFiles) -> Iterator[None]:
+    def removed_if_refused(self, settings: Settings, created_files: CreatedFiles) -> Iterator[None]:
         """Build a new run within this context, or remove its files if that raises ValueError.
 
         The settings are written at once, so that a run that is killed in its cold start can be
-        resumed. `made` lists the files that this process made."""
+        resumed. `created_files` are the files that this process made."""
         new = not (self.path / SETTINGS).exists()
         if new:
             write_settings(settings, self.path)
@@ -134,7 +134,7 @@ class RunDirectory:
             yield
         except ValueError:
             if new:
-                made.remove(SETTINGS, SIGNATURES, LOG)
+                created_files.remove(SETTINGS, SIGNATURES, LOG)
             raise
 
     # -------------------------------------------------------------------------------------- files
@@ -267,7 +267,7 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFile
     writes there, and if an entry is a link. If the folder holds other things too, `names` are the
     entries that are written, and only these are examined."""
     refuse_links(folder, names)
-    made = CreatedFiles(folder)
+    created_files = CreatedFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with append_to(folder / LOCK) as lock:
         with suppress(PermissionError):  # of a lock file that another user has made
@@ -284,7 +284,7 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFile
                 f"{folder} is being written by another process; wait for it, or stop it first"
             )
         remove_unfinished(folder)
-        yield made
+        yield created_files
 
 
 def has_reached(checkpoint: Path | None, steps: int) -> bool:

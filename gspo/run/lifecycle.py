@@ -55,11 +55,15 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
         check_installed(f"tracking.wandb={settings.tracking.wandb}")
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
-        with directory.exclusive_access() as made, directory.log_to_file(), closing(settings.task):
+        with (
+            directory.exclusive_access() as created_files,
+            directory.log_to_file(),
+            closing(settings.task),
+        ):
             warn(directory.foreign_settings_warnings(settings))
-            how = attempt(settings, directory, alone, made, peers)
+            how = attempt(settings, directory, alone, created_files, peers)
             while how == "rolled back" and not stop_signal().requested():
-                how = attempt(settings, directory, alone, made, peers)
+                how = attempt(settings, directory, alone, created_files, peers)
             peers.dismiss()
     except NothingGraded as error:
         raise Ended(
@@ -98,7 +102,11 @@ def train_along(settings: Settings, peers: Peers) -> None:
 
 
 def attempt(
-    settings: Settings, directory: RunDirectory, alone: bool, made: CreatedFiles, peers: Peers
+    settings: Settings,
+    directory: RunDirectory,
+    alone: bool,
+    created_files: CreatedFiles,
+    peers: Peers,
 ) -> str:
     """Train from the newest checkpoint, or from the beginning, until the run ends or rolls back.
 
@@ -114,7 +122,7 @@ def attempt(
         return how
     lowered = rollbacks.lowered(settings)
     lowered.varied = settings.varied
-    with directory.removed_if_refused(lowered, made):
+    with directory.removed_if_refused(lowered, created_files):
         peers.begin_attempt(lowered.optim.lr, folder, checkpoint)
         trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
     settings.inputs = lowered.inputs
