@@ -26,10 +26,10 @@ from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
 from gspo.model.settings import HFModel
-from gspo.run.build import starting_model_folder
-from gspo.run.directory import code_state
+from gspo.run.code_state import code_state
 from gspo.run.entry_point import Ended, command_line, one_line
 from gspo.run.launched import as_rank, is_follower, launched, silence
+from gspo.run.policies import starting_model_folder
 from gspo.run.processes import Peers, join
 from gspo.tracking.tracker import Progress
 from speed.generate import compare_generation, generation_table

@@ -14,7 +14,7 @@ from gspo.data.samples import Problem
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import SamplingRequest
-from gspo.run.build import load_model, training_device
+from gspo.run.policies import load_model, training_device
 
 
 def compare_generation(settings: Settings, rounds: int) -> list[dict[str, dict[str, float]]]:

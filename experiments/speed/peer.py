@@ -21,7 +21,7 @@ from statistics import median
 from tqdm import tqdm
 
 from gspo.config.settings import Settings
-from gspo.run.build import training_device
+from gspo.run.policies import training_device
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peer" / "bin" / "python"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class Advantage(Ranged, key="advantage"):
     name: str = ""
     # whitening over the rollout batch: none | tokens (verl, ROLL; long responses weigh more) |
     # responses (ms-swift)
-    whiten: str = "none"
+    whiten: str = choice("none", ("none", "tokens", "responses"))
     clip: float | None = ranged(None, above=0)  # keep advantages within +- this, after whitening
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
@@ -58,11 +58,6 @@ class Advantage(Ranged, key="advantage"):
     gamma = 1.0
     std = "none"
     baseline = "none"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.whiten not in ("none", "tokens", "responses"):
-            raise ValueError(f"advantage.whiten={self.whiten!r}: choose none, tokens or responses")
 
     def __call__(self, credit: Credit) -> Tensor:
         """Compute the advantages, whitened and clipped as the settings say; 0 where masked. Shape
@@ -93,13 +88,8 @@ class GroupAdvantage(Advantage):
     std as 1 (as in verl).
     """
 
-    group_of_one: str = "zero"  # zero | reward
+    group_of_one: str = choice("zero", ("zero", "reward"))
     needs_group: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.group_of_one not in ("zero", "reward"):
-            raise ValueError(f"advantage.group_of_one={self.group_of_one!r}: choose zero or reward")
 
     def estimate(self, credit: Credit) -> Tensor:
         rewards_B = credit.rewards_B
@@ -135,12 +125,7 @@ class GroupNormalized(GroupAdvantage):
     name: str = "group_normalized"
     # verl and ROLL use 1e-6, TRL and ms-swift 1e-4, OpenRLHF 1e-9
     eps: float = ranged(1e-6, least=0)
-    std: str = "group"  # group | batch
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.std not in ("group", "batch"):
-            raise ValueError(f"advantage.std={self.std!r}: choose group or batch")
+    std: str = choice("group", ("group", "batch"))
 
     def alone(self, rewards_B: Tensor) -> Tensor:
         return rewards_B / (1 + self.eps)
@@ -257,12 +242,10 @@ class ReinforcePP(Returns):
 
     name: str = "reinforce_pp"
     whiten: str = "tokens"
-    baseline: str = "none"  # none | group
+    baseline: str = choice("none", ("none", "group"))
 
     def __post_init__(self):
         super().__post_init__()
-        if self.baseline not in ("none", "group"):
-            raise ValueError(f"advantage.baseline={self.baseline!r}: choose none or group")
         if self.whiten == "none":
             raise ValueError(
                 "advantage.whiten=none: REINFORCE++ is whitened; without it choose advantage=returns"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo.data.masked import masked_mean, masked_sum
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,20 +61,15 @@ class Aggregation(Ranged, key="aggregation"):
     the gradient does not depend on how the batch is cut into micro-batches.
     """
 
-    mode: str = "auto"  # one of the four above | auto: the one that the objective's paper uses
-    rows: str = "nonempty"  # what N counts in the seq-mean modes: nonempty | all | one
+    # one of the four above | auto: the one that the objective's paper uses
+    mode: str = choice("auto", ("auto", *MODES))
+    rows: str = choice("nonempty", ROWS)  # what N counts in the seq-mean modes
     # C of the -norm mode: a number | null: the longest response limit of the run | 0: the width of
     # the batch
     length: int | None = ranged(None, least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mode not in (*MODES, "auto"):
-            raise ValueError(
-                f"aggregation.mode={self.mode!r}: choose auto or one of {', '.join(MODES)}"
-            )
-        if self.rows not in ROWS:
-            raise ValueError(f"aggregation.rows={self.rows!r}: choose one of {', '.join(ROWS)}")
         if self.mode == "token-mean" and self.rows != "nonempty":
             raise ValueError(
                 f"aggregation.rows={self.rows} is not read by aggregation.mode=token-mean"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from gspo.algorithm.objectives.base import log_ratio
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class TIS(Correction):
     """
 
     name: str = "tis"
-    level: str = "token"
+    level: str = choice("token", LEVELS)
     low: float = ranged(0.0, least=0)
     high: float = ranged(2.0, above=0)  # the authors' C; MiniRL (arXiv:2512.01374) uses 5
     normalize: bool = False
@@ -78,8 +78,9 @@ class MIS(Correction):
     """
 
     name: str = "mis"
-    level: str = "token"
-    judged_by: str = ""  # the level of the weight that must lie in the band; empty: `level`
+    level: str = choice("token", LEVELS)
+    # the level of the weight that must lie in the band; empty: `level`
+    judged_by: str = choice("", ("", *LEVELS))
     low: float = ranged(0.0, least=0)
     high: float = ranged(2.0, above=0)
     normalize: bool = False
@@ -87,10 +88,6 @@ class MIS(Correction):
     def __post_init__(self):
         super().__post_init__()
         check_band(self)
-        if self.judged_by not in ("", *LEVELS):
-            raise ValueError(
-                f"correction.judged_by={self.judged_by!r}: choose one of {', '.join(LEVELS)}"
-            )
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
@@ -125,16 +122,14 @@ class Rejection(Correction):
     """
 
     name: str = "rejection"
-    measure: str = "ratio"  # ratio | k2 | k3
-    level: str = "token"  # token | sequence | geometric | largest
+    measure: str = choice("ratio", ("ratio", "k2", "k3"))
+    level: str = choice("token", (*LEVELS, "largest"))
     low: float = ranged(0.0, least=0)
     high: float = ranged(2.0, above=0)
 
     def __post_init__(self):
         super().__post_init__()
-        check_band(self, (*LEVELS, "largest"))
-        if self.measure not in ("ratio", "k2", "k3"):
-            raise ValueError(f"correction.measure={self.measure!r}: choose ratio, k2 or k3")
+        check_band(self)
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
@@ -184,12 +179,8 @@ def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     return total(x_BT, mask_BT).unsqueeze(-1).expand_as(x_BT)
 
 
-def check_band(correction: TIS | MIS | Rejection, levels: tuple[str, ...] = LEVELS) -> None:
-    """Raise ValueError for an unknown level, or a band whose lower end is not below its upper end."""
-    if correction.level not in levels:
-        raise ValueError(
-            f"correction.level={correction.level!r}: choose one of {', '.join(levels)}"
-        )
+def check_band(correction: TIS | MIS | Rejection) -> None:
+    """Raise ValueError for a band whose lower end is not below its upper end."""
     if not correction.low < correction.high:
         raise ValueError(
             f"correction.low={correction.low} must be below correction.high={correction.high}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.data.lazy_torch import torch
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Penalized(KL):
         beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon),   n responses per step
     """
 
-    estimator: str = "k3"  # k1 | k2 | k3 | abs
+    estimator: str = choice("k3", ESTIMATORS)
     coef: float = ranged(1e-3, above=0, why="for no KL term choose kl=none")  # beta
     target: float | None = ranged(None, above=0)  # nats per token; null: the coefficient is fixed
     horizon: float = ranged(10000, above=0)  # responses; how slowly an adaptive coefficient changes
@@ -70,10 +70,6 @@ class Penalized(KL):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(
-                f"kl.estimator={self.estimator!r}: choose one of {', '.join(ESTIMATORS)}"
-            )
         if self.estimator == "k3" and self.log_ratio_bound > LARGEST_BOUND:
             raise ValueError(
                 f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]"
@@ -102,18 +98,14 @@ class KLInLoss(Penalized):
     """
 
     name: str = "loss"
-    gradient: str = "own"  # own | k2
-    times_ratio: str = "none"  # none | token | sequence
+    gradient: str = choice("own", ("own", "k2"))
+    times_ratio: str = choice("none", ("none", "token", "sequence"))
     weighted: bool = False  # multiply by the correction's weights, as ms-swift does
     aggregation: Aggregation = field(default_factory=Aggregation)  # mode=auto: the policy term's
     in_loss: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        if self.gradient not in ("own", "k2"):
-            raise ValueError(f"kl.gradient={self.gradient!r}: choose own or k2")
-        if self.times_ratio not in ("none", "token", "sequence"):
-            raise ValueError(f"kl.times_ratio={self.times_ratio!r}: choose none, token or sequence")
         if self.times_ratio != "none" and self.log_ratio_bound > LARGEST_BOUND:
             raise ValueError(
                 f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}] with kl.times_ratio="

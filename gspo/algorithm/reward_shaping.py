@@ -8,13 +8,13 @@ Shape suffix: B responses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo.algorithm.advantages import Groups, deviation
 from gspo.data.lazy_torch import torch
 from gspo.data.samples import LARGEST_REWARD
-from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, ranged
+from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +68,8 @@ class RewardShaping(Ranged, key="reward"):
     where responses are cut off.
     """
 
-    shift: str = "none"  # none | batch | group | running
-    scale: str = "none"  # none | batch | group | running
+    shift: str = choice("none", OVER)
+    scale: str = choice("none", OVER)
     clip: float | None = ranged(None, above=0)  # the result is kept within +- this; null: no clip
     eps: float = ranged(1e-6, least=0)
     overlong_cache: int = ranged(0, least=0)  # C in tokens; 0: no penalty
@@ -79,17 +79,7 @@ class RewardShaping(Ranged, key="reward"):
     truncated: float | None = ranged(
         0.0, least=-LARGEST_REWARD, most=LARGEST_REWARD, metadata=HASHED_IF_CHANGED
     )
-    turns: str = field(default="outcome", metadata=HASHED_IF_CHANGED)  # outcome | each
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.turns not in ("outcome", "each"):
-            raise ValueError(f"reward.turns={self.turns!r}: choose outcome or each")
-        for key in ("shift", "scale"):
-            if getattr(self, key) not in OVER:
-                raise ValueError(
-                    f"reward.{key}={getattr(self, key)!r}: choose one of {', '.join(OVER)}"
-                )
+    turns: str = choice("outcome", ("outcome", "each"), metadata=HASHED_IF_CHANGED)
 
     def overlong(self, length_B: Tensor, limit: int) -> Tensor:
         """Compute the penalty of responses of these lengths in tokens; it lies in

@@ -30,7 +30,7 @@ from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.data.lazy_torch import torch
 from gspo.io.arguments import nearest
 from gspo.io.files import replace_text
-from gspo.run.directory import code_state
+from gspo.run.code_state import code_state
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check() -> None:
         replace_text(Path(options.json), "{}\n")
     from gspo.checking import run  # these import PyTorch and transformers, which takes seconds
     from gspo.checking.bench import Bench
-    from gspo.run.build import usable_device
+    from gspo.run.policies import usable_device
 
     device = torch.device(usable_device(options.device, "device"))
     started = time.monotonic()

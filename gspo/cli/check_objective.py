@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gspo.algorithm.objectives import OBJECTIVES, Objective
 from gspo.config.schema import to_dataclass
-from gspo.config.user_code import filled, load_class
+from gspo.config.user_code import load_class, with_values
 from gspo.io.arguments import nearest
 from gspo.io.user_code import is_path
 from gspo.run.entry_point import command_line
@@ -54,4 +54,4 @@ def chosen(name: str, values: list[str]) -> Objective:
             f"{name}: say MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}"
         )
     kind = BUILT_IN.get(name) or load_class(name, "objective", "objective")
-    return to_dataclass(filled(kind, OmegaConf.from_dotlist(values), "objective"))
+    return to_dataclass(with_values(kind, OmegaConf.from_dotlist(values), "objective"))

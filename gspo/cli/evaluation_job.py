@@ -42,12 +42,12 @@ from gspo.run.build import (
     check_engine_start,
     local_engine,
     make_engine,
-    open_policy,
     print_sandbox_layers,
-    usable_device,
 )
-from gspo.run.directory import SETTINGS, code_state, exclusive, settings_and_checkpoint
+from gspo.run.code_state import code_state
+from gspo.run.directory import SETTINGS, exclusive, settings_and_checkpoint
 from gspo.run.entry_point import Ended
+from gspo.run.policies import open_policy, usable_device
 from gspo.tasks.base import Task
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import EVALUATION, OF_WANDB, About, chosen_mode, server_run

@@ -49,7 +49,8 @@ def job(config: DictConfig) -> None:
             f"first={command.first} problems={command.problems}: {command.set} has {size} problems"
         )
     # it imports PyTorch
-    from gspo.run.build import check_engine_start, local_engine, make_engine, open_policy
+    from gspo.run.build import check_engine_start, local_engine, make_engine
+    from gspo.run.policies import open_policy
 
     if command.rollout:
         check_engine_start(command.rollout, settings.model)

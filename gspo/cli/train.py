@@ -72,7 +72,7 @@ def job(config: DictConfig) -> float:
     # These imports take seconds. Help, refusals and dry runs do without them.
     import_module("gspo.tracking.preload")
     from gspo.run.lifecycle import run
-    from gspo.run.processes import join, part
+    from gspo.run.processes import join, leave_group
 
     stop = stop_signal()
     stop.loud = stop.loud and not is_follower()
@@ -94,6 +94,6 @@ def job(config: DictConfig) -> float:
             )
         finally:
             if scheduled:
-                part()
+                leave_group()
     stop.requeue()
     return score

@@ -1,3 +1,4 @@
-"""The settings tree, how Hydra composes it, and what is refused. Only this room and those above it
-know Hydra.
+"""The settings tree, Hydra's composition of it, and the refusals.
+
+Only this package, `run` and `cli` know Hydra.
 """

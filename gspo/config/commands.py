@@ -1,4 +1,4 @@
-"""The settings of the commands beside `gspo train`: plain dataclasses that are also Hydra's schema."""
+"""The settings of all commands but `gspo train`: plain dataclasses, and Hydra's schema of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
@@ -33,13 +33,13 @@ class EvaluateCommand(Truncation):
     problems: int = ranged(0, least=0)
     k: int = ranged(4, least=1)  # samples per problem
     temperature: float = ranged(1.0, least=0)  # 0 is greedy, which needs k=1
-    # the most tokens of a response; 0: each benchmark's own limit, else the run's longest, 2048 for
-    # a model
+    # the maximum of tokens per response; 0: each benchmark's own limit, else the run's longest,
+    # 2048 for a model
     max_new_tokens: int = ranged(0, least=0)
     # strings that end a response; empty: the run's own
     stop: list[str] = field(default_factory=list)
     # the engine that samples, with its own settings: rollout=vllm rollout.max_model_len=4096; null:
-    # the in-process one
+    # in-process
     rollout: Any = None
     # responses that are sampled at once; 0: as in the run, 256 for a model. With rollout=...:
     # rollout.batch_rows
@@ -49,8 +49,8 @@ class EvaluateCommand(Truncation):
     # the seed of the samples and of generated problems; evaluations during training use 0
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
     device: str = "auto"  # auto | cpu | cuda
-    # consent to a weak sandbox for the programs of the run's own task; a benchmark has a setting of
-    # its own
+    # consent to a weak sandbox for the programs of the run's own task; benchmarks have their own
+    # setting
     allow_weak_sandbox: bool = False
     # consent to import the code that the run directory names if this user did not make the run
     allow_outside_code: bool = False
@@ -62,31 +62,26 @@ class EvaluateCommand(Truncation):
     against: str = ""
     # the folder of the result; empty: in the run directory, or runs/evaluations/<model>-<hash>
     out: str = ""
-    # where the numbers are shown beside that, as tracking.wandb of a run: disabled | auto | online
-    # | offline
-    wandb: str = "disabled"
+    # whether W&B gets the numbers too, as tracking.wandb of a run
+    wandb: str = choice("disabled", MODES)
 
     def __post_init__(self):
         super().__post_init__()
         for name, task in self.tasks.items():
-            if not hasattr(
-                task, "evaluation_sets"
-            ):  # it was added with +: Hydra itself accepts the names in benchmark alone
+            # a name that was added with +: without it Hydra accepts the names in `benchmark` alone
+            if not hasattr(task, "evaluation_sets"):
                 raise ValueError(
                     f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}"
                 )
-        if self.wandb not in MODES:
-            raise ValueError(f"wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
         if self.rollout:
             instead = {"prompts_per_step": "problems", "group_size": "k"}
-            instead |= {
-                key: key
-                for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop")
-            }
+            for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop"):
+                instead[key] = key
             check_engine_alone(self.rollout, instead)
         if self.rollout and self.batch_rows:
             raise ValueError(
-                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say rollout.batch_rows="
+                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say "
+                "rollout.batch_rows="
             )
         if self.temperature == 0 and self.k > 1:
             raise ValueError(
@@ -95,9 +90,8 @@ class EvaluateCommand(Truncation):
         self.refuse_greedy(self.temperature)
         check_stop(self.stop, "stop")
         if bool(self.run) == (self.model is not None):
-            raise ValueError(
-                "say either run=RUN or model=hf model.path=..." + ", not both" * bool(self.run)
-            )
+            not_both = ", not both" if self.run else ""
+            raise ValueError(f"say either run=RUN or model=hf model.path=...{not_both}")
         if not self.run and not self.tasks:
             raise ValueError("a model needs benchmark=[...]: it has no task of its own")
 
@@ -111,11 +105,11 @@ class BenchmarkCommand(Ranged):
 
     # tiny | long | small | small_dense | gpu | gpu_moe | qwen3_0p6b | moe_100m
     workload: str = "tiny"
-    # none | trl: TRL is timed too, in alternation with us (make setup-peer) | transformers: its
+    # none | trl: TRL is timed too, in alternation with gspo (make setup-peer) | transformers: its
     # `generate` is timed too
-    peer: str = "none"
-    # with peer=trl: TRL and which of our sides. "like for like" computes old log-probs as TRL does,
-    # "best" leaves that pass out where it is exact
+    peer: str = choice("none", ("none", "trl", "transformers"))
+    # with peer=trl: TRL and one or both arms of gspo. "like for like" computes old log-probs as TRL
+    # does, "best" skips that pass if the result is exact without it
     arms: list[str] = field(default_factory=lambda: list(ARMS))
     # rollout batches that are timed, after one to warm up; their medians are shown
     batches: int = ranged(5, least=1)
@@ -139,8 +133,6 @@ class BenchmarkCommand(Ranged):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.peer not in ("none", "trl", "transformers"):
-            raise ValueError(f"peer={self.peer!r}: choose none, trl or transformers")
         if "trl" not in self.arms or len(set(self.arms)) < 2 or set(self.arms) - set(ARMS):
             raise ValueError(
                 f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}"
@@ -153,8 +145,8 @@ class BenchmarkCommand(Ranged):
             self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set
         ):
             raise ValueError(
-                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with neither peer nor "
-                "curves: leave them away"
+                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with "
+                "neither peer nor curves: leave them away"
             )
 
 
@@ -169,8 +161,7 @@ class SampleCommand(Truncation):
     problems: int = ranged(4, least=1)
     samples: int = ranged(2, least=1)
     temperature: float = ranged(1.0, least=0)  # 0 is greedy
-    # the engine that samples, with its own settings, as of `gspo evaluate`; null: the in-process
-    # one
+    # the engine that samples, with its own settings, as of `gspo evaluate`; null: in-process
     rollout: Any = None
     allow_weak_sandbox: bool = False
     # import the code that the run names, although this user did not make the run
@@ -197,11 +188,10 @@ def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
     >>> flat({"trainer": {"epochs": 2}, "objective": "grpo"})
     ['trainer.epochs=2', 'objective=grpo']
     """
-    found = []
+    words = []
     for key, value in settings.items():
-        found += (
-            flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else [f"{prefix}{key}={value}"]
-        )
-    return found
+        if isinstance(value, dict):
+            words += flat(value, f"{prefix}{key}.")
+        else:
+            words.append(f"{prefix}{key}={value}")
+    return words

@@ -1,8 +1,7 @@
-"""Makes the settings of a run from Hydra's configuration or from a recorded run: as dataclasses,
-completed and checked.
+"""Make the settings of a run from Hydra's config or from a recorded run, and check them.
 
-Recorded settings are only data: no interpolation in them is resolved. Of a run that this user did
-not make, some settings are not taken over.
+Recorded settings are only data: no interpolation in them is resolved. Some settings of a run that
+another user made are not used.
 """
 
 from __future__ import annotations
@@ -11,36 +10,35 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.config.checks import check
-from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import (
     GROUPS_BESIDE_SETTINGS,
+    SchemaSource,
+    SearchSchemas,
     literal,
     no_such_setting,
-    schema,
     settings_of,
     to_dataclass,
 )
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
 from gspo.config.user_code import (
-    NAMED,
+    CLASSES_BY_NAME,
     changed_source,
+    class_schema,
     load_class,
-    open_door,
     option_name,
     outside_code,
-    typed,
+    register_outside_code,
     with_outside_parts,
 )
 from gspo.io.files import replace_text
@@ -54,147 +52,112 @@ OUTSIDE = "outside"  # the folder of a run directory that has copies of the outs
 
 
 def register_schemas() -> None:
-    """Register the dataclasses with Hydra, under the names that conf/ refers to, and the door for
-    outside code.
-    """
-    open_door()
+    """Let Hydra find the schemas of the settings, and classes of the user's own packages."""
+    Plugins.instance().register(SchemaSource)
+    Plugins.instance().register(SearchSchemas)
+    register_outside_code()
     OmegaConf.register_new_resolver("options", options_in_words, replace=True)
-    store_schemas()
-
-
-@cache
-def store_schemas() -> None:
-    """Put the dataclasses into Hydra's one store, which all commands of a process share."""
-    # Hydra would copy all that the store holds whenever it looks up the options of a group, 150
-    # times for `--help`. It reads the store alone: what it changes are copies of single entries.
-    ConfigStore.__deepcopy__ = lambda store, memo: store
-    store = ConfigStore.instance()
-    commands = {
-        "_evaluate": EvaluateCommand,
-        "_sample": SampleCommand,
-        "_benchmark": BenchmarkCommand,
-    }
-    for name, kind in ({"_settings": Settings} | commands).items():
-        store.store(name=name, node=schema(kind))
-    for group, options in CHOICES.items():
-        for name, kind in options.items():
-            store.store(group=group, name=f"_{name}", node=schema(kind))
 
 
 def options_in_words(group: str) -> str:
-    """List the options of a group that Hydra finds, in lines that `--help` puts beside the group's
-    name.
-    """
-    found = GlobalHydra.instance().config_loader().get_group_options(group)
-    lines = textwrap.wrap(" ".join(name for name in found if not name.startswith("_")), 100)
+    """List the options of a group, in lines that `--help` prints beside the group's name."""
+    options = GlobalHydra.instance().config_loader().get_group_options(group)
+    lines = textwrap.wrap(" ".join(name for name in options if not name.startswith("_")), 100)
     return f"\n{' ' * 12}".join(lines)
 
 
-def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
-    """Convert a composed config to dataclasses, complete them and check them.
-
-    The options that were chosen are recorded from `choices` (hydra.runtime.choices). Raises
-    ValueError or an OmegaConf error that names key and value.
-    """
-    settings = to_dataclass(with_outside_parts(config))
-    if choices is not None:
-        for written in ("options", "outside"):
-            if value := getattr(settings, written):
-                raise ValueError(f"{written}={value} is written by the program; say objective=...")
-        if choices.get("sizes") != choices.get("model"):
-            raise ValueError(
-                f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, it is not chosen"
-            )
-        recorded = {
-            group: name
-            for group, name in choices.items()
-            if not group.startswith(("hydra/", "sizes"))
-        }
-        settings.options = {
-            group: getattr(settings, group).name if is_path(name) else name
-            for group, name in recorded.items()
-            if name
-        }
-    for group, options in CHOICES.items():
-        chosen = getattr(settings, group)
-        own = type(chosen) in options.values()
-        if chosen.name != (type(chosen).name if own else option_name(type(chosen))):
-            raise ValueError(
-                f"{group}.name={chosen.name!r} cannot be changed; choose another option with {group}=..."
-            )
-    settings.outside = outside_code(settings)
-    settle(settings)
-    check(settings)
-    return settings
-
-
-# What is, or holds, an address: a URL with or without its scheme, or a host with a port.
-ADDRESS = re.compile(
-    r"[a-z][a-z0-9+.-]*:/+\w|(^|[\s=])//\w|\b[\w-]+(\.[\w-]+)+:\d|\blocalhost:\d|\]:\d",
-    re.IGNORECASE,
-)
-INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-# groups of settings in which nothing is reached
-NO_ADDRESSES = ("tracking", "inputs", "options", "prompt", "outside")
-
-
+# ------------------------------------------------------------------------- from config to settings
 def chosen_settings(
     config: DictConfig, overrides: list[str], choices: Mapping[str, str | None]
 ) -> Settings:
-    """Return the settings that `gspo train` was asked for.
+    """Return the settings that the command line of `gspo train` chooses.
 
-    They are the composed config with Hydra's choices, or with resume= those of a recorded run with
-    the overrides.
+    These are the composed config with Hydra's choices. With resume= they are the settings of the
+    recorded run with the overrides.
     """
     if config.resume:
         return resumed_settings(Path(config.resume), overrides, trust=config.allow_outside_code)
     return to_settings(config, choices)
 
 
-def settle(s: Settings) -> None:
-    """Replace values such as auto, which refer to other settings, by what they mean, so that
-    settings.yaml tells it.
+def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
+    """Convert a composed config to dataclasses, complete them and check them.
+
+    `choices` (hydra.runtime.choices) are the chosen options, which are recorded. Raises ValueError
+    or an OmegaConf error that names key and value.
     """
-    s.rollout.routes |= s.policy.routing_replay == "r3"
-    s.trainer.aggregation = settled(
-        s.trainer.aggregation, s.objective.aggregation, s.rollout.longest_limit
-    )
-    if s.kl.in_loss:
-        of_kl = s.kl.aggregation
-        if of_kl.mode == "auto" and of_kl != Aggregation():
+    settings = to_dataclass(with_outside_parts(config))
+    if choices is not None:
+        for name in ("options", "outside"):
+            value = getattr(settings, name)
+            if value:
+                raise ValueError(f"{name}={value} is written by the program; say objective=...")
+        if choices.get("sizes") != choices.get("model"):
             raise ValueError(
-                f"kl.aggregation.rows={of_kl.rows}, kl.aggregation.length={of_kl.length} are not read with "
-                "kl.aggregation.mode=auto, which takes over trainer.aggregation; say kl.aggregation.mode=..."
+                f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, "
+                "it is not chosen"
             )
-        chosen = (
-            settled(of_kl, "", s.rollout.longest_limit)
-            if of_kl.mode != "auto"
-            else s.trainer.aggregation
+        settings.options = {
+            group: getattr(settings, group).name if is_path(option) else option
+            for group, option in choices.items()
+            if option and not group.startswith(("hydra/", "sizes"))
+        }
+    for group, options in CHOICES.items():
+        chosen = getattr(settings, group)
+        kind = type(chosen)
+        name = kind.name if kind in options.values() else option_name(kind)
+        if chosen.name != name:
+            raise ValueError(
+                f"{group}.name={chosen.name!r} cannot be changed; "
+                f"choose another option with {group}=..."
+            )
+    settings.outside = outside_code(settings)
+    resolve(settings)
+    check(settings)
+    return settings
+
+
+def resolve(s: Settings) -> None:
+    """Replace values that refer to other settings, such as auto, by those values."""
+    if s.policy.routing_replay == "r3":
+        s.rollout.routes = True
+    longest = s.rollout.longest_limit
+    s.trainer.aggregation = resolved(s.trainer.aggregation, s.objective.aggregation, longest)
+    if not s.kl.in_loss:
+        return
+    aggregation = s.kl.aggregation
+    if aggregation.mode != "auto":
+        s.kl.aggregation = resolved(aggregation, "", longest)
+        return
+    if aggregation != Aggregation():
+        raise ValueError(
+            f"kl.aggregation.rows={aggregation.rows}, kl.aggregation.length={aggregation.length} "
+            "are not read with kl.aggregation.mode=auto, which takes over trainer.aggregation; "
+            "say kl.aggregation.mode=..."
         )
-        s.kl.aggregation = chosen
+    s.kl.aggregation = s.trainer.aggregation
 
 
-def settled(aggregation: Aggregation, paper: str, longest: int) -> Aggregation:
-    """Replace mode=auto by the `paper`'s mode, and length=null of the -norm mode by the `longest`
-    limit.
+def resolved(aggregation: Aggregation, auto_mode: str, longest_limit: int) -> Aggregation:
+    """Replace mode=auto by `auto_mode`, and length=null of the -norm mode by `longest_limit`.
 
     Raises ValueError if mode and length do not fit together.
     """
-    mode = paper if aggregation.mode == "auto" else aggregation.mode
+    mode = auto_mode if aggregation.mode == "auto" else aggregation.mode
     length = aggregation.length
     if mode == "seq-mean-token-sum-norm" and length is None:
-        length = longest
+        length = longest_limit
     return Aggregation(mode, aggregation.rows, length)
 
 
+# ------------------------------------------------------------------------------- recorded settings
 def write_settings(settings: Settings, folder: Path) -> None:
     """Write settings.yaml to a run directory, signed as this user's."""
     write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
 
 
 def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> Settings:
-    """Read the settings of a run directory. The consent to a weak sandbox and the `trust` in code
-    that another user's run names are the command line's.
+    """Read the settings of a run directory, with the arguments of `recorded_config`.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
@@ -202,27 +165,30 @@ def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> S
 
 
 def recorded_config(folder: Path, consent: bool = False, trust: bool = False) -> DictConfig:
-    """Read a run directory's settings.yaml as a typed config. It is data: no interpolation in it is
-    resolved, and code from outside that it names is imported only if this user made the run or says
-    that it is trusted.
+    """Read a run directory's settings.yaml as a typed config, in which nothing is resolved.
+
+    `consent` is the command line's consent to a weak sandbox. Outside code that the file names is
+    imported only if this user made the run, or with the command line's `trust`.
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
     path = folder / "settings.yaml"
     if not path.exists():
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
-    config, content = OmegaConf.structured(Settings), literal(read_yaml(path))
-    places = recorded_places(content)
-    if places and not (trust or own(path)):
+    config = OmegaConf.structured(Settings)
+    content = literal(read_yaml(path))
+    code_paths = recorded_code_paths(content)
+    if code_paths and not (trust or own(path)):
         raise ValueError(
-            f"{path} names code from outside this package ({', '.join(places)}) and {doubt()}: read that code, then "
-            "say allow_outside_code=true"
+            f"{path} names code from outside this package ({', '.join(code_paths)}) and {doubt()}: "
+            "read that code, then say allow_outside_code=true"
         )
     for group, options in CHOICES.items():
         chosen = content.get(group)
         name = chosen.get("name") if isinstance(chosen, dict) else chosen
-        if group in places:
-            config[group] = typed(load_class(places[group], group, f"{path}: {group}"), group)
+        if group in code_paths:
+            kind = load_class(code_paths[group], group, f"{path}: {group}")
+            config[group] = class_schema(kind, group)
         elif isinstance(name, str) and name in options:
             config[group] = OmegaConf.structured(options[name])
         else:
@@ -239,51 +205,60 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
     return config
 
 
+def recorded_code_paths(content: dict[str, Any]) -> dict[str, str]:
+    """Return the paths of all outside code that recorded settings would import, by setting."""
+    for name in ("outside", *CLASSES_BY_NAME):
+        if not isinstance(content.get(name) or {}, dict):
+            raise ValueError(f"settings.yaml: {name}={str(content[name])[:40]} must be a mapping")
+    paths = {}
+    for key, code in (content.get("outside") or {}).items():
+        paths[key] = str(code.get("path")) if isinstance(code, dict) else ""
+    for group in CLASSES_BY_NAME:
+        for name, part in (content.get(group) or {}).items():
+            path = part.get("path") if isinstance(part, dict) else part
+            paths[f"{group}.{name}"] = str(path)
+    for group, options in CHOICES.items():
+        chosen = content.get(group)
+        option = chosen.get("name") if isinstance(chosen, dict) else None
+        if isinstance(option, str) and option in options:
+            for name in fields_with(options[option], "outside_code"):
+                if chosen.get(name):
+                    paths[f"{group}.{name}"] = str(chosen[name])
+    return paths
+
+
 def copy_outside_code(settings: Settings, folder: Path) -> None:
     """Copy the source of the outside code that the settings name to a run directory."""
     for key, code in settings.outside.items():
         for name, file in source_files(code["path"], key).items():
-            copy = folder / OUTSIDE / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(copy, file.read_text(encoding="utf-8"))
-
-
-def recorded_places(content: dict[str, Any]) -> dict[str, str]:
-    """Return the places of all code from outside that recorded settings would import, by setting."""
-    found = {}
-    for name in ("outside", *NAMED):
-        if not isinstance(content.get(name) or {}, dict):
-            raise ValueError(f"settings.yaml: {name}={str(content[name])[:40]} must be a mapping")
-    for key, code in (content.get("outside") or {}).items():
-        found[key] = str(code.get("path")) if isinstance(code, dict) else ""
-    for group in NAMED:
-        for name, part in (content.get(group) or {}).items():
-            found[f"{group}.{name}"] = (
-                str(part.get("path")) if isinstance(part, dict) else str(part)
-            )
-    for group, options in CHOICES.items():
-        chosen = content.get(group)
-        name = chosen.get("name") if isinstance(chosen, dict) else None
-        kind = options.get(name) if isinstance(name, str) else None
-        for name in fields_with(kind, "outside_code") if kind else ():
-            if chosen.get(name):
-                found[f"{group}.{name}"] = str(chosen[name])
-    return found
+            copied = folder / OUTSIDE / name
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(copied, file.read_text(encoding="utf-8"))
 
 
 def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str:
-    """Say in words that the outside code which a run was made with has changed since; "" if it has
-    not.
-    """
+    """Describe a change of a run's outside code since it was recorded, or return ""."""
     change = changed_source(OmegaConf.to_container(recorded.outside), settings.outside)
     return f"{folder}: {change}" if change else ""
 
 
+# ----------------------------------------------------------------- addresses in recorded settings
+# matches a URL with or without its scheme, and a host with a port, anywhere in a text
+ADDRESS = re.compile(
+    r"[a-z][a-z0-9+.-]*:/+\w|(^|[\s=])//\w|\b[\w-]+(\.[\w-]+)+:\d|\blocalhost:\d|\]:\d",
+    re.IGNORECASE,
+)
+INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+# groups of settings whose texts are never used as addresses; tracking has rules of its own
+WITHOUT_ADDRESSES = ("tracking", "inputs", "options", "prompt", "outside")
+
+
 def addresses(content: dict[str, Any]) -> dict[str, str]:
-    """Return the values in recorded settings that are or hold an address, such as http://host:8000
-    or host.org:80, by their dotted keys. Those of W&B are left out, since tracking has rules of its
-    own."""
-    found: dict[str, str] = {}
+    """Return the values in recorded settings that hold an address, by their dotted keys.
+
+    Examples of addresses are http://host:8000 and host.org:80. W&B's are left out, since tracking
+    has rules of its own."""
+    by_key: dict[str, str] = {}
 
     def search(value: Any, key: str) -> None:
         if isinstance(value, dict):
@@ -295,76 +270,97 @@ def addresses(content: dict[str, Any]) -> dict[str, str]:
             for number, part in enumerate(value):
                 search(part, f"{key}.{number}")
         elif isinstance(value, str) and ADDRESS.search(INVISIBLE.sub("", value)):
-            found[key] = value
+            by_key[key] = value
 
-    search({name: part for name, part in content.items() if name not in NO_ADDRESSES}, "")
-    return found
+    searched = {name: part for name, part in content.items() if name not in WITHOUT_ADDRESSES}
+    search(searched, "")
+    return by_key
 
 
-def refuse_addresses(folder: Path, named: dict[str, str], words: str) -> None:
-    """Raise ValueError for addresses, by their settings, that another user wrote and no command has
-    given: what a run reads would be sent there. `words` is how to give them."""
-    if named:
-        there = ", ".join(f"{key}={value}" for key, value in sorted(named.items()))
+def refuse_addresses(folder: Path, refused: dict[str, str], consent: str) -> None:
+    """Raise ValueError if there are addresses that another user wrote and no command has given.
+
+    The run would send its data there. `consent` is the text that gives the addresses on the
+    command line."""
+    if refused:
+        listed = ", ".join(f"{key}={value}" for key, value in sorted(refused.items()))
         raise ValueError(
-            f"{folder / 'settings.yaml'} {doubt()}, and it names addresses to which the run's data and responses would "
-            f"go: {there}. If you want that, say {words}"
+            f"{folder / 'settings.yaml'} {doubt()}, and it names addresses to which the run's data "
+            f"and responses would go: {listed}. If you want that, say {consent}"
         )
 
 
+# ------------------------------------------------------------------------------------------- resume
 def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) -> Settings:
-    """Return a run directory's settings with the changes of the command line. Refuses settings that
-    may not change, and outside code that has changed.
+    """Return a run directory's settings with the changes of the command line.
 
-    Of a run that this user did not make (gspo.io.ownership), the folder of cold starts and the
-    W&B account are not taken over, and tracking is offline. The addresses that it names must be
-    given by the command line. How many processes there were is not taken over either, nor how many
-    held one copy of the weights, or shared the experts, if parallel.mode is given.
+    Raises ValueError for settings that may not change, and for outside code that has changed.
+
+    Some settings of a run that this user did not make (gspo.io.ownership) are not used: the folder
+    of cold starts and the W&B account. Tracking is offline. The command line must give the
+    addresses that the run names. The number of processes is never taken from the record. With
+    parallel.mode=... the sizes of shards and expert groups are not taken from it either.
     """
     overrides = [override.lstrip("+") for override in overrides]
     recorded = recorded_config(folder, trust=trust)
-    if change := source_change(folder, recorded, to_settings(recorded)):
+    change = source_change(folder, recorded, to_settings(recorded))
+    if change:
         raise ValueError(
             f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run"
         )
-    named: dict[str, str] = {}
+    named_addresses: dict[str, str] = {}
     if not own(folder / "settings.yaml"):
-        named = addresses(OmegaConf.to_container(recorded))
-        given = {override.split("=")[0] for override in overrides}
-        missing = {key: value for key, value in named.items() if key not in given}
-        refuse_addresses(
-            folder, missing, " ".join(f"{key}={value}" for key, value in missing.items())
-        )
+        named_addresses = addresses(OmegaConf.to_container(recorded))
+        overridden = {override.split("=")[0] for override in overrides}
+        missing = {key: value for key, value in named_addresses.items() if key not in overridden}
+        consent = " ".join(f"{key}={value}" for key, value in missing.items())
+        refuse_addresses(folder, missing, consent)
         recorded.runs = Settings.runs
         recorded.tracking.entity = recorded.tracking.project = ""
         recorded.tracking.upload_checkpoints = False
-        recorded.tracking.wandb = "disabled" if recorded.tracking.wandb == "disabled" else "offline"
-    # another number of processes may go on with it
+        if recorded.tracking.wandb != "disabled":
+            recorded.tracking.wandb = "offline"
+    # another number of processes may continue the run
     recorded.parallel.ranks = ParallelSettings.ranks
     if any(override.startswith("parallel.mode=") for override in overrides):
-        recorded.parallel.shard_size = ParallelSettings.shard_size  # the old mode's
+        # the recorded sizes belong to the recorded mode
+        recorded.parallel.shard_size = ParallelSettings.shard_size
         recorded.parallel.experts = ParallelSettings.experts
-    keys, changes = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}, []
-    changeable = changeable_on_resume()
+    keys = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}
     for override in overrides:
-        key = override.split("=")[0]
-        if key.startswith("~"):
-            raise ValueError(
-                f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=..."
-            )
-        if key not in keys and key.partition(".")[0] not in NAMED:
-            raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
-        free = key in ("resume", "dry_run", "allow_outside_code") or key.endswith(f".{CONSENT}")
-        free = free or (key in named and override == f"{key}={named[key]}")
-        if not free and not {key, key.split(".")[0]} & set(changeable):
-            raise ValueError(
-                f"{override} with resume={folder}: only {', '.join(changeable)} may be changed"
-            )
-        if any(name.startswith(f"{key}.") for name in keys):
-            raise ValueError(
-                f"{override} with resume={folder}: say which of its settings, {key}.NAME=..."
-            )
-        changes.append(override)
-    return to_settings(
-        OmegaConf.merge(recorded, OmegaConf.from_dotlist(changes), {"resume": str(folder)})
+        check_change(override, keys, named_addresses, folder)
+    changes = OmegaConf.from_dotlist(overrides)
+    return to_settings(OmegaConf.merge(recorded, changes, {"resume": str(folder)}))
+
+
+def check_change(
+    override: str, keys: set[str], named_addresses: dict[str, str], folder: Path
+) -> None:
+    """Raise ValueError if an override may not be given beside resume=`folder`.
+
+    `keys` are the recorded run's settings. `named_addresses` are its addresses by key, which the
+    user may repeat."""
+    key = override.split("=")[0]
+    group = key.partition(".")[0]
+    if key.startswith("~"):
+        raise ValueError(
+            f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=..."
+        )
+    if key not in keys and group not in CLASSES_BY_NAME:
+        raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
+    changeable = changeable_on_resume()
+    allowed = (
+        key in changeable
+        or group in changeable
+        or key in ("resume", "dry_run", "allow_outside_code")
+        or key.endswith(f".{CONSENT}")
+        or (key in named_addresses and override == f"{key}={named_addresses[key]}")
     )
+    if not allowed:
+        raise ValueError(
+            f"{override} with resume={folder}: only {', '.join(changeable)} may be changed"
+        )
+    if any(name.startswith(f"{key}.") for name in keys):
+        raise ValueError(
+            f"{override} with resume={folder}: say which of its settings, {key}.NAME=..."
+        )

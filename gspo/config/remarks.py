@@ -1,8 +1,7 @@
-"""Remarks on settings that work and are seldom meant, and on what the first steps of a run show of
-them.
+"""Warn of settings that work and are seldom meant, before a run and after its first steps.
 
-Unlike what gspo.config.checks refuses, these only warn: each is one line that names key and value
-and what to change.
+Unlike the refusals of gspo.config.checks these are only warnings. Each is a line that names key
+and value and a remedy.
 """
 
 from __future__ import annotations
@@ -21,131 +20,132 @@ from gspo.tracking.rounding import (
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
-MANY = 0.5  # the share of responses that are cut off from which on a warning is given
-# a wider clip range is meant for the ratio of a token, not for that of a response
-WIDE_FOR_A_SEQUENCE = 0.05
+# a larger share of responses that are cut off causes a warning
+MAX_TRUNCATED_SHARE = 0.5
+# a wider clip range is meant for the ratio of a token, not for the ratio of a response
+MAX_SEQUENCE_CLIP_RANGE = 0.05
 
 
 def warnings(s: Settings) -> list[str]:
-    """Describe settings that are allowed but often not meant; they are shown once, at the start of
-    a run.
-    """
-    found = []
-    if (
-        s.kl.in_loss
-        and s.kl.estimator == "k1"
-        and s.kl.gradient == "own"
-        and s.kl.times_ratio == "none"
-    ):
-        found.append(
-            "kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards the reference"
+    """Return warnings of settings that are seldom meant, for the start of a run."""
+    lines = []
+    updates = s.trainer.minibatches * s.trainer.epochs
+    k1_in_loss = s.kl.in_loss and s.kl.estimator == "k1" and s.kl.gradient == "own"
+    if k1_in_loss and s.kl.times_ratio == "none":
+        lines.append(
+            "kl.estimator=k1 in the loss: its expected gradient is zero; k2 or k3 pull towards "
+            "the reference"
         )
-    if s.policy.old_logprobs == "engine" and s.trainer.minibatches * s.trainer.epochs == 1:
-        found.append(
+    if s.policy.old_logprobs == "engine" and updates == 1:
+        lines.append(
             "policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone"
         )
-    if s.objective.ratio_to == "none" and s.trainer.minibatches * s.trainer.epochs > 1:
-        found.append(
-            f"objective={s.objective.name} has no ratio: with several updates per batch it takes stale samples for "
-            "fresh"
+    if s.objective.ratio_to == "none" and updates > 1:
+        lines.append(
+            f"objective={s.objective.name} has no ratio: with several updates per batch it takes "
+            "stale samples for fresh"
         )
     if s.policy.lora.rank and not changed(s.optim, "lr"):
-        found.append(
-            f"optim.lr={s.optim.lr:g} with policy.lora.rank={s.policy.lora.rank}: that is meant for all weights; an "
-            "adapter learns with about ten times as much (docs/algorithms.md)"
+        lines.append(
+            f"optim.lr={s.optim.lr:g} with policy.lora.rank={s.policy.lora.rank}: that is meant "
+            "for all weights; an adapter learns with about ten times as much (docs/algorithms.md)"
         )
     uncorrected = s.policy.old_logprobs == "step_start" and s.correction.name == "none"
     if samples_ahead(s) and s.objective.ratio_to == "old" and uncorrected:
-        found.append(
-            f"rollout.staleness={s.rollout.staleness}, rollout.token_budget={s.rollout.token_budget} with "
-            "policy.old_logprobs=step_start: ratios start at 1, so the "
-            "clip does not see how old the responses are; behaviour and engine let it"
+        lines.append(
+            f"rollout.staleness={s.rollout.staleness}, "
+            f"rollout.token_budget={s.rollout.token_budget} with policy.old_logprobs=step_start: "
+            "ratios start at 1, so the clip does not see how old the responses are; behaviour and "
+            "engine let it"
         )
-    if rules := s.rollout.rules:
-        said = ", ".join(f"rollout.{rule}={value}" for rule, value in rules.items())
-        found.append(
-            f"{said}: tokens are drawn from the truncated distribution, while log-probs, ratios and KL are of the "
-            "whole one, so importance sampling holds for neither exactly"
+    if s.rollout.rules:
+        rules = ", ".join(f"rollout.{rule}={value}" for rule, value in s.rollout.rules.items())
+        lines.append(
+            f"{rules}: tokens are drawn from the truncated distribution, while log-probs, ratios "
+            "and KL are of the whole one, so importance sampling holds for neither exactly"
         )
     late = [step for step in s.profile.steps if step > s.steps]
     if late:
-        found.append(
+        lines.append(
             f"profile.steps={s.profile.steps}: step {min(late)} lies beyond steps={s.steps}"
         )
     late = [step for step in s.rollout.extend if step > s.steps]
     if late:
-        found.append(
-            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and does not act"
+        lines.append(
+            f"rollout.extend={s.rollout.extend}: step {min(late)} lies beyond steps={s.steps} and "
+            "does not act"
         )
-    return found
+    return lines
 
 
 def nothing_to_learn(
     s: Settings, metrics: dict[str, float], responses: list[Response], step: int
 ) -> list[str]:
-    """Explain why one of the first steps had (nearly) nothing to learn from: a line for each
-    reason, with what to change."""
-    found = []
-    cut = metrics.get("length/truncated", 0.0)
-    if cut >= MANY:
-        asked = s.reward.truncated is None
-        earned = (
-            "the reward function sees no end of theirs"
-            if asked
-            else f"each earned {s.reward.truncated:g} unasked"
+    """Return the reasons why one of the first steps had (nearly) nothing to learn from.
+
+    Each reason is a line with a remedy."""
+    lines = []
+    truncated_share = metrics.get("length/truncated", 0.0)
+    if truncated_share >= MAX_TRUNCATED_SHARE:
+        if s.reward.truncated is None:
+            earned = "the reward function sees no end of theirs"
+        else:
+            earned = f"each earned {s.reward.truncated:g} unasked"
+        lines.append(
+            f"{truncated_share:.1%} of the responses were cut off at "
+            f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise it"
         )
-        found.append(
-            f"{cut:.1%} of the responses were cut off at rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: "
-            "raise it"
-        )
-    shown = f"rollouts/step_000001.jsonl shows some, and the prompts (prompt.format={s.prompt.format}: {s.prompt_used})"
-    is_own = bool(getattr(s.task, "reward", ""))  # the reward function is the user's
+    has_reward_function = bool(getattr(s.task, "reward", ""))  # the user's
     rewards = [r.score.reward for r in responses]
+    no_group_differs = metrics.get("group/zero_variance") == 1
     if all_same(rewards) and rewards[0] == 0:
-        function = "look at task.reward, " if is_own else ""
-        found.append(
-            f"every response earned 0, so there is nothing to learn from; {shown}. If they are not cut off, {function}"
-            f"change prompt.format, or choose easier problems than task={s.task.name}, or a stronger model"
+        function = "look at task.reward, " if has_reward_function else ""
+        lines.append(
+            "every response earned 0, so there is nothing to learn from; "
+            "rollouts/step_000001.jsonl shows some, and the prompts "
+            f"(prompt.format={s.prompt.format}: {s.prompt_used}). If they are not cut off, "
+            f"{function}change prompt.format, or choose easier problems than task={s.task.name}, "
+            "or a stronger model"
         )
     elif all_same(rewards):
-        function = "look at task.reward, or " if is_own else ""
-        found.append(
-            f"every response earned {rewards[0]:g}, so there is nothing to learn; {function}choose harder problems "
-            f"than task={s.task.name}"
+        function = "look at task.reward, or " if has_reward_function else ""
+        lines.append(
+            f"every response earned {rewards[0]:g}, so there is nothing to learn; "
+            f"{function}choose harder problems than task={s.task.name}"
         )
-    elif (
-        metrics.get("group/zero_variance") == 1
-        and s.advantage.needs_group
-        and s.rollout.group_size > 1
-    ):
-        found.append(
-            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards differ, so the step "
-            "had no gradient: raise it, or choose problems that the model solves sometimes"
+    elif s.advantage.needs_group and s.rollout.group_size > 1 and no_group_differs:
+        lines.append(
+            f"in no group of rollout.group_size={s.rollout.group_size} responses did the rewards "
+            "differ, so the step had no gradient: raise it, or choose problems that the model "
+            "solves sometimes"
         )
-    return found
+    return lines
 
 
 def rounding_floor(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Say that rounding moves the sequence ratios by a good part of their clip range, if a step's
-    metrics show that, and what to change."""
+    """Warn, with a remedy, if rounding moves sequence ratios by a good part of their clip range."""
     share = metrics.get("ratio/floor_of_range", 0.0)
     if share <= ROUNDING_SHARE:
         return []
     if s.policy.head_dtype == "bfloat16":
-        remedy = f"policy.head_dtype={s.policy.head_dtype} rounds the logits: use policy.head_dtype=float32"
+        remedy = "policy.head_dtype=bfloat16 rounds the logits: use policy.head_dtype=float32"
     elif s.policy.old_logprobs == "engine":
-        remedy = "policy.old_logprobs=engine divides by the engine's rounding: use policy.old_logprobs=step_start"
+        remedy = (
+            "policy.old_logprobs=engine divides by the engine's rounding: "
+            "use policy.old_logprobs=step_start"
+        )
     elif s.policy.precision == "bfloat16":
-        remedy = f"policy.precision={s.policy.precision} rounds the layers: use float32, or a wider clip range"
+        remedy = "policy.precision=bfloat16 rounds the layers: use float32, or a wider clip range"
     else:
-        remedy = "engine and trainer round differently: use policy.old_pass=always, or a wider clip range"
+        remedy = (
+            "engine and trainer round differently: "
+            "use policy.old_pass=always, or a wider clip range"
+        )
     return [f"{floor_in_words(share, metrics['ratio/floor_outside'])}. {remedy}"]
 
 
 def cut_off_pays(s: Settings, responses: list[Response]) -> list[str]:
-    """Say that a response which ended by itself earned less than one that was cut off, if that is
-    so.
-    """
+    """Warn if a response that ended by itself earned less than a response that was cut off."""
     truncated = s.reward.truncated
     if truncated is None or not any(r.score.verdict == "truncated" for r in responses):
         return []
@@ -153,20 +153,22 @@ def cut_off_pays(s: Settings, responses: list[Response]) -> list[str]:
     if not ended or min(ended) >= truncated:
         return []
     return [
-        f"a response that is cut off earns reward.truncated={truncated:g}, which is more than the {min(ended):g} of "
-        "one that ended, so being cut off is learned: set reward.truncated to the lowest reward, or to null to have "
-        "the reward function asked"
+        f"a response that is cut off earns reward.truncated={truncated:g}, which is more than the "
+        f"{min(ended):g} of one that ended, so being cut off is learned: set reward.truncated to "
+        "the lowest reward, or to null to have the reward function asked"
     ]
 
 
 def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Say that the engine computes something else than the trainer, if a step's metrics show that,
-    and what to change."""
-    off = metrics.get("mismatch/logp_abs", 0.0)
-    if off <= LARGEST_MISMATCH:
+    """Warn, with a remedy, if engine and trainer compute different log-probs."""
+    mismatch = metrics.get("mismatch/logp_abs", 0.0)
+    if mismatch <= LARGEST_MISMATCH:
         return []
     if samples_ahead(s):
-        remedy = f"responses wait for rollout.staleness={s.rollout.staleness} steps: lower it, or lower optim.lr"
+        remedy = (
+            f"responses wait for rollout.staleness={s.rollout.staleness} steps: "
+            "lower it, or lower optim.lr"
+        )
     elif s.rollout.quantization != "none":
         remedy = (
             f"rollout.quantization={s.rollout.quantization} rounds the engine's weights: use none"
@@ -179,23 +181,20 @@ def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
         remedy = (
             "the engine does not compute what the model computes: use rollout=local, and report it"
         )
-    return [f"{mismatch_in_words(off)}. {remedy}"]
+    return [f"{mismatch_in_words(mismatch)}. {remedy}"]
 
 
 def warnings_after(s: Settings, metrics: dict[str, float]) -> list[str]:
-    """Describe what the metrics of a trained step show to be wrong with the settings, in a line
-    each.
-    """
+    """Return warnings of settings that the metrics of a trained step show to be wrong."""
     if "clip/token_active" not in metrics:  # no response token was trained on
         return []
-    if (
-        not s.objective.clips_sequence_ratio
-        or max(s.objective.clip_low, s.objective.clip_high) <= WIDE_FOR_A_SEQUENCE
-    ):
+    if not s.objective.clips_sequence_ratio:
+        return []
+    if max(s.objective.clip_low, s.objective.clip_high) <= MAX_SEQUENCE_CLIP_RANGE:
         return []
     return [
-        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a token ratio's range: "
-        f"{s.objective.name} averages log-ratios over the response. In this step it clipped "
-        f"{metrics['clip/token_active']:.2%} of the tokens; mean |log s| was {metrics['ratio/sequence_log_abs']:.1e} "
-        "(the paper clips 15 % with 3e-4, 4e-4)"
+        f"objective.clip_low={s.objective.clip_low:g}, clip_high={s.objective.clip_high:g} is a "
+        f"token ratio's range: {s.objective.name} averages log-ratios over the response. In this "
+        f"step it clipped {metrics['clip/token_active']:.2%} of the tokens; mean |log s| was "
+        f"{metrics['ratio/sequence_log_abs']:.1e} (the paper clips 15 % with 3e-4, 4e-4)"
     ]

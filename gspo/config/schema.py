@@ -1,39 +1,51 @@
-"""Converts between Hydra's configs and the settings' dataclasses, and turns Hydra's errors into
-plain sentences.
+"""Give Hydra the schemas of the settings, and convert Hydra's configs and errors.
 
-OmegaConf.to_object makes a key that is no field (`+optim.learning_rate=1`) an attribute that nobody
-reads. Therefore keys are compared with the fields here, where the config of every entry point
-becomes dataclasses.
+Configs become dataclasses, and errors become plain sentences.
+
+OmegaConf.to_object turns a key that is no field (`+optim.learning_rate=1`) into an attribute that
+nobody reads. Therefore `to_dataclass`, which every entry point calls, compares keys with fields.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
+from functools import cache
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from gspo.config.settings import CHOICES
+from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
+from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import our_name, our_option
 from gspo.io.arguments import nearest
 from gspo.io.ranges import refusal
 
 # groups that other frameworks have too
 SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
-# from this share of equal letters on, the nearest key is assumed to be the one that was meant
-ALIKE = 0.6
-GROUPS_BESIDE_SETTINGS = (
-    "experiment",
-    "preset",
-    "arm",
-    "cut",
-)  # option groups of `gspo train` that are not fields of Settings
+# if at least this share of the letters is equal, the nearest key is assumed to be meant
+MIN_SIMILARITY = 0.6
+# option groups of `gspo train` that are not fields of Settings
+GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm", "cut")
+# all schemas, by the paths that option files in conf/ refer to
+SCHEMAS: dict[str, type] = {
+    "_settings": Settings,
+    "_evaluate": EvaluateCommand,
+    "_sample": SampleCommand,
+    "_benchmark": BenchmarkCommand,
+}
+for group, options in CHOICES.items():
+    SCHEMAS |= {f"{group}/_{name}": kind for name, kind in options.items()}
 
 
 def schema(kind: type) -> DictConfig:
@@ -46,18 +58,67 @@ def schema(kind: type) -> DictConfig:
 def _open_mappings(node: DictConfig) -> None:
     for key in node:
         child = node._get_node(key)
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+        if holds_values(child):
             if is_dataclass(OmegaConf.get_type(child)):
                 _open_mappings(child)
             else:
                 OmegaConf.set_struct(child, False)
 
 
-def literal(content: Any) -> Any:
-    """Escape every `${` in a file's content, at any depth, so that OmegaConf resolves nothing in
-    it.
+@cache
+def schema_at(path: str) -> DictConfig:
+    """Return the schema under a path such as `objective/_gspo`. Callers must not change it."""
+    return schema(SCHEMAS[path])
 
-    Raises ValueError for ???, which stands for a missing value in OmegaConf and cannot be escaped.
+
+class SchemaSource(ConfigSource):
+    """The schemas of all settings, which Hydra finds by paths such as `objective/_gspo`.
+
+    Hydra's ConfigStore would serve them too. But Hydra copies all that the store holds whenever it
+    looks up the options of a group, 150 times for `--help`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "schemas"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path == "" or config_path in CHOICES
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.removesuffix(".yaml") in SCHEMAS
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        groups = list(CHOICES) if config_path == "" else []
+        paths = [path.rpartition("/") for path in SCHEMAS]
+        configs = [name for group, _, name in paths if group == config_path]
+        if results_filter == ObjectType.GROUP:
+            return sorted(groups)
+        return sorted(configs if results_filter == ObjectType.CONFIG else [*groups, *configs])
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = config_path.removesuffix(".yaml")
+        return ConfigResult(
+            provider=self.provider,
+            path=f"schemas://{path}",
+            config=copy.deepcopy(schema_at(path)),
+            header={"package": None},
+        )
+
+
+class SearchSchemas(SearchPathPlugin):
+    """Lets Hydra search the schemas."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("schemas", "schemas://")
+
+
+def literal(content: Any) -> Any:
+    """Escape every `${` in a file's content, at any depth, so OmegaConf resolves nothing in it.
+
+    Raises ValueError for ???, OmegaConf's missing value, which cannot be escaped.
     """
     if content == "???":
         raise ValueError("??? stands for a setting that is not given")
@@ -71,166 +132,189 @@ def literal(content: Any) -> Any:
 def to_dataclass(config: DictConfig) -> Any:
     """Convert a config to its dataclasses.
 
-    Raises ValueError, naming the dotted key, for a key that is no setting and for a number outside
-    its range, and whatever the dataclasses themselves raise.
+    Raises ValueError, naming the dotted key, for a key that is no setting and for a value outside
+    its range or choices. Errors of the dataclasses themselves are raised too.
     """
     check_keys(config)
-    _check(config, "")
+    check_values(config)
     return OmegaConf.to_object(config)
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError for the first key that is no field of its dataclass, naming the nearest
-    setting.
-    """
-    if wrong := next(keys_without_field(config), ""):
-        raise ValueError(no_such_setting(wrong, settings_of(config)))
+    """Raise ValueError for the first key that is no field of its dataclass.
+
+    The message names the nearest setting."""
+    unknown = next(keys_without_field(config), "")
+    if unknown:
+        raise ValueError(no_such_setting(unknown, settings_of(config)))
 
 
 def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of a config that are no fields of their dataclasses."""
-    kind = OmegaConf.get_type(node)
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
+    names = field_names(node)
     for key in node.keys():  # noqa: SIM118, a key without value is not iterated over
         if key not in names:
             yield f"{prefix}{key}"
             continue
         child = node._get_node(key)
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
+        if holds_values(child):
             yield from keys_without_field(child, f"{prefix}{key}.")
 
 
-def _check(node: DictConfig, prefix: str) -> None:
-    """Raise ValueError for the first setting that was removed, is missing or lies outside its
-    range.
-    """
-    kind, given = OmegaConf.get_type(node), list(node.keys())
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else given
-    for key in names:
-        if key not in given:
-            raise ValueError(
-                f"~{prefix}{key}: a setting cannot be taken away; give it a value, {prefix}{key}=..."
-            )
-        if OmegaConf.is_missing(node, key):
-            raise ValueError(f"{prefix}{key} is not given: say {prefix}{key}=...")
-        value = node[key]
-        if isinstance(value, DictConfig) and _holds_settings(value):
-            _check(value, f"{prefix}{key}.")
-        elif is_dataclass(kind) and (wrong := refusal(kind, key, _plain(value), f"{prefix}{key}")):
-            raise ValueError(wrong)
+def field_names(node: DictConfig) -> list[str]:
+    """Return the fields of a config's dataclass, or the keys of a plain mapping."""
+    kind = OmegaConf.get_type(node)
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
 
 
-def _holds_settings(value: DictConfig) -> bool:
-    """Tell whether a config is a dataclass, or a mapping of dataclasses such as `gspo evaluate`'s
-    `tasks`.
-    """
-    children = [] if is_dataclass(OmegaConf.get_type(value)) else list(value.values())
-    return not children or any(
-        is_dataclass(OmegaConf.get_type(c)) for c in children if OmegaConf.is_config(c)
+def holds_values(child: Any) -> bool:
+    """Return whether a node of a config is itself a config, and neither missing nor null."""
+    return isinstance(child, DictConfig) and not (child._is_missing() or child._is_none())
+
+
+def check_values(node: DictConfig, prefix: str = "") -> None:
+    """Raise ValueError for the first setting that is removed, missing, or outside its range."""
+    kind = OmegaConf.get_type(node)
+    keys = list(node.keys())
+    for name in field_names(node):
+        key = f"{prefix}{name}"
+        if name not in keys:
+            raise ValueError(f"~{key}: a setting cannot be taken away; give it a value, {key}=...")
+        if OmegaConf.is_missing(node, name):
+            raise ValueError(f"{key} is not given: say {key}=...")
+        value = node[name]
+        if isinstance(value, DictConfig) and holds_settings(value):
+            check_values(value, f"{key}.")
+        elif is_dataclass(kind):
+            plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            reason = refusal(kind, name, plain, key)
+            if reason:
+                raise ValueError(reason)
+
+
+def holds_settings(value: DictConfig) -> bool:
+    """Return whether a config is a dataclass, or a mapping of dataclasses.
+
+    The settings `tasks` of `gspo evaluate` are such a mapping."""
+    if is_dataclass(OmegaConf.get_type(value)) or not value:
+        return True
+    return any(
+        is_dataclass(OmegaConf.get_type(child))
+        for child in value.values()
+        if OmegaConf.is_config(child)
     )
 
 
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
+    """List the dotted keys of all fields of a config, without the keys inside mappings."""
+    keys = []
+    present = [name for name in node.keys() if name != "hydra"]  # noqa: SIM118, as above
+    for name in field_names(node):
+        if name not in present:
+            continue
+        keys.append(f"{prefix}{name}")
+        child = node._get_node(name)
+        if holds_values(child):
+            keys += settings_of(child, f"{prefix}{name}.")
+    return keys
 
 
+# -------------------------------------------------------------------------------- errors in words
 def no_such_setting(key: str, settings: list[str]) -> str:
-    """Say that there is no such setting, and what it is called here if another framework has it, or
-    which other options of the group have it. Otherwise say which one is nearest; if that is far,
-    list all settings of the group."""
-    of_a_run = "objective" in settings
-    group, _, field = key.partition(".")
-    if of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
+    """Say in words that there is no such setting, and which setting may be meant.
+
+    It is the first of these: our name for another framework's setting, the options of the group
+    that have the setting, the nearest setting. If that is far, all settings of the group follow.
+    """
+    is_of_a_run = "objective" in settings
+    group, _, name = key.partition(".")
+    name = name.lower()
+    if is_of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
         full = as_typed(key)
-        if ours := our_name(full):
+        ours = our_name(full)
+        if ours:
             return f"there is no setting {full}: here it is {ours}"
-    options = {f"{group}={name}": kind for name, kind in CHOICES.get(group, {}).items() if of_a_run}
-    having = [
-        option
-        for option, kind in options.items()
-        if field.lower() in {f.name for f in fields(kind)}
+    if is_of_a_run and f"{group}.{name}" not in settings:
+        options = [
+            f"{group}={option}"
+            for option, kind in CHOICES.get(group, {}).items()
+            if name in {field.name for field in fields(kind)}
+        ]
+        if options:
+            return f"there is no setting {key}: {group}.{name} is a setting of {', '.join(options)}"
+    candidates = [
+        candidate
+        for candidate in (*settings, *(GROUPS_BESIDE_SETTINGS if is_of_a_run else ()))
+        if not key.startswith(f"{candidate}.") and not candidate.endswith(".name")
     ]
-    if having and f"{group}.{field.lower()}" not in settings:
-        return f"there is no setting {key}: {group}.{field.lower()} is a setting of {', '.join(having)}"
-    groups = GROUPS_BESIDE_SETTINGS if of_a_run else ()
-    choosable = [
-        name
-        for name in (*settings, *groups)
-        if not key.startswith(f"{name}.") and not name.endswith(".name")
-    ]
-    near, (group, _, last) = nearest(key, choosable), key.rpartition(".")
+    near = nearest(key, candidates)
+    group, _, last = key.rpartition(".")
     text = f"there is no setting {key}: the nearest is {near}"
-    if SequenceMatcher(None, last.lower(), near.rpartition(".")[2].lower()).ratio() >= ALIKE:
+    similarity = SequenceMatcher(None, last.lower(), near.rpartition(".")[2].lower()).ratio()
+    siblings = [
+        candidate.rpartition(".")[2]
+        for candidate in candidates
+        if candidate.rpartition(".")[0] == group
+    ]
+    if similarity >= MIN_SIMILARITY or not siblings:
         return text
-    beside = [name.rpartition(".")[2] for name in choosable if name.rpartition(".")[0] == group]
-    return f"{text} (of {', '.join(beside)})" if beside else text
+    return f"{text} (of {', '.join(siblings)})"
 
 
 def as_typed(key: str) -> str:
-    """Return a key that Hydra does not know as the command line has it: of `actor.optim.lr=1` Hydra
-    names `actor`.
-    """
+    """Return a key that Hydra does not know as the command line has it.
+
+    For example, of `actor.optim.lr=1` Hydra's error names only `actor`."""
     typed = [word.partition("=")[0].lstrip("+~") for word in sys.argv[1:]]
     return next((word for word in typed if word.startswith(f"{key}.")), key)
 
 
-def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
-    """List the dotted keys of all fields of a config; the keys inside mappings are left out."""
-    kind, found = OmegaConf.get_type(node), []
-    names = (
-        [field.name for field in fields(kind)]
-        if is_dataclass(kind)
-        else [key for key in node if key != "hydra"]
-    )
-    for key in (name for name in names if name in list(node.keys())):
-        found.append(f"{prefix}{key}")
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
-            found += settings_of(child, f"{prefix}{key}.")
-    return found
-
-
 def plain_words(error: BaseException) -> str:
-    """Rewrite an error of Hydra's about keys or options as one sentence; return "" for any other
-    error.
-    """
+    """Rewrite an error of Hydra's about keys or options as one sentence, or return ""."""
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:
         return _no_option(error)
-    if unread := re.match(r"(?s)Error parsing override '(.*?)'\n", str(error)):
-        return f"{unread[1]!r} is no setting: write KEY=VALUE, without blanks around the ="
-    if several := re.match(r"Ambiguous value for argument '(.*?)'", str(error)):
+    text = str(error)
+    unparsed = re.match(r"(?s)Error parsing override '(.*?)'\n", text)
+    if unparsed:
+        return f"{unparsed[1]!r} is no setting: write KEY=VALUE, without blanks around the ="
+    several = re.match(r"Ambiguous value for argument '(.*?)'", text)
+    if several:
         return f"{several[1]}: several values make a sweep, which needs -m"
-    if twice := re.match(r"Could not append to config. An item is already at '(.+?)'", str(error)):
-        return f"+{twice[1]}: this is a setting already; give it without +"
-    place = re.match(r"In '[^']+': ", str(error))
+    existing = re.match(r"Could not append to config. An item is already at '(.+?)'", text)
+    if existing:
+        return f"+{existing[1]}: this is a setting already; give it without +"
+    option_file = re.match(r"In '[^']+': ", text)
     cause: BaseException | None = error
     while cause is not None:
-        names_key = (
-            isinstance(cause, ConfigKeyError | ConfigAttributeError)
-            and cause.parent_node is not None
-        )
-        if names_key and cause.full_key:
-            key, root = cause.full_key, cause.parent_node._get_root()
-            settings = (
-                settings_of(root.hydra, "hydra.") if key.startswith("hydra.") else settings_of(root)
-            )
-            return (place[0] if place else "") + no_such_setting(key, settings)
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+            key = cause.full_key
+            if key and cause.parent_node is not None:
+                root = cause.parent_node._get_root()
+                if key.startswith("hydra."):
+                    settings = settings_of(root.hydra, "hydra.")
+                else:
+                    settings = settings_of(root)
+                return (option_file[0] if option_file else "") + no_such_setting(key, settings)
         cause = cause.__cause__ or cause.__context__
     return ""
 
 
 def _no_option(error: MissingConfigException) -> str:
-    """Say that there is no such option, and list the others, without schemas, whose names begin
-    with _.
-    """
+    """Say in words that there is no such option, and which options there are.
+
+    Options whose names begin with _ are schemas, and are left out."""
     file = error.missing_cfg_file or ""
     group, _, option = file.partition("/") if file.startswith("model/") else file.rpartition("/")
     options = [name for name in error.options if not name.startswith("_")]
     text = f"{group}={option}: there is no such option"
     if group == "model":
-        return f"{text} ({', '.join(options)}); a folder or a model of the hub is model=hf model.path={option}"
-    if ours := our_option(group, option):
+        return (
+            f"{text} ({', '.join(options)}); "
+            f"a folder or a model of the hub is model=hf model.path={option}"
+        )
+    ours = our_option(group, option)
+    if ours:
         return f"{text}: here it is {group}={ours}"
     return f"{text}; the nearest is {nearest(option, options)} (there are {', '.join(options)})"

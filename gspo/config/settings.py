@@ -1,13 +1,14 @@
 """The settings tree: plain dataclasses that are both Hydra's schema and the library's arguments.
 
-Hydra composes conf/, `to_settings` converts the result once, and everything below sees dataclasses.
-An unknown key, a wrong type, a number out of range or a clash of options fails before a model
-loads, in one line that names the key and the value. Order of precedence: defaults < experiment <
-preset < arm < cut < command line. Combinations that cannot work are refused by gspo.config.checks.
+Hydra composes conf/, and `to_settings` converts the result once. All other packages see
+dataclasses. An unknown key, a wrong type, a number out of range or a clash of options fails before
+a model loads. The error is one line that names the key and the value. Order of precedence: defaults
+< experiment < preset < arm < cut < command line. gspo.config.checks refuses combinations that
+cannot work.
 
-A run is named by a hash of the settings that its numbers depend on. A field that they do not depend
-on says so in its metadata (gspo.io.ranges): OUTSIDE_RESULT, CHANGEABLE where a resumed run may
-change it too, or `cost_only`.
+A run is named by a hash of the settings that its numbers depend on. All other fields say so in
+their metadata (gspo.io.ranges): OUTSIDE_RESULT, `cost_only`, or CHANGEABLE if a resumed run may
+change the field too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from gspo.io.ranges import (
     OUTSIDE_RESULT,
     Ranged,
     as_hashed,
+    choice,
     fields_with,
     ranged,
 )
@@ -114,23 +116,25 @@ CHOICES: dict[str, dict[str, type]] = {
         for kind in (ChainArithmetic, FunctionWriting, Mixture, OwnRows, *ENVIRONMENTS, *BENCHMARKS)
     },
 }
-# This setting of tasks is given on the command line alone; it is never read from a run directory.
+# This setting of tasks is given on the command line alone. It is never read from a run directory.
 CONSENT = "allow_weak_sandbox"
-NAMED_ANYHOW = ("seed", "objective", "steps", "study", "runs", "threads", "on_existing")
-UNNAMED = re.compile(r"[^\w.+-]+")  # what the name of a folder does without
-LONGEST_NAME = 60  # characters
+# Overrides of these settings do not enter `varied`: a run's name has the seed and the objective
+# anyway, and the others do not tell runs apart.
+NOT_VARIED = ("seed", "objective", "steps", "study", "runs", "threads", "on_existing")
+UNSAFE_IN_NAMES = re.compile(r"[^\w.+-]+")
+MAX_VARIED_NAME_CHARS = 60
 
 
 @dataclass
 class Settings(Ranged):
-    """Holds all settings of a run."""
+    """All settings of a run."""
 
     # the study that the run belongs to: its directory is in runs/<study>/, and W&B groups runs by
     # it
     study: str = field(default="default", metadata=OUTSIDE_RESULT)
     seed: int = ranged(1, least=0, most=LARGEST_SEED)
     steps: int = ranged(100, least=1, metadata=CHANGEABLE)  # the number of rollout batches
-    # the option that was chosen in each group, for example {"objective": "gspo_tiny"}; the program
+    # the option that was chosen in each group, for example {"objective": "gspo_tiny"}. The program
     # writes it
     options: dict[str, str] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     objective: Any = MISSING
@@ -141,11 +145,10 @@ class Settings(Ranged):
     model: Any = MISSING
     task: Any = MISSING
     prompt: PromptFormat = field(default_factory=PromptFormat)
-    # chat or plain: what prompt.format became with this model; the program writes it
+    # chat or plain: the value of prompt.format that this model led to. The program writes it
     prompt_used: str = field(default="", metadata=OUTSIDE_RESULT)
-    # what the run was made from: digests of its problems and of the weights it started from, and
-    # how many problems were left out; the program writes it, and compares it when the run is
-    # resumed
+    # digests of the run's problems and of the weights it started from, and how many problems were
+    # left out. The program writes them, and compares them when the run is resumed
     inputs: dict[str, Any] = field(default_factory=dict, metadata=OUTSIDE_RESULT)
     reward: RewardShaping = field(default_factory=RewardShaping)
     policy: PolicySettings = field(default_factory=PolicySettings)
@@ -163,57 +166,56 @@ class Settings(Ranged):
     # the user's own code around the steps: callbacks.stop=my_pkg.extras:StopEarly, or
     # callbacks.stop.path=...
     callbacks: dict[str, Any] = field(default_factory=dict)
-    # the code from outside this package: its place and the SHA-256 of its source files; the program
+    # the code from outside this package: its path and the SHA-256 of its source files. The program
     # writes it
     outside: dict[str, Any] = field(default_factory=dict)
     # with action=rollback the monitor changes what is trained, and is part of the hash
     monitor: MonitorSettings = field(default_factory=MonitorSettings, metadata=CHANGEABLE)
     # how several processes, as torchrun starts them, train the policy together
     parallel: ParallelSettings = field(default_factory=ParallelSettings, metadata=CHANGEABLE)
-    # permit one update per rollout batch with step_start log-probs, although nothing can be clipped
-    # then
+    # permit one update per rollout batch with step_start log-probs, although then nothing can be
+    # clipped
     allow_on_policy: bool = False
     # permit a sequence ratio under an aggregation that weighs by length
     allow_length_weighting: bool = False
     # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
     threads: int = ranged(0, least=0, metadata=OUTSIDE_RESULT)
-    # the folder that run directories are made in
+    # the folder of the studies and their run directories
     runs: str = field(default="runs", metadata=OUTSIDE_RESULT)
     # what to do with a run directory that exists already: refuse | resume | auto (resume it if it
     # is unfinished)
-    on_existing: str = field(default="auto", metadata=OUTSIDE_RESULT)
+    on_existing: str = choice("auto", ("auto", "refuse", "resume"), metadata=OUTSIDE_RESULT)
     # print the run, or with -m every job of the sweep, and how far each is; write nothing
     dry_run: bool = field(default=False, metadata=OUTSIDE_RESULT)
-    # consent to import the code that a run directory names which this user did not make; never read
-    # from a file
+    # consent to import the code named by a run directory that this user did not make. It is never
+    # read from a file
     allow_outside_code: bool = field(default=False, metadata=OUTSIDE_RESULT)
-    # continue this run directory with its own settings; only those of `changeable_on_resume` may be
-    # given beside it
+    # continue this run directory with its own settings. Only settings that `changeable_on_resume`
+    # lists may be given beside it
     resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
-    # what tells a job of a sweep from its other jobs, for people and for the folder's name; see
-    # `vary`
+    # the overrides that tell a job of a sweep from its other jobs, in messages and in the name of
+    # its directory. `vary` sets them
     varied: ClassVar[str] = ""
     varied_name: ClassVar[str] = ""
-    # the name of the folder in the plan of the sweep, for a job of one
+    # for a job of a sweep: the name of its directory in the sweep's plan
     planned_name: ClassVar[str] = ""
 
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.task, Task):
             self.task.truncated_reward = self.reward.truncated
-        if self.on_existing not in ("auto", "refuse", "resume"):
-            raise ValueError(f"on_existing={self.on_existing!r}: choose auto, refuse or resume")
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise ValueError(f"study={self.study!r} must be a plain folder name")
 
     def algorithm(self) -> Algorithm:
-        """Collect the settings that the trainer's mathematics depends on."""
+        """Return the settings that the trainer's mathematics depends on."""
         return Algorithm(self.objective, self.advantage, self.reward, self.kl, self.correction)
 
     def label(self) -> str:
-        """Describe the run by its objective, its replay, its seed and what else a sweep varies, for
-        example "gspo_tiny+r2 seed 3 lr=2e-4"."""
+        """Describe the run by objective, replay, seed and the settings that a sweep varies.
+
+        For example "gspo_tiny+r2 seed 3 lr=2e-4"."""
         replay = f"+{self.policy.routing_replay}" if self.policy.routing_replay != "none" else ""
         return f"{self.objective_option()}{replay} seed {self.seed} {self.varied}".rstrip()
 
@@ -223,14 +225,15 @@ class Settings(Ranged):
         return [*objective, f"replay-{self.policy.routing_replay}", self.model.name]
 
     def objective_option(self) -> str:
-        """Return the option that chose the objective, for example "gspo_tiny"; its name where none
-        is recorded.
-        """
+        """Return the option that chose the objective, for example "gspo_tiny".
+
+        If no option is recorded, return the objective's name."""
         return self.options.get("objective", self.objective.name)
 
 
+# ------------------------------------------------------------------------------------ hash of a run
 def settings_hash(settings: Settings) -> str:
-    """Hash everything that the run's numbers depend on; ten hexadecimal digits."""
+    """Hash all settings that the run's numbers depend on, to ten hexadecimal digits."""
     return hashlib.sha256(json.dumps(of_result(settings), sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -240,8 +243,10 @@ def of_result(settings: Settings) -> dict[str, Any]:
     content = {key: value for key, value in as_hashed(settings).items() if key not in left_out}
     content["task"] = with_consent(content["task"], False)
     for group in content:
-        for name in outside_result_of(getattr(settings, group)):
-            content[group].pop(name)
+        group_settings = getattr(settings, group)
+        if is_dataclass(group_settings):
+            for name in fields_with(type(group_settings), "outside_result"):
+                content[group].pop(name)
     content["outside"] = {
         key: code for key, code in settings.outside.items() if not key.startswith("metrics.")
     }
@@ -255,81 +260,36 @@ def of_result(settings: Settings) -> dict[str, Any]:
     return content
 
 
-def outside_result_of(group: Any) -> list[str]:
-    """Return the names of a group's fields that the run's numbers do not depend on; none for a
-    plain value.
-    """
-    return fields_with(type(group), "outside_result") if is_dataclass(group) else []
+def same_result(a: Settings, b: Settings) -> str | None:
+    """Return the first setting that makes two runs differ, as "key: a against b", or None."""
+    return first_difference(of_result(a), of_result(b))
 
 
-def changeable_on_resume() -> list[str]:
-    """Return the dotted keys of all settings that may be given another value when a run is resumed."""
-    fact = "changeable_on_resume"
-    found = fields_with(Settings, fact)
-    for group in fields(Settings):
-        kinds = CHOICES.get(group.name, {}).values() or [group.default_factory]
-        found += [
-            f"{group.name}.{name}"
-            for kind in kinds
-            if is_dataclass(kind)
-            for name in fields_with(kind, fact)
-        ]
-    return list(dict.fromkeys(found))
+def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """Return the first entry in which two nested dictionaries differ, or None.
+
+    For example "optim.lr: 0.1 against 0.2"."""
+    flat_a = dotted(json.loads(json.dumps(a)))
+    flat_b = dotted(json.loads(json.dumps(b)))
+    for key in flat_a | flat_b:
+        if flat_a.get(key) != flat_b.get(key):
+            return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
+    return None
 
 
-def run_directory(settings: Settings) -> Path:
-    """Return the directory of a run: runs/<study>/<objective option>-<what a sweep
-    varies>-seed<k>-<hash>.
-
-    The hash alone says which run it is. A run that is there already has the name that it was given.
-    """
-    study, digest = Path(settings.runs) / settings.study, settings_hash(settings)
-    if settings.planned_name.endswith(f"-{digest}"):
-        return study / settings.planned_name
-    ending = f"-seed{settings.seed}-{digest}"
-    there = [file.parent for file in sorted(study.glob(f"*{ending}/settings.yaml"))]
-    if there:
-        return there[0]
-    varied = f"-{settings.varied_name}" if settings.varied_name else ""
-    return study / (name_in_plan(study, ending) or f"{settings.objective_option()}{varied}{ending}")
-
-
-def name_in_plan(study: Path, ending: str) -> str:
-    """Return the name that a sweep of the study has planned for the run with this ending, "" if
-    none has. Such a run may be about to begin."""
-    try:
-        plans = untrusted.read_bytes(study / "manifest.jsonl", untrusted.LONG).decode(
-            errors="replace"
-        )
-    except (OSError, untrusted.Unreadable):
-        return ""
-    planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)
-    return planned[1] if planned else ""
-
-
-def vary(settings: Settings, overrides: list[str]) -> None:
-    """Note which overrides tell a job of a sweep from the others, so that its folder and its
-    warnings name them. The seed and the objective are named in any case.
-
-    For example ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1"] becomes
-    lr2e-4-routing_replay_r2 in the name of the folder, and lr=2e-4 routing_replay=r2 in a warning.
-    """
-    parts = [override.lstrip("+").partition("=") for override in overrides]
-    told = [(key.rpartition(".")[2], value) for key, _, value in parts if key not in NAMED_ANYHOW]
-    settings.varied = " ".join(f"{name}={value}" for name, value in told)
-    names = [f"{name}{value}" if value[:1].isdigit() else f"{name}_{value}" for name, value in told]
-    settings.varied_name = UNNAMED.sub("_", "-".join(names))[:LONGEST_NAME].rstrip("-._")
-
-
-def folder_of(settings: Settings) -> Path:
-    """Return the directory of a run: the one that is resumed, or the one that its settings name."""
-    return Path(settings.resume) if settings.resume else run_directory(settings)
+def dotted(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a nested dictionary to dotted keys. An empty dictionary inside it stays a value."""
+    flat = {}
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def with_consent(task: Any, consent: bool) -> Any:
-    """Copy a task's settings, with every `allow_weak_sandbox` in them replaced by the command
-    line's.
-    """
+    """Copy a task's settings and set every `allow_weak_sandbox` in them to `consent`."""
     if not isinstance(task, dict):
         return task
     return {
@@ -338,29 +298,71 @@ def with_consent(task: Any, consent: bool) -> Any:
     }
 
 
-def same_result(a: Settings, b: Settings) -> str | None:
-    """Return the first setting that makes two runs different, as "key: a against b"; else None."""
-    return first_difference(of_result(a), of_result(b))
+def changeable_on_resume() -> list[str]:
+    """Return the dotted keys of all settings that a resumed run may change."""
+    fact = "changeable_on_resume"
+    keys = fields_with(Settings, fact)
+    for group in fields(Settings):
+        kinds = CHOICES.get(group.name, {}).values() or [group.default_factory]
+        for kind in kinds:
+            if is_dataclass(kind):
+                keys += [f"{group.name}.{name}" for name in fields_with(kind, fact)]
+    return list(dict.fromkeys(keys))
 
 
-def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """Return the first entry that two nested dictionaries do not share, as "optim.lr: 0.1 against
-    0.2"; else None.
+# ------------------------------------------------------------------------------ directory of a run
+def folder_of(settings: Settings) -> Path:
+    """Return the directory of a run: the resumed one, or the one that its settings name."""
+    return Path(settings.resume) if settings.resume else run_directory(settings)
+
+
+def run_directory(settings: Settings) -> Path:
+    """Return the directory that a run's settings name.
+
+    It is runs/<study>/<objective option>-<settings that a sweep varies>-seed<k>-<hash>. The hash
+    alone identifies the run, so an existing directory with this hash keeps its name.
     """
-    flat_a, flat_b = (dotted(json.loads(json.dumps(content))) for content in (a, b))
-    for key in flat_a | flat_b:
-        if flat_a.get(key) != flat_b.get(key):
-            return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
-    return None
+    study = Path(settings.runs) / settings.study
+    digest = settings_hash(settings)
+    if settings.planned_name.endswith(f"-{digest}"):
+        return study / settings.planned_name
+    ending = f"-seed{settings.seed}-{digest}"
+    existing = [file.parent for file in sorted(study.glob(f"*{ending}/settings.yaml"))]
+    if existing:
+        return existing[0]
+    varied = f"-{settings.varied_name}" if settings.varied_name else ""
+    return study / (name_in_plan(study, ending) or f"{settings.objective_option()}{varied}{ending}")
 
 
-def dotted(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dictionary as one of dotted keys; an empty one inside it stays a value."""
-    found = {}
-    for key, value in content.items():
-        found |= (
-            dotted(value, f"{prefix}{key}.")
-            if isinstance(value, dict) and value
-            else {f"{prefix}{key}": value}
-        )
-    return found
+def name_in_plan(study: Path, ending: str) -> str:
+    """Return the name that a sweep has planned for the run with this ending, or "".
+
+    Such a run may be about to begin."""
+    manifest = study / "manifest.jsonl"
+    try:
+        plans = untrusted.read_bytes(manifest, untrusted.LONG).decode(errors="replace")
+    except (OSError, untrusted.Unreadable):
+        return ""
+    planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)
+    return planned[1] if planned else ""
+
+
+def vary(settings: Settings, overrides: list[str]) -> None:
+    """Note the overrides that tell a job of a sweep from the others, for its names and messages.
+
+    The seed and the objective are left out, because a run's name has them anyway. For example
+    ["optim.lr=2e-4", "policy.routing_replay=r2", "seed=1"] becomes lr2e-4-routing_replay_r2 in the
+    name of the directory, and lr=2e-4 routing_replay=r2 in a warning.
+    """
+    words = []
+    names = []
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in NOT_VARIED:
+            continue
+        name = key.rpartition(".")[2]
+        words.append(f"{name}={value}")
+        names.append(f"{name}{value}" if value[:1].isdigit() else f"{name}_{value}")
+    settings.varied = " ".join(words)
+    safe_name = UNSAFE_IN_NAMES.sub("_", "-".join(names))
+    settings.varied_name = safe_name[:MAX_VARIED_NAME_CHARS].rstrip("-._")

@@ -1,8 +1,9 @@
 """Facts about a setting are stated once, beside its field: which numbers it may have, and what
 depends on it.
 
-For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, and `device: str =
-cost_only("auto")` says that the device changes the time a run takes but not its numbers.
+For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, `decay: str =
+choice("none", ("none", "linear"))` refuses every other text, and `device: str = cost_only("auto")`
+says that the device changes the time a run takes but not its numbers.
 
 Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another
 default keeps the facts that its base stated. Ranges are checked where settings are composed
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -100,6 +101,17 @@ def ranged(
     )
 
 
+def choice(
+    default: str, choices: Sequence[str], *, metadata: Mapping[str, Any] | None = None
+) -> Any:
+    """Declare a text field of a settings dataclass that must have one of a few values.
+
+    An empty choice stands for "not set", and a refusal does not list it. `metadata` gives other
+    facts, for example OUTSIDE_RESULT."""
+    facts = {"choices": tuple(choices)} | dict(metadata or {})
+    return dataclasses.field(default=default, metadata=facts)
+
+
 def cost_only(default: Any) -> Any:
     """Declare a field that changes memory, speed or place, and results by rounding at most.
 
@@ -118,7 +130,7 @@ def outside_code(default: str = "") -> Any:
 
 class Ranged:
     """The base of settings dataclasses: constructing one refuses numbers that lie outside their
-    ranges.
+    ranges, and values that are none of a field's choices.
 
     `key` is the place where such settings usually stand, for example "optim"; a refusal names it.
     Where settings are composed by Hydra, the actual key is known and named instead.
@@ -130,14 +142,14 @@ class Ranged:
         cls._key = f"{key}." if key else cls._key
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming key, value and range, for a number outside its range."""
+        """Raise ValueError for the first field whose value its range or its choices forbid."""
         check_ranges(self, self._key)
 
 
 def check_ranges(settings: Any, prefix: str = "") -> None:
-    """Raise ValueError, naming key, value and range, for the first number of a dataclass that its
-    range forbids.
-    """
+    """Raise ValueError for the first field whose value its range or its choices forbid.
+
+    The message names the key, the value, and the range or the choices."""
     for field in dataclasses.fields(settings):
         if wrong := refusal(
             type(settings), field.name, getattr(settings, field.name), prefix + field.name
@@ -197,7 +209,10 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def refusal(kind: type, name: str, value: Any, key: str) -> str:
-    """Return the reason why a field may not have this value; "" if its range allows it."""
+    """Return the reason why a field may not have this value; "" if it may."""
+    choices = field_facts(kind).get(name, {}).get("choices")
+    if choices is not None and value not in choices:
+        return f"{key}={value!r}: choose one of {', '.join(filter(None, choices))}"
     limits = declared(kind).get(name)
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     hint = str(field.type)

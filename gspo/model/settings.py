@@ -8,11 +8,11 @@ Every choice gives a transformers AutoModelForCausalLM and its tokenizer.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
+from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.public_models import KNOWN
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
 
 POSITIONS = 2048  # how many tokens of prompt and response the models that are made here can take
-TARGETS = ("attention", "experts", "all")  # of policy.lora.targets
 
 
 @dataclass
@@ -221,12 +220,5 @@ class LoraSettings(Ranged, key="policy.lora"):
     rank: int = ranged(0, least=0)  # 0: there is none, and all weights are trained
     # attention: q, k, v and o | experts: those of MoE layers | all: both, and other linear layers
     # but router and head
-    targets: str = field(default="all")
+    targets: str = choice("all", ("attention", "experts", "all"))
     alpha: int = ranged(32, least=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.targets not in TARGETS:
-            raise ValueError(
-                f"policy.lora.targets={self.targets!r}: choose one of {', '.join(TARGETS)}"
-            )

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, cost_only, ranged
+from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice, cost_only, ranged
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
@@ -155,23 +155,13 @@ class EngineSettings(Ranged, key="rollout"):
     # each by itself
     cuda_graphs: bool = cost_only(True)
     # the precision that the engine computes in; the trainer's is float32
-    dtype: str = "float32"
+    dtype: str = choice("float32", DTYPES)
     # none, or the format that the in-process engine's weights are rounded to
     # (gspo.rollout.engines.quantization)
-    quantization: str = field(default="none", metadata=HASHED_IF_CHANGED)
+    quantization: str = choice("none", QUANTIZATIONS, metadata=HASHED_IF_CHANGED)
     routes: bool = False  # Routing Replay R3 sets it
     routes_floor: float = ranged(0.5, least=0, most=1, cost_only=True)
     sync_tolerance: float | None = ranged(None, above=0, cost_only=True)  # null: by precision
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"rollout.dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
-        if self.quantization not in QUANTIZATIONS:
-            raise ValueError(
-                f"rollout.quantization={self.quantization!r}: choose one of "
-                f"{', '.join(QUANTIZATIONS)}"
-            )
 
     def tolerance(self, precision: str) -> float:
         """Return the largest mean |log-prob difference| in nats that is accepted after a sync.

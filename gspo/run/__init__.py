@@ -1,3 +1,1 @@
-"""One run seen from outside: its directory, how its trainer is built, the loop around its steps;
-and sweeps of runs.
-"""
+"""The outside of a run: its directory, its processes, the loop around its steps, and sweeps."""

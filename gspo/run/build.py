@@ -1,31 +1,23 @@
-"""Builds the trainer of a run: opens policy and reference, starts the engine, and puts source and
-trainer on top.
+"""Build the trainer of a run: policy, reference and engine, then the rollout source on top.
 
-`build_trainer` does it all; the other functions are its steps, some of which evaluation and
-benchmarks use alone.
+`build_trainer` does it all. Evaluation, samples and benchmarks use some of the other functions.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from gspo.config.checks import check_training_set
+from gspo.config.checks import check_training_set, samples_ahead
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
-from gspo.evaluation.resumable import fingerprint
 from gspo.model.adapter import installed
-from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
-from gspo.model.settings import POSITIONS, ModelSettings
-from gspo.model.value_head import ValueHead
+from gspo.model.settings import ModelSettings
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
@@ -38,20 +30,23 @@ from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.run.entry_point import stop_signal
 from gspo.run.event_files import check_event_files
 from gspo.run.inputs import check_inputs, inputs_of
+from gspo.run.policies import (
+    make_shards,
+    open_policy,
+    open_reference,
+    starting_model_folder,
+    training_device,
+    use_deterministic_algorithms,
+)
 from gspo.run.sweep_progress import PAUSE as PAUSE_OF_SWEEP
 from gspo.tracking.tracker import PAUSE, Progress
 from gspo.train.checkpoint import load_optimizer
-from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
 from gspo.train.extensions import Extensions
 from gspo.train.optimizer import check_optimizer
 from gspo.train.trainer import Trainer
 
-if TYPE_CHECKING:
-    from gspo.model.sharding.fsdp import Shards
-
-COLD_START = timedelta(days=30)  # how long the other ranks wait for rank 0's cold start
-# called with (step, steps, loss) after each step of a cold start
-ColdStartProgress = Callable[[int, int, float], None]
+# how long the other ranks wait for rank 0's cold start
+COLD_START_TIMEOUT = timedelta(days=30)
 
 
 @ranks_lost_in_passes()
@@ -61,12 +56,13 @@ def build_trainer(
     alone: bool = False,
     ranks: Ranks | None = None,
 ) -> Trainer:
-    """Build the trainer of a run, from a checkpoint if there is one.
+    """Build the trainer of a run, from a checkpoint if given.
 
-    `alone` says that the run has the terminal to itself, so that a cold start may draw a progress
-    bar; `ranks` are the processes that train together, of which rank 0 makes the cold start. Raises
-    ValueError for settings that cannot work on this machine or with this model, EngineEnded if the
-    engine's process ends, and Stopped if the user asks to stop during a cold start.
+    `alone` says that the run has the terminal to itself, so a cold start may draw a progress bar.
+    The `ranks` train together, and rank 0 makes the cold start.
+
+    Raises ValueError for settings that cannot work on this machine or with this model, EngineEnded
+    if the engine's process ends, and Stopped if the user asks to stop during a cold start.
     """
     ranks = ranks or Ranks()
     check_training_set(settings)
@@ -75,44 +71,43 @@ def build_trainer(
         use_deterministic_algorithms()
     settings.task.ready()
     with ExitStack() as stack:
-        bars: list[Progress] = []  # none before there is a cold start to be made
+        progress: Progress | None = None
 
         def on_cold_start_step(step: int, steps: int, loss: float) -> None:
+            nonlocal progress
             stop_signal().raise_if_requested()
-            if not bars:
+            if progress is None:
                 pause = PAUSE if alone else PAUSE_OF_SWEEP
-                bars.append(
-                    stack.enter_context(
-                        closing(Progress("cold start", steps, step - 1, alone, pause))
-                    )
-                )
-            bars[0](step, loss=loss)
+                progress = Progress("cold start", steps, step - 1, alone, pause)
+                stack.callback(progress.close)
+            progress(step, loss=loss)
 
         check_optimizer(settings.optim, training_device(settings))
         check_engine_start(settings.rollout, settings.model)
         if settings.policy.lora.rank:
             installed()
         if ranks.world_size > 1 and not checkpoint:
-            others = ranks.new_group(COLD_START)
+            waiting_ranks = ranks.new_group(COLD_START_TIMEOUT)
             if ranks.rank == 0:
                 starting_model_folder(settings, on_cold_start_step)
-            others.broadcast(None)  # the others wait here
+            waiting_ranks.broadcast(None)
         shards = make_shards(settings, ranks)
         policy = open_policy(settings, checkpoint, on_cold_start_step, shards)
         reference = open_reference(settings, policy, checkpoint, on_cold_start_step, shards)
-        check_inputs(settings, inputs_of(settings, policy, reference))
-        check_routing(settings, policy)
-        sampled = policy.copy() if settings.rollout.overlap else policy
-        # with overlap the engine samples in a thread of its own, beside the exchanges of the
-        # trainer
-        engine = make_engine(
-            sampled, settings.rollout, ranks.new_group() if settings.rollout.overlap else ranks
-        )
-        try:
-            return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
-        except BaseException:
-            engine.close()
-            raise
+    check_inputs(settings, inputs_of(settings, policy, reference))
+    check_routing(settings, policy)
+    # with overlap the engine samples in a thread of its own, beside the trainer's collectives
+    overlap = settings.rollout.overlap
+    engine = make_engine(
+        policy.copy() if overlap else policy,
+        settings.rollout,
+        ranks.new_group() if overlap else ranks,
+    )
+    try:
+        return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
+    except BaseException:
+        engine.close()
+        raise
 
 
 def trainer_on_engine(
@@ -123,8 +118,10 @@ def trainer_on_engine(
     engine: Engine,
     ranks: Ranks,
 ) -> Trainer:
-    """Put source and trainer on top of an engine that has started, restore the checkpoint, and
-    check that the engine has the trainer's weights and room for the held-out problems."""
+    """Build source and trainer on top of an engine that has started, and restore the checkpoint.
+
+    Raises ValueError if the engine lacks the trainer's weights, or positions for a held-out
+    problem."""
     task = settings.task
     source = make_source(
         engine,
@@ -162,243 +159,22 @@ def trainer_on_engine(
     return trainer
 
 
-# ------------------------------------------------------------------------------------------- policy
-# and reference
-def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
-    """Return the ranks over which the weights are to be spread, None where each has all of them."""
-    if settings.parallel.mode != "shard":
+def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
+    """Return the function that computes log-probs under the weights that sampled.
+
+    Return None if nothing needs it: responses are trained on at the step that sampled them, or
+    policy.old_logprobs=step_start."""
+    if not samples_ahead(settings) or settings.policy.old_logprobs == "step_start":
         return None
-    from gspo.model.sharding.fsdp import Shards  # PyTorch's part of it takes a second to import
-
-    parallel = settings.parallel
-    return Shards(
-        ranks, parallel.shard_size or ranks.world_size, training_device(settings), parallel.experts
+    return BehaviourLogprobs(
+        sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3"
     )
-
-
-def open_policy(
-    settings: Settings,
-    checkpoint: Path | None,
-    on_cold_start_step: ColdStartProgress,
-    shards: Shards | None = None,
-) -> Policy:
-    """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a
-    critic if the advantage estimator needs values. Makes the cold start if it is not there yet.
-    With LoRA a checkpoint is an adapter of the model that the run started from."""
-    if settings.model.made_here:
-        check_positions(settings, POSITIONS)  # before a cold start that would be in vain
-    lora = settings.policy.lora
-    whole = None if lora.rank else checkpoint
-    folder = whole or starting_model_folder(settings, on_cold_start_step)
-    model, tokenizer = load_model(settings, folder, shards)
-    check_positions(settings, positions(model))
-    if folder and not checkpoint:
-        reward = recorded_reward(folder)
-        print(
-            f"{settings.label()}: starts from {folder}, reward {reward:.3f} on {CHECKED_PROBLEMS} problems"
-        )
-    policy = Policy(
-        model,
-        tokenizer,
-        settings.rollout.temperature,
-        value_head=ValueHead.open(model, checkpoint) if settings.advantage.needs_values else None,
-        prompts=settings.prompt,
-        precision=training_precision(settings),
-        head_dtype=head_precision(settings),
-        checkpointing=settings.policy.checkpointing,
-        shards=shards,
-    )
-    policy.stop_at(settings.rollout.stop, "rollout.stop")
-    if not whole and not shards:
-        policy.loaded_weights = fingerprint(model)
-    if folder is None and not settings.model.made_here and not shards:
-        check_can_be_written(model, tokenizer)
-    if lora.rank:
-        policy.adapt(lora, settings.seed, base_of(settings, folder), checkpoint)
-    return policy
-
-
-def base_of(settings: Settings, folder: Path | None) -> str:
-    """Return where others find the model under an adapter: a folder with its whole path, a name on
-    the hub, or "" for a model that is made from its settings."""
-    source = str(folder or settings.model.source())
-    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
-
-
-def open_reference(
-    settings: Settings,
-    policy: Policy,
-    checkpoint: Path | None,
-    on_cold_start_step: ColdStartProgress,
-    shards: Shards | None = None,
-) -> Policy | None:
-    """Open the reference policy, None if there is no KL term: the policy that the run started from,
-    or the one that it was last refreshed to. With LoRA it is the trained `policy` without its
-    adapter, on the same tensors."""
-    if settings.kl.name == "none":
-        return None
-    if policy.adapter:
-        return policy.without_adapter()
-    refreshed = checkpoint / "reference" if checkpoint else None
-    has_refreshed = refreshed and refreshed.exists()
-    folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
-    model, tokenizer = load_model(settings, folder, shards)
-    reference = Policy(
-        model.requires_grad_(False),
-        tokenizer,
-        settings.rollout.temperature,
-        precision=training_precision(settings),
-        head_dtype=head_precision(settings),
-        shards=shards,
-    )
-    if not has_refreshed and not shards:
-        reference.loaded_weights = fingerprint(model)
-    return reference
-
-
-def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
-    """Return the folder of the cold-started model, and make it if it is not there yet; None for a
-    run without cold start."""
-    if not settings.cold_start.steps:
-        return None
-    return cold_start(
-        settings.model,
-        settings.task,
-        settings.cold_start,
-        Path(settings.runs) / "cold_starts",
-        on_cold_start_step,
-        training_device(settings),
-        settings.prompt,
-    )
-
-
-def cold_start_folder(settings: Settings) -> Path | None:
-    """Return the folder of the cold-started model, which is not made here; None for a run without
-    cold start.
-    """
-    if not settings.cold_start.steps:
-        return None
-    cache = Path(settings.runs) / "cold_starts"
-    return folder_of(settings.model, settings.task, settings.cold_start, cache, settings.prompt)
-
-
-def load_model(settings: Settings, folder: Path | None, shards: Shards | None = None) -> Loaded:
-    """Return model and tokenizer on the run's device: from a folder, or without one as the model's
-    settings make them. With `shards` each rank reads its own part of the weights."""
-    device = training_device(settings)
-    source = str(folder) if folder else settings.model.source()
-    if shards and source:
-        from gspo.model.sharding.sharded_files import load_spread
-
-        return load_spread(
-            source, settings.model.attention, shards, device, training_precision(settings)
-        )
-    model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
-    model.to(device)
-    if shards:
-        shards.spread(model, training_precision(settings))
-    return model, tokenizer
-
-
-def check_positions(settings: Settings, available: int | None) -> None:
-    """Raise ValueError if the longest response leaves no room for any prompt in the model's
-    positions. Of a model that was not made here the positions are not known when the settings are
-    chosen: then responses are bounded to half."""
-    limit = settings.rollout.longest_limit
-    if not available or limit < available:
-        return
-    if settings.model.made_here:
-        raise ValueError(
-            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: lower it, for "
-            f"example to {available // 2}"
-        )
-    half, rollout = available // 2, settings.rollout
-    by_length = [
-        settings.trainer.aggregation,
-        *([settings.kl.aggregation] if settings.kl.in_loss else []),
-    ]
-    if (
-        any(aggregation.length == limit for aggregation in by_length)
-        or half <= rollout.token_budget
-    ):
-        raise ValueError(
-            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions, and other settings "
-            f"depend on it (a loss that is divided by the longest response, or rollout.token_budget): set it to {half}"
-        )
-    rollout.bound_by(available)
-
-
-def training_precision(settings: Settings) -> torch.dtype:
-    """Return the precision of the trainer's matrix products."""
-    return getattr(torch, settings.policy.precision)
-
-
-def head_precision(settings: Settings) -> torch.dtype:
-    """Return the precision of the product that makes logits."""
-    return getattr(torch, settings.policy.head_dtype)
-
-
-def use_deterministic_algorithms() -> None:
-    """Let this process compute every sum in the same order each time, or raise RuntimeError where
-    an operation has no such order. A CPU does so anyway."""
-    # cuBLAS reads it when it is first used
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
-def training_device(settings: Settings) -> str:
-    """Return the device that the model is trained on. Raises ValueError if it cannot be used."""
-    return usable_device(settings.policy.device, "policy.device")
-
-
-def usable_device(wanted: str, key: str) -> str:
-    """Return the wanted device; for "auto" the GPU if there is one, else the CPU.
-
-    On a GPU cuDNN's attention is switched off, because it plans anew for every shape, and shapes
-    change with every token. Raises ValueError, naming the setting `key`, for a device that cannot
-    be used here."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=wanted).item()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # unknown to torch; no such hardware; a build without it; no memory
-        raise ValueError(
-            f"{key}={wanted} cannot be used here: {str(error).splitlines()[0]}"
-        ) from None
-    return wanted
-
-
-def print_sandbox_layers(layers: dict[str, str]) -> None:
-    """Print in one line what confines the programs that a task runs; nothing for a task that runs
-    none.
-    """
-    if layers:
-        print("sandbox: " + "; ".join(f"{name}: {state}" for name, state in layers.items()))
-
-
-# ----------------------------------------------------------------------------------------------
-# engine and source
-def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
-    """Raise ValueError if vLLM is asked for and cannot start here, or if there is no server of it.
-    This comes before a cold start that would be in vain."""
-    if rollout.name == "vllm_server":
-        check_server(rollout)
-    if rollout.name != "vllm":
-        return
-    # vLLM is an installation of its own: imported only where it is used
-    from gspo.rollout.engines.vllm import check_start
-
-    check_start(rollout, model.hidden // model.heads if model.made_here else None)
 
 
 def check_routing(settings: Settings, policy: Policy) -> None:
-    """Raise ValueError if routing is to be recorded or replayed and the model's routers do not
-    allow it.
-    """
+    """Check that the model's routers allow the recording and the replay that the settings need.
+
+    Raises ValueError if they do not."""
     if settings.policy.routing_replay != "none":
         policy.routing.check_replay()
     if settings.rollout.routes and not policy.routing.layers:
@@ -407,10 +183,51 @@ def check_routing(settings: Settings, policy: Policy) -> None:
         )
 
 
+def check_same_weights(policy: Policy, ranks: Ranks) -> None:
+    """Raise ValueError on every rank if a rank has begun with other weights than rank 0.
+
+    The cause may be another folder of the same name on another machine. Sharded weights are not
+    compared here: their files are compared before they are read."""
+    if ranks.world_size == 1 or policy.shards:
+        return
+    sums = {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
+    sums_of_rank_0, *sums_of_others = ranks.all_gather(sums)
+    for rank, other_sums in enumerate(sums_of_others, start=1):
+        differing = [
+            name for name, value in sums_of_rank_0.items() if other_sums.get(name) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"rank {rank} has other weights than rank 0, the first in {differing[0]}: "
+                "are the files alike?"
+            )
+
+
+def print_sandbox_layers(layers: dict[str, str]) -> None:
+    """Print the layers that confine a task's programs, if there are any."""
+    if layers:
+        print("sandbox: " + "; ".join(f"{name}: {state}" for name, state in layers.items()))
+
+
+# ------------------------------------------------------------------------------------------ engines
+def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
+    """Check that the engine can start here, before a cold start that would be in vain.
+
+    Raises ValueError if vLLM cannot start, or if no vLLM server answers."""
+    if rollout.name == "vllm_server":
+        check_server(rollout)
+    if rollout.name != "vllm":
+        return
+    # vLLM is an installation of its own: imported only if it is used
+    from gspo.rollout.engines.vllm import check_start
+
+    check_start(rollout, model.hidden // model.heads if model.made_here else None)
+
+
 def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = None) -> Engine:
-    """Start the engine that samples from `policy`, of several ranks this one's: for training, for
-    evaluation, and to look at samples. Raises ValueError if it cannot start, EngineEnded if its
-    process ends."""
+    """Start this rank's engine, which samples from `policy`.
+
+    Raises ValueError if it cannot start, and EngineEnded if its process ends."""
     ranks = ranks or Ranks()
     if rollout.name == "vllm":
         from gspo.rollout.engines.vllm import VLLMEngine
@@ -424,13 +241,13 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
 def local_engine(
     policy: Policy, rollout: RolloutSettings, batch_rows: int = 0, ranks: Ranks | None = None
 ) -> LocalEngine:
-    """Return an in-process engine in the precision of a run's rollouts. It also samples held-out
-    problems, during training and afterwards. With `batch_rows` 0 it has the run's."""
-    dtype = getattr(torch, rollout.dtype)
+    """Return an in-process engine that samples in the precision of a run's rollouts.
+
+    `batch_rows` is the number of responses sampled at once. 0 stands for the run's."""
     return LocalEngine(
         policy,
         batch_rows or rollout.batch_rows,
-        dtype,
+        getattr(torch, rollout.dtype),
         rollout.quantization,
         cuda_graphs=rollout.cuda_graphs,
         ranks=ranks,
@@ -438,53 +255,25 @@ def local_engine(
 
 
 def evaluation_engine(trainer: Trainer, settings: Settings) -> Engine:
-    """Return the engine that samples held-out problems: the run's own, or with rollout.overlap,
-    where that one is busy, an in-process engine of the same precision. The latter must load the
-    current weights before each use."""
+    """Return the engine that samples held-out problems.
+
+    It is the run's own engine. With rollout.overlap that engine is busy, so it is an in-process
+    engine of the same precision, which must load the current weights before each use."""
     if not settings.rollout.overlap:
         return trainer.source.engine
     return in_process_engine(trainer, settings)
 
 
 def in_process_engine(trainer: Trainer, settings: Settings) -> LocalEngine:
-    """Return an engine of every rank's own process for held-out problems, which the ranks share."""
+    """Return an engine in every rank's own process. The ranks share the problems."""
     return local_engine(trainer.policy, settings.rollout, ranks=trainer.ranks)
-
-
-def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:
-    """Return what keeps log-probs under the weights that sampled, None where the settings do not
-    use those: where responses are trained on at the step that sampled them, or with
-    policy.old_logprobs=step_start."""
-    if not settings.rollout.samples_ahead or settings.policy.old_logprobs == "step_start":
-        return None
-    return BehaviourLogprobs(
-        sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3"
-    )
-
-
-def check_same_weights(policy: Policy, ranks: Ranks) -> None:
-    """Raise ValueError on every rank if one has begun with other weights than rank 0, such as from
-    another folder of the same name on another machine. Of weights that are spread over ranks, each
-    has some: then the files are compared before they are read."""
-    alone = ranks.world_size == 1 or policy.shards
-    sums = (
-        {}
-        if alone
-        else {name: float(tensor.double().sum()) for name, tensor in policy.named_tensors()}
-    )
-    first, *others = ranks.all_gather(sums)
-    for index, found in enumerate(others, start=1):
-        if wrong := [name for name in first if found.get(name) != first[name]]:
-            raise ValueError(
-                f"rank {index} has other weights than rank 0, the first in {wrong[0]}: are the files alike?"
-            )
 
 
 def check_engine_weights(source: RolloutSource, step: int) -> None:
     """Raise ValueError if the engine's weights are not the trainer's.
 
-    At the start nothing is lost yet, so the RuntimeError of this check becomes an error of one
-    line."""
+    At the start nothing is lost yet, so the RuntimeError of this check becomes an error without
+    traceback."""
     try:
         source.check(step)
     except EngineEnded:

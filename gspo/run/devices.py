@@ -1,4 +1,4 @@
-"""Gives each job its threads and GPUs when a sweep runs several jobs on one machine at once."""
+"""Give each job its threads and GPUs when a sweep runs several jobs on one machine at once."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ DEVICES = "GSPO_DEVICES"
 
 
 def keep_devices() -> None:
-    """Note which GPUs this process was given, for the jobs of the sweep that it starts."""
+    """Record the GPUs that this process may use, for the jobs of the sweep that it starts."""
     os.environ.pop(DEVICES, None)
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         os.environ[DEVICES] = os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def take_share(job: DictConfig, threads: int) -> None:
-    """Set this process's number of threads, and its GPUs if its launcher has left those open.
+    """Set this process's number of threads, and its GPUs if its launcher does not set them.
 
-    `job` is Hydra's own configuration of the job. `threads` is the run's setting; with 0 the cores
+    `job` is Hydra's own configuration of the job. `threads` is the run's setting. With 0 the cores
     are divided by the number of jobs that run at once. Call this before CUDA is first used. Raises
-    ValueError as `jobs_at_once` does, and for GPUs that are not there.
+    ValueError as `jobs_at_once` does, and for missing GPUs.
     """
     jobs = jobs_at_once(job)
-    tasks = (
-        job.launcher.tasks_per_node
-        if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher"
-        else 1
-    )
-    if threads or jobs * tasks > 1:
-        torch.set_num_threads(threads or max(1, cores() // (jobs * tasks)))
-    if job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher":
+    is_submitit_local = job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher"
+    processes = jobs * job.launcher.tasks_per_node if is_submitit_local else jobs
+    if threads or processes > 1:
+        torch.set_num_threads(threads or max(1, cores() // processes))
+    if is_submitit_local:
         _take_devices(job.job.num % jobs, job.launcher.gpus_per_node)
 
 
-def _take_devices(place: int, count: int | None) -> None:
-    """Let the job see its own `count` GPUs. Without a count it sees all that the user gave, as
-    under other launchers: submitit would hide them all."""
+def _take_devices(slot: int, count: int | None) -> None:
+    """Let the job see its own `count` GPUs, or without a count all GPUs of the user.
+
+    Other launchers let it see all. submitit would hide all."""
     if count:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices(place, count))
+        visible = ",".join(devices(slot, count))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
         if not torch.cuda.is_available():
-            shown = os.environ["CUDA_VISIBLE_DEVICES"]
             raise ValueError(
-                f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {shown} for the job"
+                f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {visible} for the "
+                "job"
             )
     elif DEVICES in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[DEVICES]
@@ -59,16 +58,14 @@ def jobs_at_once(job: DictConfig) -> int:
     """Return how many jobs of the sweep run on this machine at the same time.
 
     Raises ValueError for submitit_local without hydra.sweeper.max_batch_size: it starts all jobs of
-    a batch."""
+    a batch at once."""
     if job.mode != RunMode.MULTIRUN:
         return 1
     kind = _launcher(job)
-    if kind == "JoblibLauncher":  # -1 means as many jobs as cores, -2 one fewer
-        return (
-            job.launcher.n_jobs
-            if job.launcher.n_jobs > 0
-            else max(1, cores() + 1 + job.launcher.n_jobs)
-        )
+    if kind == "JoblibLauncher":
+        count = job.launcher.n_jobs
+        # -1 means as many jobs as cores, -2 one fewer
+        return count if count > 0 else max(1, cores() + 1 + count)
     if kind == "LocalLauncher":
         size = job.sweeper.get("max_batch_size")
         if not size:
@@ -80,25 +77,27 @@ def jobs_at_once(job: DictConfig) -> int:
     return 1
 
 
-def devices(place: int, count: int) -> list[str]:
-    """Return the `count` GPUs of the job that is number `place` among those that run at once.
+def devices(slot: int, count: int) -> list[str]:
+    """Return the `count` GPUs of the job in a slot.
 
-    Raises ValueError if the user gave too few GPUs."""
-    given = [name for name in os.environ.get(DEVICES, "").split(",") if name]
-    mine = range(place * count, (place + 1) * count)
-    if given and mine[-1] >= len(given):
+    Jobs that run at once have different slots. Raises ValueError for too few GPUs of the user."""
+    users_gpus = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+    indices = range(slot * count, (slot + 1) * count)
+    if not users_gpus:
+        return [str(index) for index in indices]
+    if indices[-1] >= len(users_gpus):
         raise ValueError(
-            f"hydra.launcher.gpus_per_node={count} for job {place + 1} of those that run at once, and "
-            f"CUDA_VISIBLE_DEVICES has {len(given)}: lower hydra.sweeper.max_batch_size"
+            f"hydra.launcher.gpus_per_node={count} for job {slot + 1} of those that run at once, "
+            f"and CUDA_VISIBLE_DEVICES has {len(users_gpus)}: lower hydra.sweeper.max_batch_size"
         )
-    return [given[i] if given else str(i) for i in mine]
+    return [users_gpus[index] for index in indices]
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use; where the system does not tell, those
-    of the machine.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, or if unknown the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _launcher(job: DictConfig) -> str:

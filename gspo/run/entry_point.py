@@ -1,5 +1,4 @@
-"""The process of an entry point: how signals stop it, its exit codes, and how errors become one
-line.
+"""The process of an entry point: its reaction to signals, its errors and exit codes.
 
 Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the
 monitor ended the run; 128 + n the process was stopped by signal n, with everything saved, so that a
@@ -40,23 +39,25 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
-    """A run failed after it had begun. The settings were right, so the traceback is shown and the
-    exit code is 1.
-    """
+    """A run failed after it had begun.
+
+    The settings were right, so the traceback is shown and the exit code is 1."""
 
 
 class Broken(RuntimeError):
-    """Something outside a run failed after the run had begun: in most cases a file could not be
-    written or read. The message says how to go on; the exit code is 1."""
+    """Something outside a run failed after it had begun, in most cases a file could not be written.
+
+    The message says how to continue, and the exit code is 1."""
 
 
 class Ended(Broken):
-    """Something else than the disk does not work that a run needs: a process has ended, or no
-    response can be graded. The other jobs of a sweep may run."""
+    """A run lacks something other than the disk: a process has ended, or no response can be graded.
+
+    The other jobs of a sweep may run."""
 
 
 class SaidByRankZero(Ended):
-    """A run has ended for a reason that rank 0 prints; the other ranks are silent."""
+    """A run has ended for a reason that rank 0 prints. The other ranks print nothing."""
 
 
 class Collapsed(Exception):
@@ -68,16 +69,15 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Turns SIGINT and SIGTERM into a request to stop after the current step; a second signal stops
-    at once.
+    """A request to stop after the current step, made by SIGINT or SIGTERM.
 
-    There is one object per process: a process that was asked to stop runs no further jobs of its
-    sweep.
+    A second signal stops at once. Each process has its own object: a process that was asked to stop
+    runs no further jobs of its sweep.
     """
 
     def __init__(self):
-        self.number = 0  # the signal that asked for a stop; 0: none did
-        self.repeats = 0  # how many further signals are taken for the first one again
+        self.number = 0  # the signal that asked for a stop; 0: none
+        self.repeats = 0  # this many further signals count as repetitions of the first
         # whether this process tells the user; a sweep's workers leave that to their parent
         self.loud = False
         self.busy = threading.Lock()  # locked during a run
@@ -91,32 +91,30 @@ class StopSignal:
             signal.signal(number, self._note)
 
     def install_scheduler(self) -> None:
-        """Inside a job of submitit, listen to SIGUSR2, which says that the job's time is up. The
-        current step is then finished and saved before `requeue` lets submitit queue the job again.
-        """
+        """Inside a job of submitit, listen to SIGUSR2, which means that the job's time is up.
+
+        The current step is then finished and saved before `requeue` lets submitit queue the job
+        again."""
         handler = signal.getsignal(signal.SIGUSR2)
         if callable(handler) and handler != self._note:
             self._requeue = handler
             signal.signal(signal.SIGUSR2, self._note)
 
     def requeue(self) -> None:
-        """Let submitit queue the job again if it asked for the stop, and in that case do not
-        return. Call this once everything is saved."""
+        """Let submitit queue the job again if it asked for the stop, and then do not return.
+
+        Call this once everything is saved."""
         if self.number == signal.SIGUSR2 and self._requeue:
             self._requeue(self.number, None)
 
     def end_with_parent(self) -> None:
-        """Make a worker of a sweep finish its step, save and exit when its parent process has
-        ended.
-        """
+        """Make a worker of a sweep finish its step, save and exit after its parent's end."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
             self._watcher.start()
 
     def _watch(self, parent: int) -> None:
-        """Wait for the end of the parent process, ask for a stop, and exit when the run has
-        stopped.
-        """
+        """Wait for the parent's end, ask for a stop, and exit when the run has stopped."""
         while os.getppid() == parent:
             time.sleep(0.5)
         self.number = self.number or signal.SIGTERM
@@ -124,16 +122,16 @@ class StopSignal:
             os._exit(128 + self.number)
 
     def requested(self) -> bool:
-        """Return whether a stop was asked for."""
+        """Return whether a stop was requested."""
         return self.number != 0
 
     def raise_if_requested(self) -> None:
-        """Raise Stopped if a stop was asked for."""
+        """Raise Stopped if a stop was requested."""
         if self.requested():
             raise Stopped
 
     def _note(self, number: int, frame: object) -> None:
-        """Handle a signal: note the first, and let the second one end the process."""
+        """Handle a signal: the first requests a stop, and the second ends the process."""
         if self._requeue:
             self._note_scheduler(number)
             return
@@ -146,14 +144,16 @@ class StopSignal:
         self.number = number
         if self.loud:
             print(
-                "\nstopping after the current step (once more: stop now and lose what no checkpoint holds)",
+                "\nstopping after the current step "
+                "(once more: stop now and lose what no checkpoint holds)",
                 flush=True,
             )
 
     def _note_scheduler(self, number: int) -> None:
-        """Handle a signal of a scheduler, which may send several in any order. SIGTERM after
-        SIGUSR2 means that SIGKILL is near: the job is queued again at once, and will go on from its
-        last checkpoint."""
+        """Handle a signal of a scheduler, which may send several in any order.
+
+        SIGTERM after SIGUSR2 means that SIGKILL is near. Then the job is queued again at once, and
+        will resume from its last checkpoint."""
         if self.number == signal.SIGUSR2 and number == signal.SIGTERM:
             # queueing the job again sends another SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,32 +165,31 @@ _STOP = StopSignal()
 
 
 def stop_signal() -> StopSignal:
-    """Return this process's StopSignal; each worker of a sweep has its own."""
+    """Return this process's StopSignal. Each worker of a sweep has its own."""
     return _STOP
 
 
 class Outcome(float):
-    """What a job returns to Hydra: its score, which sweepers optimise (NaN if it has none), and why
-    it did not finish.
+    """The result of a job for Hydra: its score, and the reason if it did not finish.
 
-    `unfinished` is {"reason": why it failed}, {"stopped": what stopped it}, or {} if it finished.
+    Sweepers optimise the score, which is NaN if the job has none. `unfinished` is {"reason": why it
+    failed}, {"stopped": the signal that stopped it}, or {} if it finished.
     """
 
     def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
-        made = super().__new__(cls, math.nan if score is None else score)
-        made.unfinished = unfinished
-        return made
+        outcome = super().__new__(cls, math.nan if score is None else score)
+        outcome.unfinished = unfinished
+        return outcome
 
 
 USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
 def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
-    """Wrap a job so that its errors become one line and an exit code, before Hydra can add lines of
-    its own.
+    """Wrap a job: its errors become a line and an exit code, before Hydra adds lines of its own.
 
     For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job
-    returns with its score why it did not finish."""
+    returns an Outcome instead, with the reason if it did not finish."""
 
     @functools.wraps(job)
     def wrapped(config: DictConfig) -> Outcome:
@@ -207,15 +206,16 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
     return wrapped
 
 
-_DISK: list[Exception] = []  # the failure of the disk that ended a job of the sweep in this process
+# the failure of the disk that ended a job of the sweep in this process
+_DISK: list[Exception] = []
 
 
 def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
-    """Run one job of a sweep and return its score and why it did not finish.
+    """Run a job of a sweep and return its score, or the reason why it did not finish.
 
-    Errors do not leave this function, because Hydra would start no further jobs after one. Only a
-    failure of the disk does: the other jobs would fail as well, and their reasons could not be
-    written down."""
+    Errors do not leave this function, because Hydra would start no further jobs after an error.
+    Only a failure of the disk does: the other jobs would fail as well, and their reasons could not
+    be written."""
     if _DISK:
         raise _DISK[0]
     try:
@@ -235,33 +235,37 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
     return Outcome(score)
 
 
-UNFINISHED_JOBS: dict[str, str] = {}  # of the sweep that this process started: the reason by run
-# what fills UNFINISHED_JOBS, also if the sweep ends by an error
+# by run: why a job of the sweep that this process started did not finish
+UNFINISHED_JOBS: dict[str, str] = {}
+# functions that fill UNFINISHED_JOBS, also if the sweep ends by an error
 REASONS: list[Callable[[], None]] = []
 
 
 def command_line(main: Callable[[], None]) -> None:
-    """Run an entry point, print its error in one line if there is one, and exit with its exit code."""
+    """Run an entry point, print its error as a line, and exit with its exit code."""
     interrupt.end()
     guard()
     # for the processes of a sweep's jobs
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
-    # raise composition errors instead of printing them over several lines
+    # Hydra raises composition errors instead of printing them over several lines
     os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # on a full disk train.log cannot grow either; the error below says so once
+    # on a full disk train.log cannot grow either, and the error below says so once
     logging.raiseExceptions = False
     try:
-        if HALVES.search(folder := os.environ.get("TMPDIR", "")):
+        temporary = os.environ.get("TMPDIR", "")
+        if HALVES.search(temporary):
             raise ValueError(
-                f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder"
+                f"TMPDIR={temporary} is not UTF-8, which W&B cannot read: "
+                "choose another temporary folder"
             )
         main()
     except BrokenPipeError:
-        raise  # what read the output, such as `head`, has ended; gspo.cli.main knows
+        raise  # the reader of the output, such as `head`, has ended: gspo.cli.main handles it
     except (*USER_ERRORS, OSError, Broken) as error:
-        for collect_reasons in REASONS if isinstance(error, ValueError) else ():
-            collect_reasons()
+        if isinstance(error, ValueError):
+            for collect_reasons in REASONS:
+                collect_reasons()
         if not UNFINISHED_JOBS:
             sys.exit(print_error(error))  # else a sweeper could not go on without a job's score
     except KeyboardInterrupt:
@@ -273,58 +277,58 @@ def command_line(main: Callable[[], None]) -> None:
     if _STOP.number:
         sys.exit(128 + _STOP.number)
     if UNFINISHED_JOBS:
-        lines = [f"  {run}: {reason}" for run, reason in UNFINISHED_JOBS.items()]
-        print(
-            "\n".join([f"error: {len(lines)} of the jobs did not finish", *lines]), file=sys.stderr
-        )
+        print(f"error: {len(UNFINISHED_JOBS)} of the jobs did not finish", file=sys.stderr)
+        for run, reason in UNFINISHED_JOBS.items():
+            print(f"  {run}: {reason}", file=sys.stderr)
         sys.exit(1)
 
 
 def print_error(error: BaseException) -> int:
-    """Print in one line what went wrong, and return the exit code."""
+    """Print an error as a line, and return the exit code."""
     if isinstance(error, SaidByRankZero):
         return 1
     if isinstance(error, Broken | EngineEnded):
         say_error(f"error: {line(error)}", is_more=True)
         return 1
-    disk = isinstance(error, OSError) and error.errno in DISK
-    run = run_of(error.filename) if disk else None
-    further = f"resume={run}" if run else "the same command"
-    mend = f"; what was written is kept: mend this and go on with {further}" if disk else ""
-    say_error(f"error: {line(explain(error))}{mend}")
-    return 1 if mend else 2
+    if isinstance(error, OSError) and error.errno in DISK:
+        run = run_of(error.filename)
+        command = f"resume={run}" if run else "the same command"
+        remedy = f"what was written is kept: mend this and go on with {command}"
+        say_error(f"error: {line(explain(error))}; {remedy}")
+        return 1
+    say_error(f"error: {line(explain(error))}")
+    return 2
 
 
 def run_of(file: object) -> Path | None:
     """Return the run directory that a file lies in, None if it lies in none."""
     if not isinstance(file, str | bytes | os.PathLike):
         return None
-    return next(
-        (
-            folder
-            for folder in Path(os.fsdecode(file)).parents
-            if (folder / "settings.yaml").is_file()
-        ),
-        None,
-    )
+    for folder in Path(os.fsdecode(file)).parents:
+        if (folder / "settings.yaml").is_file():
+            return folder
+    return None
 
 
 def explain(error: BaseException) -> str:
-    """Return the messages of an error and of its causes in one line, without Hydra's advice to its
-    own developers.
-    """
-    if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
-        return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
-    if plain := plain_words(error):
+    """Return the messages of an error and of its causes as a line.
+
+    Hydra's advice to its own developers is left out."""
+    if isinstance(error, HydraException):
+        not_utf8 = [word for word in sys.argv if HALVES.search(word)]
+        if not_utf8:
+            return (
+                f"{not_utf8[0]} is not UTF-8, and a setting must be: rename that file or folder, "
+                "or work in it"
+            )
+    plain = plain_words(error)
+    if plain:
         return plain
+    advice = ("full_key", "object_type", "reference_type")
     messages = []
-    # loky's, of what a worker raised
+    # loky's _RemoteTraceback repeats the error of a worker
     while error is not None and type(error).__name__ != "_RemoteTraceback":
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        messages += [
-            line
-            for line in lines
-            if not line.startswith(("full_key", "object_type", "reference_type"))
-        ]
+        lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+        messages += [text for text in lines if not text.startswith(advice)]
         error = error.__cause__
     return " ".join(dict.fromkeys(messages))

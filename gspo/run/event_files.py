@@ -1,8 +1,8 @@
-"""Writes the rows of a run as TensorBoard's event files too, by PyTorch's own writer
-(tracking.tensorboard=true).
+"""Write the rows of a run as TensorBoard's event files, with tracking.tensorboard=true.
 
-They lie in the run directory's `tensorboard/`, with the names of metrics.jsonl and the step as
-TensorBoard's step. Each number is rounded to 32 bits, which is what a scalar of TensorBoard holds.
+The files are in the run directory's `tensorboard/`. They have the names of metrics.jsonl, and the
+step as TensorBoard's step. Each number is rounded to 32 bits, as a scalar of TensorBoard has no
+more. PyTorch's own writer writes them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ FOLDER = "tensorboard"
 
 
 class EventFiles:
-    """The event files of a run directory. `rows` are those that the run has already; what was
-    written for later steps is marked as superseded. Rows from before event files were asked for are
-    added first."""
+    """The event files of a run directory.
+
+    `rows` are the rows that the run has already. New event files begin with them. In existing files
+    the output of later steps is marked as superseded."""
 
     def __init__(self, run: Path, rows: list[dict]):
         # needs the package tensorboard, and takes a second
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run / FOLDER
-        new = not any(folder.glob("events.out.tfevents.*"))
-        self.writer = SummaryWriter(
-            str(folder), purge_step=0 if new or not rows else rows[-1]["step"] + 1
-        )
-        for row in rows if new else ():
-            self.send(row)
+        is_new = not any(folder.glob("events.out.tfevents.*"))
+        purge_step = 0 if is_new or not rows else rows[-1]["step"] + 1
+        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
+        if is_new:
+            for row in rows:
+                self.send(row)
 
     def send(self, row: dict) -> None:
-        """Write a row of metrics.jsonl, so that it is on the disk; a number that was not finite is
-        NaN.
-        """
+        """Write a row of metrics.jsonl to the disk, with NaN for numbers that were not finite."""
         for name, value in row.items():
             if name != "step":
                 self.writer.add_scalar(name, math.nan if value is None else value, row["step"])
@@ -48,8 +47,9 @@ class EventFiles:
 
 
 def check_event_files(settings: Settings) -> None:
-    """Raise ValueError if event files are asked for and cannot be written."""
+    """Raise ValueError if the settings ask for event files that cannot be written."""
     if settings.tracking.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ValueError(
-            "tracking.tensorboard=true needs the package tensorboard: pip install 'gspo[tensorboard]', or leave it away"
+            "tracking.tensorboard=true needs the package tensorboard: "
+            "pip install 'gspo[tensorboard]', or leave it away"
         )

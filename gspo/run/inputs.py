@@ -1,9 +1,8 @@
-"""What a run is made from, the problems and the weights that it starts from, and whether they are
-still the same.
+"""Record the problems and the weights that a run starts from, and check that they stay the same.
 
-A run that is resumed with other problems, or with other weights for its reference policy, would go
-on as if nothing had happened. Digests of both are in the run's settings, so that `resume` compares
-them and `gspo compare` shows them.
+Without a check, a run that is resumed with other problems, or with other weights for its reference
+policy, would continue as if nothing had happened. So the run's settings hold digests of both.
+`resume` compares them, and `gspo compare` shows them.
 """
 
 from __future__ import annotations
@@ -15,43 +14,47 @@ from gspo.model.policy import Policy
 
 
 def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
-    """Return what a run is made from, as far as this process has read it: the task's data, and a
-    digest of the weights that the run starts from, if one of the policies was loaded with them."""
-    found: dict[str, Any] = {}
-    if data := settings.task.data():
-        found["data"] = data
+    """Return digests of the run's inputs, as far as this process has read them.
+
+    "data" is of the task's data. "model" is of the weights that the run starts from, if a policy
+    was loaded with them."""
+    inputs: dict[str, Any] = {}
+    data = settings.task.data()
+    if data:
+        inputs["data"] = data
     weights = [policy.loaded_weights for policy in policies if policy and policy.loaded_weights]
     if weights:
-        found["model"] = weights[0]
-    return found
+        inputs["model"] = weights[0]
+    return inputs
 
 
-def check_inputs(settings: Settings, found: dict[str, Any]) -> None:
-    """Compare what was found with what the settings recorded at the run's first start, and record
-    what is new.
+def check_inputs(settings: Settings, inputs: dict[str, Any]) -> None:
+    """Compare the inputs with the record of the run's first start, and record new inputs.
 
     Raises ValueError if they differ."""
-    for kind, now in found.items():
-        then = settings.inputs.get(kind)
-        if then is None or then == now:
+    for kind, current in inputs.items():
+        recorded = settings.inputs.get(kind)
+        if recorded is None or recorded == current:
             continue
         if kind == "model":
             source = settings.model.source() or settings.model.name
             raise ValueError(
-                f"the weights of model {source} are not those that the run started from (their digest is {now}, and "
-                f"was {then}), and the run still needs them; put them back, or begin a new run"
+                f"the weights of model {source} are not those that the run started from (their "
+                f"digest is {current}, and was {recorded}), and the run still needs them; "
+                "put them back, or begin a new run"
             )
+        difference = first_difference({"data": current}, {"data": recorded})
         raise ValueError(
             f"the problems of task={settings.task.name} are not those that the run started with "
-            f"({first_difference({'data': now}, {'data': then})} then); put the files back, or begin a new run"
+            f"({difference} then); put the files back, or begin a new run"
         )
-    # A run that was resumed may not have read the weights that it started from again.
+    # A resumed run may not have read the weights that it started from.
     model = settings.inputs.get("model")
-    settings.inputs = ({"model": model} if isinstance(model, str) else {}) | found
+    settings.inputs = ({"model": model} if isinstance(model, str) else {}) | inputs
 
 
 def left_out_in_words(inputs: dict[str, Any]) -> str:
-    """Return how many problems of the training set are not trained on and why, "" if all are."""
+    """Say how many training problems are left out and why, or return "" if none is."""
     training = inputs.get("data", {}).get("train", {})
     reasons = {why: count for why, count in training.get("left_out", {}).items() if count}
     if not reasons:

@@ -1,13 +1,12 @@
-"""What this process knows of the others that its run was started as, before they have found each
-other.
+"""The launch of this process: its rank and the number of ranks, before they have met.
 
 torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks
-of one job of submitit. Rank 0 writes the run's directory and speaks to the user; the others
-compute, and are silent.
+of one job of submitit. Rank 0 writes the run's directory and prints. The others compute, and are
+silent.
 
-An error may be known to one rank alone, and torchrun ends all ranks when the first has failed. So
-the first rank of a machine that knows an error prints it before it exits (`say_error`), and hands
-it to torchrun, which shows it last.
+Perhaps only one rank knows of an error, and torchrun ends all ranks when the first has failed. So
+the first rank of a machine that knows an error prints it before it exits (`say_error`). It also
+gives the error to torchrun, which prints it last.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-# torchrun names a file in which each rank may say why it failed
+# torchrun names a file in which each rank may write why it failed
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-SAID = "said"  # beside the folders of these files: made by the rank that has printed an error
+# beside the folders of these files: the rank that prints an error makes this file
+SAID = "said"
 
 
 def launched() -> int:
@@ -33,14 +33,14 @@ def launched() -> int:
 
 
 def is_follower() -> bool:
-    """Return whether this process is one of the ranks that write nothing and are silent."""
+    """Return whether this process is a rank other than 0, which writes nothing and is silent."""
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def join_scheduler() -> bool:
-    """Let the tasks of a job of submitit, where it has several, be the processes of one run, and
-    return whether they are: `hydra.launcher.tasks_per_node=8`. Call this before anything asks how
-    many processes there are."""
+    """Make the tasks of a job of submitit the ranks of one run, and return whether they are.
+
+    A job has several tasks with `hydra.launcher.tasks_per_node=8`. Call this before `launched`."""
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return False
     from submitit import JobEnvironment
@@ -55,32 +55,35 @@ def join_scheduler() -> bool:
 
 
 def silence() -> None:
-    """Let this process print nothing from now on; what `Peers` has to say still appears."""
+    """Let this process print nothing from now on, except the messages of `Peers`."""
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def say_error(text: str, is_more: bool = False) -> None:
-    """Print an error of a run on the standard error. Of several ranks one prints it: the first that
-    knows it, and rank 0 also if it has more to say (`is_more`) than a rank before it."""
+    """Print an error of a run on the standard error, for all ranks of a run.
+
+    The first rank that knows the error prints it. Rank 0 prints it too if it knows more (`is_more`)
+    than a rank before it."""
     if launched() == 1:
         print(text, file=sys.stderr)
         return
-    is_first = speaks()
+    is_first = claims_first_error()
     if is_first or (is_more and not is_follower()):
         print(text, file=sys.__stderr__, flush=True)
     if ERROR_FILE in os.environ:
         last = text.splitlines()[-1]
-        # torchrun shows what stands for the stack
-        about = {"py_callstack": last, "timestamp": str(int(time.time()))}
+        # torchrun prints the text in the place of the stack
+        extra = {"py_callstack": last, "timestamp": str(int(time.time()))}
+        content = json.dumps({"message": {"message": last, "extraInfo": extra}})
         with suppress(OSError):
-            content = json.dumps({"message": {"message": last, "extraInfo": about}})
             Path(os.environ[ERROR_FILE]).write_text(content, encoding="utf-8")
 
 
-def speaks() -> bool:
-    """Return whether this rank is the one that prints an error: the first of its machine to know
-    one, under torchrun. Other launchers have no folder for the ranks of a machine. There rank 0
-    speaks, and of each other machine the rank that is its first."""
+def claims_first_error() -> bool:
+    """Return whether this rank is the first of its machine to know an error, under torchrun.
+
+    Other launchers have no folder for the ranks of a machine. Then it is rank 0, and on each other
+    machine its first rank."""
     if ERROR_FILE not in os.environ:
         return not is_follower() or os.environ.get("LOCAL_RANK") == "0"
     try:
@@ -93,26 +96,24 @@ def speaks() -> bool:
 
 
 def as_rank(main: Callable[[], None]) -> None:
-    """Call an entry point, which ends this process itself where it is one of several."""
+    """Call an entry point, and end this process afterwards if there are several ranks."""
     if launched() == 1:
         main()
         return
     try:
         main()
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else bool(end.code))
+    except SystemExit as error:
+        end_process(error.code if isinstance(error.code, int) else bool(error.code))
     except BaseException:
-        said = traceback.format_exc().rstrip()
-        last = said.splitlines()[-1]
-        say_error(f"{said}\nerror: rank {os.environ.get('RANK')}: {last}")
-        leave(1)
-    leave(0)
+        text = traceback.format_exc().rstrip()
+        last = text.splitlines()[-1]
+        say_error(f"{text}\nerror: rank {os.environ.get('RANK')}: {last}")
+        end_process(1)
+    end_process(0)
 
 
-def leave(code: int) -> None:
-    """End a process of several. Their connections are not taken down in order, which at times
-    aborts in the attempt.
-    """
+def end_process(code: int) -> None:
+    """End a rank at once, since closing the connections in order sometimes aborts."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,6 +1,4 @@
-"""The loop of a run: evaluation, rows of metrics, warnings and checkpoints around the trainer's
-steps.
-"""
+"""The loop of a run: evaluation, metrics, warnings and checkpoints around the trainer's steps."""
 
 from __future__ import annotations
 
@@ -40,14 +38,14 @@ from gspo.train.trainer import Trainer
 
 LOG = logging.getLogger("gspo.train")
 EVENTS = "monitor.jsonl"
-FIRST_STEPS = 3  # in these a batch without anything to learn is remarked on
+FIRST_STEPS = 3  # in these steps a batch without anything to learn causes a warning
 
 
 class Session:
-    """Runs a trainer to its last step, and does what `Trainer.fit` calls for between the steps.
+    """A trainer's steps up to the last, with all that `Trainer.fit` calls between the steps.
 
-    `alone` says that the run has the terminal to itself; `stop_requested()` whether the user or a
-    scheduler wants it to stop.
+    `alone` says that the run has the terminal to itself. `stop_requested()` returns whether the
+    user or a scheduler wants the run to stop.
     """
 
     def __init__(
@@ -59,12 +57,10 @@ class Session:
         alone: bool,
         stop_requested: Callable[[], bool],
     ):
-        self.settings, self.directory, self.trainer, self.tracker = (
-            settings,
-            directory,
-            trainer,
-            tracker,
-        )
+        self.settings = settings
+        self.directory = directory
+        self.trainer = trainer
+        self.tracker = tracker
         self.stop_requested = stop_requested
         folder = directory.path
         trainer.extensions.callbacks |= profilers(settings, folder)
@@ -75,14 +71,14 @@ class Session:
         self.monitor = Monitor(settings.monitor)
         rows = read_rows(folder / ROWS)
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
-        # like all of the monitor's state, a function of the rows
+        # all of the monitor's state is a function of the rows, and so are its events
         replace_text(folder / EVENTS, as_lines(events))
         self.saved = trainer.state.step  # the last step that has a checkpoint
-        # why the monitor ends the run: "collapsed", "rolled back", or "" for not at all
+        # why the monitor ends the run: "collapsed", "rolled back", or "" if it does not
         self.ending = ""
-        self.target = -1  # the step that a rollback goes back to
+        self.target = -1  # the step that a rollback returns to
         self.seconds: dict[str, float] = {}  # time metrics for the next row
-        self.warned: set[str] = set()  # metrics of left-out prompts that the user was warned of
+        self.warned: set[str] = set()  # subjects that the user was warned of
 
     @ranks_lost_in_passes()
     def run(self) -> str:
@@ -101,40 +97,35 @@ class Session:
             self.progress.close()
             self.writer.close()
             self.trainer.source.close()
-        how = self.ending or (
-            "finished" if self.trainer.state.step == self.settings.steps else "stopped"
-        )
+        how = self.ending
+        if not how:
+            how = "finished" if self.trainer.state.step == self.settings.steps else "stopped"
         self.directory.write_stability_report(how)
         return how
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return held-out metrics at the steps where they are due, nothing at others."""
-        settings, trainer, started = self.settings, self.trainer, time.perf_counter()
+        """Return held-out metrics at the steps at which they are due, else nothing."""
+        started = time.perf_counter()
         try:
-            metrics = evaluate_if_due(self.engine, trainer, settings, step)
+            metrics = evaluate_if_due(self.engine, self.trainer, self.settings, step)
         except EngineEnded as error:  # evaluate in this process, so that the step is complete
-            warn(
-                [
-                    f"{settings.label()}, step {step}: {error}; its held-out problems are sampled in this process"
-                ]
-            )
-            self.engine = in_process_engine(trainer, settings)
+            self.warn(step, f"{error}; its held-out problems are sampled in this process")
+            self.engine = in_process_engine(self.trainer, self.settings)
             return self.evaluate(step)
         return metrics | {"time/eval_s": time.perf_counter() - started} if metrics else {}
 
     def log(self, step: int, metrics: dict[str, float], rollout: Rollout | None) -> None:
-        """Write the step's row, pass on what the monitor notices, and on some steps save the
-        responses.
-        """
-        settings, started = self.settings, time.perf_counter()
+        """Write the step's row, report the monitor's events, and save responses if they are due."""
+        settings = self.settings
+        started = time.perf_counter()
         events = self.monitor.observe(step, metrics)
         self.seconds["time/monitor_s"] = time.perf_counter() - started
+        responses = None
         if rollout:
             metrics = metrics | self.monitor.metrics()
-        kept = rollout is not None and (
-            step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0
-        )
-        self.tracker.log(step, metrics | self.seconds, rollout.responses if kept else None)
+            if step in (1, settings.steps) or step % settings.tracking.rollouts_every == 0:
+                responses = rollout.responses
+        self.tracker.log(step, metrics | self.seconds, responses)
         self.seconds.clear()
         with append_to(self.directory.path / EVENTS) as file:
             file.write(as_lines(events))
@@ -142,127 +133,105 @@ class Session:
             self.apply_monitor_action(step)
         for event in events:
             self.tracker.alert(f"{settings.label()}, step {step}", event.text, event.kind)
-        warn(
-            [
-                f"{settings.label()}, step {step}: {event.text}"
-                for event in events
-                if event.kind != "cleared"
-            ]
-        )
+        self.warn(step, *(event.text for event in events if event.kind != "cleared"))
         self.warn_of_long_prompts(step, metrics)
         self.warn_of_outside_code(rollout)
-        if rollout and step <= FIRST_STEPS and "nothing" not in self.warned:
-            found = nothing_to_learn(settings, metrics, rollout.responses, step)
-            if found:
-                self.warned.add("nothing")
-            warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if (
-            rollout
-            and "rounding" not in self.warned
-            and (found := rounding_floor(settings, metrics))
-        ):
-            self.warned.add("rounding")
-            warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if (
-            rollout
-            and "mismatch" not in self.warned
-            and (found := engine_mismatch(settings, metrics))
-        ):
-            self.warned.add("mismatch")
-            warn([f"{settings.label()}, step {step}: {line}" for line in found])
-        if (
-            rollout
-            and "truncated" not in self.warned
-            and (found := cut_off_pays(settings, rollout.responses))
-        ):
-            self.warned.add("truncated")
-            warn([f"{settings.label()}, step {step}: {line}" for line in found])
+        if rollout:
+            responses = rollout.responses
+            if step <= FIRST_STEPS:
+                reasons = nothing_to_learn(settings, metrics, responses, step)
+                self.warn_once("nothing to learn", step, reasons)
+            self.warn_once("rounding", step, rounding_floor(settings, metrics))
+            self.warn_once("mismatch", step, engine_mismatch(settings, metrics))
+            self.warn_once("truncated", step, cut_off_pays(settings, responses))
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
         if rollout:
-            self.progress(
-                step, reward=metrics["reward/mean"], clipped=metrics.get("clip/token_active", 0.0)
-            )
+            clipped = metrics.get("clip/token_active", 0.0)
+            self.progress(step, reward=metrics["reward/mean"], clipped=clipped)
+
+    def warn(self, step: int, *texts: str) -> None:
+        """Warn of something at a step."""
+        warn([f"{self.settings.label()}, step {step}: {text}" for text in texts])
+
+    def warn_once(self, subject: str, step: int, texts: list[str]) -> None:
+        """Warn of a subject, unless the user was warned of it at an earlier step."""
+        if texts and subject not in self.warned:
+            self.warned.add(subject)
+            self.warn(step, *texts)
 
     def warn_of_long_prompts(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn, once for the training set and once for each held-out set, that prompts are too
-        long.
-        """
+        """Warn once for each set of problems that prompts are too long."""
+        positions = self.engine.positions
+        limit = self.settings.rollout.longest_limit
+        room = f"{limit} response tokens in {positions} positions"
+        if not positions:
+            room = "max_prompt_tokens"
         for name, count in metrics.items():
-            if name.endswith("/prompt_too_long") and count and name not in self.warned:
-                self.warned.add(name)
-                positions, limit = self.engine.positions, self.settings.rollout.longest_limit
-                room = (
-                    f"{limit} response tokens in {positions} positions"
-                    if positions
-                    else "max_prompt_tokens"
-                )
-                what = f"{count:g} problems have prompts that are too long for {room} and are "
-                what += (
-                    "left out"
-                    if name.startswith("eval/")
-                    else "replaced by others; more may follow"
-                )
-                warn([f"{self.settings.label()}, step {step}: {name}: {what}"])
+            if name.endswith("/prompt_too_long") and count:
+                action = "replaced by others; more may follow"
+                if name.startswith("eval/"):
+                    action = "left out"
+                text = f"problems have prompts that are too long for {room} and are {action}"
+                self.warn_once(name, step, [f"{name}: {count:g} {text}"])
 
     def warn_of_outside_code(self, rollout: Rollout | None) -> None:
-        """Warn of the user's metrics that failed, and once of why responses could not be graded."""
-        found = self.trainer.extensions.warnings
-        warn([f"{self.settings.label()}, {text}" for text in found])
-        found.clear()
-        reasons = (
-            Counter(r.score.reason for r in rollout.ungraded if r.score.reason)
-            if rollout
-            else Counter()
-        )
+        """Warn of the user's metrics that failed, and once of responses that were not graded."""
+        failures = self.trainer.extensions.warnings
+        warn([f"{self.settings.label()}, {text}" for text in failures])
+        failures.clear()
+        ungraded = rollout.ungraded if rollout else []
+        reasons = Counter(r.score.reason for r in ungraded if r.score.reason)
         for reason, count in reasons.most_common():
             LOG.info("%d responses could not be graded: %s", count, reason)
         if reasons and "ungraded" not in self.warned:
             self.warned.add("ungraded")
-            text = f"{reasons.total()} responses could not be graded and are left out; the first: {next(iter(reasons))}"
-            warn([f"{self.settings.label()}: {text} (train.log has the reasons of later steps)"])
+            text = (
+                f"{reasons.total()} responses could not be graded and are left out; the first: "
+                f"{next(iter(reasons))} (train.log has the reasons of later steps)"
+            )
+            warn([f"{self.settings.label()}: {text}"])
 
     def apply_monitor_action(self, step: int) -> None:
-        """Apply monitor.action after the reward has fallen: warn only, end the run, or plan a
-        rollback.
-        """
-        action, rollbacks = self.settings.monitor.action, self.directory.rollbacks()
-        if action == "rollback" and len(rollbacks.entries) < self.settings.monitor.rollbacks:
+        """Apply monitor.action after the reward has fallen: warn, end the run, or roll it back."""
+        monitor = self.settings.monitor
+        rollbacks = self.directory.rollbacks()
+        if monitor.action == "rollback" and len(rollbacks.entries) < monitor.rollbacks:
             self.writer.wait()
             target = rollbacks.plan(step, self.last_healthy_step())
-            self.ending, self.target = (
-                ("collapsed", -1) if target is None else ("rolled back", target)
-            )
-            text = (
-                "no checkpoint of a healthy step is left"
-                if target is None
-                else f"going back to step {target}"
-            )
-            warn([f"{self.settings.label()}, step {step}: {text}"])
-        elif action != "warn":
+            if target is None:
+                self.ending = "collapsed"
+                self.target = -1
+                self.warn(step, "no checkpoint of a healthy step is left")
+            else:
+                self.ending = "rolled back"
+                self.target = target
+                self.warn(step, f"going back to step {target}")
+        elif monitor.action != "warn":
             self.ending = "collapsed"
 
     def last_healthy_step(self) -> int:
-        """Return the monitor's last healthy step, minus the age in steps of the oldest weights that
+        """Return the last step whose rollouts all came from healthy weights.
+
+        It is the monitor's last healthy step, minus the age in steps of the oldest weights that
         rollouts come from."""
         rollout = self.settings.rollout
-        segments = (
-            math.ceil(rollout.longest_limit / rollout.token_budget) if rollout.token_budget else 1
-        )
+        segments = 1
+        if rollout.token_budget:
+            segments = math.ceil(rollout.longest_limit / rollout.token_budget)
         return self.monitor.last_healthy_step - rollout.staleness - (segments - 1)
 
     def checkpoint(self, step: int, last: bool) -> None:
-        """Begin to write a checkpoint where one is due; at the `last` step wait until it is
-        written.
-        """
+        """Begin to write a checkpoint if it is due. At the `last` step wait for the writer."""
         self.writer.check()
         if not last and step % self.settings.checkpoint.every:
             return
         trainer = self.trainer
-        trainer.state.source, pending = trainer.source.state(), trainer.source.pending()
+        trainer.state.source = trainer.source.state()
+        pending = trainer.source.pending()
         trainer.state.callbacks = trainer.extensions.state()
         started = time.perf_counter()
-        self.writer.wait()  # the next one may delete an older one
+        self.writer.wait()  # the next checkpoint may delete an older one
         self.tracker.checkpoints()
         self.writer.save(
             trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep()
@@ -273,32 +242,32 @@ class Session:
         self.seconds["time/checkpoint_s"] = time.perf_counter() - started
 
     def save_last_step(self) -> None:
-        """After the engine's process has ended, write a checkpoint of the last step.
+        """Write a checkpoint of the last step after the engine's process has ended.
 
-        None is written if that step has one, or if the source lacks batches that older weights were
-        to sample."""
+        None is written if that step has a checkpoint, or if the source lacks batches that older
+        weights were to sample."""
         step = self.trainer.state.step
         with suppress(EngineEnded):
             if step and step != self.saved:
                 self.checkpoint(step, last=True)
 
     def step_to_keep(self) -> int:
-        """Return the step whose checkpoint, or else the newest before it, is kept for a rollback;
-        -1 for none.
-        """
+        """Return the step whose checkpoint is kept for a rollback, -1 for none.
+
+        If that step has no checkpoint, the newest checkpoint before it is kept."""
         if self.settings.monitor.action != "rollback":
             return -1
         return self.target if self.target >= 0 else self.last_healthy_step()
 
     def stop(self) -> bool:
-        """Return whether the run is to end after this step."""
+        """Return whether the run ends after this step."""
         return self.stop_requested() or self.tracker.asked_to_stop() or bool(self.ending)
 
 
 def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
-    """Return the callback that profiles steps, if any are to be. Its name cannot be one of the
-    user's.
-    """
+    """Return the callback that profiles steps, if there are steps to profile.
+
+    Its name cannot be the name of a callback of the user's."""
     if not settings.profile.steps:
         return {}
     from gspo.run.profiling import Profiler  # PyTorch's profiler takes a while to import
@@ -309,11 +278,11 @@ def profilers(settings: Settings, run: Path) -> dict[str, Callback]:
 def evaluate_if_due(
     engine: Engine, trainer: Trainer, settings: Settings, step: int
 ) -> dict[str, float]:
-    """Return held-out metrics at the steps where they are due, nothing at others."""
+    """Return held-out metrics at the steps at which they are due, else nothing."""
     every = settings.evaluation.every
     if every == 0 or (step % every and step != settings.steps):
         return {}
-    # the source's engine is busy sampling from older weights
+    # with overlap this is an engine of its own, and does not have the current weights
     if engine is not trainer.source.engine:
         engine.load_weights(trainer.policy.named_tensors())
     rollout = settings.rollout
@@ -324,9 +293,9 @@ def evaluate_if_due(
 
 
 def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> CheckpointWriter:
-    """Return what writes the checkpoints of a run: on rank 0 alone, or on every rank where weights
-    are spread.
-    """
+    """Return the writer of a run's checkpoints.
+
+    Rank 0 alone has a writer, but with sharded weights every rank has its own."""
     arguments = (
         run,
         trainer.policy,
@@ -342,7 +311,7 @@ def checkpoint_writer(run: Path, trainer: Trainer, settings: Settings) -> Checkp
 
 
 def refreshed_reference(trainer: Trainer, settings: Settings) -> Policy | None:
-    """Return the reference policy if it is no longer the one that the run started from."""
+    """Return the reference policy if it is no longer the policy of the run's start."""
     return trainer.reference if settings.kl.refresh_every else None
 
 
@@ -364,17 +333,20 @@ def follow(
 
 
 class Follower:
-    """Does between the steps what a `Session` on rank 0 needs of this rank: its share of the
-    held-out problems, and where weights are spread over ranks its part of the checkpoints."""
+    """The part of a rank other than 0 between the steps, beside the `Session` on rank 0.
+
+    It samples its share of the held-out problems. With sharded weights it also writes its part of
+    the checkpoints."""
 
     def __init__(self, trainer: Trainer, settings: Settings, run: Path):
-        self.trainer, self.settings = trainer, settings
+        self.trainer = trainer
+        self.settings = settings
         self.engine = evaluation_engine(trainer, settings)
         self.writer = checkpoint_writer(run, trainer, settings) if trainer.policy.shards else None
         self.saved = trainer.state.step
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return held-out metrics at the steps where they are due, nothing at others."""
+        """Return held-out metrics at the steps at which they are due, else nothing."""
         try:
             return evaluate_if_due(self.engine, self.trainer, self.settings, step)
         except EngineEnded:
@@ -382,7 +354,7 @@ class Follower:
             return self.evaluate(step)
 
     def checkpoint(self, step: int, last: bool) -> None:
-        """Write this rank's part of a checkpoint where one is due."""
+        """Write this rank's part of a checkpoint if it is due."""
         if not last and step % self.settings.checkpoint.every:
             return
         # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
@@ -395,7 +367,7 @@ class Follower:
                 self.writer.wait()
 
     def save_last_step(self) -> None:
-        """Do what `Session.save_last_step` needs."""
+        """Do this rank's part of `Session.save_last_step`."""
         step = self.trainer.state.step
         with suppress(EngineEnded):
             if step and step != self.saved:

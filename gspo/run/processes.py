@@ -1,12 +1,11 @@
-"""The processes that one run was started as: how they find each other, whether they agree, and
-which of them ended.
+"""The ranks of a run as processes: how they find each other, agree, and notice the loss of a rank.
 
     torchrun --nproc-per-node=2 -m gspo train experiment=micro_moe parallel.mode=replicate
 
 torchrun tells each process its rank in the environment, and so does `join_scheduler` for the tasks
-of one job of submitit. Rank 0 writes the run's directory and speaks to the user; the others
-compute, and are silent. When one ends before its time, the others notice in their next exchange,
-and one of them says which it was.
+of one job of submitit. Rank 0 writes the run's directory and prints. The others compute, and are
+silent. When a rank ends too early, the others notice in their next collective, and some rank
+prints which rank it was.
 """
 
 from __future__ import annotations
@@ -40,36 +39,39 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START = (
     "start the processes by torchrun, for example: torchrun --nproc-per-node=2 -m gspo train ..."
 )
-PATIENCE = 10.0  # seconds in which a rank that has failed can say why
+LOSS_TIMEOUT = 10.0  # seconds in which a failed rank can report why
 
 
 class Peers:
-    """The other processes of the run: who they are, and which of them has ended."""
+    """The other ranks of a run: their processes, and which of them has ended.
+
+    Beside its collectives, a rank can leave short notes for the others in a key-value store, which
+    rank 0's process holds. "ended" is the reason why a rank failed, and "left" means that a rank
+    ends because another was lost."""
 
     def __init__(self, ranks: Ranks, store: dist.Store | None = None):
-        self.ranks, self.store = ranks, store
-        self.others_wait = True  # whether the other ranks wait for rank 0 to tell them what to do
-        self.places = ranks.all_gather((platform.node(), os.getpid()))
+        self.ranks = ranks
+        self.store = store
+        self.others_wait = True  # whether the other ranks wait for rank 0's `begin_attempt`
+        self.processes = ranks.all_gather((platform.node(), os.getpid()))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within this context an error of this rank is made known to the others."""
+        """Let the other ranks know of an error of this rank within this context."""
         try:
             yield
-        except (RankLost, Ended):  # another rank's
+        except (RankLost, Ended):  # another rank's error
             raise
         except BaseException as error:
             with suppress(RankLost):
                 if self.ranks.rank == 0 and self.others_wait:
                     self.dismiss()
                 else:
-                    self.note("ended", explain(error) or type(error).__name__)
+                    self.write_note("ended", explain(error) or type(error).__name__)
             raise
 
-    def tell(self, lr: float, run: Path, checkpoint: Path | None) -> None:
-        """As rank 0, let the others train along, at this learning rate from this checkpoint of the
-        run.
-        """
+    def begin_attempt(self, lr: float, run: Path, checkpoint: Path | None) -> None:
+        """As rank 0, let the others train along, at this learning rate from this checkpoint."""
         self.ranks.broadcast((lr, run, checkpoint))
         self.others_wait = False
 
@@ -78,8 +80,9 @@ class Peers:
         self.ranks.broadcast(None)
 
     def agree_on_signal(self) -> None:
-        """Let every rank know the signal that stopped the run, though one alone may have got it: it
-        makes the exit code."""
+        """Let every rank know the signal that stopped the run, which decides the exit code.
+
+        Perhaps only one rank has received it."""
         numbers = self.ranks.all_gather(int(stop_signal().number))
         # SIGUSR2 queues the job again
         agreed = signal.SIGUSR2 if signal.SIGUSR2 in numbers else max(numbers)
@@ -88,56 +91,53 @@ class Peers:
 
     @cached_property
     def lost(self) -> tuple[int, str]:
-        """Return the rank that has ended, -1 for one that does not answer, and in words which it is
-        and why.
-        """
+        """The rank that has ended, and a text with its name and the reason.
+
+        The rank is -1 if some rank does not answer and none is known to have ended."""
         began = time.monotonic()
-        self.note("left", "for want of another rank")
-        while (now := time.monotonic()) < began + PATIENCE:
-            late = now > began + 1  # a rank that failed gets a moment to say why
-            for index, (host, pid) in enumerate(self.places):
-                if index == self.ranks.rank:
+        self.write_note("left", "for want of another rank")
+        now = began
+        while now < began + LOSS_TIMEOUT:
+            for rank, (host, pid) in enumerate(self.processes):
+                if rank == self.ranks.rank:
                     continue
-                name = f"rank {index} (process {pid} on {host})"
-                if reason := self.noted("ended", index):
-                    return index, f"{name} has failed: {reason}"
-                if (
-                    late
-                    and host == platform.node()
-                    and not alive(pid)
-                    and not self.noted("left", index)
-                ):
-                    perhaps = ", perhaps killed by the kernel for want of memory" if index else ""
-                    return index, f"{name} has ended before its time{perhaps}"
+                name = f"rank {rank} (process {pid} on {host})"
+                reason = self.read_note("ended", rank)
+                if reason:
+                    return rank, f"{name} has failed: {reason}"
+                # a rank that failed gets a moment to report why
+                if now <= began + 1 or host != platform.node():
+                    continue
+                if not is_alive(pid) and not self.read_note("left", rank):
+                    perhaps = ", perhaps killed by the kernel for want of memory" if rank else ""
+                    return rank, f"{name} has ended before its time{perhaps}"
             time.sleep(0.1)
-        others = ", ".join(f"{index} on {host}" for index, (host, _) in enumerate(self.places))
+            now = time.monotonic()
+        others = ", ".join(f"{rank} on {host}" for rank, (host, _) in enumerate(self.processes))
         return -1, f"a rank has ended or does not answer (the ranks are {others})"
 
-    def note(self, what: str, text: str) -> None:
-        """Let the other ranks read a word about this one, if the process that keeps such words is
-        still there.
-        """
+    def write_note(self, key: str, text: str) -> None:
+        """Leave a note for the other ranks, if the process that holds the store is still there."""
         try:
             if self.store:
-                self.store.set(f"{what}/{self.ranks.rank}", text)
+                self.store.set(f"{key}/{self.ranks.rank}", text)
         except RuntimeError:  # the store has ended with its process
             self.store = None
 
-    def noted(self, what: str, index: int) -> str:
-        """Return what a rank has noted; "" if it has noted nothing."""
-        key = f"{what}/{index}"
+    def read_note(self, key: str, rank: int) -> str:
+        """Return a note of a rank, "" if it has left none."""
+        name = f"{key}/{rank}"
         try:
-            return self.store.get(key).decode() if self.store and self.store.check([key]) else ""
+            if self.store and self.store.check([name]):
+                return self.store.get(name).decode()
         except RuntimeError:
             self.store = None
-            return ""
+        return ""
 
     def report_loss(self) -> None:
-        """Say which rank was lost, if it is rank 0, which cannot say it itself. One of the other
-        ranks does.
-        """
-        index, text = self.lost
-        if index == 0 and self.ranks.rank == 1 and not self.noted("ended", 0):
+        """Print that rank 0 was lost, as rank 1: rank 0 itself cannot."""
+        rank, text = self.lost
+        if rank == 0 and self.ranks.rank == 1 and not self.read_note("ended", 0):
             print(
                 f"error: {text}; the same command goes on from the last checkpoint",
                 file=sys.__stderr__,
@@ -150,56 +150,67 @@ def join(settings: Settings) -> Peers:
 
     Raises ValueError if the environment and parallel.mode do not fit each other, or if the ranks
     were started with different settings or different code."""
-    missing = [name for name in ENVIRONMENT if name not in os.environ]
-    mode = settings.parallel.mode
-    if launched() > 1 and missing:
-        raise ValueError(f"WORLD_SIZE={launched()} without {', '.join(missing)}: {START}")
-    if launched() > 1 and mode == "none":
-        raise ValueError(
-            f"{launched()} processes with parallel.mode=none: say parallel.mode=replicate or shard"
-        )
-    if mode != "none" and "WORLD_SIZE" not in os.environ:
-        raise ValueError(f"parallel.mode={mode} with one process: {START}")
-    if (meant := settings.parallel.ranks) not in (0, launched()):
-        raise ValueError(
-            f"parallel.ranks={meant} with {launched()} processes: start {meant}, or leave it away"
-        )
-    if launched() == 1 and mode == "shard":
-        raise ValueError(
-            "parallel.mode=shard with one process: there is nothing to spread weights over; start several"
-        )
-    if launched() == 1:
+    count = launched()
+    check_launch(settings, count)
+    if count == 1:
         return Peers(Ranks())
-    check_processes(settings, launched())
+    check_processes(settings, count)
     timeout = timedelta(minutes=settings.parallel.timeout_minutes)
     stay_on_one_machine()
     backend = "gloo"
     if settings.policy.device != "cpu" and torch.cuda.is_available():
-        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > (
-            gpus := torch.cuda.device_count()
-        ):
+        local_count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.device_count()
+        if local_count > gpus:
             raise ValueError(
-                f"{here} processes on a machine with {gpus} GPUs: start one for each, or policy.device=cpu"
+                f"{local_count} processes on a machine with {gpus} GPUs: "
+                "start one for each, or policy.device=cpu"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
-    store, rank, count = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
         rank=rank,
-        world_size=count,
+        world_size=world_size,
         timeout=timeout,
     )
     peers = Peers(DistributedRanks(timeout), dist.PrefixStore("run", store))
     check_agreement(settings, peers.ranks)
-    stop_signal().repeats = 1  # what a terminal sends to all, torchrun passes on once more
+    # a terminal sends a signal to all processes, and torchrun sends it once more
+    stop_signal().repeats = 1
     return peers
 
 
+def check_launch(settings: Settings, count: int) -> None:
+    """Raise ValueError if the number of processes does not fit parallel.mode and parallel.ranks."""
+    mode = settings.parallel.mode
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if count > 1 and missing:
+        raise ValueError(f"WORLD_SIZE={count} without {', '.join(missing)}: {START}")
+    if count > 1 and mode == "none":
+        raise ValueError(
+            f"{count} processes with parallel.mode=none: say parallel.mode=replicate or shard"
+        )
+    if mode != "none" and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"parallel.mode={mode} with one process: {START}")
+    expected = settings.parallel.ranks
+    if expected not in (0, count):
+        raise ValueError(
+            f"parallel.ranks={expected} with {count} processes: start {expected}, or leave it away"
+        )
+    if count == 1 and mode == "shard":
+        raise ValueError(
+            "parallel.mode=shard with one process: there is nothing to spread weights over; "
+            "start several"
+        )
+
+
 def stay_on_one_machine() -> None:
-    """Let gloo and NCCL listen at the loopback address where all ranks are on this machine, unless
-    the user has chosen an interface. By themselves they would listen on the network too."""
+    """Let gloo and NCCL listen at the loopback address alone if all ranks are on this machine.
+
+    By themselves they would listen on the network too. The user's choice of an interface wins."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
@@ -209,51 +220,48 @@ def stay_on_one_machine() -> None:
 
 
 def check_agreement(settings: Settings, ranks: Ranks) -> None:
-    """Raise ValueError on every rank, with the same words, if one has other settings or other code
-    than rank 0.
-    """
-    ours = {
-        key: value for key, value in asdict(settings).items() if key not in ("tracking", "runs")
-    }
-    ours = json.loads(json.dumps(ours, default=str))
-    first, *others = ranks.all_gather((ours, code_hash()))
-    for index, (content, code) in enumerate(others, start=1):
-        if difference := first_difference(content, first[0]):
+    """Raise ValueError on every rank if some rank has other settings or code than rank 0."""
+    content = asdict(settings)
+    del content["tracking"], content["runs"]
+    content = json.loads(json.dumps(content, default=str))
+    (settings_of_rank_0, code_of_rank_0), *others = ranks.all_gather((content, code_hash()))
+    for rank, (other_settings, code) in enumerate(others, start=1):
+        difference = first_difference(other_settings, settings_of_rank_0)
+        if difference:
             raise ValueError(
-                f"rank {index} was started with other settings than rank 0: {difference}"
+                f"rank {rank} was started with other settings than rank 0: {difference}"
             )
-        if code != first[1]:
+        if code != code_of_rank_0:
             raise ValueError(
-                f"rank {index} runs other code than rank 0: {code} against {first[1]} (SHA-256)"
+                f"rank {rank} runs other code than rank 0: "
+                f"{code} against {code_of_rank_0} (SHA-256)"
             )
 
 
 def code_hash() -> str:
-    """Return a hash of this package's source files; 16 hexadecimal digits."""
-    root, found = Path(gspo.__file__).parent, hashlib.sha256()
+    """Return a hash of this package's source files, 16 hexadecimal digits."""
+    root = Path(gspo.__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process of this machine is there and has not ended."""
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine exists and has not ended."""
     try:
-        state = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         with suppress(OSError):
             os.kill(pid, 0)
             return not Path("/proc").exists()
         return False
+    # the state follows the name, which is in parentheses and may hold any characters
+    state = stat.rpartition(")")[2].split()[0]
     return state not in "ZX"
 
 
-def part() -> None:
-    """Take down the connections to the other processes, if there are any."""
+def leave_group() -> None:
+    """Close the connections to the other processes, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()

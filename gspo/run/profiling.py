@@ -1,10 +1,10 @@
-"""Profiles some steps of a run with PyTorch's profiler (`profile.steps=[3,5]`).
+"""Profile some steps of a run with PyTorch's profiler (`profile.steps=[3,5]`).
 
-Each of them leaves two files in the run directory: profile/step_000003.trace.json.gz, which
-Chrome's chrome://tracing and https://ui.perfetto.dev show on a time line, and
-profile/step_000003.json with the ten dearest operations, which the run's page shows as a table. The
-times are those of rank 0, of the whole step: sampling, scoring, updates, and held-out problems
-where they are due. Profiling makes a step slower; its row of metrics is no measure of speed.
+Each profiled step leaves two files in the run directory. Chrome's chrome://tracing and
+https://ui.perfetto.dev show profile/step_000003.trace.json.gz on a time line. The run's page shows
+profile/step_000003.json, the ten most expensive operations, as a table. The times are of rank 0 and
+of the whole step: sampling, scoring, updates, and held-out problems if they are due. Profiling
+makes a step slower, so its row of metrics is no measure of speed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gspo.io.files import errors_of_the_disk, replace_text
 from gspo.train.extensions import Callback
 
 FOLDER = "profile"
-DEAREST = 10  # operations in the table
+MAX_OPERATIONS = 10  # in the table
 
 
 @dataclass
 class Profiler(Callback):
-    """Profiles the steps that `steps` names, and writes what it finds into the folder of a run."""
+    """A callback that profiles the steps in `steps`, and writes the results to a run's folder."""
 
     steps: list[int] = field(default_factory=list)
     run: Path = Path()
 
     def before_step(self, step: int, trainer: Any) -> None:
-        """Begin to profile if this step is one of those."""
+        """Begin to profile if this step is in `steps`."""
         self.profile = None
         if step in self.steps:
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -41,7 +41,7 @@ class Profiler(Callback):
             self.profile.start()
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> None:
-        """Write what was found."""
+        """Write the trace and the table of a profiled step."""
         if self.profile is None:
             return
         self.profile.stop()
@@ -51,28 +51,29 @@ class Profiler(Callback):
             self.profile.export_chrome_trace(str(folder / f"step_{step:06d}.trace.json.gz"))
         replace_text(
             folder / f"step_{step:06d}.json",
-            json.dumps(dearest(list(self.profile.key_averages())), indent=1),
+            json.dumps(most_expensive(list(self.profile.key_averages())), indent=1),
         )
         self.profile = None
 
 
-def dearest(averages: list[FunctionEventAvg]) -> list[dict[str, Any]]:
-    """Return the operations that took most time by themselves, without those that they called:
-    name, seconds on the CPU and on the GPU, calls, and share of all that time. On a GPU its time
-    decides, as the CPU mostly waits."""
-    gpu = any(each.self_device_time_total for each in averages)
+def most_expensive(averages: list[FunctionEventAvg]) -> list[dict[str, Any]]:
+    """Return the operations with the largest time of their own, without the operations they call.
 
-    def own(each: FunctionEventAvg) -> float:
-        return each.self_device_time_total if gpu else each.self_cpu_time_total
+    Each has its name, seconds on the CPU and on the GPU, calls, and share of the time of all. With
+    a GPU the time on the GPU decides, as the CPU mostly waits."""
+    has_gpu_times = any(event.self_device_time_total for event in averages)
 
-    total = sum(map(own, averages)) or 1.0
+    def self_time(event: FunctionEventAvg) -> float:
+        return event.self_device_time_total if has_gpu_times else event.self_cpu_time_total
+
+    total = sum(map(self_time, averages)) or 1.0
     return [
         {
-            "operation": each.key,
-            "cpu_s": each.self_cpu_time_total / 1e6,
-            "gpu_s": each.self_device_time_total / 1e6,
-            "calls": each.count,
-            "share": own(each) / total,
+            "operation": event.key,
+            "cpu_s": event.self_cpu_time_total / 1e6,
+            "gpu_s": event.self_device_time_total / 1e6,
+            "calls": event.count,
+            "share": self_time(event) / total,
         }
-        for each in sorted(averages, key=own, reverse=True)[:DEAREST]
+        for event in sorted(averages, key=self_time, reverse=True)[:MAX_OPERATIONS]
     ]

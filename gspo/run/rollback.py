@@ -1,10 +1,8 @@
-"""Rollbacks: a run goes back to the last healthy checkpoint and continues from there at a lower
-learning rate.
+"""Roll a run back: continue from the last healthy checkpoint at a lower learning rate.
 
-A rollback is decided by writing it into `rollbacks.json`: from which step, to which step, and
-whether the rows between them have been moved to superseded/. A run that is killed between the
-decision and the move makes the move when it starts again, and then goes on as if it had not been
-killed.
+`rollbacks.json` records each rollback: from which step, to which step, and whether the rows between
+them have been moved to superseded/. A run that is killed between the decision and the move makes
+the move when it starts again, and then continues as if it had not been killed.
 """
 
 from __future__ import annotations
@@ -24,26 +22,26 @@ class Rollbacks:
     """The rollbacks of a run, the oldest first."""
 
     def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / "rollbacks.json"
+        self.folder = folder
+        self.path = folder / "rollbacks.json"
         self.entries: list[dict] = self._read() if self.path.exists() else []
 
     def _read(self) -> list[dict]:
         """Return the rollbacks in the file. Raises ValueError if it lists anything else."""
         entries = read_json(self.path, list)
         kinds = {"from": int, "to": int, "moved": bool}
-        fits = [
-            isinstance(back, dict) and {k: type(back.get(k)) for k in kinds} == kinds
-            for back in entries
-        ]
-        if not all(fits) or not all(
-            is_step(back["from"]) and is_step(back["to"]) for back in entries
-        ):
-            raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
+        for entry in entries:
+            has_kinds = isinstance(entry, dict) and all(
+                type(entry.get(key)) is kind for key, kind in kinds.items()
+            )
+            if not has_kinds or not (is_step(entry["from"]) and is_step(entry["to"])):
+                raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
         return entries
 
     def plan(self, step: int, newest: int) -> int | None:
-        """Decide, at `step`, to go back to the newest undamaged checkpoint of step `newest` or
-        before. Returns the step of that checkpoint, None if there is none."""
+        """Decide at `step` to return to the newest undamaged checkpoint up to step `newest`.
+
+        Returns the step of that checkpoint, None if there is none."""
         for folder in sorted((self.folder / "checkpoints").glob("step_??????"), reverse=True):
             target = int(folder.name.removeprefix("step_"))
             if target <= newest and not damage(folder):
@@ -52,13 +50,14 @@ class Rollbacks:
         return None
 
     def move(self) -> list[str]:
-        """Move what lies after the target of the last decided rollback to superseded/, unless that
-        is done already. Returns what to warn the user of."""
+        """Move the output after the last rollback's target to superseded/, if it is not moved yet.
+
+        Returns warnings for the user."""
         if not self.entries or self.entries[-1]["moved"]:
             return []
         last = self.entries[-1]
         lost = supersede(self.folder, last["to"])
-        # W&B takes no step twice, so what follows becomes a W&B run of its own.
+        # W&B takes no step twice, so the next steps become a W&B run of their own.
         (self.folder / "wandb_id").unlink(missing_ok=True)
         self._write([*self.entries[:-1], last | {"moved": True}])
         return [*lost, f"rolled back from step {last['from']} to step {last['to']}"]
@@ -69,7 +68,7 @@ class Rollbacks:
         self.entries = []
 
     def lowered(self, settings: Settings) -> Settings:
-        """Return the settings with the learning rate as the rollbacks so far have lowered it."""
+        """Return the settings with the learning rate that the rollbacks have lowered."""
         lr = settings.optim.lr * settings.monitor.rollback_lr ** len(self.entries)
         return replace(settings, optim=replace(settings.optim, lr=lr))
 

@@ -1,10 +1,9 @@
-"""Shows how far a whole sweep is, in one line: runs done, steps done, time left.
+"""Show how far a whole sweep is, in one line: runs done, steps done, time left.
 
     paper_figures: 9 of 24 runs, 1180 of 2880 steps  3.4 steps/s  8:20 left
 
-The process that launches the jobs looks at their run directories every few seconds, so it does not
-matter where they run. Jobs that write to the same terminal then leave out the lines of their own
-progress.
+The process that launches the jobs reads their run directories every few seconds, so the jobs may
+run anywhere. Jobs that write to the same terminal then print no progress of their own.
 """
 
 from __future__ import annotations
@@ -23,21 +22,23 @@ from gspo.io import untrusted
 from gspo.io.escaping import line
 from gspo.io.files import read_status
 
-# the process id of the one that shows the line; jobs that it starts inherit it
+# the id of the process that shows the line; its jobs inherit the variable
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"
-TAIL = 1 << 18  # bytes at the end of metrics.jsonl that hold its last row
-PAUSE = 60.0  # seconds between two lines; the first comes sooner
-FIRST_PAUSE = 10.0
-PAUSE_OF_BAR = 2.0  # and on a terminal between two updates of the bar
+TAIL_BYTES = 1 << 18  # at the end of metrics.jsonl, which hold its last row
+PAUSE = 60.0  # seconds between two lines
+FIRST_PAUSE = 10.0  # seconds before the first line
+PAUSE_OF_BAR = 2.0  # on a terminal: seconds between two updates of the bar
 
 
 def shown_by_sweep() -> bool:
-    """Tell whether this process is a job of a sweep that shows its line on the same terminal."""
+    """Return whether this process is a job of a sweep that shows a line on the same terminal."""
     return os.environ.get(LAUNCHER) in (str(os.getpid()), str(os.getppid()))
 
 
 class SweepProgress(threading.Thread):
-    """The line of a sweep, from `start` to `close`. `planned` is what gspo.run.sweeps.plan returns."""
+    """The line of a sweep, from `start` to `close`.
+
+    `planned` is the result of gspo.run.sweeps.plan."""
 
     def __init__(self, study: str, planned: list[dict[str, Any]]):
         super().__init__(daemon=True)
@@ -48,7 +49,8 @@ class SweepProgress(threading.Thread):
             if "folder" in job and "same_as" not in job
         ]
         self.total = sum(steps for _, steps in self.jobs)
-        self.first, self.began = self.done()[1], time.monotonic()
+        _, self.first_steps = self.done()  # the steps at the start
+        self.began = time.monotonic()
         self.closing = threading.Event()
         self.bar: tqdm | None = None
         os.environ[LAUNCHER] = str(os.getpid())
@@ -58,7 +60,7 @@ class SweepProgress(threading.Thread):
         if sys.stderr.isatty():
             self.bar = tqdm(
                 total=self.total,
-                initial=self.first,
+                initial=self.first_steps,
                 unit="step",
                 dynamic_ncols=True,
                 desc=line(self.study),
@@ -80,28 +82,30 @@ class SweepProgress(threading.Thread):
     def show(self) -> None:
         """Print the line, or update the bar."""
         runs, steps = self.done()
-        # a cold start and the start of the workers say nothing about the pace
-        if steps == self.first:
+        # a cold start and the start of the workers do not count for the pace
+        if steps == self.first_steps:
             self.began = time.monotonic()
         counted = f"{runs} of {len(self.jobs)} runs"
         if self.bar:
             self.bar.set_postfix_str(counted, refresh=False)
             self.bar.update(steps - self.bar.n)
             return
-        pace = (steps - self.first) / max(time.monotonic() - self.began, 1e-9)
+        pace = (steps - self.first_steps) / max(time.monotonic() - self.began, 1e-9)
         left = f"{clock((self.total - steps) / pace)} left" if pace else "time left unknown"
         print(
             line(
-                f"{self.study}: {counted}, {steps} of {self.total} steps  {pace:.1f} steps/s  {left}"
+                f"{self.study}: {counted}, {steps} of {self.total} steps  "
+                f"{pace:.1f} steps/s  {left}"
             ),
             flush=True,
         )
 
     def done(self) -> tuple[int, int]:
-        """Return how many runs have ended and how many steps are done; a run that has collapsed
-        needs no more.
-        """
-        runs = counted = 0
+        """Return how many runs have ended and how many steps are done.
+
+        All steps of a run that has collapsed count as done."""
+        runs = 0
+        counted = 0
         for folder, steps in self.jobs:
             step = min(last_step(folder / "metrics.jsonl"), steps)
             ended = step == steps or read_status(folder).get("how") == "collapsed"
@@ -111,23 +115,18 @@ class SweepProgress(threading.Thread):
 
 
 def last_step(file: Path) -> int:
-    """Return the step of the last whole row of a run's metrics; 0 if there is none."""
+    """Return the step of the last complete row of a run's metrics, 0 if there is none."""
     try:
         with open(file, "rb", opener=untrusted.plain_file) as rows:
-            rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL, 0))
-            lines = rows.read(TAIL).splitlines()
+            rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+            lines = rows.read(TAIL_BYTES).splitlines()
     except (OSError, untrusted.Unreadable):
         return 0
     for row in reversed(lines):
         try:
             return int(json.loads(row)["step"])
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-        ):  # a row that is being written
+        # a row that is being written
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return 0
 
@@ -135,8 +134,6 @@ def last_step(file: Path) -> int:
 def clock(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-        if minutes >= 60
-        else f"{minutes}:{rest:02d}"
-    )
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

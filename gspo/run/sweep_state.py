@@ -1,13 +1,15 @@
-"""Finds out how far the runs of a sweep are, from the study's manifest and the run directories."""
+"""Find out how far the runs of a sweep are, from the study's manifest and the run directories."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,91 +21,58 @@ from gspo.tracking.collapse import collapse, levels
 # in a study's folder: one line per start of a sweep, and one per job that failed
 MANIFEST = "manifest.jsonl"
 UNFINISHED = ("running", "stopped", "died", "failed", "missing")
-# the largest number of characters of a job's name, to which every line of the table is padded
-LONGEST = 1000
+MAX_RUN_NAME_CHARS = 1000  # every line of the table is padded to the longest name
 STEPS = re.compile(rb"^steps: (\d{1,9})$", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d{1,9})[,}]')
 REWARD = re.compile(rb'"reward/mean": (null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)[,}]')
-PACE = 10  # how many of the last steps the pace is averaged over
+PACE_STEPS = 10  # the pace is the mean of this many last steps
 
 
 @dataclass
 class Job:
-    """One run of a sweep, and how far it is."""
+    """A run of a sweep, and how far it is."""
 
     run: str
-    steps: int  # the number of steps that it is planned to make
+    steps: int  # the planned number of steps
     overrides: list[str]
     state: str  # finished | collapsed | running | stopped | died | failed | missing
     step: int = 0
-    reward: float | None = None  # its mean reward, smoothed over the steps
+    reward: float | None = None  # the mean reward, smoothed over the steps
     pace: float | None = None  # seconds per step
     reason: str = ""
-    collapsed: int | None = None  # the step at which it collapsed by the registered rule
+    collapsed: int | None = None  # the step at which the run collapsed by the registered rule
 
     def seconds_left(self) -> float:
         """Return the seconds that the run still needs, NaN if its pace is not known."""
         if self.state not in UNFINISHED:
             return 0.0
-        return (self.steps - self.step) * (self.pace if self.pace is not None else float("nan"))
+        return (self.steps - self.step) * (self.pace if self.pace is not None else math.nan)
 
 
-def jobs(study: Path) -> list[Job]:
-    """Return the planned runs of a study's folder, then those that are there without a plan. Raises
-    ValueError if there are none."""
-    planned: dict[str, dict] = {}
-    for entry in entries(study):
-        planned |= {
-            job["run"]: job
-            for job in entry.get("jobs", ())
-            if "same_as" not in job and is_of(job, study)
-        }
-        if entry.get("run") in planned and "reason" in entry:
-            planned[entry["run"]]["reason"] = entry["reason"]
-    there = sorted(p.parent.name for p in study.glob("*-seed*/settings.yaml"))
-    if not planned and not there:
-        raise ValueError(f"{study} holds no runs and no {MANIFEST}")
-    names = [*planned, *(name for name in there if name not in planned)]
-    found = [_job(study / name, planned.get(name)) for name in names]
-    paces = [job.pace for job in found if job.pace is not None]
-    for job in found:
-        if job.pace is None and paces:
-            job.pace = statistics.median(paces)
-    return found
-
-
-def is_of(job: dict, study: Path) -> bool:
-    """Return whether a planned job belongs to a study's folder. A sweep may have jobs in several. A
-    job whose settings were refused has no folder, and is listed in all of them."""
-    return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
-
-
+# ----------------------------------------------------------------------------------------- manifest
 def entries(study: Path) -> list[dict]:
-    """Return the lines of the manifest, without those that a kill cut short or that have another
-    form.
-    """
-    found = []
+    """Return the lines of the manifest, without lines that a kill cut short or of another form."""
+    lines = []
     try:
         for line in untrusted.read_objects(study / MANIFEST):
             with contextlib.suppress(ValueError):
-                found.append(_entry(line))
+                lines.append(_entry(line))
     except FileNotFoundError:
         return []
-    return found
+    return lines
 
 
 def _entry(line: object) -> dict:
-    """Return a line of the manifest with its types checked. Raises ValueError if it has another
-    form.
-    """
-    entry = {"time": 0.0} | _typed(
-        line, {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
-    )
-    return entry | ({"jobs": [_planned(job) for job in entry["jobs"]]} if "jobs" in entry else {})
+    """Return a line of the manifest, or raise ValueError if it has another form."""
+    kinds = {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
+    entry = {"time": 0.0} | _typed(line, kinds)
+    if "jobs" in entry:
+        entry["jobs"] = [_planned(job) for job in entry["jobs"]]
+    return entry
 
 
 def _planned(job: object) -> dict:
-    """Return a planned job with its types checked. Raises ValueError if it has another form."""
+    """Return a planned job, or raise ValueError if it has another form."""
     kinds = {
         "run": str,
         "steps": int,
@@ -113,86 +82,134 @@ def _planned(job: object) -> dict:
         "same_as": int,
     }
     job = {"run": "", "overrides": []} | _typed(job, kinds)
+    run = job["run"]
     if not all(isinstance(override, str) for override in job["overrides"]):
         raise ValueError("not a job of a sweep")
-    if len(job["run"]) > LONGEST:
-        raise ValueError(f"run={job['run'][:40]!r} ...: a name of {len(job['run']):,} characters")
-    # without steps its settings were refused
-    if "steps" in job and ("/" in job["run"] or job["run"].strip(".") == ""):
-        raise ValueError(f"run={job['run']!r} is no folder of a study")
+    if len(run) > MAX_RUN_NAME_CHARS:
+        raise ValueError(f"run={run[:40]!r} ...: a name of {len(run):,} characters")
+    # a job without steps has no folder: its settings were refused
+    if "steps" in job and ("/" in run or run.strip(".") == ""):
+        raise ValueError(f"run={run!r} is no folder of a study")
     return job
 
 
 def _typed(line: object, kinds: dict[str, type]) -> dict:
-    """Return a mapping whose values have the types that `kinds` gives for their keys. Raises
-    ValueError if not.
-    """
-    if not isinstance(line, dict) or any(
-        type(line[key]) is not kind for key, kind in kinds.items() if key in line
-    ):
+    """Return a mapping if its values have the types of `kinds`, else raise ValueError."""
+    if not isinstance(line, dict):
         raise ValueError("not a line of a manifest")
+    for key, kind in kinds.items():
+        if key in line and type(line[key]) is not kind:
+            raise ValueError("not a line of a manifest")
     return line
 
 
+def shared_overrides(jobs: Iterable[list[str]]) -> set[str]:
+    """Return the overrides that all jobs of a sweep have, and none for a single job."""
+    overrides = [set(job) for job in jobs]
+    return set.intersection(*overrides) if len(overrides) > 1 else set()
+
+
+def own_overrides(planned: list[dict], number: int) -> list[str]:
+    """Return the overrides that tell a planned job from the other jobs of its sweep."""
+    shared = shared_overrides(job["overrides"] for job in planned)
+    return [override for override in planned[number]["overrides"] if override not in shared]
+
+
+# -------------------------------------------------------------------------------- state of the runs
+def jobs(study: Path) -> list[Job]:
+    """Return the runs of a study's folder: first the planned runs, then runs without a plan.
+
+    Raises ValueError if there are none."""
+    planned: dict[str, dict] = {}
+    for entry in entries(study):
+        for job in entry.get("jobs", ()):
+            if "same_as" not in job and is_of(job, study):
+                planned[job["run"]] = job
+        if entry.get("run") in planned and "reason" in entry:
+            planned[entry["run"]]["reason"] = entry["reason"]
+    existing = sorted(file.parent.name for file in study.glob("*-seed*/settings.yaml"))
+    if not planned and not existing:
+        raise ValueError(f"{study} holds no runs and no {MANIFEST}")
+    names = dict.fromkeys([*planned, *existing])
+    runs = [_job(study / name, planned.get(name)) for name in names]
+    paces = [job.pace for job in runs if job.pace is not None]
+    for job in runs:
+        if job.pace is None and paces:
+            job.pace = statistics.median(paces)
+    return runs
+
+
+def is_of(job: dict, study: Path) -> bool:
+    """Return whether a planned job belongs to a study's folder.
+
+    A sweep may have several studies. A job whose settings were refused has no folder, and is listed
+    in all of them."""
+    return "folder" not in job or Path(job["folder"]).parent.name == study.resolve().name
+
+
 def _job(folder: Path, plan: dict | None) -> Job:
-    """Return how far a run is. If one of its files cannot be read, it counts as failed, and
-    `reason` names the file.
-    """
+    """Return how far a run is.
+
+    A run with a file that cannot be read counts as failed, and `reason` names the file."""
     if plan and "steps" not in plan:  # its settings were refused
         return Job(plan["run"], 0, plan["overrides"], "failed", reason=plan.get("reason", ""))
-    wrong, rows, steps = "", [], plan["steps"] if plan else 0
+    steps = plan["steps"] if plan else 0
+    rows = []
+    unreadable = ""
     try:
         with contextlib.suppress(FileNotFoundError):
-            rows = untrusted.last_rows(folder / "metrics.jsonl", PACE)
-        steps = steps if plan else _steps(folder / "settings.yaml")
+            rows = untrusted.last_rows(folder / "metrics.jsonl", PACE_STEPS)
+        if not plan:
+            steps = _steps(folder / "settings.yaml")
     except (OSError, ValueError) as error:
-        wrong = str(error)
+        unreadable = str(error)
     step = rows[-1]["step"] if rows else 0
     seconds = [_seconds(row) for row in rows if row.get("time/train_s") is not None]
-    state, reason = _state(folder, plan or {}, step, steps)
-    state, reason = ("failed", wrong) if wrong else (state, reason)
+    if unreadable:
+        state, reason = "failed", unreadable
+    else:
+        state, reason = _state(folder, plan or {}, step, steps)
     reward, collapsed = rewards_of(folder / "metrics.jsonl") if rows else (None, None)
-    pace = statistics.mean(seconds) if seconds else None
     return Job(
         folder.name,
         steps,
         plan["overrides"] if plan else [],
         state,
         step,
-        reward,
-        pace,
-        reason,
-        collapsed,
+        reward=reward,
+        pace=statistics.mean(seconds) if seconds else None,
+        reason=reason,
+        collapsed=collapsed,
     )
 
 
 def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
-    """Return a run's smoothed reward at its last step, and the step at which it collapsed; None for
-    what it does not have. The rows are searched for these two numbers, which takes a fiftieth of
-    the time of reading them whole."""
+    """Return a run's smoothed reward at its last step, and the step at which it collapsed.
+
+    Each is None if the run has none. The rows are searched for two numbers, which takes a fiftieth
+    of the time of parsing them."""
     factor = untrusted.OWN if own(metrics.with_name("settings.yaml")) else 1
     rewards: dict[int, float | None] = {}
     try:
         for row in untrusted.lines(metrics, factor):
-            step, reward = STEP.search(row), REWARD.search(row)
+            step = STEP.search(row)
+            reward = REWARD.search(row)
             if step and reward and int(step[1]):
                 rewards[int(step[1])] = None if reward[1] == b"null" else float(reward[1])
-    except (
-        OSError,
-        ValueError,
-    ):  # a line that is too long, a file that is: the state is known all the same
+    # a line or a file is too long: the state of the run is known without its rewards
+    except (OSError, ValueError):
         return None, None
     steps = sorted(rewards)
     series = [rewards[step] for step in steps]
     if not any(reward is not None for reward in series):
         return None, None
-    at = collapse(series)
-    return float(levels(series)[0][-1]), None if at is None else steps[at]
+    index = collapse(series)
+    return float(levels(series)[0][-1]), None if index is None else steps[index]
 
 
 def _steps(settings: Path) -> int:
-    """Return how many steps a run is to make, from its settings."""
-    # `write_settings` gave it a line: reading that alone takes a tenth of the time
+    """Return the number of steps that a run's settings ask for."""
+    # `write_settings` gives it a line: reading that alone takes a tenth of the time
     if own(settings):
         lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.SETTINGS))
         if len(lines) == 1:
@@ -218,87 +235,85 @@ def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
     how = status.get("how", "finished" if step >= steps else "died")
     if how == "finished" and step < steps:  # by an earlier sweep with fewer steps
         how = "stopped"
-    return ("died" if how in ("running", "rolled back") else how), status.get("reason", "")
+    if how in ("running", "rolled back"):
+        how = "died"
+    return how, status.get("reason", "")
 
 
+# ----------------------------------------------------------------------------------------- in words
 def upload(study: Path) -> str | None:
-    """Return the command that uploads the runs of a study which W&B's server lacks, None if it
-    lacks none.
+    """Return the command that uploads the runs of a study to W&B, None if the server has all.
 
-    Segments that a newer one of the same run replaces are marked as uploaded, and the command skips
-    them."""
+    Segments that a newer segment of the same run replaces are marked as uploaded, and the command
+    skips them."""
     files = study.glob("*/wandb/offline-run-*/run-*.wandb")
     if all(file.with_name(f"{file.name}.synced").exists() for file in files):
         return None
     return f"wandb sync {shlex.quote(os.path.relpath(study))}/*/wandb"
 
 
-def table(found: list[Job]) -> str:
-    """Return one line per run, and a last one with the counts and the time left."""
-    width = max(len(job.run) for job in found)
-    with_overrides = [set(job.overrides) for job in found if job.overrides]
-    common = set.intersection(*with_overrides) if len(with_overrides) > 1 else set()
+def table(runs: list[Job]) -> str:
+    """Return a line per run, and a last line with the counts and the time left."""
+    width = max(len(job.run) for job in runs)
+    shared = shared_overrides(job.overrides for job in runs if job.overrides)
     lines = []
-    for job in sorted(found, key=lambda job: (job.state in UNFINISHED, job.run)):
+    for job in sorted(runs, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
         settings = " ".join(
-            o for o in job.overrides if not o.startswith("hydra") and o not in common
+            override
+            for override in job.overrides
+            if not override.startswith("hydra") and override not in shared
         )
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
         progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
         text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
         lines.append(escaping.line(text).rstrip(" ;"))
     counts = {
-        state: sum(job.state == state for job in found)
+        state: sum(job.state == state for job in runs)
         for state in ("finished", "collapsed", *UNFINISHED)
     }
     parallel = max(1, counts["running"])
-    left = sum(job.seconds_left() for job in found) / parallel
-    clock = (
-        "unknown" if not 0 <= left < 1e9 else f"{int(left // 3600)}:{int(left % 3600 // 60):02d} h"
-    )
+    seconds = sum(job.seconds_left() for job in runs) / parallel
+    clock = "unknown"
+    if 0 <= seconds < 1e9:
+        clock = f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    fallen = sum(job.collapsed is not None for job in found)
-    states += f"; {fallen} of them collapsed" if fallen else ""
-    said = f"{len(found)} runs (rewards are smoothed): {states}; left with {parallel} at a time: {clock}"
-    return "\n".join([*lines, said])
-
-
-def own_overrides(planned: list[dict], number: int) -> list[str]:
-    """Return the overrides of a planned job that not all jobs of its sweep have."""
-    common = (
-        set.intersection(*(set(job["overrides"]) for job in planned)) if len(planned) > 1 else set()
+    collapsed = sum(job.collapsed is not None for job in runs)
+    if collapsed:
+        states += f"; {collapsed} of them collapsed"
+    last = (
+        f"{len(runs)} runs (rewards are smoothed): {states}; "
+        f"left with {parallel} at a time: {clock}"
     )
-    return [override for override in planned[number]["overrides"] if override not in common]
-
-
-def special(planned: list[dict], number: int) -> str:
-    """Return the same as one text."""
-    return " ".join(own_overrides(planned, number))
+    return "\n".join([*lines, last])
 
 
 def forecast(planned: list[dict]) -> str:
-    """Return what a sweep would do: one line per job, and a last line that counts the states.
+    """Return the forecast of a sweep: a line per job, and a last line that counts the states.
 
     A job's line has its number, state, steps, folder, and the overrides that tell it from the
     others. Jobs whose settings are refused have the state "wrong"."""
-    rows, counts = [], Counter()
+    rows = []
+    counts = Counter()
     for number, plan in enumerate(planned):
-        own = special(planned, number)
-        if "folder" not in plan:
-            state, steps, where = "wrong", "", plan["reason"]
-        else:
+        overrides = " ".join(own_overrides(planned, number))
+        state = "wrong"
+        progress = ""
+        folder_or_reason = plan.get("folder") or plan["reason"]
+        if "folder" in plan:
             job = _job(Path(plan["folder"]), plan)
-            state, steps, where = job.state, f"{job.step}/{job.steps}", plan["folder"]
+            state = job.state
+            progress = f"{job.step}/{job.steps}"
             if "same_as" in plan:
-                state, own = "repeated", f"{own}: the same run as job {plan['same_as']}"
+                state = "repeated"
+                overrides = f"{overrides}: the same run as job {plan['same_as']}"
         counts[state] += 1
-        rows.append([str(number), state, steps, where, own])
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-        for row in rows
-    ]
+        rows.append([str(number), state, progress, folder_or_reason, overrides])
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = []
+    for *cells, overrides in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([*padded, overrides]).rstrip())
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
     others = f"those not {' or '.join(ended)} are started" if ended else "all are started"

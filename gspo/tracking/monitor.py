@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 from gspo.tracking.collapse import (
     FALLEN,
     SIGNALS,
@@ -31,7 +31,6 @@ from gspo.tracking.collapse import (
 
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
-ACTIONS = ("warn", "stop", "rollback")
 # after so many steps in which every response earned 0 a warning is raised, also while warming up
 STEPS_AT_ZERO = 3
 
@@ -75,18 +74,13 @@ class MonitorSettings(Ranged, key="monitor"):
     # checkpoint and ends, with exit code 4 | rollback: it goes on, at a lower learning rate, from
     # the last checkpoint at which the smoothed reward was above 0.9 x the largest; without such a
     # checkpoint it ends
-    action: str = "warn"
+    action: str = choice("warn", ("warn", "stop", "rollback"))
     rollbacks: int = ranged(2, least=1)  # the largest number of rollbacks
     # the factor of each rollback on the learning rate
     rollback_lr: float = ranged(0.5, above=0, below=1)
     # steps without warnings, in which the baselines are measured
     warm_up: int = ranged(10, least=0)
     thresholds: Thresholds = field(default_factory=Thresholds)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.action not in ACTIONS:
-            raise ValueError(f"monitor.action={self.action!r}: choose one of {', '.join(ACTIONS)}")
 
 
 @dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gspo.io.ranges import Ranged, ranged
+from gspo.io.ranges import Ranged, choice, ranged
 
 MODES = ("auto", "online", "offline", "disabled")
 
@@ -20,7 +20,7 @@ class TrackingSettings(Ranged, key="tracking"):
     A run that W&B's server has stays in the project where it began."""
 
     # auto: online if an account is configured, else offline | online | offline | disabled
-    wandb: str = "auto"
+    wandb: str = choice("auto", MODES)
     project: str = ""  # empty: WANDB_PROJECT, else gspo
     entity: str = ""  # W&B user or team; empty: WANDB_ENTITY, else the account's default
     tags: list[str] = field(default_factory=list)  # tags beside the run's own; empty: WANDB_TAGS
@@ -37,8 +37,6 @@ class TrackingSettings(Ranged, key="tracking"):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.wandb not in MODES:
-            raise ValueError(f"tracking.wandb={self.wandb!r}: choose one of {', '.join(MODES)}")
         if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
             raise ValueError(
                 f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:"

@@ -13,12 +13,19 @@ from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KL
 from gspo.algorithm.objectives import GSPO, Objective
 from gspo.algorithm.reward_shaping import RewardShaping
-from gspo.io.ranges import HASHED_IF_CHANGED, LARGEST_SEED, Ranged, cost_only, ranged
+from gspo.io.ranges import (
+    CHANGEABLE,
+    HASHED_IF_CHANGED,
+    LARGEST_SEED,
+    Ranged,
+    choice,
+    cost_only,
+    ranged,
+)
 from gspo.model.settings import LoraSettings
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
-DECAYS = ("none", "linear", "cosine")
-MODES = ("none", "replicate", "shard")
+PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass
@@ -27,12 +34,12 @@ class OptimSettings(Ranged, key="optim"):
 
     # adamw | adamw_8bit, paged_adamw_8bit: with moments of 8 bits, by bitsandbytes
     # (gspo.train.optimizer)
-    name: str = field(default="adamw", metadata=HASHED_IF_CHANGED)
+    name: str = choice("adamw", OPTIMIZERS, metadata=HASHED_IF_CHANGED)
     lr: float = ranged(1e-6, least=0)  # the largest that it becomes
     warmup_updates: int = ranged(20, least=0)  # over so many it rises linearly
     # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on
     # a straight line (linear) or on half a wave (cosine)
-    decay: str = field(default="none", metadata=HASHED_IF_CHANGED)
+    decay: str = choice("none", ("none", "linear", "cosine"), metadata=HASHED_IF_CHANGED)
     decay_updates: int = ranged(0, least=0, metadata=HASHED_IF_CHANGED)
     final_lr_factor: float = ranged(0.0, least=0, most=1, metadata=HASHED_IF_CHANGED)
     beta1: float = ranged(0.9, least=0, below=1)
@@ -50,10 +57,6 @@ class OptimSettings(Ranged, key="optim"):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optim.name={self.name!r}: choose one of {', '.join(OPTIMIZERS)}")
-        if self.decay not in DECAYS:
-            raise ValueError(f"optim.decay={self.decay!r}: choose one of {', '.join(DECAYS)}")
         if (self.decay == "none") != (self.decay_updates == 0):
             raise ValueError(
                 f"optim.decay={self.decay} with optim.decay_updates={self.decay_updates}: the learning rate falls over "
@@ -139,34 +142,34 @@ class TrainerSettings(Ranged, key="trainer"):
 
 
 @dataclass
-class PolicySettings:
+class PolicySettings(Ranged, key="policy"):
     """The settings that say which policy the ratio divides by, and whether that policy's routing is
     replayed.
     """
 
     # none | r2: gradient steps go through the experts that the trainer chose under the old policy
     #      | r3: old log-probs and gradient steps go through those that the engine chose
-    routing_replay: str = "none"
+    routing_replay: str = choice("none", ("none", "r2", "r3"))
     # leave the routers of an MoE model as they were when the run began
     freeze_router: bool = field(default=False, metadata=HASHED_IF_CHANGED)
     # step_start: recomputed under the weights of the step's start | behaviour: under those that
     # sampled
     #            | engine: as the engine reported. The first two differ where responses are older
     #            than the step.
-    old_logprobs: str = "step_start"
+    old_logprobs: str = choice("step_start", ("step_start", "behaviour", "engine"))
     # auto: skip the pass over the batch before the updates if the engine has just computed the same
     # (`skips_old_pass`); the engine's experts are recorded for that. always: never skip it. Results
     # differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured on the
     # first mini-batch alone.
-    old_pass: str = cost_only("auto")
+    old_pass: str = choice("auto", ("auto", "always"), metadata=CHANGEABLE)
     device: str = cost_only("auto")  # auto | cpu | cuda ...
     # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits'
     # softmax stay float32
-    precision: str = "float32"
+    precision: str = choice("float32", PRECISIONS)
     # of the product that makes logits, and so of log-probs, in the trainer and in every engine.
     # bfloat16: it is rounded as the layers are, which moves GSPO's ratios by more than its clip
     # range (docs/recipes.md)
-    head_dtype: str = field(default="float32", metadata=HASHED_IF_CHANGED)
+    head_dtype: str = choice("float32", PRECISIONS, metadata=HASHED_IF_CHANGED)
     # sum in the same order each time on a GPU too, so that a resumed run equals an uninterrupted
     # one to the bit, as it does on a CPU. It is slower, and an operation that has no such order
     # ends the run
@@ -175,20 +178,6 @@ class PolicySettings:
     checkpointing: bool = cost_only(False)
     # train a low-rank adapter on the model's layers instead of its weights
     lora: LoraSettings = field(default_factory=LoraSettings, metadata=HASHED_IF_CHANGED)
-
-    def __post_init__(self):
-        allowed = {
-            "routing_replay": ("none", "r2", "r3"),
-            "old_logprobs": ("step_start", "behaviour", "engine"),
-            "old_pass": ("auto", "always"),
-            "precision": ("float32", "bfloat16"),
-            "head_dtype": ("float32", "bfloat16"),
-        }
-        for key, choices in allowed.items():
-            if getattr(self, key) not in choices:
-                raise ValueError(
-                    f"policy.{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}"
-                )
 
     def skips_old_pass(
         self, *, exact_engine: bool, samples_ahead: bool, correction: str, critic: bool
@@ -215,7 +204,7 @@ class ParallelSettings(Ranged, key="parallel"):
     # none: one process | replicate: each of the processes that torchrun starts holds the whole
     # model, takes its share of the responses, and makes the same updates | shard: the same, with
     # weights, gradients and optimizer state spread over the processes (FSDP)
-    mode: str = "none"
+    mode: str = choice("none", ("none", "replicate", "shard"))
     # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for
     # all of them
     shard_size: int = ranged(0, least=0)
@@ -231,8 +220,6 @@ class ParallelSettings(Ranged, key="parallel"):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mode not in MODES:
-            raise ValueError(f"parallel.mode={self.mode!r}: choose one of {', '.join(MODES)}")
         if self.shard_size and self.mode != "shard":
             raise ValueError(f"parallel.shard_size={self.shard_size} needs parallel.mode=shard")
         if self.experts > 1 and self.mode != "shard":

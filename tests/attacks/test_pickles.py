@@ -9,7 +9,7 @@ import pytest
 
 import forked
 from commands import SMALL, environment
-from gspo.run.sweeps import private
+from gspo.run.sweeps import make_private
 
 NOBODY, NO_GROUP = 65534, 54321
 
@@ -17,11 +17,11 @@ NOBODY, NO_GROUP = 65534, 54321
 def test_the_folder_is_made_for_this_user_alone_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
-        private(tmp_path / ".submitit")
+        make_private(tmp_path / ".submitit")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / ".submitit").stat().st_mode) == 0o700
-    private(tmp_path / ".submitit")
+    make_private(tmp_path / ".submitit")
 
 
 @pytest.mark.parametrize("place", ["study/.submitit", "study", "."])
@@ -29,24 +29,24 @@ def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path, place):
     (tmp_path / "study" / ".submitit").mkdir(parents=True)
     (tmp_path / place).chmod(0o777)
     with pytest.raises(ValueError, match="another user could replace them in ") as refused:
-        private(tmp_path / "study" / ".submitit")
+        make_private(tmp_path / "study" / ".submitit")
     assert "\n" not in str(refused.value) and f"chmod go-w {(tmp_path / place).absolute()}," in str(
         refused.value
     )
     # as /tmp: everybody can write, nobody can rename what is another's
     (tmp_path / place).chmod(0o1777)
     if not place.endswith(".submitit"):
-        private(tmp_path / "study" / ".submitit")
+        make_private(tmp_path / "study" / ".submitit")
         return
     with pytest.raises(ValueError, match="another user could replace them"):
-        private(tmp_path / "study" / ".submitit")
+        make_private(tmp_path / "study" / ".submitit")
 
 
 def test_a_link_in_its_place_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".submitit").symlink_to("elsewhere")
     with pytest.raises(ValueError, match="another user could replace them"):
-        private(tmp_path / ".submitit")
+        make_private(tmp_path / ".submitit")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
@@ -56,13 +56,13 @@ def test_another_user_s_folder_and_a_group_s_are_refused(tmp_path):
     for place in (folder, folder.parent):
         os.chown(place, NOBODY, 0)
         with pytest.raises(ValueError, match="another user could replace them"):
-            private(folder)
+            make_private(folder)
         os.chown(place, 0, NO_GROUP)
         place.chmod(0o775)
         with pytest.raises(ValueError, match="another user could replace them"):
-            private(folder)
+            make_private(folder)
         os.chown(place, 0, 0)  # the group of this user alone, as many systems give each
-        private(folder)
+        make_private(folder)
 
 
 @pytest.mark.slow

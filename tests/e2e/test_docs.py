@@ -30,7 +30,7 @@ from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.io.arguments import key_values
 from gspo.planning.hardware import hardware
-from gspo.run.sweeps import expanded
+from gspo.run.sweep_configs import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
 
 ROOT = Path(__file__).parents[2]

@@ -130,7 +130,8 @@ def torchrun(folder: Path, *overrides: str):
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
     ]
-    launcher = [sys.executable, "-c", TORCHRUN, *options, *command(*overrides)[1:]]
+    words = command(*overrides)[2:]  # without python -P
+    launcher = [sys.executable, "-c", TORCHRUN, *options, *words]
     return forked.run(launcher, cwd=folder, env=environment() | {"PYTHONPATH": "."})
 
 

@@ -29,8 +29,8 @@ from commands import (
     wait_for_step,
 )
 from gspo.model.loading import load
-from gspo.run.build import open_policy
 from gspo.run.directory import settings_and_checkpoint
+from gspo.run.policies import open_policy
 
 # rewards that differ by length
 SHAPED = ["reward.overlong_cache=11", "reward.shift=running", "reward.scale=running"]

@@ -108,10 +108,8 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
     assert third.returncode == 0 and third.stdout.count("has reached step 40 already") == 3
 
 
-SIX = [
-    sys.executable, "-P", "-m", "gspo", "train", "-m", *SMALL, "steps=10",
-    "objective=gspo_tiny,grpo", "seed=1,2,3",
-]  # fmt: skip
+TRAIN = [sys.executable, "-P", "-m", "gspo", "train"]
+SIX = [*TRAIN, "-m", *SMALL, "steps=10", "objective=gspo_tiny,grpo", "seed=1,2,3"]
 
 
 def status(folder) -> list[str]:
@@ -152,7 +150,7 @@ def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_pa
 
 @pytest.mark.slow
 def test_a_failed_job_is_listed_with_its_reason_and_the_others_run(tmp_path):
-    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=100000,12"]
+    command = [*TRAIN, "-m", *SMALL, "steps=2", "seed=1,2", "rollout.max_new_tokens=100000,12"]
     # Hydra itself would start no batch after one with an error
     command += ["hydra.sweeper.max_batch_size=1"]
     done = forked.run(command, cwd=tmp_path, env=environment())
@@ -175,7 +173,7 @@ def test_option_files_edited_while_a_sweep_runs_make_no_other_runs(tmp_path):
     words = "defaults: [train, _self_]\noptim: {lr: 1e-3}\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
     mine.write_text(words)
     options = [option for option in SMALL if not option.startswith("optim.lr=")]
-    command = [*SIX[:2], "-cd", "mine", "-cn", "study", "-m", *options]
+    command = [*TRAIN, "-cd", "mine", "-cn", "study", "-m", *options]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
     )
@@ -214,7 +212,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
     """
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=2"]
     options = [o for o in SMALL if not o.startswith(("steps=", "checkpoint.", "threads="))]
-    command = [*SIX[:3], *options, *launcher, "steps=60", "seed=1,2", "checkpoint.every=100"]
+    command = [*TRAIN, "-m", *options, *launcher, "steps=60", "seed=1,2", "checkpoint.every=100"]
     devices = {"CUDA_VISIBLE_DEVICES": "5,7"}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment() | devices, stderr=subprocess.PIPE, text=True
@@ -242,7 +240,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
 
 @pytest.mark.slow
 def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
-    command = [*SIX[:3], *SMALL, "steps=2", "seed=1,2", "hydra/launcher=submitit_local"]
+    command = [*TRAIN, "-m", *SMALL, "steps=2", "seed=1,2", "hydra/launcher=submitit_local"]
     done = forked.run(command, cwd=tmp_path, env=environment())
     assert done.returncode == 1 and "hydra.sweeper.max_batch_size=N" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("runs/small/*-seed*"))
@@ -251,7 +249,7 @@ def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
-    command = [*SIX[:3], *SMALL, "steps=40", "seed=1,2", *launcher]
+    command = [*TRAIN, "-m", *SMALL, "steps=40", "seed=1,2", *launcher]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -278,7 +276,7 @@ def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
 @pytest.mark.slow
 def test_a_job_of_submitit_that_is_terminated_is_said_to_be_unfinished(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
-    command = [*SIX[:3], *SMALL, "steps=60", "seed=1", *launcher]
+    command = [*TRAIN, "-m", *SMALL, "steps=60", "seed=1", *launcher]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
     )

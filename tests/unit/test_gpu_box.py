@@ -18,7 +18,7 @@ from gpu import box
 from gspo.cli import check
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, settings_hash
-from gspo.run.sweeps import expanded
+from gspo.run.sweep_configs import expanded
 from speed.workload import WORKLOADS
 
 OUT = Path("/tmp/out")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
 from gspo.data.lazy_torch import torch
-from gspo.io.ranges import ranged
+from gspo.io.ranges import choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,12 +180,7 @@ class SAPO(RatioObjective):
     name: str = "sapo"
     tau_positive: float = ranged(1.0, above=0)
     tau_negative: float = ranged(1.05, above=0)
-    level: str = "token"  # token | sequence
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.level not in ("token", "sequence"):
-            raise ValueError(f"objective.level={self.level!r}: choose token or sequence")
+    level: str = choice("token", ("token", "sequence"))
 
     @property
     def sequence_level(self) -> bool:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import jinja2
 
 from gspo.data.samples import ChatPrompt
-from gspo.io.ranges import HASHED_IF_CHANGED
+from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice
 from gspo.model.chat.control_tokens import BEGIN, ControlTokens
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ THOUGHTS = ("<think>", "</think>")  # they are in no turn's frame, and prompts m
 
 
 @dataclass
-class PromptFormat:
+class PromptFormat(Ranged, key="prompt"):
     """The settings under `prompt`.
 
     format   plain: the text as it is; chat: as the user's turn; auto: chat if the tokenizer has a
@@ -52,7 +52,7 @@ class PromptFormat:
              turn never are in it
     """
 
-    format: str = "auto"  # auto | plain | chat
+    format: str = choice("auto", ("auto", "plain", "chat"))
     system: str = ""
     thinking: bool | None = field(default=None, metadata=HASHED_IF_CHANGED)
     date: str = field(default="2026-01-01", metadata=HASHED_IF_CHANGED)
@@ -60,12 +60,11 @@ class PromptFormat:
     special_tokens: bool = field(default=True, metadata=HASHED_IF_CHANGED)
 
     def __post_init__(self):
+        super().__post_init__()
         try:
             datetime.date.fromisoformat(self.date)
         except ValueError:
             raise ValueError(f"prompt.date={self.date!r} is no date: write YYYY-MM-DD") from None
-        if self.format not in ("auto", "plain", "chat"):
-            raise ValueError(f"prompt.format={self.format!r}: choose auto, plain or chat")
         if self.format == "plain" and self.system:
             raise ValueError(
                 f"prompt.system={self.system!r} with prompt.format=plain: a plain text has no system turn"

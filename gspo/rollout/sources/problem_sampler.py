@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 from gspo.data.samples import Problem, Response
 from gspo.data.seeding import permutation
+from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task
 
 # on an unbounded stream refill round r starts at position r * REFILL, far from any step's own
@@ -112,7 +113,7 @@ class Uniform:
 
 
 @dataclass
-class Grouped:
+class Grouped(Ranged, key="sampler"):
     """Chooses batches of similar problems: it sorts the query set, and cuts it into batches.
 
     by     the sort key
@@ -131,15 +132,12 @@ class Grouped:
     """
 
     name: str = "grouped"
-    by: str = "difficulty"
-    order: str = "shuffled"
+    by: str = choice("difficulty", GROUP_KEYS)
+    order: str = choice("shuffled", ORDERS)
     needs_query_set: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.by not in GROUP_KEYS:
-            raise ValueError(f"sampler.by={self.by!r}: choose one of {', '.join(GROUP_KEYS)}")
-        if self.order not in ORDERS:
-            raise ValueError(f"sampler.order={self.order!r}: choose one of {', '.join(ORDERS)}")
+        super().__post_init__()
         if self.order != "shuffled" and self.by not in ("difficulty", "length"):
             raise ValueError(
                 f"sampler.order={self.order} with sampler.by={self.by}: only difficulty and length "

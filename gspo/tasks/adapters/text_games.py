@@ -30,7 +30,7 @@ import numpy as np
 
 from gspo.data.samples import Problem
 from gspo.data.seeding import seed_for
-from gspo.io.ranges import outside_code, ranged
+from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Message, Outcome
@@ -43,7 +43,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass
-class TextGames(EnvironmentTask):
+class TextGames(EnvironmentTask, key="task"):
     """Problem i is a game whose seed is a function of (run seed, split, i); all samples of it play
     the same game.
 
@@ -61,9 +61,9 @@ class TextGames(EnvironmentTask):
     id: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     instruction: str = ""
-    shows: str = "observation"  # observation | render
+    shows: str = choice("observation", ("observation", "render"))
     actions: list[str] = field(default_factory=list)
-    form: str = "whole"  # whole | tags
+    form: str = choice("whole", ("whole", "tags"))
     evaluation_size: int = ranged(100, least=1, most=100_000)
 
     key: ClassVar[str] = "task"
@@ -81,11 +81,6 @@ class TextGames(EnvironmentTask):
             raise ValueError(
                 f"{self.key}.id={self.id}: to import {module} say {self.key}.env={module}:FUNCTION"
             )
-        for setting, known in (("shows", ("observation", "render")), ("form", ("whole", "tags"))):
-            if getattr(self, setting) not in known:
-                raise ValueError(
-                    f"{self.key}.{setting}={getattr(self, setting)!r}: choose {' or '.join(known)}"
-                )
         if len({name.casefold() for name in self.actions}) < len(self.actions):
             raise ValueError(f"{self.key}.actions={list(self.actions)}: two of them have one name")
 

@@ -14,11 +14,11 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gspo.io.ranges import ranged
+from gspo.io.ranges import choice, ranged
 from gspo.rewards.code.grader import Asserts, StdinCase
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
 from gspo.tasks.benchmarks.base import Item
-from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
+from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
 from gspo.tasks.benchmarks.records_file import Row, Source, writable
 
 HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
@@ -48,13 +48,9 @@ class HumanEval(CodeBenchmark):
 
     name: str = "humaneval"
     hub: str = "openai/openai_humaneval"
-    wording: str = "instruct"  # instruct | completion
+    wording: str = choice("instruct", ("instruct", "completion"))
     max_new_tokens: ClassVar[int] = EVALPLUS
     stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_wording(self.wording)
 
     def completes(self) -> bool:
         return self.wording == "completion"
@@ -84,7 +80,7 @@ class Mbpp(CodeBenchmark):
     name: str = "mbpp"
     hub: str = "google-research-datasets/mbpp"
     hub_config: str = "full"
-    wording: str = "instruct"  # instruct | completion
+    wording: str = choice("instruct", ("instruct", "completion"))
     shown_tests: int = ranged(3, least=1, most=3)
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
     hub_train_split: ClassVar[str] = "train"
@@ -94,7 +90,6 @@ class Mbpp(CodeBenchmark):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_wording(self.wording)
         self._examples = ""
 
     def completes(self) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 
 from gspo.data.samples import Problem, Score
 from gspo.data.seeding import seed_for
-from gspo.io.ranges import ranged
+from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
 
@@ -111,7 +111,7 @@ class GymProblems(Task):
     dataset: str = "chain_sum"
     config: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int = ranged(200, least=1, most=100_000)
-    form: str = "tags"  # tags | boxed
+    form: str = choice("tags", tuple(INSTRUCTIONS))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,8 +121,6 @@ class GymProblems(Task):
             )
             examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
             raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
-        if self.form not in INSTRUCTIONS:
-            raise ValueError(f"form={self.form!r}: choose tags or boxed")
         for key in {"seed", "size"} & set(self.config):
             raise ValueError(
                 f"config.{key}={self.config[key]}: set by the harness, from the run's seed"

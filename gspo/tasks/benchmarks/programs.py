@@ -137,12 +137,6 @@ class CodeBenchmark(Benchmark):
         self._grader.close()
 
 
-def check_wording(wording: str) -> None:
-    """Raise ValueError for an unknown wording."""
-    if wording not in ("instruct", "completion"):
-        raise ValueError(f"wording={wording!r}: choose instruct or completion")
-
-
 def answer_block(text: str, entry_point: str = "") -> str:
     """Return the block of a response that is its answer, "" if there is none. The rule is at the
     head of this file.

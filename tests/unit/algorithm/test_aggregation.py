@@ -103,7 +103,7 @@ def test_a_batch_without_any_token_gives_0(aggregation):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"mode": "mean"}, r"aggregation\.mode='mean': choose auto or one of seq-mean-token-mean"),
+        ({"mode": "mean"}, r"aggregation\.mode='mean': choose one of auto, seq-mean-token-mean"),
         (
             {"mode": "token-mean", "rows": "valid"},
             r"aggregation\.rows='valid': choose one of nonempty, all, one",

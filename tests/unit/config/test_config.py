@@ -33,8 +33,8 @@ from gspo.config.settings import (
     settings_hash,
 )
 from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
-from gspo.run.build import check_positions, open_policy
 from gspo.run.entry_point import explain
+from gspo.run.policies import check_positions, open_policy
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
 NEEDS = {  # what an option cannot do without
@@ -470,7 +470,7 @@ BAD = [
         "reward.turns=each objective=gspo_token advantage=gae",
         "reward.turns=each with task=mixed: .* leave it out",
     ),
-    ("reward.turns=some", "reward.turns='some': choose outcome or each"),
+    ("reward.turns=some", "reward.turns='some': choose one of outcome, each"),
     (
         "task=guessing reward.turns=each advantage=returns",
         "objective=gspo has one advantage per response, advantage=returns .* and reward.turns=each gives one per token",

@@ -9,7 +9,7 @@ import pytest
 
 import forked
 from commands import SMALL, environment
-from gspo.run.sweep_state import forecast, jobs, special
+from gspo.run.sweep_state import forecast, jobs, own_overrides
 
 TRAIN = [sys.executable, "-P", "-m", "gspo", "train"]
 
@@ -53,7 +53,8 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
     )
     assert lines[3].endswith("seed=1 preset=trl: the same run as job 0")
     assert lines[4].startswith("4 jobs: 1 finished, 1 missing, 1 wrong, 1 repeated")
-    assert special(plan, 3) == "seed=1 preset=trl" and special(plan[:1], 0) == "steps=2 seed=1"
+    assert own_overrides(plan, 3) == ["seed=1", "preset=trl"]
+    assert own_overrides(plan[:1], 0) == ["steps=2", "seed=1"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from gspo.algorithm.objectives import CISPO, DPPO, GSPO
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import schema, to_dataclass
 from gspo.config.settings import CHOICES, Settings
-from gspo.io.ranges import Range, Ranged, cost_only, declared, fields_with, ranged
+from gspo.io.ranges import Range, Ranged, choice, cost_only, declared, fields_with, ranged
 from speed.workload import Shape, Workload
 
 TOP = (Settings, EvaluateCommand, SampleCommand, BenchmarkCommand, Shape, Workload)
@@ -195,3 +195,26 @@ def test_a_number_that_states_no_range_must_be_finite_all_the_same():
         Loose(share=math.nan)
     with pytest.raises(ValueError, match=r"odds\[1\]=-2.0 must be a finite number above 0"):
         Loose(odds=[1.0, -2.0])
+
+
+def test_a_choice_is_refused_with_the_values_that_are_allowed():
+    @dataclass
+    class Base(Ranged, key="optim"):
+        decay: str = choice("none", ("none", "linear"))
+        judge: str = choice("", ("", "token"))
+
+    @dataclass
+    class Other(Base):
+        decay: str = "linear"
+
+    assert Base(judge="token") == Base("none", "token") and Other().decay == "linear"
+    with pytest.raises(ValueError, match=r"^optim\.decay='step': choose one of none, linear$"):
+        Other(decay="step")
+    with pytest.raises(ValueError, match=r"^optim\.judge='x': choose one of token$"):
+        Base(judge="x")
+
+
+def test_a_choice_is_refused_by_its_dotted_key():
+    with pytest.raises(ValueError) as refused:
+        settings("kl=loss", "kl.aggregation.rows=some")
+    assert str(refused.value) == ("kl.aggregation.rows='some': choose one of nonempty, all, one")

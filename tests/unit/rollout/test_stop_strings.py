@@ -17,7 +17,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, to_response
 from gspo.rollout.engines.stop_strings import StopStringDetector
 from gspo.rollout.settings import RolloutSettings
-from gspo.run.build import open_policy
+from gspo.run.policies import open_policy
 
 CORPUS = [
     "<answer>12</answer> so the end",

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from gspo.run import directory
+from gspo.run import code_state
 
 
 def test_a_copy_that_lies_in_another_repository_has_no_commit(tmp_path, monkeypatch):
@@ -16,22 +16,24 @@ def test_a_copy_that_lies_in_another_repository_has_no_commit(tmp_path, monkeypa
     file.write_text("")
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "theirs")
-    monkeypatch.setattr(directory, "__file__", str(file))
-    state = directory.code_state()
+    monkeypatch.setattr(code_state, "__file__", str(file))
+    state = code_state.code_state()
     assert (
-        state["commit"] is None and state["changed_files"] == [] and directory.uncommitted() == ""
+        state["commit"] is None and state["changed_files"] == [] and code_state.uncommitted() == ""
     )
     git("add", "env")
     git("commit", "-q", "-m", "ours")
     file.write_text("changed")
-    assert "+changed" in directory.uncommitted() and "a/env/directory.py" in directory.uncommitted()
-    state = directory.code_state()
+    assert (
+        "+changed" in code_state.uncommitted() and "a/env/directory.py" in code_state.uncommitted()
+    )
+    state = code_state.code_state()
     assert len(state["commit"]) == 40 and state["changed_files"] == ["env/directory.py"]
     file.write_text("changed\n" * 200_000)
-    assert "env/directory.py" in directory.uncommitted() and len(directory.uncommitted()) < 1000
-    monkeypatch.setattr(directory, "MOST_CHANGED", 1000)
-    assert directory.uncommitted() == "# changed: env/directory.py\n", (
+    assert "env/directory.py" in code_state.uncommitted() and len(code_state.uncommitted()) < 1000
+    monkeypatch.setattr(code_state, "MAX_CHANGED_BYTES", 1000)
+    assert code_state.uncommitted() == "# changed: env/directory.py\n", (
         "git is not asked what has changed in it"
     )
     file.unlink()
-    assert "-" in directory.uncommitted() and "deleted file" in directory.uncommitted()
+    assert "-" in code_state.uncommitted() and "deleted file" in code_state.uncommitted()

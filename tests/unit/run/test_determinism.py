@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from gspo.run.build import use_deterministic_algorithms
+from gspo.run.policies import use_deterministic_algorithms
 
 
 @pytest.fixture

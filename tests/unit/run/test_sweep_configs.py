@@ -7,7 +7,7 @@ from omegaconf import OmegaConf, open_dict
 
 from composing import CONF
 from gspo.run.entry_point import explain
-from gspo.run.sweeps import SweepConfigs
+from gspo.run.sweep_configs import SweepConfigs
 
 JOBS = [
     ["seed=3", "objective=grpo", "optim.lr=0.5"],

@@ -103,9 +103,12 @@ def test_arrays_and_mappings_are_shown_as_json():
         ),
         (
             {"env": "text_games:Doors", "shows": "ansi"},
-            r"task\.shows='ansi': choose observation or render",
+            r"task\.shows='ansi': choose one of observation, render",
         ),
-        ({"env": "text_games:Doors", "form": "tag"}, r"task\.form='tag': choose whole or tags"),
+        (
+            {"env": "text_games:Doors", "form": "tag"},
+            r"task\.form='tag': choose one of whole, tags",
+        ),
         ({"env": "text_games:Doors", "actions": ["a", "A"]}, "two of them have one name"),
         ({"env": "text_games:Doors", "evaluation_size": 0}, "evaluation_size=0"),
     ],
