@@ -1,8 +1,8 @@
-"""Aggregation: from the loss of every token to one number. It is a choice separate from the
-objective.
+"""Aggregation: from the loss of every token to one number.
 
-Frameworks give different formulas the same name. Here every denominator is written out, so that the
-formula of each framework can be chosen (experiments/PARITY.md says which framework uses which).
+It is a choice separate from the objective. Frameworks give different formulas the same name. Here
+every denominator is written out, and the formula of each framework can be chosen
+(experiments/PARITY.md lists the formula that each framework uses).
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -25,44 +25,44 @@ ROWS = ("nonempty", "all", "one")
 
 @dataclass(frozen=True)
 class Totals:
-    """Holds the counts by which a loss is normalised: those of the whole optimizer step, not of a
-    micro-batch.
-    """
+    """The counts by which a loss is normalised, over the whole optimizer step."""
 
-    sequences: int  # the number of responses with at least one token in the mask
-    rows: int  # the number of all responses
-    tokens: int  # the number of tokens in the mask
-    width: int  # the number of columns of the padded batch
+    sequences: int  # responses with at least one token in the mask
+    rows: int  # all responses
+    tokens: int  # tokens in the mask
+    width: int  # columns of the padded batch
 
     @staticmethod
     def of(mask_BT: Tensor) -> Totals:
         """Count the responses and tokens of a mask."""
-        return Totals(
-            int(mask_BT.any(-1).sum()), *mask_BT.shape[:1], int(mask_BT.sum()), *mask_BT.shape[1:]
-        )
+        rows, width = mask_BT.shape
+        sequences = int(mask_BT.any(-1).sum())
+        return Totals(sequences, rows, int(mask_BT.sum()), width)
 
 
 @dataclass
 class Aggregation(Ranged, key="aggregation"):
-    """Computes the share of a micro-batch in the loss of its optimizer step; all shares add up to
-    that loss.
+    """The mean of the token losses l_it, by one of four formulas (`mode`).
 
-        seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it     GSPO Eq 5, GRPO Eq 2 of
-                                  arXiv:2507.18071
-        token-mean                sum_it l_it / sum_i |y_i|        DAPO, arXiv:2503.14476: long
-                                  responses weigh more
-        seq-mean-token-sum        1/N sum_i sum_t l_it             a response weighs in proportion
-                                  to its length
-        seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it         Dr.GRPO, arXiv:2503.20783: C is a
-                                  constant
+        seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it
+        token-mean                sum_it l_it / sum_i |y_i|
+        seq-mean-token-sum        1/N sum_i sum_t l_it
+        seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it
 
-    N is the number of responses with at least one token (`rows=nonempty`), of all responses
-    (`all`), or 1 (`one`, which gives a sum). C is `length`. N and sum |y_i| come from `totals`, so
-    the gradient does not depend on how the batch is cut into micro-batches.
+    The first is that of GSPO and GRPO (arXiv:2507.18071, Eq 5 and 2). The second is that of DAPO
+    (arXiv:2503.14476), and long responses weigh more in it. In the third, a response weighs in
+    proportion to its length. The fourth is that of Dr.GRPO (arXiv:2503.20783).
+
+    N is the number of responses with at least one token (`rows=nonempty`), the number of all
+    responses (`all`), or 1 (`one`, which gives a sum). C is the constant `length`.
+
+    A call returns the share of one micro-batch, and all shares add up to the loss of the optimizer
+    step. N and sum_i |y_i| are those of the step (`totals`), so the gradient does not depend on
+    the size of micro-batches.
     """
 
-    mode: str = "auto"  # one of the four above | auto: the one that the objective's paper uses
-    rows: str = "nonempty"  # what N counts in the seq-mean modes: nonempty | all | one
+    mode: str = "auto"  # one of the four above | auto: that of the objective's paper
+    rows: str = "nonempty"  # N of the seq-mean modes: nonempty | all | one
     # C of the -norm mode: a number | null: the longest response limit of the run | 0: the width of
     # the batch
     length: int | None = ranged(None, least=0)
@@ -85,7 +85,7 @@ class Aggregation(Ranged, key="aggregation"):
             )
 
     def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
-        """Aggregate the loss of every token to a scalar.
+        """Return a scalar: the micro-batch's share of the aggregated loss.
 
         Raises ValueError for mode=auto or length=null, which gspo.config replaces before training.
         """
