@@ -1,8 +1,8 @@
 """Advantage estimators: from rewards to the advantage of every token of a response.
 
 An estimator reads the reward of every token, the mask, and the group of every response. Usually
-only the last token of a response has a reward: the verifier's, minus any KL penalty. A group is the
-responses to one problem. The estimator returns an advantage for every token. Settings can whiten
+only the last token of a response has a reward: the verifier's, minus any KL penalty. A group is
+the set of responses to a problem. The estimator returns an advantage for every token. Settings can whiten
 the advantages over the batch and then clip them.
 
 Shape suffixes: B responses, T response tokens, K turns of an episode.
@@ -65,10 +65,12 @@ class Advantage(Ranged, key="advantage"):
             raise ValueError(f"advantage.whiten={self.whiten!r}: choose none, tokens or responses")
 
     def __call__(self, credit: Credit) -> Tensor:
-        """Compute the advantages, whitened and clipped by the settings. Shape [B, T], 0 where masked.
+        """Compute the advantages, whitened and clipped by the settings. Shape [B, T].
 
-        whiten=tokens       (A - mean) / sqrt(var + 1e-8), over the tokens of the batch
-        whiten=responses    (A - mean) / (std + 1e-4), over the responses' mean advantages
+        Masked tokens have the advantage 0.
+
+            whiten=tokens       (A - mean) / sqrt(var + 1e-8), over the tokens of the batch
+            whiten=responses    (A - mean) / (std + 1e-4), over the responses' mean advantages
 
         The variance has ddof 1.
         """
@@ -85,7 +87,7 @@ class Advantage(Ranged, key="advantage"):
         return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages before whitening, one per response [B] or one per token [B, T]."""
+        """Compute the advantages before whitening: by response [B] or by token [B, T]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
 
 
@@ -93,9 +95,9 @@ class Advantage(Ranged, key="advantage"):
 class GroupAdvantage(Advantage):
     """The base of the estimators that compare a response with the rest of its group.
 
-    If all rewards of a group are equal, its advantages are exactly 0. A group of one response also
-    has the advantage 0. With `group_of_one=reward` its mean counts as 0 and its std as 1, as in
-    verl.
+    If all rewards of a group are equal, its advantages are exactly 0. A group with a single
+    response also has the advantage 0. With `group_of_one=reward` its mean counts as 0 and its std
+    as 1, as in verl.
     """
 
     group_of_one: str = "zero"  # zero | reward
@@ -116,7 +118,7 @@ class GroupAdvantage(Advantage):
         return torch.where(groups.size_B == 1, alone_B, adv_B)
 
     def alone(self, rewards_B: Tensor) -> Tensor:
-        """Compute the advantages of groups of one if mean counts as 0 and std as 1. Shape [B]."""
+        """Compute the advantages of groups of size 1, with mean 0 and std 1. Shape [B]."""
         return rewards_B
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
@@ -131,7 +133,7 @@ class GroupNormalized(GroupAdvantage):
         A_i = (r_i - mean_j r_j) / (std r + eps)
 
     The std has ddof 1, and it is over the group. With `std=batch` it is over all rewards of the
-    batch (TRL's scale_rewards=batch; Lite PPO, arXiv:2508.08221). The GSPO paper does not specify
+    batch (TRL's scale_rewards=batch, and Lite PPO, arXiv:2508.08221). The GSPO paper does not specify
     std and eps.
     """
 
@@ -192,7 +194,7 @@ class TurnNormalized(GroupAdvantage):
         A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
 
     i is an episode and k a turn. The mean and the std (ddof 1) are over the episodes j of the group
-    that have a turn k. All tokens of a turn have its advantage. The advantage is 0 if only one
+    that have a turn k. All tokens of a turn have its advantage. The advantage is 0 if a single
     episode has the turn, or if all its returns are equal.
 
     Turn-level comparison within the group follows arXiv:2505.11821, section 4.2. GSPO-token can
@@ -214,7 +216,7 @@ class TurnNormalized(GroupAdvantage):
             )
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages [B, T]. Without turns, a response is one turn."""
+        """Compute the advantages [B, T]. Without turns, a response counts as a single turn."""
         mask_BT = credit.mask_BT
         turns_BT = credit.turns_BT
         if turns_BT is None:
@@ -235,7 +237,7 @@ class TurnNormalized(GroupAdvantage):
         return adv_BK.gather(1, turns_BT)
 
     def compare(self, return_B: Tensor, groups: Groups) -> Tensor:
-        """Compute the advantages of one turn. Shape [episodes that have the turn]."""
+        """Compute the advantages of a turn. Shape [episodes that have the turn]."""
         adv_B = (return_B - groups.mean(return_B)) / (groups.std(return_B) + self.eps)
         return torch.where(groups.all_equal(return_B), 0.0, adv_B)
 
@@ -353,7 +355,7 @@ class Groups:
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
-        """Compute the standard deviation (ddof 1) of each response's group; 0 for a group of one."""
+        """Compute the standard deviation (ddof 1) of each response's group, 0 for groups of size 1."""
         variance_B = self.mean((x_B - self.mean(x_B)).square())  # ddof 0
         return (variance_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
 
@@ -385,5 +387,5 @@ def whitened(x: Tensor, sample: Tensor) -> Tensor:
 
 
 def deviation(x_B: Tensor) -> Tensor:
-    """Compute the standard deviation (ddof 1) of all values; 0 for a single value."""
+    """Compute the standard deviation (ddof 1) of all values, or 0 of a single value."""
     return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)

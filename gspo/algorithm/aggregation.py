@@ -1,4 +1,4 @@
-"""Aggregation: from the loss of every token to one number.
+"""Aggregation: from the loss of every token to a single number.
 
 It is a choice separate from the objective. Frameworks give different formulas the same name. Here
 every denominator is written out, and the formula of each framework can be chosen
@@ -42,23 +42,26 @@ class Totals:
 
 @dataclass
 class Aggregation(Ranged, key="aggregation"):
-    """The mean of the token losses l_it, by one of four formulas (`mode`).
+    """The mean of the token losses l_it, by the formula of `mode`.
 
         seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it
         token-mean                sum_it l_it / sum_i |y_i|
         seq-mean-token-sum        1/N sum_i sum_t l_it
         seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it
 
-    The first is that of GSPO and GRPO (arXiv:2507.18071, Eq 5 and 2). The second is that of DAPO
-    (arXiv:2503.14476), and long responses weigh more in it. In the third, a response weighs in
-    proportion to its length. The fourth is that of Dr.GRPO (arXiv:2503.20783).
+    GSPO and GRPO use the first (arXiv:2507.18071, Eq 5 and 2). DAPO uses the second
+    (arXiv:2503.14476), in which long responses weigh more. In the third, a response weighs in
+    proportion to its length. Dr.GRPO uses the fourth (arXiv:2503.20783).
 
-    N is the number of responses with at least one token (`rows=nonempty`), the number of all
-    responses (`all`), or 1 (`one`, which gives a sum). C is the constant `length`.
+    C is the constant `length`. N depends on `rows`:
 
-    A call returns the share of one micro-batch, and all shares add up to the loss of the optimizer
-    step. N and sum_i |y_i| are those of the step (`totals`), so the gradient does not depend on
-    the size of micro-batches.
+        nonempty    the number of responses that have tokens
+        all         the number of all responses
+        one         1, which gives a sum
+
+    A call returns the share of a micro-batch, and all shares add up to the loss of the optimizer
+    step. N and sum_i |y_i| count the whole step (`totals`), so the gradient does not depend on the
+    size of micro-batches.
     """
 
     mode: str = "auto"  # one of the four above | auto: that of the objective's paper

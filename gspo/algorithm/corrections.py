@@ -112,11 +112,11 @@ class IcePop(MIS):
 class Rejection(Correction):
     """Rejection (verl's rollout_rs): the weight is 1 if the mismatch lies in [low, high], else 0.
 
-    The mismatch is measured by one of
+    `measure` selects how the mismatch of a token is measured:
 
         ratio = exp(m)      k2 = m^2 / 2      k3 = exp(m) - 1 - m
 
-    `level` reduces the measure over the response:
+    `level` selects how the measure is reduced over the response:
 
         token       no reduction
         sequence    the sum; for ratios the product

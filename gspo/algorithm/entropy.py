@@ -15,15 +15,15 @@ from dataclasses import dataclass
 class EntropyCoefficient:
     """The coefficient alpha of the entropy bonus, fixed or adaptive (Skywork-OR1).
 
-    The rule is that of arXiv:2505.22312, section 4. e_k is the entropy of update k, a mean over
-    the response tokens of its whole mini-batch.
+    See arXiv:2505.22312, section 4, for the rule. e_k is the entropy of update k. It is a mean
+    over the response tokens of the whole mini-batch.
 
         alpha_k   = c_k if e_(k-1) <= target else 0
         c_(k+1)   = c_k + delta if e_k <= target else c_k - delta,   kept within [least, most]
 
-    The bonus of an update depends on the entropy of the update before it, as in TRL, because its
-    own entropy is known only after the pass. The first update has no update before it, so its
-    alpha is c_1. The whole state is `value` and `measured`.
+    The bonus depends on the entropy of the previous update, as in TRL. The entropy of the current
+    update is known only after the pass. The first update has no previous update, so its alpha is
+    c_1. The whole state is `value` and `measured`.
     """
 
     value: float  # c_k

@@ -78,7 +78,7 @@ def random_inputs(seed: int, spread: float) -> LossInputs:
 
 
 def all_inputs() -> Iterator[LossInputs]:
-    """Yield the inputs of a check, one for each spread of the log-ratios."""
+    """Yield the inputs of a check for each spread of the log-ratios."""
     for seed, spread in enumerate(SPREADS):
         yield random_inputs(seed, spread)
 
@@ -248,7 +248,7 @@ def no_advantage_no_gradient(objective: Objective) -> Finding:
 
 
 def on_policy_it_is_reinforce(objective: Objective) -> Finding:
-    """Check that at ratios of 1 the gradient is that of -A log pi, times a positive factor."""
+    """Check that at ratios of 1 the gradient is REINFORCE's, times a positive factor."""
     name = "gradient on policy"
     inputs = random_inputs(0, 0.0)
     inputs = changed(replace(inputs, engine_logp_BT=inputs.old_logp_BT), lambda x: x)
@@ -304,8 +304,8 @@ class ReplayDetach(TorchFunctionMode):
 def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
     """Check that difference quotients of the loss equal its gradient.
 
-    A stop-gradient is a constant in the papers' formulas. So `detach` returns at shifted log-probs
-    the values that it returned at the unshifted ones.
+    A stop-gradient is a constant in the papers' formulas. So at shifted log-probs, `detach` returns
+    the values that it returned without the shift.
     """
     largest_error = 0.0
     for inputs in all_inputs():

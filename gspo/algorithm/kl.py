@@ -1,7 +1,7 @@
 """KL to a reference policy: estimators, settings of the KL term, and its adaptive coefficient.
 
-The estimators are those of Schulman, "Approximating KL Divergence", 2020. For a sampled token,
-with d = log pi(y_t) - log pi_ref(y_t):
+See Schulman, "Approximating KL Divergence", 2020, for the estimators. For a sampled token, with
+d = log pi(y_t) - log pi_ref(y_t):
 
     k1  = d                   unbiased, may be negative, expected gradient as a loss: zero
     k2  = d^2 / 2             biased, gradient of KL(pi || pi_ref)
@@ -97,8 +97,8 @@ class KLInLoss(Penalized):
 
     `times_ratio` multiplies the estimate by the importance ratio pi / pi_old. With the token's
     ratio, value and gradient of k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2,
-    arXiv:2512.02556). With the response's ratio, they are unbiased only for responses of one
-    token. TRL uses the response's ratio for GSPO.
+    arXiv:2512.02556). With the response's ratio, they are unbiased only for responses with a
+    single token. TRL uses the response's ratio for GSPO.
     """
 
     name: str = "loss"
@@ -141,8 +141,8 @@ class KLInReward(Penalized):
 
         r_t <- r_t - beta * estimate(pi_old, pi_ref)
 
-    Advantages are computed from these rewards. Estimators with one advantage per response use the
-    sum over its tokens.
+    Advantages are computed from these rewards. Estimators that give a
+    response a single advantage use the sum over its tokens.
     """
 
     name: str = "reward"

@@ -26,7 +26,7 @@ OVER = ("none", "batch", "group", "running")
 class RunningMoments:
     """The mean and variance of all rewards of a run so far, merged batch by batch.
 
-    With n old rewards and m new ones (Chan et al. 1979), delta = mean_new - mean:
+    n old rewards are merged with m new rewards (Chan et al. 1979), delta = mean_new - mean:
 
         squares <- squares + squares_new + delta^2 n m / (n + m)
         mean    <- mean + delta m / (n + m)
@@ -49,7 +49,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """The standard deviation with ddof 1; 0 for fewer than two values."""
+        """The standard deviation with ddof 1, or 0 for fewer than two values."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
 
@@ -59,8 +59,8 @@ class RewardShaping(Ranged, key="reward"):
 
         r <- clip( (r + penalty(|y|) - shift) / (scale + eps), -clip, clip )
 
-    shift is a mean and scale a std (ddof 1), each over the rollout batch, the group, or all rewards
-    of the run so far. If the std is 0 up to rounding, the reward is not scaled.
+    shift is a mean and scale a std (ddof 1). Each is over the rollout batch, the group, or all
+    rewards of the run so far. If the std is 0 up to rounding, the reward is not scaled.
 
     ROLL's reward_norm=X is shift=X scale=X. Its reward_shift, which only centres, is shift=X. Its
     reward_scale is scale=X for running statistics. For batch and group, ROLL's reward_scale also

@@ -5,8 +5,8 @@
     weighted.py   a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
 
 An objective returns the loss of every token. Averaging over tokens is a separate choice
-(gspo.algorithm.aggregation). The formulas differ from the papers in one point: log-ratios are
-bounded before exp (base.RatioObjective).
+(gspo.algorithm.aggregation). The only difference from the papers: log-ratios are bounded before
+exp (base.RatioObjective).
 """
 
 from gspo.algorithm.objectives import sequence, token, weighted

@@ -73,7 +73,7 @@ class GSPOAllTokens(GSPO):
 
 @dataclass
 class GSPOToken(Clipped):
-    """GSPO-token (arXiv:2507.18071, Eq 13-17): the response's ratio, and one advantage per token.
+    """GSPO-token (arXiv:2507.18071, Eq 13-17): the response's ratio, the token's advantage.
 
         s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]
         J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it,

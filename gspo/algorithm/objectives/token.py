@@ -1,10 +1,10 @@
 """Objectives with one importance ratio per token and PPO's clip: PPO, GRPO, Dr.GRPO, DAPO.
 
-They share one formula. They differ in three points:
+They share a formula. They differ in three points:
 
     the clip range
     the aggregation     `trainer.aggregation.mode=auto` takes that of the paper
-    the advantage       each is meant for another one
+    the advantage       each is meant for a different estimator
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -76,7 +76,7 @@ class PPO(GRPO):
 
         J = mean over tokens of min( w_t A_t, clip(w_t, 1 - clip_low, 1 + clip_high) A_t )
 
-    A critic's advantages are those of `advantage=gae`.
+    `advantage=gae` trains a critic.
     """
 
     name: str = "ppo"

@@ -26,7 +26,7 @@ class Reinforce(Objective):
 
         J = mean over tokens of A_it log pi(y_it)
 
-    Without a ratio, samples of an older policy count like samples of the current one.
+    Without a ratio, stale samples count like fresh samples.
     """
 
     name: str = "reinforce"
@@ -200,7 +200,7 @@ class SAPO(RatioObjective):
 
     @property
     def sequence_level(self) -> bool:
-        """Whether there is one ratio per response: a setting of this objective."""
+        """Whether a response has a single ratio: a setting of this objective."""
         return self.level == "sequence"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
