@@ -44,7 +44,7 @@ from gspo.config.user_code import (
     with_outside_parts,
 )
 from gspo.io.files import replace_text
-from gspo.io.ownership import doubt, own, write_signed
+from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.ranges import fields_with
 from gspo.io.untrusted import read_yaml
 from gspo.io.user_code import is_path, source_files
@@ -213,9 +213,9 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
         raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
     config, content = OmegaConf.structured(Settings), literal(read_yaml(path))
     places = recorded_places(content)
-    if places and not (trust or own(path)):
+    if places and not (trust or is_own_file(path)):
         raise ValueError(
-            f"{path} names code from outside this package ({', '.join(places)}) and {doubt()}: read that code, then "
+            f"{path} names code from outside this package ({', '.join(places)}) and {why_not_own()}: read that code, then "
             "say allow_outside_code=true"
         )
     for group, options in CHOICES.items():
@@ -307,8 +307,8 @@ def refuse_addresses(folder: Path, named: dict[str, str], words: str) -> None:
     if named:
         there = ", ".join(f"{key}={value}" for key, value in sorted(named.items()))
         raise ValueError(
-            f"{folder / 'settings.yaml'} {doubt()}, and it names addresses to which the run's data and responses would "
-            f"go: {there}. If you want that, say {words}"
+            f"{folder / 'settings.yaml'} {why_not_own()}, and it names addresses to which the "
+            f"run's data and responses would go: {there}. If you want that, say {words}"
         )
 
 
@@ -328,7 +328,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
             f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run"
         )
     named: dict[str, str] = {}
-    if not own(folder / "settings.yaml"):
+    if not is_own_file(folder / "settings.yaml"):
         named = addresses(OmegaConf.to_container(recorded))
         given = {override.split("=")[0] for override in overrides}
         missing = {key: value for key, value in named.items() if key not in given}

@@ -298,9 +298,9 @@ def name_in_plan(study: Path, ending: str) -> str:
     """Return the name that a sweep of the study has planned for the run with this ending, "" if
     none has. Such a run may be about to begin."""
     try:
-        plans = untrusted.read_bytes(study / "manifest.jsonl", untrusted.LONG).decode(
-            errors="replace"
-        )
+        plans = untrusted.read_bytes(
+            study / "manifest.jsonl", untrusted.MAX_ROWS_FILE_BYTES
+        ).decode(errors="replace")
     except (OSError, untrusted.Unreadable):
         return ""
     planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)

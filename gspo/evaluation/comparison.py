@@ -18,7 +18,7 @@ from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, first_difference, slim
 from gspo.io.files import refuse_links
-from gspo.io.untrusted import inside, opened, parse_json, read_json
+from gspo.io.untrusted import open_plain_file, parse_json, path_inside, read_json
 
 # the settings of an evaluation that describe how it sampled and scored, rather than what;
 # `max_new_tokens` is by set
@@ -70,7 +70,7 @@ def read_finished(path: str | Path) -> Finished:
     prompts: dict[str, dict[int, str]] = {}
     for name in settings["sets"]:
         groups[name], prompts[name] = {}, {}
-        for row in read_rows(inside(path / "responses", f"{name}.jsonl")):
+        for row in read_rows(path_inside(path / "responses", f"{name}.jsonl")):
             prompts[name].setdefault(row["problem"], row["prompt"])
             groups[name].setdefault(row["problem"], []).append(slim(row))
     return Finished(path, settings, groups, prompts)
@@ -78,7 +78,7 @@ def read_finished(path: str | Path) -> Finished:
 
 def read_rows(path: Path):
     """Yield the rows of a file of responses. Raises ValueError for a line that is no row."""
-    with opened(path) as file:
+    with open_plain_file(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = parse_json(line)

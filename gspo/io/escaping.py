@@ -14,7 +14,7 @@ import re
 import sys
 from typing import TextIO
 
-ODD = re.compile(
+UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # control characters but tab and newline; the soft hyphen
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
     # fillers and joiners that show nothing
@@ -25,7 +25,7 @@ ODD = re.compile(
     # joiners and variants after ASCII; Persian, Hindi, emoji use them
     "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"
 )
-MARKDOWN = re.compile(
+MARKDOWN_SYNTAX = re.compile(
     r"[\\`*<|~$]"
     r"|&(?=#?\w+;)"  # an entity
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a_name is none
@@ -35,19 +35,19 @@ MARKDOWN = re.compile(
     re.IGNORECASE,
 )
 # tqdm writes it to move the cursor up to the first of several progress bars
-MOVES = re.compile("(\x1b\\[A)+")
+CURSOR_MOVES = re.compile("(\x1b\\[A)+")
 
 
-def shown(text: object) -> str:
+def escape(text: object) -> str:
     """Replace characters that act or deceive by their codes, an escape by "\\x1b"; newlines and
     tabs stay.
     """
-    return ODD.sub(_code, str(text))
+    return UNSAFE_CHARACTERS.sub(_code, str(text))
 
 
-def line(text: object) -> str:
+def escape_line(text: object) -> str:
     """Do the same and write newlines and tabs as codes too, for text that must stay in one line."""
-    return shown(text).replace("\n", "\\n").replace("\t", "\\t")
+    return escape(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _code(match: re.Match) -> str:
@@ -61,16 +61,16 @@ def _code(match: re.Match) -> str:
     )
 
 
-def in_markdown(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """Escape text for one line of Markdown, so that no program takes it for markup, a link or a
     picture.
     """
-    return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
+    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", " ".join(escape(text).split()))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # terminal
-class Screen:
+class EscapingStream:
     """A text stream that passes everything written to it through `shown`.
 
     Progress bars still work: a carriage return is passed on at the start of a line, or after
@@ -85,8 +85,8 @@ class Screen:
 
     def write(self, text: str) -> int:
         back = text.startswith("\r") and (self.fresh or self.bar)
-        moves = self.bar and MOVES.fullmatch(text)
-        self.stream.write(text if moves else "\r" * back + shown(text[back:]))
+        moves = self.bar and CURSOR_MOVES.fullmatch(text)
+        self.stream.write(text if moves else "\r" * back + escape(text[back:]))
         if text:
             self.fresh, self.bar = text.endswith("\n"), bool(back or moves)
         return len(text)
@@ -99,16 +99,16 @@ class Screen:
         return getattr(self.stream, name)
 
 
-def guard() -> None:
+def escape_output() -> None:
     """Make this process print nothing that acts on a terminal, from whatever library it comes."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Screen):
-            setattr(sys, name, Screen(stream))
+        if stream is not None and not isinstance(stream, EscapingStream):
+            setattr(sys, name, EscapingStream(stream))
 
 
-class Lines(logging.Formatter):
+class EscapingFormatter(logging.Formatter):
     """Formats the lines of a log file with `shown`, because they may be read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
+        return escape(super().format(record))

@@ -20,21 +20,23 @@ from typing import TextIO
 
 from gspo.io import untrusted
 
-STATUS, LOCK = "status.json", ".lock"
-HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
+STATUS_FILE, LOCK_FILE = "status.json", ".lock"
+RUN_STATES = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
 # the entries of status.json that are read again
 STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}
 # has a line for each time that another process continued the run from a checkpoint
-CONTINUED = "continued.jsonl"
+CONTINUATIONS_FILE = "continued.jsonl"
 # the folder in a run directory that has those of its checkpoints, a folder for each
-EVALUATIONS = "evaluations"
+EVALUATIONS_FOLDER = "evaluations"
 # the folder in a run directory, or in that of an evaluation, where W&B keeps its files
-W_AND_B = "wandb"
+W_AND_B_FOLDER = "wandb"
 # links that W&B makes in that folder
-LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
+W_AND_B_LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
 # files that `replace_bytes` had not renamed yet
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
-ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
+ABANDONED_SECONDS = (
+    60.0  # seconds; an older file of this kind was left by a process that was killed
+)
 
 
 def read_events(path: Path) -> list[dict]:
@@ -89,7 +91,10 @@ def remove_unfinished(folder: Path) -> None:
     written just now.
     """
     for path in folder.glob(".*.unfinished"):
-        if UNFINISHED.fullmatch(path.name) and time.time() - path.lstat().st_mtime > ABANDONED:
+        if (
+            UNFINISHED.fullmatch(path.name)
+            and time.time() - path.lstat().st_mtime > ABANDONED_SECONDS
+        ):
             path.unlink(missing_ok=True)
 
 
@@ -97,7 +102,9 @@ def append_to(path: Path) -> TextIO:
     """Open a text file to append lines to it. Raises ValueError if the path is a link or not a
     regular file.
     """
-    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=untrusted.plain_file)
+    return open(
+        path, "a", encoding="utf-8", errors="backslashreplace", opener=untrusted.plain_file_opener
+    )
 
 
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
@@ -112,10 +119,14 @@ def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
     while waiting:
         entry = waiting.pop()
         above = Path(entry.path).parent.relative_to(folder).parts
-        in_theirs = above == (W_AND_B,) or (above[:1] == (EVALUATIONS,) and above[2:] == (W_AND_B,))
+        in_theirs = above == (W_AND_B_FOLDER,) or (
+            above[:1] == (EVALUATIONS_FOLDER,) and above[2:] == (W_AND_B_FOLDER,)
+        )
         if entry.is_dir(follow_symlinks=False):
             waiting += _entries(entry.path) if not in_theirs or entry.name == "cache" else []
-        elif not entry.is_file(follow_symlinks=False) and not (in_theirs and entry.name in LINKS):
+        elif not entry.is_file(follow_symlinks=False) and not (
+            in_theirs and entry.name in W_AND_B_LINKS
+        ):
             raise untrusted.Unreadable(untrusted.not_plain(entry.path))
 
 
@@ -141,7 +152,7 @@ class CreatedFiles:
         """Delete the files of these names that were not there before, and the folders that were not
         and are empty.
         """
-        for name in {*names, LOCK} - self.before:
+        for name in {*names, LOCK_FILE} - self.before:
             (self.folder / name).unlink(missing_ok=True)
         for folder in self.folders:
             try:
@@ -185,7 +196,7 @@ def read_status(folder: Path) -> dict:
     that says so.
     """
     try:
-        entry = untrusted.read_json(folder / STATUS)
+        entry = untrusted.read_json(folder / STATUS_FILE)
     except FileNotFoundError:
         return {}
     except (OSError, untrusted.Unreadable) as error:
@@ -195,8 +206,8 @@ def read_status(folder: Path) -> dict:
     }
     return (
         kept
-        if kept.get("how", HOW[0]) in HOW
-        else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
+        if kept.get("how", RUN_STATES[0]) in RUN_STATES
+        else {"reason": f"{folder / STATUS_FILE} is damaged: how={kept['how']}"}
     )
 
 
@@ -208,16 +219,16 @@ def note_start(folder: Path, checkpoint: int | None) -> None:
     this process.
     """
     if checkpoint is None:
-        (folder / CONTINUED).unlink(missing_ok=True)
+        (folder / CONTINUATIONS_FILE).unlink(missing_ok=True)
     elif read_status(folder).get("pid") != os.getpid():
-        with append_to(folder / CONTINUED) as file:
+        with append_to(folder / CONTINUATIONS_FILE) as file:
             file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
 
 
 def locked(folder: Path) -> bool:
     """Tell whether a process works in a run directory, as far as that can be seen."""
     try:
-        with untrusted.opened(folder / LOCK) as lock:
+        with untrusted.open_plain_file(folder / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -25,7 +25,7 @@ from gspo.io.files import replace_text
 SIGNATURES = "signed.json"
 
 
-def own(file: Path) -> bool:
+def is_own_file(file: Path) -> bool:
     """Tell whether this user wrote the file with its present content, in a directory of this name."""
     key, content = _key(), _content(file)
     return (
@@ -35,7 +35,7 @@ def own(file: Path) -> bool:
     )
 
 
-def doubt() -> str:
+def why_not_own() -> str:
     """Explain why a file is not recognised as this user's; the words follow the file's name in a
     message.
     """
@@ -47,7 +47,7 @@ def doubt() -> str:
 def write_signed(file: Path, text: str) -> None:
     """Write a file that `own` will recognise, even if the process is killed in between."""
     if key := _key():
-        before = [_signature(key, file, _content(file))] if own(file) else []
+        before = [_signature(key, file, _content(file))] if is_own_file(file) else []
         new = {file.name: [_signature(key, file, text.encode()), *before]}
         replace_text(
             file.with_name(SIGNATURES),

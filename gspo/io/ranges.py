@@ -158,7 +158,7 @@ def field_facts(kind: type) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def declared(kind: type) -> dict[str, Range]:
+def declared_ranges(kind: type) -> dict[str, Range]:
     """Return the ranges of a dataclass by field, each from the most derived class that states one."""
     return {name: facts["range"] for name, facts in field_facts(kind).items() if "range" in facts}
 
@@ -198,7 +198,7 @@ def default_of(field: dataclasses.Field) -> Any:
 
 def refusal(kind: type, name: str, value: Any, key: str) -> str:
     """Return the reason why a field may not have this value; "" if its range allows it."""
-    limits = declared(kind).get(name)
+    limits = declared_ranges(kind).get(name)
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     hint = str(field.type)
     for where, number in numbers(value, key):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo.io import untrusted
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -23,7 +23,7 @@ def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
     run may be larger."""
     try:
         rows, damaged = untrusted.read_rows(
-            path, untrusted.OWN if own(path.with_name("settings.yaml")) else 1
+            path, untrusted.OWN_RUN_FACTOR if is_own_file(path.with_name("settings.yaml")) else 1
         )
     except FileNotFoundError:
         return [], []

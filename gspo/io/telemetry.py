@@ -7,7 +7,7 @@ sets them first.
 import logging
 import os
 
-OFF = {
+TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",  # vLLM, Hugging Face and others
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -22,7 +22,7 @@ OFF = {
 
 def turn_off_telemetry() -> None:
     """Turn reports off in this process and its child processes, whatever the environment says."""
-    os.environ |= OFF
+    os.environ |= TELEMETRY_OFF
     # on some CPUs it warns, when it is imported, that kernels which it would fetch are missing;
     # nothing here uses them
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -32,10 +32,10 @@ from gspo.config.load import (
 )
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
 from gspo.data.lazy_torch import torch
-from gspo.io.escaping import Lines
+from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
-    LOCK,
-    STATUS,
+    LOCK_FILE,
+    STATUS_FILE,
     CreatedFiles,
     append_to,
     note_start,
@@ -44,7 +44,7 @@ from gspo.io.files import (
     remove_unfinished,
     replace_text,
 )
-from gspo.io.ownership import SIGNATURES, doubt, own
+from gspo.io.ownership import SIGNATURES, is_own_file, why_not_own
 from gspo.io.rows import read_rows
 from gspo.io.untrusted import read_json
 from gspo.run.entry_point import Stopped
@@ -113,7 +113,7 @@ class RunDirectory:
         """
         file = append_to(self.path / LOG)
         handler = logging.StreamHandler(file)
-        handler.setFormatter(Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("gspo")
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
@@ -168,7 +168,7 @@ class RunDirectory:
             (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: how the run is (one of gspo.io.files.HOW), its step, and the reason
+        """Write status.json: how the run is (one of gspo.io.files.RUN_STATES), its step, and the reason
         of a failure.
         """
         entry = {
@@ -179,7 +179,7 @@ class RunDirectory:
             "pid": os.getpid(),
             "host": platform.node(),
         }
-        replace_text(self.path / STATUS, json.dumps(entry))
+        replace_text(self.path / STATUS_FILE, json.dumps(entry))
 
     def status(self) -> dict:
         """Return what status.json says; empty if it is not there."""
@@ -262,14 +262,14 @@ class RunDirectory:
         """Return the warnings before resuming a run whose settings another user wrote; empty for
         one's own run.
         """
-        if not settings.resume or own(self.path / SETTINGS):
+        if not settings.resume or is_own_file(self.path / SETTINGS):
             return []
         place = (
             "tracking.wandb, tracking.entity and tracking.project count as this command gives them"
         )
         reads = f"; it reads {named}" if (named := places_outside(settings)) else ""
         return [
-            f"{self.path / SETTINGS} {doubt()}; {place}, so wandb={settings.tracking.wandb}{reads}"
+            f"{self.path / SETTINGS} {why_not_own()}; {place}, so wandb={settings.tracking.wandb}{reads}"
         ]
 
 
@@ -283,7 +283,7 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFile
     refuse_links(folder, names)
     made = CreatedFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with append_to(folder / LOCK) as lock:
+    with append_to(folder / LOCK_FILE) as lock:
         with suppress(PermissionError):  # of a lock file that another user has made
             os.fchmod(lock.fileno(), 0o600)  # who cannot open it cannot hold the lock
         # a process that only asks whether the folder is locked holds it briefly
@@ -318,20 +318,20 @@ def settings_and_checkpoint(
     """
     recorded = recorded_config(Path(run), consent, trust)
     settings = to_settings(recorded)
-    if not own(Path(run) / SETTINGS):
+    if not is_own_file(Path(run) / SETTINGS):
         content = OmegaConf.to_container(recorded)
         content.pop("rollout")  # the engine is this command's
         named = {key: value for key, value in addresses(content).items() if value not in allowed}
         refuse_addresses(Path(run), named, f"addresses=[{','.join(named.values())}]")
     if change := source_change(Path(run), recorded, settings):
         print(f"warning: {change}; what is there now is used", file=sys.stderr)
-    if not own(Path(run) / SETTINGS) and (reads := places_outside(settings)):
-        print(f"warning: {run}/settings.yaml {doubt()}; it reads {reads}", file=sys.stderr)
+    if not is_own_file(Path(run) / SETTINGS) and (reads := places_outside(settings)):
+        print(f"warning: {run}/settings.yaml {why_not_own()}; it reads {reads}", file=sys.stderr)
     folder = (
         latest_checkpoint(Path(run)) if step < 0 else Path(run) / "checkpoints" / f"step_{step:06d}"
     )
     if step == 0 and not folder.exists():
-        if not own(Path(run) / SETTINGS):
+        if not is_own_file(Path(run) / SETTINGS):
             settings.runs = Settings.runs  # where a cold start is made if there is none
         return settings, None
     if folder is None or not folder.exists():

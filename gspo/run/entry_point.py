@@ -29,8 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.config.schema import plain_words
 from gspo.io import interrupt
-from gspo.io.escaping import guard, line
-from gspo.io.untrusted import HALVES
+from gspo.io.escaping import escape_line, escape_output
+from gspo.io.untrusted import SURROGATES
 from gspo.rollout.engines.process import EngineEnded
 from gspo.run.launched import say_error
 
@@ -194,7 +194,7 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
 
     @functools.wraps(job)
     def wrapped(config: DictConfig) -> Outcome:
-        guard()  # needed in each worker of a sweep
+        escape_output()  # needed in each worker of a sweep
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
@@ -243,7 +243,7 @@ REASONS: list[Callable[[], None]] = []
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, print its error in one line if there is one, and exit with its exit code."""
     interrupt.end()
-    guard()
+    escape_output()
     # for the processes of a sweep's jobs
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
     # raise composition errors instead of printing them over several lines
@@ -252,7 +252,7 @@ def command_line(main: Callable[[], None]) -> None:
     # on a full disk train.log cannot grow either; the error below says so once
     logging.raiseExceptions = False
     try:
-        if HALVES.search(folder := os.environ.get("TMPDIR", "")):
+        if SURROGATES.search(folder := os.environ.get("TMPDIR", "")):
             raise ValueError(
                 f"TMPDIR={folder} is not UTF-8, which W&B cannot read: choose another temporary folder"
             )
@@ -285,13 +285,13 @@ def print_error(error: BaseException) -> int:
     if isinstance(error, SaidByRankZero):
         return 1
     if isinstance(error, Broken | EngineEnded):
-        say_error(f"error: {line(error)}", is_more=True)
+        say_error(f"error: {escape_line(error)}", is_more=True)
         return 1
     disk = isinstance(error, OSError) and error.errno in DISK
     run = run_of(error.filename) if disk else None
     further = f"resume={run}" if run else "the same command"
     mend = f"; what was written is kept: mend this and go on with {further}" if disk else ""
-    say_error(f"error: {line(explain(error))}{mend}")
+    say_error(f"error: {escape_line(explain(error))}{mend}")
     return 1 if mend else 2
 
 
@@ -313,7 +313,7 @@ def explain(error: BaseException) -> str:
     """Return the messages of an error and of its causes in one line, without Hydra's advice to its
     own developers.
     """
-    if isinstance(error, HydraException) and (odd := list(filter(HALVES.search, sys.argv))):
+    if isinstance(error, HydraException) and (odd := list(filter(SURROGATES.search, sys.argv))):
         return f"{odd[0]} is not UTF-8, and a setting must be: rename that file or folder, or work in it"
     if plain := plain_words(error):
         return plain

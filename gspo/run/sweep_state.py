@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed
@@ -170,10 +170,10 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
     """Return a run's smoothed reward at its last step, and the step at which it collapsed; None for
     what it does not have. The rows are searched for these two numbers, which takes a fiftieth of
     the time of reading them whole."""
-    factor = untrusted.OWN if own(metrics.with_name("settings.yaml")) else 1
+    factor = untrusted.OWN_RUN_FACTOR if is_own_file(metrics.with_name("settings.yaml")) else 1
     rewards: dict[int, float | None] = {}
     try:
-        for row in untrusted.lines(metrics, factor):
+        for row in untrusted.read_lines(metrics, factor):
             step, reward = STEP.search(row), REWARD.search(row)
             if step and reward and int(step[1]):
                 rewards[int(step[1])] = None if reward[1] == b"null" else float(reward[1])
@@ -193,8 +193,8 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
 def _steps(settings: Path) -> int:
     """Return how many steps a run is to make, from its settings."""
     # `write_settings` gave it a line: reading that alone takes a tenth of the time
-    if own(settings):
-        lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.SETTINGS))
+    if is_own_file(settings):
+        lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.MAX_SETTINGS_BYTES))
         if len(lines) == 1:
             return int(lines[0])
     steps = untrusted.read_yaml(settings).get("steps")
@@ -247,7 +247,7 @@ def table(found: list[Job]) -> str:
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
         progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
         text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
-        lines.append(escaping.line(text).rstrip(" ;"))
+        lines.append(escaping.escape_line(text).rstrip(" ;"))
     counts = {
         state: sum(job.state == state for job in found)
         for state in ("finished", "collapsed", *UNFINISHED)

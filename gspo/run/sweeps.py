@@ -34,7 +34,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of, vary
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, read_status, refuse_links
 from gspo.run.directory import ENDED
 from gspo.run.entry_point import (
@@ -134,7 +134,7 @@ class WriteManifest(Callback):
             chosen = [
                 each for each in job.overrides.task if each.startswith(tuple(named))
             ] or job.overrides.task
-            print(line(f"job {job.job.num}: {' '.join(chosen)}: {said}"), flush=True)
+            print(escape_line(f"job {job.job.num}: {' '.join(chosen)}: {said}"), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the command that uploads the study, and note which jobs did not finish for the exit
