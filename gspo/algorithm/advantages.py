@@ -133,8 +133,8 @@ class GroupNormalized(GroupAdvantage):
         A_i = (r_i - mean_j r_j) / (std r + eps)
 
     The std has ddof 1, and it is over the group. With `std=batch` it is over all rewards of the
-    batch (TRL's scale_rewards=batch, and Lite PPO, arXiv:2508.08221). The GSPO paper does not specify
-    std and eps.
+    batch (TRL's scale_rewards=batch, and Lite PPO, arXiv:2508.08221). The GSPO paper does not
+    specify std and eps.
     """
 
     name: str = "group_normalized"
@@ -355,7 +355,7 @@ class Groups:
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
-        """Compute the standard deviation (ddof 1) of each response's group, 0 for groups of size 1."""
+        """Compute the std (ddof 1) of each response's group, which is 0 for groups of size 1."""
         variance_B = self.mean((x_B - self.mean(x_B)).square())  # ddof 0
         return (variance_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
 

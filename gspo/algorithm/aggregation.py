@@ -102,6 +102,7 @@ class Aggregation(Ranged, key="aggregation"):
             return total
         if self.mode == "auto" or self.length is None:
             raise ValueError(
-                f"aggregation.mode={self.mode} with length={self.length} does not say what to divide by"
+                f"aggregation.mode={self.mode} with length={self.length} "
+                "does not say what to divide by"
             )
         return total / (self.length or totals.width)

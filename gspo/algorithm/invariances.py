@@ -45,7 +45,7 @@ def check_objective(objective: Objective) -> list[Finding]:
     return [shapes, *(check(objective) for check in CHECKS)]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # inputs
 def random_inputs(seed: int, spread: float) -> LossInputs:
     """Return log-probs, advantages and a mask of random responses.
@@ -120,7 +120,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     return float("inf") if math.isnan(error) else error
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checks
 def outputs_fit(objective: Objective) -> Finding:
     """Check that the outputs have the shapes and dtypes of LossOutputs."""

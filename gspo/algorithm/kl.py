@@ -76,7 +76,8 @@ class Penalized(KL):
             )
         if self.estimator == "k3" and self.log_ratio_bound > MAX_LOG_RATIO_BOUND:
             raise ValueError(
-                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {MAX_LOG_RATIO_BOUND:g}]"
+                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in "
+                f"(0, {MAX_LOG_RATIO_BOUND:g}]"
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class KLCoefficient:
         self.value = settings.coef
 
     def update(self, kl: float, responses: int) -> None:
-        """Adapt beta after a step of `responses` responses with a mean KL of `kl` nats per token."""
+        """Adapt beta after a step of `responses` responses and a mean KL of `kl` nats per token."""
         if self.settings.target is None:
             return
         error = min(max(kl / self.settings.target - 1, -0.2), 0.2)

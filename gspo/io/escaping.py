@@ -2,7 +2,7 @@
 
 Rows from the web, a model's responses and a run from someone else can hold any character. Some
 characters act on a terminal or deceive a reader, and are replaced by their codes: control
-characters (every terminal escape begins with one), marks that change the direction of writing,
+characters (every terminal escape begins with such a character), marks that change the direction of writing,
 characters without width, and half characters. `escape_output` does this to all output of a process.
 """
 

@@ -130,7 +130,7 @@ def read_lines(path: Path, factor: int = 1) -> Iterator[bytes]:
             yield line
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # JSON
 def read_json(path: Path, kind: type = dict) -> Any:
     """Read a small JSON file that holds a value of type `kind`."""
@@ -193,7 +193,7 @@ def _children(node: object) -> list:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON mappings of a file that has one per line. Other lines are skipped."""
+    """Yield the JSON mappings of a file with a mapping per line. Other lines are skipped."""
     for line in read_lines(path):
         try:
             value = parse_json(line)
@@ -203,7 +203,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # YAML
 def read_yaml(path: Path) -> dict:
     """Read a file of settings in YAML. Raises Unreadable if it holds no mapping."""
@@ -241,7 +241,7 @@ def _check_events(content: bytes) -> None:
             raise ValueError("it is nested too deeply")
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rows
 def read_rows(path: Path, factor: int = 1) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     """Return the rows of a metrics file, and its damaged lines as (line number, line).
@@ -294,7 +294,7 @@ def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def check_table(path: Path, rows: int, names: int, numbers: int, factor: int = 1) -> None:
-    """Raise Unreadable if a table with so many rows, metrics and numbers is too large for memory."""
+    """Raise Unreadable if a table of so many rows, metrics and numbers needs too much memory."""
     if (
         rows > MAX_STEP + 1
         or names > MAX_METRICS

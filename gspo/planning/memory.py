@@ -1,4 +1,4 @@
-"""The memory of a run on one of its GPUs, measured without any GPU.
+"""The memory of a run on a GPU, measured without a GPU.
 
 The run's own forward and backward pass use tensors that have shapes but no content (PyTorch's
 FakeTensorMode). The other ranks do not exist, and collectives with them return at once. Every
@@ -48,7 +48,7 @@ from gspo.planning.models import class_of
 
 @dataclass
 class Work:
-    """The work of one rank: how weights are sharded, and the sizes of its micro-batches."""
+    """The work of a rank: how weights are sharded, and the sizes of its micro-batches."""
 
     ranks: int
     shard_size: int  # ranks that hold one copy of the weights together; 1: each has all weights
@@ -67,7 +67,7 @@ class Work:
 
 @dataclass
 class Measured:
-    """The bytes that one rank holds and exchanges, and three counts of the model."""
+    """The bytes that a rank holds and exchanges, and three counts of the model."""
 
     parameters: int  # count: parameters of the whole model
     active: int | None  # count: parameters that a token passes through
@@ -205,7 +205,7 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 
 
 def measure(config: PretrainedConfig, work: Work) -> Measured:
-    """Measure a run's memory on one rank. Raises ValueError for an unknown architecture."""
+    """Measure a run's memory on a rank. Raises ValueError for an unknown architecture."""
     architecture = (config.architectures or [""])[0]
     if architecture not in FAMILIES:
         raise ValueError(
@@ -300,7 +300,7 @@ def without_weights(
 
 
 def without_content(tensor: Tensor) -> Tensor:
-    """Return a fake tensor of the same shape and dtype. Of a sharded tensor it is the local shard."""
+    """Return a fake tensor of the same shape and dtype: of a sharded tensor, the local shard."""
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)

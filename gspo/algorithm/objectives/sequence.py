@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GSPO(Clipped):
-    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one clipped ratio per response.
+    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): a clipped ratio per response.
 
         s_i = exp( 1/|y_i| sum_t log( pi(y_it|x,y_i<t) / pi_old(y_it|x,y_i<t) ) )
         J   = 1/G sum_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
