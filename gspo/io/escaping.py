@@ -1,9 +1,14 @@
 """Escaping of untrusted text for terminals and Markdown (for HTML: gspo/tracking/pages.py).
 
 Rows from the web, a model's responses and a run from someone else can hold any character. Some
-characters act on a terminal or deceive a reader, and are replaced by their codes: control
-characters (every terminal escape begins with such a character), marks that change the direction of writing,
-characters without width, and half characters. `escape_output` does this to all output of a process.
+characters act on a terminal or deceive a reader. They are replaced by their codes:
+
+    control characters, with which every terminal escape begins
+    marks that change the direction of writing
+    characters without width
+    half characters
+
+`escape_output` does this to all output of a process.
 """
 
 from __future__ import annotations

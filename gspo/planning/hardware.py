@@ -1,8 +1,8 @@
 """The machines that the planner knows, and the parts of their peak speeds that a run reaches.
 
-Numbers are from the makers' data sheets: dense bfloat16 arithmetic without sparsity, and bandwidth
-of links in a single direction. `network` is a GPU's bandwidth to other machines. 50 GB/s is a 400 Gb/s
-adapter per GPU.
+Numbers are from the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the
+bandwidth of links in a single direction. `network` is a GPU's bandwidth to other machines, and
+50 GB/s is a 400 Gb/s adapter per GPU.
 """
 
 from __future__ import annotations
