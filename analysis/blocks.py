@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from gspo.io.escaping import in_markdown, shown
+from gspo.io.escaping import escape, escape_markdown
 from gspo.tracking.pages import fill
 
 TEMPLATE = Path(__file__).parent / "templates" / "blocks.html.j2"
@@ -85,7 +85,9 @@ def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
     will lie.
     """
     return (
-        "\n\n".join([f"# {in_markdown(title)}", *(_markdown(block, folder) for block in blocks)])
+        "\n\n".join(
+            [f"# {escape_markdown(title)}", *(_markdown(block, folder) for block in blocks)]
+        )
         + "\n"
     )
 
@@ -93,36 +95,36 @@ def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
 def _markdown(block: Block, folder: Path) -> str:
     match block:
         case Heading(text):
-            return f"## {in_markdown(text)}"
+            return f"## {escape_markdown(text)}"
         case Text(text):
-            return in_markdown(text)
+            return escape_markdown(text)
         case Items(texts):
-            return "\n".join(f"- {in_markdown(text)}" for text in texts)
+            return "\n".join(f"- {escape_markdown(text)}" for text in texts)
         case Table(names, rows):
             lines = [" | ".join(map(_in_cell, line)) for line in (names, *rows)]
             return "\n".join(
                 f"| {line} |" for line in (lines[0], " | ".join(["---"] * len(names)), *lines[1:])
             )
         case Figure(png, about):
-            return f"![{in_markdown(about)}]({address(png, folder)})"
+            return f"![{escape_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            summary = html.escape(shown(title))
-            return f"<details><summary>{summary}</summary>\n\n{fence}\n{shown(text)}\n{fence}\n\n</details>"
+            summary = html.escape(escape(title))
+            return f"<details><summary>{summary}</summary>\n\n{fence}\n{escape(text)}\n{fence}\n\n</details>"
 
 
 def _in_cell(cell: str | Link) -> str:
     return (
-        f"[{in_markdown(cell.text)}]({cell.address})"
+        f"[{escape_markdown(cell.text)}]({cell.address})"
         if isinstance(cell, Link)
-        else in_markdown(cell)
+        else escape_markdown(cell)
     )
 
 
 def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
     """Return rows of cells, the first of which is the head, as the lines of a Markdown table with
     aligned columns. It reads well on a terminal too."""
-    cells = [[in_markdown(cell) for cell in row] for row in rows]
+    cells = [[escape_markdown(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -251,7 +251,7 @@ def fits(key: str, value: object) -> bool:
     if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
         return False
     if key == "study" and value is not None:
-        return "/" not in value and len(value) <= FOLDER and escaping.line(value) == value
+        return "/" not in value and len(value) <= FOLDER and escaping.escape_line(value) == value
     threshold = key.startswith("monitor.thresholds.")
     return type(value) in NUMBER if threshold else type(value) is not int or abs(value) < 2**53
 

@@ -35,7 +35,7 @@ from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import View
 
-from gspo.io.escaping import in_markdown
+from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text
 
 ESCAPED = re.compile(r"\\([^\w\s])")  # what Markdown needs and a terminal does not
@@ -80,8 +80,14 @@ def summary(
     data: Data, paths: list[Path], left_out: list[str], beside: Sequence[Data] = ()
 ) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
-    notes = [in_markdown(f"Note: {note}") for note in data.notes]
-    lines = ["# What the runs show", "", *notes, in_markdown(load.describe(data, data.arms)), ""]
+    notes = [escape_markdown(f"Note: {note}") for note in data.notes]
+    lines = [
+        "# What the runs show",
+        "",
+        *notes,
+        escape_markdown(load.describe(data, data.arms)),
+        "",
+    ]
     lines += [
         *table(data),
         "",
@@ -106,15 +112,15 @@ def summary(
             f"- None can be judged: {load.choose_one(data) or 'the arms that they compare are not there'}."
         )
     for claim in judged:
-        found, verdict = in_markdown(claim.found), in_markdown(claim.verdict)
+        found, verdict = escape_markdown(claim.found), escape_markdown(claim.verdict)
         lines += [
-            f"- {in_markdown(claim.claim)} ({claim.where})",
+            f"- {escape_markdown(claim.claim)} ({claim.where})",
             f"  - here: {found}",
             f"  - **{verdict}**",
         ]
     if beside and fig_contrast.lacking([*beside, data]) is None:
         lines += ["", "## Beside other studies", "", *fig_contrast.table([*beside, data])]
-    lines += ["", "## Figures", "", *(f"- {in_markdown(line)}" for line in (*paths, *left_out))]
+    lines += ["", "## Figures", "", *(f"- {escape_markdown(line)}" for line in (*paths, *left_out))]
     return lines
 
 

@@ -175,7 +175,7 @@ def print_notes(data: load.Data, *kinds: str) -> None:
     """Print the notes on the runs, or those that begin with one of these words."""
     for note in data.notes:
         if note.startswith(kinds or ""):
-            print(f"note: {escaping.line(note)}")
+            print(f"note: {escaping.escape_line(note)}")
 
 
 def one_study(path: str) -> None:
@@ -199,11 +199,11 @@ def one_study(path: str) -> None:
 def command(main: Callable[[], None]) -> None:
     """Run a script's main. What cannot be done with its runs becomes one line on stderr with exit
     code 2, and no text from the runs can control the terminal."""
-    escaping.guard()
+    escaping.escape_output()
     try:
         main()
     except load.Refused as error:
-        print(f"error: {escaping.line(error)}", file=sys.stderr)
+        print(f"error: {escaping.escape_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -29,7 +29,7 @@ from pyarrow import parquet
 
 from gspo.io import untrusted
 from gspo.io.files import replace_bytes
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
@@ -121,7 +121,7 @@ def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     written) becomes NaN. Cut and damaged lines are left out, and noted."""
     try:
         rows, damaged = untrusted.read_rows(
-            file, untrusted.OWN if own(file.with_name("settings.yaml")) else 1
+            file, untrusted.OWN_RUN_FACTOR if is_own_file(file.with_name("settings.yaml")) else 1
         )
     except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))

@@ -24,7 +24,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
-from gspo.io.escaping import shown
+from gspo.io.escaping import escape
 from gspo.io.files import replace_bytes
 
 # colours of everything that belongs to no arm
@@ -221,7 +221,7 @@ def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list
 def as_data(text: Text) -> None:
     """Show names and settings literally. matplotlib would read text between dollar signs as
     formulas, which here are only powers of ten."""
-    text.set_text(shown(text.get_text()))
+    text.set_text(escape(text.get_text()))
     if "$" in POWER.sub("", text.get_text()):
         text.set_parse_math(False)
 

@@ -84,7 +84,7 @@ def read(path: Path) -> Segment:
 
     segment, ended, names = Segment(path), False, {"step"}
     try:
-        content = untrusted.read_bytes(path, untrusted.LONG)
+        content = untrusted.read_bytes(path, untrusted.MAX_ROWS_FILE_BYTES)
     except (OSError, untrusted.Unreadable) as error:
         segment.damage.append(str(error))
         return segment
@@ -112,10 +112,10 @@ def read(path: Path) -> Segment:
             if untrusted.is_step(step):
                 segment.rows.setdefault(step, {}).update(numbers(row))
                 names |= segment.rows[step].keys()
-                if len(segment.rows) * len(names) > untrusted.CELLS:
+                if len(segment.rows) * len(names) > untrusted.MAX_CELLS:
                     segment.rows = {}
                     segment.damage.append(
-                        f"its rows make a table of more than {untrusted.CELLS:,} cells"
+                        f"its rows make a table of more than {untrusted.MAX_CELLS:,} cells"
                     )
                     break
     named = segment.name if may_be_a_name(segment.name) else ""
@@ -154,7 +154,7 @@ def may_be_a_name(text: str) -> bool:
     return (
         len(text.encode(errors="replace")) <= 255
         and "\0" not in text
-        and not untrusted.HALVES.search(text)
+        and not untrusted.SURROGATES.search(text)
     )
 
 

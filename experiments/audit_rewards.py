@@ -34,7 +34,7 @@ from audit.cases import Outcome
 from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
 from audit.tool import ToolRunner, suite_tool
 from gspo.io.arguments import key_values
-from gspo.io.escaping import guard
+from gspo.io.escaping import escape_output
 from gspo.rewards.code.grader import CodeGrader
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.rewards.sandbox.runner import CodeRunner
@@ -154,5 +154,5 @@ def show(title: str, outcomes: list[Outcome], table: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    guard()
+    escape_output()
     sys.exit(main(sys.argv[1:]))

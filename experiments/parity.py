@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from gspo.io.arguments import key_values
-from gspo.io.escaping import guard
+from gspo.io.escaping import escape_output
 from peers.compare import OUT, compare
 from peers.table import page
 from peers.vectors import load
@@ -61,5 +61,5 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    guard()
+    escape_output()
     sys.exit(main(sys.argv[1:]))

@@ -73,7 +73,7 @@ def of_responses(estimator: Advantage, entry: Entry, options: Options) -> Ours:
     ).squeeze(1)
     groups = Groups(groups_B)
     eps = getattr(estimator, "eps", 1.0)
-    rounding_B = torch.where(groups.same(rewards_B), ROUNDING * rewards_B.abs() / eps, 0.0)
+    rounding_B = torch.where(groups.all_equal(rewards_B), ROUNDING * rewards_B.abs() / eps, 0.0)
     expected = entry.outputs["advantages"]
     if expected.ndim == 2:
         adv_B, rounding_B = (
@@ -234,7 +234,7 @@ def shaped(shaping: RewardShaping, entry: Entry, options: Options) -> Ours:
     if expected.shape != value_B.shape:
         stated = f"ROLL returns shape {list(expected.shape)} here, for rewards of shape {list(value_B.shape)}"
     rounding_B = torch.where(
-        Groups(group_ids(entry)).same(rewards_B), ROUNDING * rewards_B.abs() / shaping.eps, 0.0
+        Groups(group_ids(entry)).all_equal(rewards_B), ROUNDING * rewards_B.abs() / shaping.eps, 0.0
     )
     return Ours(
         section="Rewards",

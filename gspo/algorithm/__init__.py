@@ -1,3 +1,13 @@
-"""The mathematics as functions of tensors: objectives, aggregation, advantages, reward shaping, KL,
-corrections.
+"""The mathematics of GSPO as functions of tensors.
+
+    objectives/         the policy loss of every token: GSPO, GRPO, PPO, CISPO, ...
+    aggregation.py      from the loss of every token to one number
+    advantages.py       from rewards to the advantage of every token
+    reward_shaping.py   changes to rewards before advantages: penalties, scaling
+    kl.py               the distance from a reference policy
+    corrections.py      weights for the mismatch of engine and trainer
+    entropy.py          the coefficient of the entropy bonus
+    invariances.py      checks that every objective must pass (`gspo check-objective`)
+
+Every module states its equations above the code, with the same symbols.
 """

@@ -1,11 +1,11 @@
 """Advantage estimators: from rewards to the advantage of every token of a response.
 
-An estimator is given the reward of every token (the verifier's reward on the response's last token,
-minus any KL penalty), the mask, and which responses share a problem. It returns an advantage for
-every token. If the settings ask for it, advantages are then whitened over the batch and clipped, in
-this order.
+An estimator reads the reward of every token, the mask, and the group of every response. A group is
+the set of responses to a problem. Usually only the last token of a response has a reward: the
+verifier's, minus any KL penalty. The estimator returns an advantage for every token. Settings can
+whiten the advantages over the batch and then clip them.
 
-Shape suffixes: B responses, T response tokens.
+Shape suffixes: B responses, T response tokens, K turns of an episode.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Credit:
-    """Holds what an estimator computes advantages from."""
+    """The inputs of an advantage estimator."""
 
     token_rewards_BT: Tensor
     mask_BT: Tensor
     groups_B: Tensor  # int64; responses with the same number answer the same problem
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), for estimators that need it
-    # int64, the number of the policy's turn; None where there are no episodes
+    # int64, the index of the policy's turn in an episode; None: no episodes
     turns_BT: Tensor | None = None
 
     @property
     def rewards_B(self) -> Tensor:
-        """The reward of each whole response, which is the sum over its tokens. Shape [B]."""
+        """The reward of each response: the sum over its tokens. Shape [B]."""
         return masked_sum(self.token_rewards_BT, self.mask_BT)
 
 
@@ -43,49 +43,56 @@ class Advantage(Ranged, key="advantage"):
     """The base of the estimators, with the settings that they share."""
 
     name: str = ""
-    # whitening over the rollout batch: none | tokens (verl, ROLL; long responses weigh more) |
-    # responses (ms-swift)
+    # whitening over the rollout batch:
+    # none | tokens (verl, ROLL; long responses weigh more) | responses (ms-swift)
     whiten: str = choice("none", ("none", "tokens", "responses"))
     clip: float | None = ranged(None, above=0)  # keep advantages within +- this, after whitening
     needs_group: ClassVar[bool] = False  # rollout.group_size=1 is refused
     needs_values: ClassVar[bool] = False  # a critic is trained
-    # tokens of a response can differ even when only its last token is rewarded
+    # tokens of a response can differ even if only its last token has a reward
     per_token: ClassVar[bool] = False
-    # Some estimators have these settings; for the others this is what they amount to (read by
-    # gspo.config.checks). They have no annotation, so that they are not fields and leave the order
-    # of the subclasses' fields as it is.
+    # Some estimators have these settings. The others behave as if they had these values
+    # (gspo.config.checks reads them). Without annotations they are not fields, which would change
+    # the order of the subclasses' fields.
     group_of_one = "zero"
     gamma = 1.0
     std = "none"
     baseline = "none"
 
     def __call__(self, credit: Credit) -> Tensor:
-        """Compute the advantages, whitened and clipped as the settings say; 0 where masked. Shape
-        [B, T].
+        """Compute the advantages, whitened and clipped by the settings. Shape [B, T].
+
+        Masked tokens have the advantage 0.
+
+            whiten=tokens       (A - mean) / sqrt(var + 1e-8), over the tokens of the batch
+            whiten=responses    (A - mean) / (std + 1e-4), over the responses' mean advantages
+
+        The variance has ddof 1.
         """
+        mask_BT = credit.mask_BT
         adv = self.estimate(credit)
-        adv_BT = torch.where(credit.mask_BT, adv if adv.ndim == 2 else adv.unsqueeze(-1), 0.0)
+        adv_BT = adv if adv.ndim == 2 else adv.unsqueeze(-1)
+        adv_BT = torch.where(mask_BT, adv_BT, 0.0)
         if self.whiten == "tokens":
-            adv_BT = torch.where(credit.mask_BT, whitened(adv_BT, adv_BT[credit.mask_BT]), 0.0)
-        elif self.whiten == "responses" and credit.mask_BT.any(-1).sum() > 1:
-            mean_B = masked_mean(adv_BT, credit.mask_BT)[credit.mask_BT.any(-1)]
-            adv_BT = torch.where(
-                credit.mask_BT, (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4), 0.0
-            )
+            adv_BT = torch.where(mask_BT, whitened(adv_BT, adv_BT[mask_BT]), 0.0)
+        elif self.whiten == "responses" and mask_BT.any(-1).sum() > 1:
+            mean_B = masked_mean(adv_BT, mask_BT)[mask_BT.any(-1)]
+            adv_BT = (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4)
+            adv_BT = torch.where(mask_BT, adv_BT, 0.0)
         return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages before whitening, one per response [B] or one per token [B, T]."""
+        """Compute the advantages before whitening: by response [B] or by token [B, T]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
 
 
 @dataclass
 class GroupAdvantage(Advantage):
-    """The base of the estimators that compare a response with the others of its group.
+    """The base of the estimators that compare a response with the rest of its group.
 
-    A group whose rewards are all equal carries no signal, and its advantages are exactly 0. So are
-    those of a group of one, unless `group_of_one=reward`, for which its mean counts as 0 and its
-    std as 1 (as in verl).
+    If all rewards of a group are equal, its advantages are exactly 0. A group with a single
+    response also has the advantage 0. With `group_of_one=reward` its mean counts as 0 and its std
+    as 1, as in verl.
     """
 
     group_of_one: str = choice("zero", ("zero", "reward"))
@@ -94,32 +101,30 @@ class GroupAdvantage(Advantage):
     def estimate(self, credit: Credit) -> Tensor:
         rewards_B = credit.rewards_B
         groups = Groups(credit.groups_B)
-        adv_B = torch.where(groups.same(rewards_B), 0.0, self.compare(rewards_B, groups))
-        alone_B = (
-            self.alone(rewards_B) if self.group_of_one == "reward" else torch.zeros_like(rewards_B)
-        )
+        adv_B = torch.where(groups.all_equal(rewards_B), 0.0, self.compare(rewards_B, groups))
+        alone_B = torch.zeros_like(rewards_B)
+        if self.group_of_one == "reward":
+            alone_B = self.alone(rewards_B)
         return torch.where(groups.size_B == 1, alone_B, adv_B)
 
     def alone(self, rewards_B: Tensor) -> Tensor:
-        """Compute the advantage that a group of one gets if its mean counts as 0 and its std as 1.
-        Shape [B].
-        """
+        """Compute the advantages of groups of size 1, with mean 0 and std 1. Shape [B]."""
         return rewards_B
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        """Compute the advantages of responses in groups whose rewards differ. Shape [B]."""
+        """Compute the advantages of responses in groups with different rewards. Shape [B]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
 
 
 @dataclass
 class GroupNormalized(GroupAdvantage):
-    """The group-normalized advantage of GRPO and of the GSPO paper (Eq 3 and 6, which leave std and
-    eps open):
+    """The group-normalized advantage of GRPO and of the GSPO paper (arXiv:2507.18071, Eq 3 and 6).
 
         A_i = (r_i - mean_j r_j) / (std r + eps)
 
-    The std has ddof 1. It is that of the group, or with `std=batch` that of all rewards of the
-    batch (TRL's scale_rewards=batch; Lite PPO, arXiv:2508.08221).
+    The std has ddof 1, and it is over the group. With `std=batch` it is over all rewards of the
+    batch (TRL's scale_rewards=batch, and Lite PPO, arXiv:2508.08221). The GSPO paper does not
+    specify std and eps.
     """
 
     name: str = "group_normalized"
@@ -137,8 +142,11 @@ class GroupNormalized(GroupAdvantage):
 
 @dataclass
 class GroupMean(GroupAdvantage):
-    """The advantage of Dr.GRPO (arXiv:2503.20783) and MiniRL (arXiv:2512.01374): A_i = r_i - mean_j
-    r_j.
+    """The reward minus the group's mean: Dr.GRPO (arXiv:2503.20783), MiniRL (arXiv:2512.01374).
+
+        A_i = r_i - mean_j r_j
+
+    The mean includes r_i.
     """
 
     name: str = "group_mean"
@@ -149,31 +157,33 @@ class GroupMean(GroupAdvantage):
 
 @dataclass
 class LeaveOneOut(GroupAdvantage):
-    """The leave-one-out advantage, RLOO (arXiv:2402.14740): A_i = r_i - the mean of the other r_j
-    of the group.
+    """The leave-one-out advantage, RLOO (arXiv:2402.14740).
 
-    It is G / (G - 1) times the advantage of GroupMean, for groups of G responses.
+        A_i = r_i - mean_{j != i} r_j = (r_i - mean_j r_j) G / (G - 1)
+
+    G is the size of the group. The second form is G / (G - 1) times GroupMean's advantage.
     """
 
     name: str = "rloo"
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        others_B = (groups.size_B - 1).clamp(min=1)
-        return (rewards_B - groups.mean(rewards_B)) * groups.size_B / others_B
+        size_B = groups.size_B
+        return (rewards_B - groups.mean(rewards_B)) * size_B / (size_B - 1).clamp(min=1)
 
 
 @dataclass
 class TurnNormalized(GroupAdvantage):
-    """An advantage for every turn of an episode: its return, compared with that of the same turn in
-    the group.
+    """An advantage for every turn of an episode, normalised over the same turn of its group.
 
-        R_ik = sum_{m >= k} gamma^(m-k) r_im,      A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
+        R_ik = sum_{m >= k} gamma^(m-k) r_im
+        A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
 
-    The mean and the std (ddof 1) are over the members j of the group that have a turn k. All tokens
-    of a turn have its advantage. A turn that only one member has, or that all returns of are equal,
-    has the advantage 0. It is the advantage that GSPO-token was made for (arXiv:2507.18071, section
-    4.3, leaves open which); turn-level comparison within the group is that of arXiv:2505.11821,
-    section 4.2.
+    i is an episode and k a turn. The mean and the std (ddof 1) are over the episodes j of the group
+    that have a turn k. All tokens of a turn have its advantage. The advantage is 0 if a single
+    episode has the turn, or if all its returns are equal.
+
+    Turn-level comparison within the group follows arXiv:2505.11821, section 4.2. GSPO-token can
+    use such advantages (arXiv:2507.18071, section 4.3, does not specify any).
     """
 
     name: str = "turn_normalized"
@@ -186,43 +196,44 @@ class TurnNormalized(GroupAdvantage):
         super().__post_init__()
         if self.group_of_one != "zero":
             raise ValueError(
-                f"advantage.group_of_one={self.group_of_one!r}: a turn that is alone has the advantage 0"
+                f"advantage.group_of_one={self.group_of_one!r}: "
+                "a turn that is alone has the advantage 0"
             )
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages [B, T]. Without turns a response is one turn."""
+        """Compute the advantages [B, T]. Without turns, a response counts as a single turn."""
         mask_BT = credit.mask_BT
-        turns_BT = (
-            torch.zeros_like(mask_BT, dtype=torch.int64)
-            if credit.turns_BT is None
-            else credit.turns_BT
-        )
+        turns_BT = credit.turns_BT
+        if turns_BT is None:
+            turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64)
+        turns = int(turns_BT.max()) + 1
         rewards_BT = torch.where(mask_BT, credit.token_rewards_BT, 0.0)
-        shape = (len(mask_BT), int(turns_BT.max()) + 1)
-        return_BK = rewards_BT.new_zeros(shape).scatter_add(1, turns_BT, rewards_BT)
-        present_BK = torch.zeros(shape, dtype=torch.int64, device=mask_BT.device)
-        present_BK = present_BK.scatter_add(1, turns_BT, mask_BT.long()) > 0
-        for k in reversed(range(shape[1] - 1)):
+        return_BK = rewards_BT.new_zeros(len(mask_BT), turns).scatter_add(1, turns_BT, rewards_BT)
+        for k in reversed(range(turns - 1)):
             return_BK[:, k] += self.gamma * return_BK[:, k + 1]
+        tokens_BK = torch.zeros_like(return_BK, dtype=torch.int64)
+        tokens_BK = tokens_BK.scatter_add(1, turns_BT, mask_BT.long())
         adv_BK = torch.zeros_like(return_BK)
-        for k in range(shape[1]):
-            here = present_BK[:, k]
-            if here.any():
-                adv_BK[here, k] = self._compared(return_BK[here, k], Groups(credit.groups_B[here]))
+        for k in range(turns):
+            has_turn_B = tokens_BK[:, k] > 0
+            if has_turn_B.any():
+                groups = Groups(credit.groups_B[has_turn_B])
+                adv_BK[has_turn_B, k] = self.compare(return_BK[has_turn_B, k], groups)
         return adv_BK.gather(1, turns_BT)
 
-    def _compared(self, return_B: Tensor, groups: Groups) -> Tensor:
-        """Compare the returns of one turn within each group."""
+    def compare(self, return_B: Tensor, groups: Groups) -> Tensor:
+        """Compute the advantages of a turn. Shape [episodes that have the turn]."""
         adv_B = (return_B - groups.mean(return_B)) / (groups.std(return_B) + self.eps)
-        return torch.where(groups.same(return_B), 0.0, adv_B)
+        return torch.where(groups.all_equal(return_B), 0.0, adv_B)
 
 
 @dataclass
 class Returns(Advantage):
-    """The discounted return without a baseline (ROLL's adv_estimator=reinforce): A_t = sum_{u >= t}
-    gamma^(u-t) r_u.
+    """The discounted return without a baseline (ROLL's adv_estimator=reinforce).
 
-    Masked positions inside a response (text that the policy did not write) are not discounted.
+        A_t = sum_{u >= t} gamma^(u-t) r_u
+
+    Masked positions inside a response, which the policy did not write, are not discounted.
     """
 
     name: str = "returns"
@@ -236,8 +247,10 @@ class Returns(Advantage):
 class ReinforcePP(Returns):
     """REINFORCE++ (arXiv:2501.03262): the returns, whitened over all tokens of the batch.
 
-    With `baseline=group` the advantage before whitening is the response's reward minus the group's
-    mean ("REINFORCE++-baseline").
+        A = (R - mean R) / sqrt(var R + 1e-8)
+
+    R is the return of a token. With `baseline=group` it is the response's reward minus the group's
+    mean instead ("REINFORCE++-baseline").
     """
 
     name: str = "reinforce_pp"
@@ -248,7 +261,8 @@ class ReinforcePP(Returns):
         super().__post_init__()
         if self.whiten == "none":
             raise ValueError(
-                "advantage.whiten=none: REINFORCE++ is whitened; without it choose advantage=returns"
+                "advantage.whiten=none: REINFORCE++ is whitened; "
+                "without it choose advantage=returns"
             )
 
     def estimate(self, credit: Credit) -> Tensor:
@@ -259,14 +273,16 @@ class ReinforcePP(Returns):
 
 @dataclass
 class GAE(Advantage):
-    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V. gamma is 1, as is
-    usual for LLMs.
+    """Generalized advantage estimation (arXiv:1506.02438, Eq 16) with a critic V.
 
-        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t     = delta_t + gamma lam A_{t+1}
+        R_t     = A_t + V_t
 
-    V_t is the value before token t; after the last token it is 0. Masked positions inside a
-    response are skipped. The critic is trained on R_t by 1/2 max( (V - R)^2, (clip(V, V_old +-
-    value_clip) - R)^2 ), times value_coef.
+    V_t is the value before token t. After the last token it is 0. Masked positions inside a
+    response are skipped. gamma is 1 by default, as is usual for LLMs. The critic's loss is
+
+        value_coef 1/2 max( (V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2 )
     """
 
     name: str = "gae"
@@ -279,79 +295,80 @@ class GAE(Advantage):
     per_token: ClassVar[bool] = True
 
     def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages [B, T] by going backwards over the tokens. Raises ValueError
-        without values.
+        """Compute the advantages [B, T], from the last token to the first.
+
+        Raises ValueError without values.
         """
         if credit.values_BT is None:
             raise ValueError("advantage=gae needs the critic's values")
         adv_BT = torch.zeros_like(credit.token_rewards_BT)
-        later_B, value_B = torch.zeros_like(adv_BT[:, 0]), torch.zeros_like(adv_BT[:, 0])
+        next_adv_B = torch.zeros_like(adv_BT[:, 0])
+        next_value_B = torch.zeros_like(adv_BT[:, 0])
         for t in reversed(range(adv_BT.shape[1])):
-            here_B = credit.mask_BT[:, t]
-            delta_B = credit.token_rewards_BT[:, t] + self.gamma * value_B - credit.values_BT[:, t]
-            later_B = torch.where(here_B, delta_B + self.gamma * self.lam * later_B, later_B)
-            value_B = torch.where(here_B, credit.values_BT[:, t], value_B)
-            adv_BT[:, t] = later_B
+            mask_B = credit.mask_BT[:, t]
+            reward_B = credit.token_rewards_BT[:, t]
+            value_B = credit.values_BT[:, t]
+            delta_B = reward_B + self.gamma * next_value_B - value_B
+            adv_B = delta_B + self.gamma * self.lam * next_adv_B
+            next_adv_B = torch.where(mask_B, adv_B, next_adv_B)
+            next_value_B = torch.where(mask_B, value_B, next_value_B)
+            adv_BT[:, t] = next_adv_B
         return adv_BT
 
     def returns(self, credit: Credit) -> Tensor:
-        """Compute R_t = A_t + V_t, before any whitening, which the critic is trained to predict.
-        Shape [B, T].
-        """
+        """Compute R_t = A_t + V_t, the critic's target, from unwhitened advantages. [B, T]."""
         return torch.where(credit.mask_BT, self.estimate(credit) + credit.values_BT, 0.0)
 
 
 class Groups:
-    """Computes statistics over the responses that share a problem, repeated for each of these. All
-    shapes are [B].
+    """The statistics of each response's group. All shapes are [B].
+
+    For example, two groups with the rewards 0, 1 and 1, 1 have the means 0.5, 0.5, 1, 1.
     """
 
     def __init__(self, groups_B: Tensor):
-        _, self.index_B, size = groups_B.unique(return_inverse=True, return_counts=True)
-        self.count, self.size_B = len(size), size[self.index_B]
+        _, self.index_B, sizes = groups_B.unique(return_inverse=True, return_counts=True)
+        self.count = len(sizes)
+        self.size_B = sizes[self.index_B]
 
     def mean(self, x_B: Tensor) -> Tensor:
         """Compute the mean of each response's group."""
-        sums = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device).index_add(
-            0, self.index_B, x_B
-        )
+        zeros = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
+        sums = zeros.index_add(0, self.index_B, x_B)
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
-        """Compute the standard deviation (ddof 1) of each response's group; 0 for a group of one."""
-        squares_B = self.mean((x_B - self.mean(x_B)).square())
-        return (squares_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
+        """Compute the std (ddof 1) of each response's group, which is 0 for groups of size 1."""
+        variance_B = self.mean((x_B - self.mean(x_B)).square())  # ddof 0
+        return (variance_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
 
-    def same(self, x_B: Tensor) -> Tensor:
-        """Tell for each response whether all values of its group are equal, exactly: rounding plays
-        no part in it.
-        """
-        ends = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
-        low = ends.scatter_reduce(0, self.index_B, x_B, "amin", include_self=False)
-        high = ends.scatter_reduce(0, self.index_B, x_B, "amax", include_self=False)
+    def all_equal(self, x_B: Tensor) -> Tensor:
+        """Return whether all values of each response's group are exactly equal."""
+        zeros = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
+        low = zeros.scatter_reduce(0, self.index_B, x_B, "amin", include_self=False)
+        high = zeros.scatter_reduce(0, self.index_B, x_B, "amax", include_self=False)
         return (low == high)[self.index_B]
 
 
 def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """Compute sum_{u >= t} gamma^(u-t) x_u over the response's own tokens; masked positions are
-    skipped. [B, T].
-    """
+    """Compute sum_{u >= t} gamma^(u-t) x_u over unmasked positions u. Shape [B, T]."""
     x_BT = torch.where(mask_BT, x_BT, 0.0)
-    result_BT, later_B = torch.zeros_like(x_BT), torch.zeros_like(x_BT[:, 0])
+    sum_BT = torch.zeros_like(x_BT)
+    sum_B = torch.zeros_like(x_BT[:, 0])
     for t in reversed(range(x_BT.shape[1])):
-        later_B = torch.where(mask_BT[:, t], x_BT[:, t] + gamma * later_B, later_B)
-        result_BT[:, t] = later_B
-    return result_BT
+        sum_B = torch.where(mask_BT[:, t], x_BT[:, t] + gamma * sum_B, sum_B)
+        sum_BT[:, t] = sum_B
+    return sum_BT
 
 
 def whitened(x: Tensor, sample: Tensor) -> Tensor:
     """Compute (x - mean) / sqrt(var + 1e-8), with the mean and the variance (ddof 1) of `sample`.
 
-    x is returned as it is if the sample has fewer than two values.
+    A sample of fewer than two values leaves x unchanged.
     """
     return x if len(sample) < 2 else (x - sample.mean()) * (sample.var() + 1e-8).rsqrt()
 
 
 def deviation(x_B: Tensor) -> Tensor:
-    """Compute the standard deviation (ddof 1) of all values; 0 for a single value."""
+    """Compute the standard deviation (ddof 1) of all values, or 0 of a single value."""
     return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)

@@ -1,8 +1,8 @@
-"""Aggregation: from the loss of every token to one number. It is a choice separate from the
-objective.
+"""Aggregation: from the loss of every token to a single number.
 
-Frameworks give different formulas the same name. Here every denominator is written out, so that the
-formula of each framework can be chosen (experiments/PARITY.md says which framework uses which).
+It is a choice separate from the objective. Frameworks give different formulas the same name. Here
+every denominator is written out, and the formula of each framework can be chosen
+(experiments/PARITY.md lists the formula that each framework uses).
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -25,45 +25,48 @@ ROWS = ("nonempty", "all", "one")
 
 @dataclass(frozen=True)
 class Totals:
-    """Holds the counts by which a loss is normalised: those of the whole optimizer step, not of a
-    micro-batch.
-    """
+    """The counts by which a loss is normalised, over the whole optimizer step."""
 
-    sequences: int  # the number of responses with at least one token in the mask
-    rows: int  # the number of all responses
-    tokens: int  # the number of tokens in the mask
-    width: int  # the number of columns of the padded batch
+    sequences: int  # responses with at least one token in the mask
+    rows: int  # all responses
+    tokens: int  # tokens in the mask
+    width: int  # columns of the padded batch
 
     @staticmethod
     def of(mask_BT: Tensor) -> Totals:
         """Count the responses and tokens of a mask."""
-        return Totals(
-            int(mask_BT.any(-1).sum()), *mask_BT.shape[:1], int(mask_BT.sum()), *mask_BT.shape[1:]
-        )
+        rows, width = mask_BT.shape
+        sequences = int(mask_BT.any(-1).sum())
+        return Totals(sequences, rows, int(mask_BT.sum()), width)
 
 
 @dataclass
 class Aggregation(Ranged, key="aggregation"):
-    """Computes the share of a micro-batch in the loss of its optimizer step; all shares add up to
-    that loss.
+    """The mean of the token losses l_it, by the formula of `mode`.
 
-        seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it     GSPO Eq 5, GRPO Eq 2 of
-                                  arXiv:2507.18071
-        token-mean                sum_it l_it / sum_i |y_i|        DAPO, arXiv:2503.14476: long
-                                  responses weigh more
-        seq-mean-token-sum        1/N sum_i sum_t l_it             a response weighs in proportion
-                                  to its length
-        seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it         Dr.GRPO, arXiv:2503.20783: C is a
-                                  constant
+        seq-mean-token-mean       1/N sum_i 1/|y_i| sum_t l_it
+        token-mean                sum_it l_it / sum_i |y_i|
+        seq-mean-token-sum        1/N sum_i sum_t l_it
+        seq-mean-token-sum-norm   1/N sum_i 1/C sum_t l_it
 
-    N is the number of responses with at least one token (`rows=nonempty`), of all responses
-    (`all`), or 1 (`one`, which gives a sum). C is `length`. N and sum |y_i| come from `totals`, so
-    the gradient does not depend on how the batch is cut into micro-batches.
+    GSPO and GRPO use the first (arXiv:2507.18071, Eq 5 and 2). DAPO uses the second
+    (arXiv:2503.14476), in which long responses weigh more. In the third, a response weighs in
+    proportion to its length. Dr.GRPO uses the fourth (arXiv:2503.20783).
+
+    C is the constant `length`. N depends on `rows`:
+
+        nonempty    the number of responses that have tokens
+        all         the number of all responses
+        one         1, which gives a sum
+
+    A call returns the share of a micro-batch, and all shares add up to the loss of the optimizer
+    step. N and sum_i |y_i| count the whole step (`totals`), so the gradient does not depend on the
+    size of micro-batches.
     """
 
-    # one of the four above | auto: the one that the objective's paper uses
+    # one of the four above | auto: the mode of the objective's paper
     mode: str = choice("auto", ("auto", *MODES))
-    rows: str = choice("nonempty", ROWS)  # what N counts in the seq-mean modes
+    rows: str = choice("nonempty", ROWS)  # N of the seq-mean modes
     # C of the -norm mode: a number | null: the longest response limit of the run | 0: the width of
     # the batch
     length: int | None = ranged(None, least=0)
@@ -80,7 +83,7 @@ class Aggregation(Ranged, key="aggregation"):
             )
 
     def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
-        """Aggregate the loss of every token to a scalar.
+        """Return a scalar: the micro-batch's share of the aggregated loss.
 
         Raises ValueError for mode=auto or length=null, which gspo.config replaces before training.
         """
@@ -94,6 +97,7 @@ class Aggregation(Ranged, key="aggregation"):
             return total
         if self.mode == "auto" or self.length is None:
             raise ValueError(
-                f"aggregation.mode={self.mode} with length={self.length} does not say what to divide by"
+                f"aggregation.mode={self.mode} with length={self.length} "
+                "does not say what to divide by"
             )
         return total / (self.length or totals.width)

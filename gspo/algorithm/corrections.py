@@ -1,15 +1,15 @@
-"""Corrections for the mismatch of engine and trainer: a weight for every token's loss in the policy
-term.
+"""Corrections for the mismatch of engine and trainer: weights on the policy loss of every token.
 
-The engine samples from mu, while the trainer assumes that the samples come from pi_old. The two
-differ by precision, kernels and, in MoE models, by routing. With m_t = log pi_old(y_t) - log
-mu(y_t), the importance weight of each level is
+The engine samples from mu, but the trainer assumes that the samples come from pi_old. The two
+differ by precision, kernels and, in MoE models, by routing. The importance weights of the three
+levels are
 
+    m_t         log pi_old(y_t) - log mu(y_t)
     token       exp( m_t )
     sequence    exp( sum_t m_t )            the product over the response
     geometric   exp( 1/|y| sum_t m_t )
 
-Weights carry no gradient and are 0 where masked. The exponent is kept within +-20 (as in verl).
+Weights carry no gradient and are 0 where masked. The exponent is kept within +-20, as in verl.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -34,7 +34,7 @@ EXPONENT_BOUND = 20.0
 
 @dataclass
 class Correction(Ranged, key="correction"):
-    """The base of the corrections. By itself it corrects nothing: every weight is 1."""
+    """The base of the corrections. The base itself corrects nothing: every weight is 1."""
 
     name: str = "none"
 
@@ -47,9 +47,8 @@ class Correction(Ranged, key="correction"):
 class TIS(Correction):
     """Truncated importance sampling (Yao et al. 2025): the weight is clipped to [low, high].
 
-    `normalize` divides the truncated weights by their mean over the rollout batch. The mean is over
-    tokens, or over responses for the levels sequence and geometric (verl's
-    rollout_is_batch_normalize).
+    `normalize` divides the truncated weights by their mean over the rollout batch (verl's
+    rollout_is_batch_normalize). The mean is over tokens for level=token, over responses otherwise.
     """
 
     name: str = "tis"
@@ -70,11 +69,10 @@ class TIS(Correction):
 
 @dataclass
 class MIS(Correction):
-    """Masked importance sampling: the weight is kept where it lies in [low, high] and set to 0
-    elsewhere.
+    """Masked importance sampling: weights outside [low, high] become 0, the others stay.
 
-    `judged_by` names another level whose weight must lie in the band instead. For example, ms-swift
-    keeps the token weights of the responses whose geometric weight lies in the band.
+    With `judged_by`, the weight of another level decides. For example, ms-swift keeps the token
+    weights of a response if its geometric weight lies in the band.
     """
 
     name: str = "mis"
@@ -91,11 +89,10 @@ class MIS(Correction):
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
-        judge_BT = importance_weight(
-            old_logp_BT, engine_logp_BT, mask_BT, self.judged_by or self.level
-        )
-        kept_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
-        weight_BT = torch.where(mask_BT & kept_BT, weight_BT, 0.0)
+        judge_level = self.judged_by or self.level
+        judge_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, judge_level)
+        in_band_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
+        weight_BT = torch.where(mask_BT & in_band_BT, weight_BT, 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
 
@@ -110,15 +107,18 @@ class IcePop(MIS):
 
 @dataclass
 class Rejection(Correction):
-    """Rejection (verl's rollout_rs): the weight is 1 where a measure of the mismatch lies in [low,
-    high], 0 elsewhere.
+    """Rejection (verl's rollout_rs): the weight is 1 if the mismatch lies in [low, high], else 0.
 
-    The measure is one of
+    `measure` selects how the mismatch of a token is measured:
 
         ratio = exp(m)      k2 = m^2 / 2      k3 = exp(m) - 1 - m
 
-    and `level` says how it is reduced over the response: token (not at all), sequence (the sum; the
-    product of ratios), geometric (the mean; the geometric mean of ratios) or largest.
+    `level` selects how the measure is reduced over the response:
+
+        token       no reduction
+        sequence    the sum; for ratios the product
+        geometric   the mean; for ratios the geometric mean
+        largest     the largest value
     """
 
     name: str = "rejection"
@@ -132,55 +132,53 @@ class Rejection(Correction):
         check_band(self)
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
         if self.measure == "ratio":
-            value_BT = (
-                reduce(m_BT, mask_BT, self.level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
-            )
+            value_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
         else:
+            m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
             m_BT = m_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
             value_BT = m_BT.square() / 2 if self.measure == "k2" else torch.expm1(m_BT) - m_BT
             value_BT = reduce(value_BT, mask_BT, self.level)
-        return (mask_BT & (value_BT >= self.low) & (value_BT <= self.high)).to(old_logp_BT.dtype)
+        in_band_BT = (value_BT >= self.low) & (value_BT <= self.high)
+        return (mask_BT & in_band_BT).to(old_logp_BT.dtype)
 
 
 def importance_weight(
     old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, level: str
 ) -> Tensor:
-    """Compute the untruncated weight of a level, without gradient. It is meaningful where the mask
-    is True. [B, T].
+    """Compute the untruncated weights of a level, without gradient. Shape [B, T].
+
+    Masked positions hold no meaningful value.
     """
     m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
     return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Divide weights by their mean over tokens (level token) or over responses; unchanged where all
-    of them are 0.
+    """Divide weights by their mean over tokens (level=token) or over responses. Shape [B, T].
+
+    Weights that are all 0 stay 0.
     """
-    mean_B = masked_mean(weight_BT, mask_BT)
-    mean = (
-        weight_BT.sum() / mask_BT.sum()
-        if level == "token"
-        else mean_B.sum() / mask_BT.any(-1).sum()
-    )
+    if level == "token":
+        mean = weight_BT.sum() / mask_BT.sum()
+    else:
+        mean_B = masked_mean(weight_BT, mask_BT)
+        mean = mean_B.sum() / mask_BT.any(-1).sum()
     return weight_BT / mean if mean > 0 else weight_BT
 
 
 def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Reduce over the tokens of each response, as a level says, and repeat the result for each
-    token. Shape [B, T].
-    """
+    """Reduce x over the tokens of each response and repeat the result for each token. [B, T]."""
     if level == "token":
         return x_BT
     if level == "largest":
         return torch.where(mask_BT, x_BT, -math.inf).amax(-1, keepdim=True).expand_as(x_BT)
-    total = masked_sum if level == "sequence" else masked_mean
-    return total(x_BT, mask_BT).unsqueeze(-1).expand_as(x_BT)
+    reduction = masked_sum if level == "sequence" else masked_mean
+    return reduction(x_BT, mask_BT).unsqueeze(-1).expand_as(x_BT)
 
 
 def check_band(correction: TIS | MIS | Rejection) -> None:
-    """Raise ValueError for a band whose lower end is not below its upper end."""
+    """Raise ValueError for a band that does not satisfy low < high."""
     if not correction.low < correction.high:
         raise ValueError(
             f"correction.low={correction.low} must be below correction.high={correction.high}"

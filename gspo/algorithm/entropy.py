@@ -1,8 +1,8 @@
-"""The coefficient of the entropy bonus, and the rule that holds the entropy at a target.
+"""The coefficient of the entropy bonus, and the rule that keeps the entropy at a target.
 
-For example, with a target of 0.2 nats, a coefficient of 0 and a step of 0.005: while the policy's
-entropy is above 0.2 there is no bonus. After each update with an entropy of 0.2 or less the
-coefficient grows by 0.005, and the next update has a bonus, until the entropy is above 0.2 again.
+For example, the target is 0.2 nats, the first coefficient is 0 and delta is 0.005. While the
+policy's entropy is above 0.2, there is no bonus. After each update with an entropy of 0.2 or less,
+the coefficient grows by 0.005. The updates then have a bonus until the entropy is above 0.2 again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 @dataclass
 class EntropyCoefficient:
-    """Holds the coefficient alpha of the entropy bonus, fixed or adapted (Skywork-OR1,
-    arXiv:2505.22312, section 4).
+    """The coefficient alpha of the entropy bonus, fixed or adaptive (Skywork-OR1).
 
-    With e_k the entropy of update k, the mean over the response tokens of its whole mini-batch:
+    See arXiv:2505.22312, section 4, for the rule. e_k is the entropy of update k. It is a mean
+    over the response tokens of the whole mini-batch.
 
         alpha_k   = c_k if e_(k-1) <= target else 0
         c_(k+1)   = c_k + delta if e_k <= target else c_k - delta,   kept within [least, most]
 
-    The bonus of an update goes by the entropy of the update before it, as in TRL, because its own
-    is known only after the pass. The first update has no update before it: its alpha is c_1.
-    `value` and `measured` are the whole state.
+    The bonus depends on the entropy of the previous update, as in TRL. The entropy of the current
+    update is known only after the pass. The first update has no previous update, so its alpha is
+    c_1. The whole state is `value` and `measured`.
     """
 
     value: float  # c_k
@@ -36,14 +36,15 @@ class EntropyCoefficient:
     @property
     def acting(self) -> float:
         """The coefficient alpha_k of the next update."""
-        healthy = (
-            self.target is not None and self.measured is not None and self.measured > self.target
-        )
-        return 0.0 if healthy else self.value
+        if self.target is None or self.measured is None:
+            return self.value
+        return 0.0 if self.measured > self.target else self.value
 
     def update(self, entropy: float) -> None:
-        """Adapt the coefficient after an update whose mean entropy was `entropy` nats per token.
-        One that is no number changes nothing: its update was skipped too."""
+        """Adapt the coefficient after an update with a mean entropy of `entropy` nats per token.
+
+        An entropy that is not finite changes nothing, because its update was skipped too.
+        """
         if self.target is None or not math.isfinite(entropy):
             return
         change = self.delta if entropy <= self.target else -self.delta

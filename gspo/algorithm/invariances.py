@@ -1,34 +1,36 @@
-"""What must hold of every objective, whoever wrote it: `gspo check-objective` tells it in
-words.
+"""Invariances that every objective must satisfy, ours or a user's (`gspo check-objective`).
 
-Each check calls the objective on random responses of unequal length, in float64, at several spreads
-of the log-ratios, and returns a Finding. Shape suffixes: B responses, T response tokens.
+Each check calls the objective on random responses of unequal length, in float64. It uses several
+spreads of the log-ratios and returns a Finding.
+
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
 
-# standard deviations of the log-ratios, in nats: within GSPO's clip range to beyond GRPO's
+# standard deviations of the log-ratios in nats, from within GSPO's clip range to beyond GRPO's
 SPREADS = (1e-3, 0.05, 0.5)
-BATCH, WIDTH = 10, 8  # responses, and the most tokens of one
+BATCH_SIZE = 10
+MAX_RESPONSE_TOKENS = 8
 STEP = 1e-6  # nats, of the difference quotients
-MEAN = Aggregation("seq-mean-token-mean")
+AGGREGATION = Aggregation("seq-mean-token-mean")
 FIELDS = ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Tells whether an invariance holds, in words that name what was seen."""
+    """The result of a check: its name, whether the invariance holds, and a sentence for users."""
 
     name: str
     holds: bool
@@ -36,60 +38,66 @@ class Finding:
 
 
 def check_objective(objective: Objective) -> list[Finding]:
-    """Return what each check finds; after a failure of the first, which is about shapes, the others
-    are left out.
-    """
-    first = outputs_fit(objective)
-    return [first, *(check(objective) for check in CHECKS)] if first.holds else [first]
+    """Return the findings of all checks. If the shapes are wrong, only that finding is returned."""
+    shapes = outputs_fit(objective)
+    if not shapes.holds:
+        return [shapes]
+    return [shapes, *(check(objective) for check in CHECKS)]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # inputs
 def random_inputs(seed: int, spread: float) -> LossInputs:
-    """Make log-probs, advantages and a mask of random responses; one has no advantage and one has a
-    hole in its mask, as responses of several turns have."""
+    """Return log-probs, advantages and a mask of random responses.
+
+    Response 0 has a gap in its mask, like responses of several turns. Response 1 has the
+    advantage 0.
+    """
     generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH_SIZE, MAX_RESPONSE_TOKENS)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    old_BT = -1 - 3 * torch.rand(BATCH, WIDTH, generator=generator, dtype=torch.float64)
-    lengths_B = torch.randint(1, WIDTH + 1, (BATCH, 1), generator=generator)
-    mask_BT = torch.arange(WIDTH) < lengths_B
-    mask_BT[0] = torch.tensor([True, False, False] + [True] * (WIDTH - 3))
-    adv_BT = normal(BATCH, 1).expand(BATCH, WIDTH).clone()
+    uniform_BT = torch.rand(*shape, generator=generator, dtype=torch.float64)
+    old_BT = -1 - 3 * uniform_BT
+    lengths_B1 = torch.randint(1, MAX_RESPONSE_TOKENS + 1, (BATCH_SIZE, 1), generator=generator)
+    mask_BT = torch.arange(MAX_RESPONSE_TOKENS) < lengths_B1
+    mask_BT[0] = True
+    mask_BT[0, 1:3] = False
+    adv_BT = normal(BATCH_SIZE, 1).expand(shape).clone()
     adv_BT[1] = 0
     return LossInputs(
-        logp_BT=(old_BT + spread * normal(BATCH, WIDTH)).clamp(max=-0.01).requires_grad_(),
+        logp_BT=(old_BT + spread * normal(*shape)).clamp(max=-0.01).requires_grad_(),
         old_logp_BT=old_BT,
         adv_BT=adv_BT,
         mask_BT=mask_BT,
-        engine_logp_BT=old_BT + 0.1 * spread * normal(BATCH, WIDTH),
-        ref_logp_BT=old_BT + normal(BATCH, WIDTH),
+        engine_logp_BT=old_BT + 0.1 * spread * normal(*shape),
+        ref_logp_BT=old_BT + normal(*shape),
     )
 
 
 def all_inputs() -> Iterator[LossInputs]:
-    """Yield the inputs that a check tries, one for each spread of the log-ratios."""
+    """Yield the inputs of a check for each spread of the log-ratios."""
     for seed, spread in enumerate(SPREADS):
         yield random_inputs(seed, spread)
 
 
 def changed(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
-    """Return inputs with every number, and the mask, changed by a function; the log-probs have
-    gradients of their own."""
-    new = {name: change(getattr(inputs, name).detach()) for name in (*FIELDS, "mask_BT")}
-    new["logp_BT"] = new["logp_BT"].clone().requires_grad_()
-    return replace(inputs, **new)
+    """Return inputs with `change` applied to every tensor. The new log-probs are a leaf tensor."""
+    tensors = {name: change(getattr(inputs, name).detach()) for name in (*FIELDS, "mask_BT")}
+    tensors["logp_BT"] = tensors["logp_BT"].clone().requires_grad_()
+    return replace(inputs, **tensors)
 
 
 def with_padding(inputs: LossInputs, value: float) -> LossInputs:
-    """Return inputs that hold a value wherever the mask is False."""
+    """Return inputs that hold `value` at every masked position."""
     mask_BT = inputs.mask_BT
-    padded = changed(
-        inputs, lambda x: x if x.dtype == torch.bool else torch.where(mask_BT, x, value)
-    )
-    return replace(padded, mask_BT=mask_BT)
+
+    def fill(x_BT: Tensor) -> Tensor:
+        return x_BT if x_BT.dtype == torch.bool else torch.where(mask_BT, x_BT, value)
+
+    return changed(inputs, fill)
 
 
 def gradient(
@@ -97,25 +105,25 @@ def gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient with respect to the log-probs [B, T]."""
     totals = totals or Totals.of(inputs.mask_BT)
-    loss = MEAN(objective(inputs).loss_BT, inputs.mask_BT, totals)
-    if not loss.requires_grad:
-        return loss, torch.zeros_like(inputs.logp_BT)
-    (found_BT,) = torch.autograd.grad(loss, inputs.logp_BT, allow_unused=True)
-    return loss.detach(), torch.zeros_like(inputs.logp_BT) if found_BT is None else found_BT
+    loss = AGGREGATION(objective(inputs).loss_BT, inputs.mask_BT, totals)
+    gradient_BT = None
+    if loss.requires_grad:
+        (gradient_BT,) = torch.autograd.grad(loss, inputs.logp_BT, allow_unused=True)
+    if gradient_BT is None:
+        gradient_BT = torch.zeros_like(inputs.logp_BT)
+    return loss.detach(), gradient_BT
 
 
-def apart(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the size of the second; infinite
-    for NaN.
-    """
-    difference = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
-    return difference if difference == difference else float("inf")
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Return max |a - b| / max |b|, infinite if it is NaN."""
+    error = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    return float("inf") if math.isnan(error) else error
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checks
 def outputs_fit(objective: Objective) -> Finding:
-    """Outputs have the shapes and types that LossOutputs says."""
+    """Check that the outputs have the shapes and dtypes of LossOutputs."""
     name = "outputs"
     for inputs in all_inputs():
         outputs = objective(inputs)
@@ -124,7 +132,8 @@ def outputs_fit(objective: Objective) -> Finding:
                 name, False, f"calling it gave {type(outputs).__name__}, not LossOutputs"
             )
         for field in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
-            value, is_mask = getattr(outputs, field), field not in ("loss_BT", "weight_BT")
+            value = getattr(outputs, field)
+            is_mask = field not in ("loss_BT", "weight_BT")
             try:
                 fits = value.broadcast_to(inputs.mask_BT.shape) is not None
             except (AttributeError, RuntimeError):
@@ -144,15 +153,19 @@ def outputs_fit(objective: Objective) -> Finding:
 
 
 def masked_tokens_do_nothing(objective: Objective) -> Finding:
-    """What stands where the mask is False changes neither loss nor gradient."""
+    """Check that values outside the mask change neither loss nor gradient."""
     name = "masking"
     for inputs in all_inputs():
         loss, gradient_BT = gradient(objective, inputs)
-        other, other_BT = gradient(objective, with_padding(inputs, -7.0))
+        padded_loss, padded_BT = gradient(objective, with_padding(inputs, -7.0))
         if bool(gradient_BT[~inputs.mask_BT].any()):
             return Finding(name, False, "tokens outside the mask have a gradient")
-        if apart(loss, other) > 1e-12 or apart(other_BT, gradient_BT) > 1e-12:
-            text = f"other values outside the mask change the loss from {loss:.6g} to {other:.6g}"
+        loss_error = relative_error(loss, padded_loss)
+        if loss_error > 1e-12 or relative_error(padded_BT, gradient_BT) > 1e-12:
+            text = (
+                "other values outside the mask change the loss "
+                f"from {loss:.6g} to {padded_loss:.6g}"
+            )
             return Finding(
                 name, False, f"{text}; use torch.where with inputs.mask_BT, or masked_mean"
             )
@@ -160,47 +173,52 @@ def masked_tokens_do_nothing(objective: Objective) -> Finding:
 
 
 def nan_in_padding_stays_there(objective: Objective) -> Finding:
-    """NaN and infinity where the mask is False reach neither loss nor gradient."""
+    """Check that NaN and infinity outside the mask reach neither loss nor gradient."""
     name = "NaN in padding"
     for inputs in all_inputs():
         expected, expected_BT = gradient(objective, inputs)
         for value in (float("nan"), float("inf"), float("-inf")):
-            loss, found_BT = gradient(objective, with_padding(inputs, value))
-            if apart(loss, expected) > 1e-12 or apart(found_BT, expected_BT) > 1e-12:
-                where = "the loss" if apart(loss, expected) > 1e-12 else "the gradient"
+            loss, gradient_BT = gradient(objective, with_padding(inputs, value))
+            reached = ""
+            if relative_error(loss, expected) > 1e-12:
+                reached = "the loss"
+            elif relative_error(gradient_BT, expected_BT) > 1e-12:
+                reached = "the gradient"
+            if reached:
                 return Finding(
                     name,
                     False,
-                    f"{value} outside the mask reaches {where}: select with torch.where before",
+                    f"{value} outside the mask reaches {reached}: select with torch.where before",
                 )
     return Finding(name, True, "NaN and infinity outside the mask reach neither loss nor gradient")
 
 
 def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
-    """Micro-batches of any size, wider padding and another order of the responses give the same
-    loss and gradient.
-    """
+    """Check that micro-batches, order of the responses and width of the padding change nothing."""
     name = "cut of the batch"
     for inputs in all_inputs():
         totals = Totals.of(inputs.mask_BT)
         loss, gradient_BT = gradient(objective, inputs)
         parts = [
             gradient(objective, changed(inputs, lambda x, rows=rows: x[rows]), totals)
-            for rows in torch.arange(BATCH).split(3)
+            for rows in torch.arange(BATCH_SIZE).split(3)
         ]
-        cut, cut_BT = sum(part for part, _ in parts), torch.cat([part_BT for _, part_BT in parts])
-        if apart(cut, loss) > 1e-10 or apart(cut_BT, gradient_BT) > 1e-10:
+        parts_loss = sum(part_loss for part_loss, _ in parts)
+        parts_BT = torch.cat([part_BT for _, part_BT in parts])
+        loss_error = relative_error(parts_loss, loss)
+        if loss_error > 1e-10 or relative_error(parts_BT, gradient_BT) > 1e-10:
             return Finding(
                 name,
                 False,
                 "micro-batches give another loss or gradient: a response reads its neighbours",
             )
-        order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(0))
-        _, other_BT = gradient(objective, changed(inputs, lambda x, order=order: x[order]))
-        if apart(other_BT, gradient_BT[order]) > 1e-10:
+        order = torch.randperm(BATCH_SIZE, generator=torch.Generator().manual_seed(0))
+        _, permuted_BT = gradient(objective, changed(inputs, lambda x, order=order: x[order]))
+        if relative_error(permuted_BT, gradient_BT[order]) > 1e-10:
             return Finding(name, False, "another order of the responses gives another gradient")
         wide = changed(inputs, lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], dim=1))
-        if apart(gradient(objective, wide)[1][:, :WIDTH], gradient_BT) > 1e-10:
+        _, wide_BT = gradient(objective, wide)
+        if relative_error(wide_BT[:, :MAX_RESPONSE_TOKENS], gradient_BT) > 1e-10:
             return Finding(
                 name, False, "wider padding gives another gradient: count tokens by inputs.mask_BT"
             )
@@ -210,7 +228,7 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
 
 
 def no_advantage_no_gradient(objective: Objective) -> Finding:
-    """Responses without advantage have no gradient, unless the class says needs_every_row."""
+    """Check that advantages of 0 give no gradient, unless the class says needs_every_row."""
     name = "no advantage, no gradient"
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
@@ -219,103 +237,139 @@ def no_advantage_no_gradient(objective: Objective) -> Finding:
                 return Finding(
                     name, True, "it has a gradient without advantage, and says needs_every_row"
                 )
-            text = "a response whose advantages are 0 has a gradient, and the trainer leaves such responses out"
-            return Finding(name, False, f"{text}; set the class attribute needs_every_row = True")
+            return Finding(
+                name,
+                False,
+                "a response whose advantages are 0 has a gradient, "
+                "and the trainer leaves such responses out; "
+                "set the class attribute needs_every_row = True",
+            )
     return Finding(name, True, "a response whose advantages are 0 has no gradient")
 
 
 def on_policy_it_is_reinforce(objective: Objective) -> Finding:
-    """Check that where all ratios are 1 the gradient is that of -A log pi, times a positive factor."""
+    """Check that at ratios of 1 the gradient is REINFORCE's, times a positive factor."""
     name = "gradient on policy"
     inputs = random_inputs(0, 0.0)
     inputs = changed(replace(inputs, engine_logp_BT=inputs.old_logp_BT), lambda x: x)
     _, gradient_BT = gradient(objective, inputs)
     count_B1 = inputs.mask_BT.sum(-1, keepdim=True)
-    expected_BT = torch.where(inputs.mask_BT, -inputs.adv_BT / count_B1 / BATCH, 0.0)
-    counted_BT = inputs.mask_BT & (inputs.adv_BT != 0)
-    factor = (gradient_BT / expected_BT)[counted_BT]
-    low, high = float(factor.min()), float(factor.max())
-    if apart(gradient_BT, expected_BT) < 1e-10:
+    expected_BT = torch.where(inputs.mask_BT, -inputs.adv_BT / count_B1 / BATCH_SIZE, 0.0)
+    has_gradient_BT = inputs.mask_BT & (inputs.adv_BT != 0)
+    factor = (gradient_BT / expected_BT)[has_gradient_BT]
+    low = float(factor.min())
+    high = float(factor.max())
+    if relative_error(gradient_BT, expected_BT) < 1e-10:
         return Finding(name, True, "where all ratios are 1 it is that of REINFORCE, -A grad log pi")
     if low > 0 and bool(torch.isfinite(factor).all()):
         text = f"where all ratios are 1 it is that of REINFORCE times {low:.4g}"
-        return Finding(
-            name,
-            True,
-            text + (f" to {high:.4g}, by response or token" if high > low * (1 + 1e-9) else ""),
-        )
-    text = f"where all ratios are 1, tokens have {low:.4g} to {high:.4g} times the gradient of REINFORCE"
-    return Finding(name, False, f"{text}: it does not follow the advantage")
+        if high > low * (1 + 1e-9):
+            text += f" to {high:.4g}, by response or token"
+        return Finding(name, True, text)
+    return Finding(
+        name,
+        False,
+        f"where all ratios are 1, tokens have {low:.4g} to {high:.4g} times "
+        "the gradient of REINFORCE: it does not follow the advantage",
+    )
+
+
+class RecordDetach(TorchFunctionMode):
+    """A mode that records the result of every `detach` inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.results: list[Tensor] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.detach:
+            self.results.append(result)
+        return result
+
+
+class ReplayDetach(TorchFunctionMode):
+    """A mode in which `detach` returns recorded results instead, in their order."""
+
+    def __init__(self, results: list[Tensor]):
+        super().__init__()
+        self.results = iter(results)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.detach:
+            return next(self.results)
+        return function(*args, **(kwargs or {}))
 
 
 def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
-    """Difference quotients of the loss equal its gradient, with what the formula detaches held
-    fixed.
+    """Check that difference quotients of the loss equal its gradient.
+
+    A stop-gradient is a constant in the papers' formulas. So at shifted log-probs, `detach` returns
+    the values that it returned without the shift.
     """
-    name, worst = "finite differences", 0.0
+    largest_error = 0.0
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
-        with held_detached(objective, inputs) as loss_at:
-            quotient_BT, smooth_BT = torch.zeros_like(gradient_BT), torch.ones_like(inputs.mask_BT)
-            for b, t in inputs.mask_BT.nonzero().tolist():
-                step_BT = torch.zeros_like(gradient_BT)
-                step_BT[b, t] = STEP
-                (up, up_active), (down, down_active) = loss_at(step_BT), loss_at(-step_BT)
-                quotient_BT[b, t] = (up - down) / (2 * STEP)
-                # else a clip begins between the two
-                smooth_BT[b, t] = torch.equal(up_active, down_active)
-        worst = max(worst, apart(quotient_BT[smooth_BT], gradient_BT[smooth_BT]))
-    text = f"the gradient is that of the loss, to {worst:.0e}, with what the formula detaches held fixed"
-    if worst > 1e-5:
-        text = f"the gradient is not that of the loss: difference quotients are off by {worst:.2g} of its size"
-    return Finding(name, worst <= 1e-5, text)
+        logp_BT = inputs.logp_BT.detach()
+        with torch.no_grad(), RecordDetach() as recorded:
+            objective(inputs)
 
+        def loss_at(
+            shift_BT: Tensor,
+            inputs: LossInputs = inputs,
+            logp_BT: Tensor = logp_BT,
+            detached: list[Tensor] = recorded.results,
+        ) -> tuple[Tensor, Tensor]:
+            """Return the loss and the clip mask at shifted log-probs."""
+            shifted = replace(inputs, logp_BT=logp_BT + shift_BT)
+            with torch.no_grad(), ReplayDetach(detached):
+                outputs = objective(shifted)
+            loss = AGGREGATION(outputs.loss_BT, inputs.mask_BT, Totals.of(inputs.mask_BT))
+            return loss, outputs.active_BT
 
-@contextmanager
-def held_detached(
-    objective: Objective, inputs: LossInputs
-) -> Iterator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Within this context, a function gives loss and clip mask at shifted log-probs, and `detach`
-    in the objective gives what it gave at the unshifted ones: a stop-gradient then is a constant,
-    as in the papers."""
-    held: list[Tensor] = []
-    plain = torch.Tensor.detach
-
-    def record(tensor: Tensor) -> Tensor:
-        held.append(plain(tensor))
-        return held[-1]
-
-    with mock.patch.object(torch.Tensor, "detach", record), torch.no_grad():
-        objective(inputs)
-
-    def loss_at(shift_BT: Tensor) -> tuple[Tensor, Tensor]:
-        again = iter(held)
-        moved = replace(inputs, logp_BT=plain(inputs.logp_BT) + shift_BT)
-        with mock.patch.object(torch.Tensor, "detach", lambda tensor: next(again)), torch.no_grad():
-            outputs = objective(moved)
-        return MEAN(outputs.loss_BT, inputs.mask_BT, Totals.of(inputs.mask_BT)), outputs.active_BT
-
-    yield loss_at
+        quotient_BT = torch.zeros_like(gradient_BT)
+        smooth_BT = torch.ones_like(inputs.mask_BT)
+        for b, t in inputs.mask_BT.nonzero().tolist():
+            step_BT = torch.zeros_like(gradient_BT)
+            step_BT[b, t] = STEP
+            loss_up, active_up_BT = loss_at(step_BT)
+            loss_down, active_down_BT = loss_at(-step_BT)
+            quotient_BT[b, t] = (loss_up - loss_down) / (2 * STEP)
+            # False: a clip begins between the two
+            smooth_BT[b, t] = torch.equal(active_up_BT, active_down_BT)
+        error = relative_error(quotient_BT[smooth_BT], gradient_BT[smooth_BT])
+        largest_error = max(largest_error, error)
+    if largest_error > 1e-5:
+        text = (
+            "the gradient is not that of the loss: "
+            f"difference quotients are off by {largest_error:.2g} of its size"
+        )
+    else:
+        text = (
+            f"the gradient is that of the loss, to {largest_error:.0e}, "
+            "with what the formula detaches held fixed"
+        )
+    return Finding("finite differences", largest_error <= 1e-5, text)
 
 
 def clipped_tokens_have_no_gradient(objective: Objective) -> Finding:
-    """The clip mask `active` and the factor `weight`, which metrics show, tell what the gradient
-    does.
-    """
+    """Check that `active_BT` and `weight_BT`, which metrics show, describe the gradient."""
     name = "clip metrics"
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
-        outputs, mask_BT = objective(inputs), inputs.mask_BT
+        outputs = objective(inputs)
+        mask_BT = inputs.mask_BT
         active_BT = (outputs.active_BT & mask_BT).broadcast_to(mask_BT.shape)
         if bool(gradient_BT[active_BT].any()):
             return Finding(name, False, "tokens that active_BT calls clipped have a gradient")
-        told_BT = -outputs.weight_BT * inputs.adv_BT / mask_BT.sum(-1, keepdim=True) / BATCH
-        difference = apart(torch.where(mask_BT, told_BT, 0.0), gradient_BT)
-        if difference > 1e-9 and not objective.needs_every_row:
+        count_B1 = mask_BT.sum(-1, keepdim=True)
+        expected_BT = -outputs.weight_BT * inputs.adv_BT / count_B1 / BATCH_SIZE
+        error = relative_error(torch.where(mask_BT, expected_BT, 0.0), gradient_BT)
+        if error > 1e-9 and not objective.needs_every_row:
             return Finding(
                 name,
                 False,
-                f"weight_BT is not the factor of A grad log pi: off by {difference:.2g}",
+                f"weight_BT is not the factor of A grad log pi: off by {error:.2g}",
             )
     return Finding(name, True, "active_BT and weight_BT tell what the gradient does")
 

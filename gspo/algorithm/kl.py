@@ -1,13 +1,11 @@
-"""KL to a reference policy: its estimators, the settings of the KL term, and the controller of its
-coefficient.
+"""KL to a reference policy: estimators, settings of the KL term, and its adaptive coefficient.
 
-With d = log pi(y_t) - log pi_ref(y_t) for a sampled token (Schulman, "Approximating KL Divergence",
-2020):
+See Schulman, "Approximating KL Divergence", 2020, for the estimators. For a sampled token, with
+d = log pi(y_t) - log pi_ref(y_t):
 
-    k1 = d                    unbiased; negative for single tokens. As a loss its expected gradient
-                              is zero
-    k2 = d^2 / 2              biased; its gradient is that of KL(pi || pi_ref)
-    k3 = exp(-d) + d - 1      unbiased, never negative; its gradient is that of KL(pi_ref || pi)
+    k1  = d                   unbiased, may be negative, expected gradient as a loss: zero
+    k2  = d^2 / 2             biased, gradient of KL(pi || pi_ref)
+    k3  = exp(-d) + d - 1     unbiased, never negative, gradient of KL(pi_ref || pi)
     abs = |d|
 
 Shape suffixes: B responses, T response tokens.
@@ -26,25 +24,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-LARGEST_BOUND = 80.0  # nats; exp(89) is infinite in float32
+MAX_LOG_RATIO_BOUND = 80.0  # nats; exp(89) is infinite in float32
 
 
 @dataclass
 class KL(Ranged, key="kl"):
-    """The base of the choices. By itself it stands for no KL term and no reference policy.
+    """The base of the KL terms. The base itself means no KL term and no reference policy.
 
-    The GSPO paper has none either: it is "omitted for brevity" there.
+    The GSPO paper shows no KL term either: it is "omitted for brevity" there.
     """
 
     name: str = "none"
     in_loss: ClassVar[bool] = False  # an estimate is added to the loss
-    in_reward: ClassVar[bool] = False  # an estimate is taken off the rewards
-    # there is no reference policy to refresh; not annotated, so that it is no field here
+    in_reward: ClassVar[bool] = False  # an estimate is subtracted from the rewards
+    # no reference policy to refresh; without an annotation this is not a field
     refresh_every = 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether KL to a reference policy is computed, on the old log-probs too."""
+        """Whether a reference policy is loaded and KL to it is computed."""
         return self.in_loss or self.in_reward
 
 
@@ -52,49 +50,52 @@ class KL(Ranged, key="kl"):
 class Penalized(KL):
     """The settings that KL in the loss and KL in the reward share.
 
-    The coefficient is fixed, or adaptive if `target` is given (arXiv:1909.08593, section 2.2):
-        beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon),   n responses per step
+    The coefficient beta is fixed, or adaptive if `target` is set (arXiv:1909.08593, section 2.2):
+
+        beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+
+    n is the number of responses in a step.
     """
 
     estimator: str = choice("k3", ESTIMATORS)
     coef: float = ranged(1e-3, above=0, why="for no KL term choose kl=none")  # beta
     target: float | None = ranged(None, above=0)  # nats per token; null: the coefficient is fixed
-    horizon: float = ranged(10000, above=0)  # responses; how slowly an adaptive coefficient changes
-    # nats; d is kept within +- this, and has no gradient beyond
+    horizon: float = ranged(10000, above=0)  # responses; larger: beta changes more slowly
+    # nats; d is kept within +- this bound, without gradient beyond it
     log_ratio_bound: float = ranged(20.0, above=0)
-    # the estimate is kept within +- this; null: no bound; verl, ms-swift and ROLL use 10
+    # the estimate is kept within +- this bound; null: no bound; verl, ms-swift and ROLL use 10
     value_bound: float | None = ranged(None, above=0)
-    # the number of steps after which the reference becomes the current policy; 0: it stays the same
-    # for the whole run
+    # every so many steps the reference becomes the current policy; 0: never
     refresh_every: int = ranged(0, least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.estimator == "k3" and self.log_ratio_bound > LARGEST_BOUND:
+        if self.estimator == "k3" and self.log_ratio_bound > MAX_LOG_RATIO_BOUND:
             raise ValueError(
-                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}]"
+                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in "
+                f"(0, {MAX_LOG_RATIO_BOUND:g}]"
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Compute the estimate for every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
-        return (
-            value_BT
-            if self.value_bound is None
-            else value_BT.clamp(-self.value_bound, self.value_bound)
-        )
+        if self.value_bound is not None:
+            value_BT = value_BT.clamp(-self.value_bound, self.value_bound)
+        return value_BT
 
 
 @dataclass
 class KLInLoss(Penalized):
     """KL in the loss: beta * aggregate(estimate) is added to it.
 
-    `gradient=k2` is verl's straight-through form (its "k3+" and "k1+"): the value is that of the
-    estimator and the gradient that of k2. `times_ratio` multiplies the estimate by the importance
-    ratio pi/pi_old. With the ratio of the token, value and gradient of k1 and k3 are unbiased off
-    policy, given the prefix (DeepSeek-V3.2, arXiv:2512.02556). With that of the response, which TRL
-    uses for GSPO, they are unbiased only for responses of one token.
+    `gradient=k2` keeps the estimator's value, but takes the gradient of k2. This is verl's
+    straight-through form (its "k3+" and "k1+").
+
+    `times_ratio` multiplies the estimate by the importance ratio pi / pi_old. With the token's
+    ratio, value and gradient of k1 and k3 are unbiased off policy, given the prefix (DeepSeek-V3.2,
+    arXiv:2512.02556). With the response's ratio, they are unbiased only for responses with a
+    single token. TRL uses the response's ratio for GSPO.
     """
 
     name: str = "loss"
@@ -106,14 +107,16 @@ class KLInLoss(Penalized):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.times_ratio != "none" and self.log_ratio_bound > LARGEST_BOUND:
+        if self.times_ratio != "none" and self.log_ratio_bound > MAX_LOG_RATIO_BOUND:
             raise ValueError(
-                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in (0, {LARGEST_BOUND:g}] with kl.times_ratio="
-                f"{self.times_ratio}: it bounds the ratio too"
+                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in "
+                f"(0, {MAX_LOG_RATIO_BOUND:g}] with kl.times_ratio={self.times_ratio}: "
+                "it bounds the ratio too"
             )
         if self.gradient == "k2" and self.times_ratio != "none":
             raise ValueError(
-                f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: the two gradients would add up"
+                f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: "
+                "the two gradients would add up"
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -127,11 +130,12 @@ class KLInLoss(Penalized):
 
 @dataclass
 class KLInReward(Penalized):
-    """KL in the reward (arXiv:1909.08593): beta * estimate(pi_old, pi_ref) is subtracted from every
-    token's reward.
+    """KL in the reward (arXiv:1909.08593): each token's reward is reduced by its KL penalty.
 
-    Advantages are computed from these rewards. Estimators with one advantage per response use the
-    sum over its tokens.
+        r_t <- r_t - beta * estimate(pi_old, pi_ref)
+
+    Advantages are computed from these rewards. Estimators that give a
+    response a single advantage use the sum over its tokens.
     """
 
     name: str = "reward"
@@ -140,8 +144,9 @@ class KLInReward(Penalized):
 
 
 def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
-    """Compute an estimator from d = log pi - log pi_ref, kept within +-bound and without gradient
-    beyond. [B, T].
+    """Compute an estimator from d = log pi - log pi_ref. Shape [B, T].
+
+    d is kept within +-bound and has no gradient beyond it.
     """
     d_BT = d_BT.clamp(-bound, bound)
     if estimator == "k1":
@@ -154,20 +159,18 @@ def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
 
 
 class KLCoefficient:
-    """Holds beta, the coefficient of the KL term, and adapts it if `target` is given. `value` is
-    its whole state.
+    """The coefficient beta of the KL term, adaptive if `target` is set. `value` is the whole state.
 
-    In other frameworks the factor 1 + error n / horizon becomes negative for n > 5 horizon. Here n
-    / horizon counts as 1 at most.
+    The formula stands at `Penalized`. In other frameworks the factor of beta becomes negative for
+    n > 5 horizon. Here n / horizon is at most 1.
     """
 
     def __init__(self, settings: Penalized):
-        self.settings, self.value = settings, settings.coef
+        self.settings = settings
+        self.value = settings.coef
 
     def update(self, kl: float, responses: int) -> None:
-        """Adapt the coefficient after a step whose mean KL over `responses` responses was `kl` nats
-        per token.
-        """
+        """Adapt beta after a step of `responses` responses and a mean KL of `kl` nats per token."""
         if self.settings.target is None:
             return
         error = min(max(kl / self.settings.target - 1, -0.2), 0.2)

@@ -38,7 +38,7 @@ from gspo.analysis import load, script
 from gspo.analysis.load import Run
 from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.io.arguments import key_values
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.tracking.collapse import best as peak_of
 
 FEW = 12  # more runs are summarised by groups of seeds
@@ -79,7 +79,7 @@ def compare(arguments: list[str]) -> int:
     data = load.load(paths, where)
     for note in data.notes:
         if not note.startswith("seeds of"):
-            print(f"note: {line(note)}")
+            print(f"note: {escape_line(note)}")
     if len(data.runs) < 2:
         load.die(f"there is one run, {data.runs[0].path}: name two or more")
     if len(data.runs) > SIDE_BY_SIDE:
@@ -218,7 +218,7 @@ def list_of_runs(runs: list[Run]) -> list[str]:
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Return rows of cells as lines with columns."""
-    rows = [[line(cell) for cell in row] for row in rows]
+    rows = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -229,11 +229,11 @@ def aligned(rows: list[list[str]]) -> list[str]:
 def table(runs: list[Run]) -> list[str]:
     """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered,
     with a legend above."""
-    lines = [f"[{i}] {line(run.path)}" for i, run in enumerate(runs, start=1)]
+    lines = [f"[{i}] {escape_line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
     rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
     rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
-    rows = [[line(cell) for cell in row] for row in rows]
+    rows = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
     return [
         *lines,

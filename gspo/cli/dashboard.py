@@ -29,7 +29,7 @@ from pathlib import Path
 from gspo.analysis import load, sources
 from gspo.analysis.sources import Record
 from gspo.io.arguments import key_values
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import GROUP_BY, LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
 from gspo.tracking.wandb_choice import check_installed, default_project
@@ -80,7 +80,7 @@ def make() -> None:
     ]
     for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
-    print("\n".join(map(line, notes)))
+    print("\n".join(map(escape_line, notes)))
     if chosen["publish"] == "no":
         return
     if entity is None:

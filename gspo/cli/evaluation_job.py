@@ -275,7 +275,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": rollout.dtype}
     folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
     place = TrackingSettings()
-    if ownership.own(Path(command.run) / SETTINGS):
+    if ownership.is_own_file(Path(command.run) / SETTINGS):
         entity, project, _ = server_run(Path(command.run))
         place.entity, place.project = (
             entity or settings.tracking.entity,

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, open_dict
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.settings import Settings
 from gspo.config.synonyms import our_name
-from gspo.io.untrusted import HALVES
+from gspo.io.untrusted import SURROGATES
 
 
 def folder_of(name: str) -> Path:
@@ -133,7 +133,7 @@ def quoted(word: str) -> str:
     """
     word = word.rstrip("\r")
     key, sign, value = word.partition("=")
-    if word.startswith("-") or not sign or not value or HALVES.search(word):
+    if word.startswith("-") or not sign or not value or SURROGATES.search(word):
         return word  # of a word that is not UTF-8 the program says so
     parser = OverridesParser.create()
     try:

@@ -133,7 +133,7 @@ def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
     the lines of a terminal."""
     from gspo.planning.scaling import smallest
 
-    made = next(p.made for p in points if p.made)
+    made = next(p.plan for p in points if p.plan)
     first, second, *_ = lines_of(made)
     each, base = second.split(", ", 2)[2], smallest(points)
     lines = [
@@ -142,7 +142,7 @@ def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
     ]
     lines += ["", f"strong scaling: {each}", *scaling_table(points)]
     if base:
-        rollout = base.made.settings.rollout
+        rollout = base.plan.settings.rollout
         share = rollout.prompts_per_step * rollout.group_size / base.ranks
         lines += [
             "",
@@ -163,16 +163,16 @@ def scaling_table(points: list[Point]) -> list[str]:
     )
     lines, base = [f"{head}{'efficiency':>14}  most goes to"], smallest(points)
     for p in points:
-        if not p.made:
+        if not p.plan:
             lines.append(f"{p.ranks:>6}  {p.refused}")
             continue
-        times, rollout = p.made.times, p.made.settings.rollout
+        times, rollout = p.plan.times, p.plan.settings.rollout
         parts = [
             sum(time for name, time in times.items() if name.startswith(kind)) for kind in KINDS
         ]
         found = efficiency(p, base)
         lines.append(
-            f"{p.ranks:>6}{rollout.prompts_per_step * rollout.group_size:>11}{p.made.peak[1] / GB:>6.0f}"
+            f"{p.ranks:>6}{rollout.prompts_per_step * rollout.group_size:>11}{p.plan.peak[1] / GB:>6.0f}"
             f"{seconds(p.step):>9}"
             + "".join(f"{seconds(part):>15}" for part in parts)
             + f"{'does not fit' if found is None else f'{found:.0%}':>14}  {max(times, key=times.get)}"

@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 from gspo.io.arguments import key_values
-from gspo.io.escaping import guard, line
+from gspo.io.escaping import escape_line, escape_output
 from gspo.run.sweep_state import jobs, table, upload
 
 
 def main() -> None:
     """Print how far the sweep is that the command line names."""
-    guard()
+    escape_output()
     sys.exit(print_status(sys.argv[1:]))
 
 
@@ -32,6 +32,6 @@ def print_status(arguments: list[str]) -> int:
         if command := upload(Path(study)):
             print(f"to upload them to W&B: {command}")
     except (ValueError, OSError) as error:
-        print(f"error: {line(error)}", file=sys.stderr)
+        print(f"error: {escape_line(error)}", file=sys.stderr)
         return 2
     return 0

@@ -34,7 +34,7 @@ from urllib.parse import quote
 from gspo.analysis import sources
 from gspo.analysis.sources import Record
 from gspo.io.arguments import key_values
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import VIEWS
@@ -191,7 +191,8 @@ class Page:
             metrics = [{k: v for k, v in row.items() if k != "step"} for row in new]
             steps = [int(row["step"]) for row in new]
             settings = {
-                line(k): line(v) if isinstance(v, str) else v for k, v in record.settings.items()
+                escape_line(k): escape_line(v) if isinstance(v, str) else v
+                for k, v in record.settings.items()
             }
             settings["_Group"] = arm_of(name)  # the first choice of the page's "Group by"
             self.store.bulk_log(
@@ -209,7 +210,10 @@ class Page:
         """Return the project and the name under which the page has a run. trackio takes names for
         the same that differ only in punctuation, and runs of one name for one; where it would, a
         few digits keep them apart."""
-        study, name = line(record.settings.get("study", "runs")), line(record.path.name)
+        study, name = (
+            escape_line(record.settings.get("study", "runs")),
+            escape_line(record.path.name),
+        )
         if not self.takes(study):
             study = f"study-{study[:LONGEST]}-{digits(study)}"
         whose = record.id or str(record.path.absolute())
@@ -238,15 +242,15 @@ class Page:
             f"{event['kind']}: {event['signal']}" if event["signal"] else event["kind"]
             for event in events
         ]
-        titles = [line(f"{name}: {kind}") for kind in kinds]
-        texts = [line(event["text"]) for event in events]
+        titles = [escape_line(f"{name}: {kind}") for kind in kinds]
+        texts = [escape_line(event["text"]) for event in events]
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
     def say(self, note: str) -> None:
         """Print each note once, except that a file has no end yet, which is normal here."""
         if note not in self.notes and "has no end" not in note:
-            print(f"note: {line(note)}", file=sys.stderr)
+            print(f"note: {escape_line(note)}", file=sys.stderr)
         self.notes.add(note)
 
 

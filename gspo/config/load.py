@@ -42,7 +42,7 @@ from gspo.config.user_code import (
     with_outside_parts,
 )
 from gspo.io.files import replace_text
-from gspo.io.ownership import doubt, own, write_signed
+from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.ranges import fields_with
 from gspo.io.untrusted import read_yaml
 from gspo.io.user_code import is_path, source_files
@@ -178,9 +178,9 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
     config = OmegaConf.structured(Settings)
     content = literal(read_yaml(path))
     code_paths = recorded_code_paths(content)
-    if code_paths and not (trust or own(path)):
+    if code_paths and not (trust or is_own_file(path)):
         raise ValueError(
-            f"{path} names code from outside this package ({', '.join(code_paths)}) and {doubt()}: "
+            f"{path} names code from outside this package ({', '.join(code_paths)}) and {why_not_own()}: "
             "read that code, then say allow_outside_code=true"
         )
     for group, options in CHOICES.items():
@@ -285,7 +285,7 @@ def refuse_addresses(folder: Path, refused: dict[str, str], consent: str) -> Non
     if refused:
         listed = ", ".join(f"{key}={value}" for key, value in sorted(refused.items()))
         raise ValueError(
-            f"{folder / 'settings.yaml'} {doubt()}, and it names addresses to which the run's data "
+            f"{folder / 'settings.yaml'} {why_not_own()}, and it names addresses to which the run's data "
             f"and responses would go: {listed}. If you want that, say {consent}"
         )
 
@@ -309,7 +309,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
             f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run"
         )
     named_addresses: dict[str, str] = {}
-    if not own(folder / "settings.yaml"):
+    if not is_own_file(folder / "settings.yaml"):
         named_addresses = addresses(OmegaConf.to_container(recorded))
         overridden = {override.split("=")[0] for override in overrides}
         missing = {key: value for key, value in named_addresses.items() if key not in overridden}

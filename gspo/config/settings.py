@@ -340,7 +340,9 @@ def name_in_plan(study: Path, ending: str) -> str:
     Such a run may be about to begin."""
     manifest = study / "manifest.jsonl"
     try:
-        plans = untrusted.read_bytes(manifest, untrusted.LONG).decode(errors="replace")
+        plans = untrusted.read_bytes(manifest, untrusted.MAX_ROWS_FILE_BYTES).decode(
+            errors="replace"
+        )
     except (OSError, untrusted.Unreadable):
         return ""
     planned = re.search(rf'"run": "([\w.+-]+{re.escape(ending)})"', plans)

@@ -16,7 +16,7 @@ from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, aligned, first_difference, slim
 from gspo.io.files import refuse_links
-from gspo.io.untrusted import inside, opened, parse_json, read_json
+from gspo.io.untrusted import open_plain_file, parse_json, path_inside, read_json
 
 # the settings of sampling and scoring, which may differ; `max_new_tokens` is by set
 MAY_DIFFER = (
@@ -71,7 +71,7 @@ def read_finished(path: str | Path) -> Finished:
     for name in settings["sets"]:
         groups[name] = {}
         prompts[name] = {}
-        for row in read_rows(inside(path / "responses", f"{name}.jsonl")):
+        for row in read_rows(path_inside(path / "responses", f"{name}.jsonl")):
             problem = row["problem"]
             prompts[name].setdefault(problem, row["prompt"])
             groups[name].setdefault(problem, []).append(slim(row))
@@ -80,7 +80,7 @@ def read_finished(path: str | Path) -> Finished:
 
 def read_rows(path: Path) -> Iterator[dict]:
     """Yield the rows of a file of responses. Raises ValueError for a line that is no row."""
-    with opened(path) as file:
+    with open_plain_file(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = parse_json(line)

@@ -26,16 +26,16 @@ import torch
 from gspo.data.samples import Problem
 from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
-from gspo.io.files import LOCK, replace_text
+from gspo.io.files import LOCK_FILE, replace_text
 from gspo.io.ranges import fields_with
-from gspo.io.untrusted import parse_json, plain_file, read_json
+from gspo.io.untrusted import parse_json, plain_file_opener, read_json
 from gspo.io.user_code import sources
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.scoring import scored_stream
 
 FINGERPRINT_WEIGHTS = 64  # how many weights of every parameter a fingerprint hashes
-WRITTEN = ("settings.json", "responses", "result.json", LOCK)
+WRITTEN = ("settings.json", "responses", "result.json", LOCK_FILE)
 
 
 class Folder:
@@ -79,7 +79,7 @@ class Folder:
         rows_read: list[dict] = []
         ends = [0]  # the file's size after each row
         unread = {problem.index for problem in problems}
-        with open(path, "a+b", opener=plain_file) as file:
+        with open(path, "a+b", opener=plain_file_opener) as file:
             file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -118,7 +118,7 @@ class Folder:
 
     def append(self, name: str, groups: list[list[dict]]) -> None:
         """Append the rows of a chunk and wait until they are on the disk."""
-        with open(self.responses(name), "ab", opener=plain_file) as file:
+        with open(self.responses(name), "ab", opener=plain_file_opener) as file:
             lines = [json.dumps(row) + "\n" for group in groups for row in group]
             file.write("".join(lines).encode())
             file.flush()

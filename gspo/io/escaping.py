@@ -1,10 +1,14 @@
-"""Makes text from data harmless where it is displayed: on a terminal, in Markdown (in HTML:
-gspo/tracking/pages.py).
+"""Escaping of untrusted text for terminals and Markdown (for HTML: gspo/tracking/pages.py).
 
-Rows from the web, a model's responses and a run from someone else can hold any character.
-Characters that would act on a terminal or deceive a reader are written as their code: control
-characters (terminal escapes begin with one), marks that turn the direction of writing, characters
-without width, half characters. `guard` does this to everything that a process prints.
+Rows from the web, a model's responses and a run from someone else can hold any character. Some
+characters act on a terminal or deceive a reader. They are replaced by their codes:
+
+    control characters, with which every terminal escape begins
+    marks that change the direction of writing
+    characters without width
+    half characters
+
+`escape_output` does this to all output of a process.
 """
 
 from __future__ import annotations
@@ -14,81 +18,90 @@ import re
 import sys
 from typing import TextIO
 
-ODD = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # control characters but tab and newline; the soft hyphen
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of writing
-    # fillers and joiners that show nothing
+UNSAFE_CHARACTERS = re.compile(
+    # control characters except tab and newline, and the soft hyphen
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad"
+    # marks that change the direction of writing
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+    # invisible fillers and joiners
     "\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\U0001d173-\U0001d17a"
     # without any width
     "\u180e\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"
-    "\ud800-\udfff]"  # half characters
-    # joiners and variants after ASCII; Persian, Hindi, emoji use them
+    # half characters
+    "\ud800-\udfff]"
+    # joiners and variants after ASCII only, because Persian, Hindi and emoji use them
     "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0e]"
 )
-MARKDOWN = re.compile(
+MARKDOWN_SYNTAX = re.compile(
     r"[\\`*<|~$]"
-    r"|&(?=#?\w+;)"  # an entity
-    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a_name is none
-    r"|\](?=[(\[:])|^[#>=\[]|^[-+](?=\s)"  # a link, a heading, a quotation, an item
-    # an address, which GitHub makes a link; a numbered item
+    # an entity
+    r"|&(?=#?\w+;)"
+    # emphasis, but no underscore inside a_name
+    r"|(?<![^\W_])_|_(?![^\W_])"
+    # a link, a heading, a quotation, an item
+    r"|\](?=[(\[:])|^[#>=\[]|^[-+](?=\s)"
+    # an address that GitHub turns into a link, a numbered item
     r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",
     re.IGNORECASE,
 )
 # tqdm writes it to move the cursor up to the first of several progress bars
-MOVES = re.compile("(\x1b\\[A)+")
+CURSOR_MOVES = re.compile("(\x1b\\[A)+")
 
 
-def shown(text: object) -> str:
-    """Replace characters that act or deceive by their codes, an escape by "\\x1b"; newlines and
-    tabs stay.
+def escape(text: object) -> str:
+    """Replace unsafe characters by their codes, for example an escape by "\\x1b".
+
+    Newlines and tabs stay.
     """
-    return ODD.sub(_code, str(text))
+    return UNSAFE_CHARACTERS.sub(_code, str(text))
 
 
-def line(text: object) -> str:
-    """Do the same and write newlines and tabs as codes too, for text that must stay in one line."""
-    return shown(text).replace("\n", "\\n").replace("\t", "\\t")
+def escape_line(text: object) -> str:
+    """Replace unsafe characters, newlines and tabs by their codes, for text on a single line."""
+    return escape(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _code(match: re.Match) -> str:
     number = ord(match[0])
-    return (
-        f"\\x{number:02x}"
-        if number < 0x100
-        else f"\\u{number:04x}"
-        if number < 0x10000
-        else f"\\U{number:08x}"
-    )
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-def in_markdown(text: object) -> str:
-    """Escape text for one line of Markdown, so that no program takes it for markup, a link or a
-    picture.
-    """
-    return MARKDOWN.sub(r"\\\g<0>", " ".join(shown(text).split()))
+def escape_markdown(text: object) -> str:
+    """Escape text for a line of Markdown, in which it is no markup, link or picture."""
+    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", " ".join(escape(text).split()))
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # terminal
-class Screen:
-    """A text stream that passes everything written to it through `shown`.
+class EscapingStream:
+    """A text stream that escapes everything that is written to it.
 
-    Progress bars still work: a carriage return is passed on at the start of a line, or after
-    another one.
+    Progress bars still work. A carriage return is passed on at the start of a line, and after
+    another carriage return.
     """
 
     def __init__(self, stream: TextIO):
-        self.stream, self.fresh, self.bar = stream, True, False
+        self.stream = stream
+        self.at_line_start = True
+        self.in_progress_bar = False
         if hasattr(stream, "reconfigure"):
             # do not fail if the locale lacks a character
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        back = text.startswith("\r") and (self.fresh or self.bar)
-        moves = self.bar and MOVES.fullmatch(text)
-        self.stream.write(text if moves else "\r" * back + shown(text[back:]))
+        starts_bar = text.startswith("\r") and (self.at_line_start or self.in_progress_bar)
+        moves_cursor = self.in_progress_bar and CURSOR_MOVES.fullmatch(text) is not None
+        if moves_cursor:
+            self.stream.write(text)
+        elif starts_bar:
+            self.stream.write("\r" + escape(text[1:]))
+        else:
+            self.stream.write(escape(text))
         if text:
-            self.fresh, self.bar = text.endswith("\n"), bool(back or moves)
+            self.at_line_start = text.endswith("\n")
+            self.in_progress_bar = starts_bar or moves_cursor
         return len(text)
 
     def writelines(self, texts: list[str]) -> None:
@@ -99,16 +112,16 @@ class Screen:
         return getattr(self.stream, name)
 
 
-def guard() -> None:
-    """Make this process print nothing that acts on a terminal, from whatever library it comes."""
+def escape_output() -> None:
+    """Escape everything that this process prints, from all libraries."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, Screen):
-            setattr(sys, name, Screen(stream))
+        if stream is not None and not isinstance(stream, EscapingStream):
+            setattr(sys, name, EscapingStream(stream))
 
 
-class Lines(logging.Formatter):
-    """Formats the lines of a log file with `shown`, because they may be read on a terminal."""
+class EscapingFormatter(logging.Formatter):
+    """A formatter that escapes the lines of a log file, which may be read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
+        return escape(super().format(record))

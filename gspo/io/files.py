@@ -1,8 +1,8 @@
-"""Reads and writes the small files of a run directory, without importing anything heavy.
+"""The small files of a run directory: events, status, lock and the list of continuations.
 
-They are the rows of metrics, how the run last ended, and whether it is running. A run directory may
-come from someone else, so a link inside it must not lead our writing elsewhere. A link to the
-directory itself, or to a folder above it, is the user's own choice.
+This module imports nothing heavy. A run directory may come from someone else, so a link inside it
+must not redirect our writes. A link to the directory itself, or to a folder above it, is the user's
+own choice.
 """
 
 from __future__ import annotations
@@ -20,48 +20,44 @@ from typing import TextIO
 
 from gspo.io import untrusted
 
-STATUS, LOCK = "status.json", ".lock"
-HOW = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
-# the entries of status.json that are read again
+STATUS_FILE = "status.json"
+LOCK_FILE = ".lock"
+RUN_STATES = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
+# the entries of status.json that are read, with their types
 STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}
 # has a line for each time that another process continued the run from a checkpoint
-CONTINUED = "continued.jsonl"
-# the folder in a run directory that has those of its checkpoints, a folder for each
-EVALUATIONS = "evaluations"
-# the folder in a run directory, or in that of an evaluation, where W&B keeps its files
-W_AND_B = "wandb"
-# links that W&B makes in that folder
-LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
-# files that `replace_bytes` had not renamed yet
+CONTINUATIONS_FILE = "continued.jsonl"
+# the folder in a run directory with a folder for each evaluation of its checkpoints
+EVALUATIONS_FOLDER = "evaluations"
+# W&B's folder in a run directory, and in the folder of an evaluation
+W_AND_B_FOLDER = "wandb"
+# links that W&B creates in its folder
+W_AND_B_LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
+# names of temporary files of `replace_bytes`
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
-ABANDONED = 60.0  # seconds; an older file of this kind was left by a process that was killed
+# an older temporary file belongs to a process that was killed
+ABANDONED_SECONDS = 60.0
 
 
 def read_events(path: Path) -> list[dict]:
-    """Read the monitor's events of a run: step, kind, signal and text of each.
+    """Return the monitor's events of a run: step, kind, signal and text of each.
 
     Raises ValueError if the path is not a regular file.
     """
+    events = []
     try:
-        found = [_event(entry) for entry in untrusted.read_objects(path)]
+        for entry in untrusted.read_objects(path):
+            texts = {name: entry.get(name, "") for name in ("kind", "signal", "text")}
+            has_texts = all(isinstance(text, str) for text in texts.values())
+            if untrusted.is_step(entry.get("step")) and has_texts:
+                events.append({"step": entry["step"], **texts})
     except FileNotFoundError:
         return []
-    return [event for event in found if event]
-
-
-def _event(entry: dict) -> dict | None:
-    if not untrusted.is_step(entry.get("step")):
-        return None
-    words = {name: entry.get(name, "") for name in ("kind", "signal", "text")}
-    return (
-        {"step": entry["step"], **words}
-        if all(isinstance(word, str) for word in words.values())
-        else None
-    )
+    return events
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it holds either the old or the new text, never half of one.
+    """Write a small file atomically: it holds either the old or the new text.
 
     Half characters, as in the name of a folder that is not UTF-8, become escapes.
     """
@@ -69,81 +65,89 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Do the same with bytes. A link at `path` is replaced; the file that it points to stays as it
-    is.
+    """Write the bytes of a small file atomically.
+
+    A link at `path` is replaced, and the file that it points to stays unchanged.
     """
-    beside = path.with_name(f".{secrets.token_hex(8)}.unfinished")
+    unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
-        with open(beside, "xb") as file:  # "x" fails if the file exists, and follows no link
+        with open(unfinished, "xb") as file:  # "x" fails if the file exists, and follows no link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(unfinished, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete the files that killed processes left behind in `replace_bytes`, but not those being
-    written just now.
-    """
+    """Delete temporary files of killed processes, but none that is being written now."""
     for path in folder.glob(".*.unfinished"):
-        if UNFINISHED.fullmatch(path.name) and time.time() - path.lstat().st_mtime > ABANDONED:
-            path.unlink(missing_ok=True)
+        if UNFINISHED.fullmatch(path.name):
+            age = time.time() - path.lstat().st_mtime
+            if age > ABANDONED_SECONDS:
+                path.unlink(missing_ok=True)
 
 
 def append_to(path: Path) -> TextIO:
-    """Open a text file to append lines to it. Raises ValueError if the path is a link or not a
-    regular file.
-    """
-    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=untrusted.plain_file)
+    """Open a text file for appending. Raises ValueError if the path is not a regular file."""
+    return open(
+        path,
+        "a",
+        encoding="utf-8",
+        errors="backslashreplace",
+        opener=untrusted.plain_file_opener,
+    )
 
 
 def refuse_links(folder: Path, names: Collection[str] = ()) -> None:
-    """Raise ValueError for the first link, pipe, socket or device in a run directory: nothing is
-    written there.
+    """Raise ValueError for the first link, pipe, socket or device in a run directory.
 
-    With `names`, only these entries of the directory are looked at. W&B's folder, of the run or of
-    an evaluation of it, may have the links that W&B itself makes anew. The folders of its earlier
-    segments are not looked at, as we follow no link there.
+    With `names`, only these entries of the directory are checked. W&B's folder, of the run or of
+    one of its evaluations, may have the links that W&B itself renews. Folders inside W&B's folder
+    are not checked, except its cache, because we follow no link there.
     """
-    waiting = [entry for entry in _entries(folder) if not names or entry.name in names]
-    while waiting:
-        entry = waiting.pop()
-        above = Path(entry.path).parent.relative_to(folder).parts
-        in_theirs = above == (W_AND_B,) or (above[:1] == (EVALUATIONS,) and above[2:] == (W_AND_B,))
+    pending = [entry for entry in _entries(folder) if not names or entry.name in names]
+    while pending:
+        entry = pending.pop()
+        parents = Path(entry.path).parent.relative_to(folder).parts
+        is_of_evaluation = parents[:1] == (EVALUATIONS_FOLDER,)
+        in_wandb = parents == (W_AND_B_FOLDER,) or (
+            is_of_evaluation and parents[2:] == (W_AND_B_FOLDER,)
+        )
         if entry.is_dir(follow_symlinks=False):
-            waiting += _entries(entry.path) if not in_theirs or entry.name == "cache" else []
-        elif not entry.is_file(follow_symlinks=False) and not (in_theirs and entry.name in LINKS):
+            if not in_wandb or entry.name == "cache":
+                pending += _entries(entry.path)
+        elif not entry.is_file(follow_symlinks=False) and not (
+            in_wandb and entry.name in W_AND_B_LINKS
+        ):
             raise untrusted.Unreadable(untrusted.not_plain(entry.path))
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry]:
+    """Return the entries of a folder, or none if there is no such folder."""
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except FileNotFoundError:
         return []
 
 
 class CreatedFiles:
-    """Notes what a run directory holds before a process writes there, so that it can delete just
-    its own files.
-    """
+    """The entries of a run directory at the start, by which a process can delete its own files."""
 
     def __init__(self, folder: Path):
-        self.folder, self.before = folder, {entry.name for entry in _entries(folder)}
-        # the innermost first
-        self.folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        self.folder = folder
+        self.names_before = {entry.name for entry in _entries(folder)}
+        # folders that do not exist yet, the innermost first
+        self.missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def remove(self, *names: str) -> None:
-        """Delete the files of these names that were not there before, and the folders that were not
-        and are empty.
-        """
-        for name in {*names, LOCK} - self.before:
+        """Delete the new files among `names`, the new lock, and new folders that are empty."""
+        for name in {*names, LOCK_FILE} - self.names_before:
             (self.folder / name).unlink(missing_ok=True)
-        for folder in self.folders:
+        for folder in self.missing_folders:
             try:
                 folder.rmdir()
             except OSError:  # the folder is not empty
@@ -152,18 +156,20 @@ class CreatedFiles:
 
 @contextmanager
 def errors_of_the_disk(path: Path) -> Iterator[None]:
-    """Turn the disk's errors inside the block into OSError: safetensors, tokenizers and torch have
-    their own ways.
+    """Turn errors of the disk inside the block into OSError.
+
+    safetensors, tokenizers and torch raise other exceptions for them.
     """
     try:
         yield
     except OSError:
         raise
     except Exception as error:  # tokenizers raises plain Exception
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            number = int(found[1])
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        if match:
+            number = int(match[1])
             raise OSError(number, os.strerror(number), str(path)) from None
-        if isinstance(error.__context__, OSError):  # torch, if it cannot write the file
+        if isinstance(error.__context__, OSError):  # torch cannot write the file
             raise error.__context__ from None
         raise
 
@@ -178,51 +184,49 @@ def sync(path: Path) -> None:
 
 
 def read_status(folder: Path) -> dict:
-    """Read what a run last wrote about itself to status.json: how it is, its step, the reason, its
-    process number.
+    """Return a run's last entry in status.json: its state (`how`), step, reason and process id.
 
-    The result is empty if there is no such file. If the file is damaged, the result is a reason
-    that says so.
+    The result is empty if there is no such file. If the file is damaged, the result has only a
+    reason, which says so.
     """
     try:
-        entry = untrusted.read_json(folder / STATUS)
+        entries = untrusted.read_json(folder / STATUS_FILE)
     except FileNotFoundError:
         return {}
     except (OSError, untrusted.Unreadable) as error:
         return {"reason": str(error)}
-    kept = {
-        name: entry[name] for name, kind in STATUS_FIELDS.items() if type(entry.get(name)) is kind
+    status = {
+        name: entries[name]
+        for name, kind in STATUS_FIELDS.items()
+        if type(entries.get(name)) is kind
     }
-    return (
-        kept
-        if kept.get("how", HOW[0]) in HOW
-        else {"reason": f"{folder / STATUS} is damaged: how={kept['how']}"}
-    )
+    if "how" in status and status["how"] not in RUN_STATES:
+        return {"reason": f"{folder / STATUS_FILE} is damaged: how={status['how']}"}
+    return status
 
 
 def note_start(folder: Path, checkpoint: int | None) -> None:
-    """Note that this process begins to train, from the checkpoint of this step or, with None, from
-    the beginning.
+    """Record that this process starts to train at a checkpoint's step, or from scratch with None.
 
-    It counts as a continuation if another process wrote the status last. After a rollback it was
-    this process.
+    It is a continuation if another process wrote the status last. After a rollback, this process
+    wrote it.
     """
     if checkpoint is None:
-        (folder / CONTINUED).unlink(missing_ok=True)
+        (folder / CONTINUATIONS_FILE).unlink(missing_ok=True)
     elif read_status(folder).get("pid") != os.getpid():
-        with append_to(folder / CONTINUED) as file:
+        with append_to(folder / CONTINUATIONS_FILE) as file:
             file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
 
 
 def locked(folder: Path) -> bool:
-    """Tell whether a process works in a run directory, as far as that can be seen."""
+    """Return whether a process works in a run directory, if that can be determined."""
     try:
-        with untrusted.opened(folder / LOCK) as lock:
+        with untrusted.open_plain_file(folder / LOCK_FILE) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except PermissionError:  # another user's
+    except PermissionError:  # the lock file belongs to another user
         return read_status(folder).get("how") == "running"
-    except (OSError, ValueError):  # there is no lock file, or not a regular one
+    except (OSError, ValueError):  # there is no lock file, or it is not a regular file
         return False
     return False

@@ -1,8 +1,7 @@
-"""Handles Ctrl-C while the libraries of an entry point load: one line and exit code 130 in place of
-a long traceback.
+"""Ctrl-C while the libraries of a command load: a short message and exit code 130, no traceback.
 
-Every entry point imports this module first. `gspo.run.entry_point.command_line` calls `end`; from there on
-the command itself decides what Ctrl-C does.
+Every entry point imports this module first, which installs the handler. Once
+`gspo.run.entry_point.command_line` has called `end`, the command itself handles Ctrl-C.
 """
 
 import multiprocessing
@@ -11,26 +10,25 @@ import signal
 import sys
 
 
-def _leave(number: int, frame: object) -> None:
-    """Handle the signal: print one line and end the process."""
+def _exit(number: int, frame: object) -> None:
+    """Handle the signal: print a message and exit."""
     print("\nstopped before it had begun; nothing was written", file=sys.stderr)
-    os._exit(128 + number)  # no exception: a library that is being imported might catch it
+    os._exit(128 + number)  # an exception could be caught by a library that is being imported
 
 
 def start() -> None:
-    """Install the handler in the process that the user started, unless it ignores Ctrl-C (nohup) or
-    has a handler.
+    """Install the handler in the process that the user started.
+
+    A process that ignores Ctrl-C (nohup) or has its own handler stays as it is.
     """
-    if (
-        multiprocessing.parent_process() is None
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):
-        signal.signal(signal.SIGINT, _leave)
+    is_main_process = multiprocessing.parent_process() is None
+    if is_main_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
 
 
 def end() -> None:
     """Remove the handler, if it is still installed."""
-    if signal.getsignal(signal.SIGINT) is _leave:
+    if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,14 +1,13 @@
-"""Facts about a setting are stated once, beside its field: which numbers it may have, and what
-depends on it.
+"""Facts about settings, stated beside their fields: allowed numbers and effects on results.
 
 For example `lr: float = ranged(1e-6, least=0)` refuses a negative learning rate, `decay: str =
 choice("none", ("none", "linear"))` refuses every other text, and `device: str = cost_only("auto")`
 says that the device changes the time a run takes but not its numbers.
 
-Whatever the range, not-a-number and infinity lie outside. A subclass that gives a field another
-default keeps the facts that its base stated. Ranges are checked where settings are composed
-(gspo.config.schema, which knows the dotted key) and again by every dataclass that derives from
-`Ranged`, so that a wrong number is refused in Python too.
+NaN and infinity lie outside every range. If a subclass gives a field another default, the facts of
+its base stay. Ranges are checked when settings are composed (gspo.config.schema, which knows the
+dotted key), and again by every dataclass that derives from `Ranged`. So wrong numbers are refused
+in Python too.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-LARGEST_SEED = 2**63 - 1  # torch's generators take no larger one
+LARGEST_SEED = 2**63 - 1  # of torch's generators
 
-# The metadata of fields that the hash of a run leaves out. The numbers of a run do not depend on
-# them, or by rounding at most. The second kind may also be given another value when a run is
-# resumed.
+# Metadata of fields:
+
+# left out of the hash of a run, because its numbers do not depend on the field
 OUTSIDE_RESULT = {"outside_result": True}
+# the same up to rounding, and a resumed run may have another value
 CHANGEABLE = {"outside_result": True, "changeable_on_resume": True}
-# The metadata of settings that were added later: a run that leaves them as they are keeps the hash
-# that it had.
+# left out of the hash at its default, because the field was added later: old runs keep their hash
 HASHED_IF_CHANGED = {"hashed_if_changed": True}
-# The metadata of a task's fields that change how fast it scores and no score: an evaluation goes on
-# with others.
+# changes a task's speed but no score: an evaluation continues with another value
 SPEED_ONLY = {"speed_only": True}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Describes which numbers a setting may have; the message of a refusal ends with `why`."""
+    """The range of a setting's numbers. `why` ends the message for a number outside it."""
 
     above: float | None = None
     least: float | None = None
@@ -55,19 +53,22 @@ class Range:
         )
 
     def text(self, whole: bool, optional: bool) -> str:
-        """Says in words what a number must be, for the message of a refusal."""
+        """Return the requirement in words, for example "must be a whole number of at least 1"."""
         kind = "whole" if whole else "finite"
-        low, high = (
-            self.above if self.least is None else self.least,
-            self.below if self.most is None else self.most,
-        )
+        low = self.above if self.least is None else self.least
+        high = self.below if self.most is None else self.most
         if low is not None and high is not None:
-            said = f"lie in {'(['[self.above is None]}{low}, {high}{')]'[self.below is None]}"
+            left = "[" if self.above is None else "("
+            right = "]" if self.below is None else ")"
+            requirement = f"must lie in {left}{low}, {high}{right}"
         elif low is not None:
-            said = f"be a {kind} number {'of at least' if self.above is None else 'above'} {low}"
+            bound = "of at least" if self.above is None else "above"
+            requirement = f"must be a {kind} number {bound} {low}"
         else:
-            said = f"be a {kind} number"
-        return f"must {said}" + ", or null" * optional + (f": {self.why}" if self.why else "")
+            requirement = f"must be a {kind} number"
+        if optional:
+            requirement += ", or null"
+        return f"{requirement}: {self.why}" if self.why else requirement
 
 
 def ranged(
@@ -82,22 +83,16 @@ def ranged(
     cost_only: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Declare a numeric field of a settings dataclass; with `default_factory` a list or mapping of
-    numbers.
+    """Declare a numeric field of a settings dataclass, or a list or mapping of numbers.
 
-    `cost_only` marks a setting that changes only memory, speed or place, see the function of that
-    name; `metadata` gives other facts, for example OUTSIDE_RESULT.
+    A list or mapping needs `default_factory`. `cost_only` has the meaning of the function of that
+    name. `metadata` adds other facts, for example OUTSIDE_RESULT.
     """
-    chosen = (
-        {"default": default}
-        if default is not dataclasses.MISSING
-        else {"default_factory": default_factory}
-    )
-    if default is default_factory:  # a field that must be given
-        chosen = {}
-    facts = (CHANGEABLE if cost_only else {}) | dict(metadata or {})
+    facts: dict[str, Any] = {"range": Range(above, least, below, most, why)}
+    if cost_only:
+        facts |= CHANGEABLE
     return dataclasses.field(
-        **chosen, metadata={"range": Range(above, least, below, most, why)} | facts
+        default=default, default_factory=default_factory, metadata=facts | dict(metadata or {})
     )
 
 
@@ -115,7 +110,7 @@ def choice(
 def cost_only(default: Any) -> Any:
     """Declare a field that changes memory, speed or place, and results by rounding at most.
 
-    It is left out of the hash of a run and may be given another value when the run is resumed.
+    The hash of a run leaves it out, and a resumed run may have another value.
     """
     return dataclasses.field(default=default, metadata=CHANGEABLE)
 
@@ -132,8 +127,8 @@ class Ranged:
     """The base of settings dataclasses: constructing one refuses numbers that lie outside their
     ranges, and values that are none of a field's choices.
 
-    `key` is the place where such settings usually stand, for example "optim"; a refusal names it.
-    Where settings are composed by Hydra, the actual key is known and named instead.
+    `key` is the usual path of such settings, for example "optim", for the error message. When Hydra
+    composes settings, the message has the actual path instead.
     """
 
     _key = ""
@@ -151,38 +146,40 @@ def check_ranges(settings: Any, prefix: str = "") -> None:
 
     The message names the key, the value, and the range or the choices."""
     for field in dataclasses.fields(settings):
-        if wrong := refusal(
-            type(settings), field.name, getattr(settings, field.name), prefix + field.name
-        ):
-            raise ValueError(wrong)
+        value = getattr(settings, field.name)
+        message = refusal(type(settings), field.name, value, prefix + field.name)
+        if message:
+            raise ValueError(message)
 
 
 @cache
 def field_facts(kind: type) -> dict[str, dict[str, Any]]:
-    """Return the metadata of a dataclass's fields; a field that a subclass declares anew keeps what
-    its base stated.
+    """Return the metadata of a dataclass's fields, by name.
+
+    A field that a subclass declares again keeps the facts of its base.
     """
-    found: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for base in reversed(kind.__mro__):
         for field in base.__dict__.get("__dataclass_fields__", {}).values():
-            found[field.name] = found.get(field.name, {}) | dict(field.metadata)
-    return found
+            facts[field.name] = facts.get(field.name, {}) | dict(field.metadata)
+    return facts
 
 
 @cache
-def declared(kind: type) -> dict[str, Range]:
-    """Return the ranges of a dataclass by field, each from the most derived class that states one."""
+def declared_ranges(kind: type) -> dict[str, Range]:
+    """Return the ranges of a dataclass's fields, by name. Subclasses override their bases."""
     return {name: facts["range"] for name, facts in field_facts(kind).items() if "range" in facts}
 
 
 def fields_with(kind: type, fact: str) -> list[str]:
-    """Return the names of a dataclass's fields that state a fact, for example "outside_result"."""
+    """Return the names of a dataclass's fields with a fact, for example "outside_result"."""
     return [name for name, facts in field_facts(kind).items() if facts.get(fact)]
 
 
 def as_hashed(settings: Any) -> Any:
-    """Return a dataclass as nested dictionaries, without the fields that were added later and have
-    their default.
+    """Return a dataclass as nested dictionaries, the input of a run's hash.
+
+    HASHED_IF_CHANGED fields with their default value are left out.
     """
     if isinstance(settings, dict):
         return {key: as_hashed(value) for key, value in settings.items()}
@@ -190,22 +187,20 @@ def as_hashed(settings: Any) -> Any:
         return [as_hashed(value) for value in settings]
     if not dataclasses.is_dataclass(settings):
         return settings
-    later = fields_with(type(settings), "hashed_if_changed")
-    kept = [
-        (f.name, getattr(settings, f.name), default_of(f)) for f in dataclasses.fields(settings)
-    ]
-    return {
-        name: as_hashed(value)
-        for name, value, default in kept
-        if name not in later or value != default
-    }
+    hashed_if_changed = fields_with(type(settings), "hashed_if_changed")
+    hashed = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name not in hashed_if_changed or value != default_of(field):
+            hashed[field.name] = as_hashed(value)
+    return hashed
 
 
 def default_of(field: dataclasses.Field) -> Any:
-    """Return a field's default; dataclasses.MISSING if it has none."""
-    return (
-        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    )
+    """Return a field's default, or dataclasses.MISSING if it has none."""
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def refusal(kind: type, name: str, value: Any, key: str) -> str:
@@ -213,19 +208,20 @@ def refusal(kind: type, name: str, value: Any, key: str) -> str:
     choices = field_facts(kind).get(name, {}).get("choices")
     if choices is not None and value not in choices:
         return f"{key}={value!r}: choose one of {', '.join(filter(None, choices))}"
-    limits = declared(kind).get(name)
+    limits = declared_ranges(kind).get(name)
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     hint = str(field.type)
-    for where, number in numbers(value, key):
+    for number_key, number in numbers(value, key):
         if limits is not None and number not in limits:
-            return f"{where}={number} {limits.text(whole='float' not in hint, optional='None' in hint)}"
+            requirement = limits.text(whole="float" not in hint, optional="None" in hint)
+            return f"{number_key}={number} {requirement}"
         if limits is None and not math.isfinite(number):
-            return f"{where}={number} must be a finite number"
+            return f"{number_key}={number} must be a finite number"
     return ""
 
 
 def numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """Yield every number of a value, however deep in lists and mappings, with its dotted key."""
+    """Yield the dotted key and the value of every number in nested lists and mappings."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from numbers(item, f"{key}.{name}")

@@ -1,30 +1,28 @@
-"""Reads the rows of a run's metrics file: within bounds, which are wider if the run is this user's
-own.
-"""
+"""Readers for the rows of a run's metrics file, with wider bounds for this user's own runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from gspo.io import untrusted
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a metrics file. Lines that a kill cut short or a disk damaged are left out.
+    """Return the rows of a metrics file, without damaged lines.
 
-    Raises ValueError if the content is not rows at all.
+    Raises ValueError if the file holds something other than rows.
     """
-    return rows_and_damage(path)[0]
+    rows, _ = rows_and_damage(path)
+    return rows
 
 
 def rows_and_damage(path: Path) -> tuple[list[dict], list[str]]:
-    """Read the rows of a metrics file, and separately the lines that are damaged. That of one's own
-    run may be larger."""
+    """Return the rows of a metrics file and its damaged lines. Both are empty without a file."""
+    is_own_run = is_own_file(path.with_name("settings.yaml"))
+    factor = untrusted.OWN_RUN_FACTOR if is_own_run else 1
     try:
-        rows, damaged = untrusted.read_rows(
-            path, untrusted.OWN if own(path.with_name("settings.yaml")) else 1
-        )
+        rows, damaged = untrusted.read_rows(path, factor)
     except FileNotFoundError:
         return [], []
     return rows, [line.decode(errors="replace") for _, line in damaged]

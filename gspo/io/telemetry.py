@@ -1,13 +1,12 @@
-"""Keeps the libraries that we use from reporting anything to their makers.
+"""Environment variables that keep our libraries from reporting anything to their makers.
 
-Some libraries read these environment variables when they are imported, so `gspo/cli/__init__.py`
-sets them first.
+Some libraries read them on import, so `gspo/cli/__init__.py` sets them first.
 """
 
 import logging
 import os
 
-OFF = {
+TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",  # vLLM, Hugging Face and others
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -21,8 +20,7 @@ OFF = {
 
 
 def turn_off_telemetry() -> None:
-    """Turn reports off in this process and its child processes, whatever the environment says."""
-    os.environ |= OFF
-    # on some CPUs it warns, when it is imported, that kernels which it would fetch are missing;
-    # nothing here uses them
+    """Turn telemetry off in this process and its children, and override the environment."""
+    os.environ |= TELEMETRY_OFF
+    # On some CPUs, bitsandbytes warns on import that kernels are missing. Nothing here uses them.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
-"""Code from outside this package, which settings name by its place: `my_pkg.losses:Mine` is Mine of
-my_pkg/losses.py.
+"""Code from outside this package, which settings name by its import path.
 
-The current folder is searched after the installed packages, so that a file beside the user is
-found. What such a name stands for is known by its source: by the SHA-256 of the module's file, of
-the packages around it, and of the modules that these import from the same place. Packages that are
-installed beside it do not count.
+For example `my_pkg.losses:Mine` is the object Mine of my_pkg/losses.py. The current folder is
+searched after the installed packages, so a file in the user's folder is found.
+
+Such code is identified by its sources: the SHA-256 of the module's file, of the packages around it,
+and of the modules that these import from the same folder. Other installed packages do not count.
 """
 
 from __future__ import annotations
@@ -25,70 +25,74 @@ from gspo.io.arguments import nearest
 
 NAME = r"[A-Za-z_]\w*"
 PATH = re.compile(rf"{NAME}(\.{NAME})*:{NAME}|{NAME}(\.{NAME})+")
-INSTALLED = ("site-packages", "dist-packages")  # folders that many packages share
-OURS = __name__.partition(".")[0]
+SHARED_FOLDERS = ("site-packages", "dist-packages")  # many packages lie there
+THIS_PACKAGE = __name__.partition(".")[0]
 EXAMPLE = "name it as MODULE:NAME, for example my_pkg.losses:Mine"
 
 
 def is_path(text: str) -> bool:
-    """Tell whether a text can be the place of outside code: my_pkg.losses:Mine, or
-    my_pkg.losses.Mine.
-    """
+    """Return whether a text can be an import path: my_pkg.losses:Mine or my_pkg.losses.Mine."""
     return PATH.fullmatch(text) is not None
 
 
 def module_and_name(path: str, key: str) -> tuple[str, str]:
-    """Return module and name of a place. Raises ValueError, which begins with `key`, for any other
-    text.
+    """Return the module and the name of an import path.
+
+    Raises ValueError, with a message that begins with `key`, for any other text.
     """
     if not is_path(path):
         raise ValueError(f"{key}={path}: {EXAMPLE}")
     file, _, name = path.partition(":")
     if file.endswith(".py") and name:
         raise ValueError(
-            f"{key}={path}: name the module and not its file, {key}={file.removesuffix('.py')}:{name}"
+            f"{key}={path}: name the module and not its file, "
+            f"{key}={file.removesuffix('.py')}:{name}"
         )
     module, _, name = path.rpartition(":" if ":" in path else ".")
     return module, name
 
 
 def import_object(path: str, key: str) -> Any:
-    """Import what `my_pkg.losses:Mine` names. Raises ValueError in one line, which begins with
-    `key`, if it is not there or cannot be imported."""
+    """Import the object of an import path such as `my_pkg.losses:Mine`.
+
+    Raises ValueError, with a single line that begins with `key`, if there is no such object or if
+    its module cannot be imported.
+    """
     module, name = module_and_name(path, key)
     search_current_folder()
     try:
         content = vars(importlib.import_module(module))
-    except Exception as error:  # a module of the user's may raise anything
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name
-            and f"{module}.".startswith(f"{error.name}.")
-        ):
-            where = f"in {os.getcwd()} and among the installed packages"
-            raise ValueError(f"{key}={path}: there is no module {error.name} ({where})") from None
+    except Exception as error:  # a module of the user may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # the module itself or a package around it, not a module that it imports
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{key}={path}: there is no module {missing} "
+                f"(in {os.getcwd()} and among the installed packages)"
+            ) from None
         line = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
-        raise ValueError(f"{key}={path}: importing {module} failed: {why}") from None
+        reason = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
+        raise ValueError(f"{key}={path}: importing {module} failed: {reason}") from None
     if name not in content:
-        public = [other for other in content if not other.startswith("_")]
-        near = f"; the nearest is {nearest(name, public)}" if public else ""
-        raise ValueError(f"{key}={path}: there is no {name} in {module}{near}")
+        public = [public_name for public_name in content if not public_name.startswith("_")]
+        suggestion = f"; the nearest is {nearest(name, public)}" if public else ""
+        raise ValueError(f"{key}={path}: there is no {name} in {module}{suggestion}")
     return content[name]
 
 
 def search_current_folder() -> None:
-    """Let imports find what lies in the current folder, after everything else."""
+    """Let imports search the current folder, after all other folders."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def sources(path: str, key: str) -> dict[str, str]:
-    """Return the SHA-256 of each source file of what a place names, by the file's path from the
-    folder of its package.
+    """Return the SHA-256 of each source file of an import path, by the file's path.
 
-    For example {"my_pkg/__init__.py": "e3b0...", "my_pkg/losses.py": "91af..."}. Raises ValueError,
-    which begins with `key`, if the module is not there or has no source."""
+    The paths are relative to the folder of the outermost package. For example
+    {"my_pkg/__init__.py": "e3b0...", "my_pkg/losses.py": "91af..."}. Raises ValueError, with a
+    message that begins with `key`, if there is no such module or if it has no source.
+    """
     return {
         name: hashlib.sha256(file.read_bytes()).hexdigest()
         for name, file in source_files(path, key).items()
@@ -96,45 +100,40 @@ def sources(path: str, key: str) -> dict[str, str]:
 
 
 def source_files(path: str, key: str) -> dict[str, Path]:
-    """Return the source files of what a place names; see `sources`. The module itself is not
-    imported.
-    """
+    """Return the source files of an import path (see `sources`). Its module is not imported."""
     module, _ = module_and_name(path, key)
     search_current_folder()
     spec = _spec(module)
     if spec is None or not _has_source(spec):
         raise ValueError(f"{key}={path}: there is no source file of the module {module}")
-    top = module.partition(".")[0]
-    depth = module.count(".") + (spec.submodule_search_locations is not None)
+    outermost = module.partition(".")[0]
+    depth = module.count(".") + (1 if _is_package(spec) else 0)
     root = Path(spec.origin).resolve().parents[depth]
-    shared = any(name in root.parts for name in INSTALLED)
-    found: dict[str, Path] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        spec = (
-            _spec(name)
-            if _is_near(name, root) and (not shared or name.partition(".")[0] == top)
-            else None
-        )
+    in_shared_folder = any(folder in root.parts for folder in SHARED_FOLDERS)
+    files: dict[str, Path] = {}
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if in_shared_folder and name.partition(".")[0] != outermost:
+            continue
+        spec = _spec(name) if _is_in(name, root) else None
         if spec is None or not _has_source(spec):
             continue
         file = Path(spec.origin).resolve()
-        key_of_file = file.relative_to(root).as_posix()
-        if key_of_file not in found:
-            found[key_of_file] = file
-            package = (
-                name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-            )
-            waiting += [*_parents(name), *_imported(file, package)]
-    return dict(sorted(found.items()))
+        relative_path = file.relative_to(root).as_posix()
+        if relative_path not in files:
+            files[relative_path] = file
+            package = name if _is_package(spec) else name.rpartition(".")[0]
+            pending += [*_parents(name), *_imports(file, package)]
+    return dict(sorted(files.items()))
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Return where a module is; None if it is nowhere. The packages around it are imported."""
+    """Return a module's spec, or None if there is no such module. Its packages are imported."""
     try:
         return importlib.util.find_spec(module)
-    except Exception:  # a package of the user's may raise anything when it is imported; so may odd entries of sys.modules
+    # packages of the user may raise anything on import, and so may odd entries of sys.modules
+    except Exception:
         return None
 
 
@@ -142,33 +141,42 @@ def _has_source(spec: ModuleSpec) -> bool:
     return spec.origin is not None and spec.origin.endswith(".py")
 
 
-def _is_near(module: str, root: Path) -> bool:
-    """Tell whether a module's outermost package lies in the folder `root`. This package itself is
-    never near.
+def _is_package(spec: ModuleSpec) -> bool:
+    return spec.submodule_search_locations is not None
+
+
+def _is_in(module: str, root: Path) -> bool:
+    """Return whether a module's outermost package lies in the folder `root`.
+
+    The answer is False for this package itself.
     """
-    top = module.partition(".")[0]
-    spec = None if top == OURS else _spec(top)
+    outermost = module.partition(".")[0]
+    if outermost == THIS_PACKAGE:
+        return False
+    spec = _spec(outermost)
     if spec is None or not _has_source(spec):
         return False
-    folder = Path(spec.origin).resolve().parents[spec.submodule_search_locations is not None]
-    return folder == root
+    file = Path(spec.origin).resolve()
+    return (file.parents[1] if _is_package(spec) else file.parent) == root
 
 
 def _parents(module: str) -> list[str]:
+    """Return the packages around a module: of a.b.c, a and a.b."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _imported(file: Path, package: str) -> list[str]:
-    """Return the names of all modules that a file may import; of `from a import b`, a and a.b."""
-    found = []
+def _imports(file: Path, package: str) -> list[str]:
+    """Return the names of all modules that a file may import: of `from a import b`, a and a.b."""
+    modules = []
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            if node.level:
+            if node.level:  # a relative import
                 parts = package.split(".")
-                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
-            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return [name for name in found if name]
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, base] if base else parts)
+            modules += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return [name for name in modules if name]

@@ -98,7 +98,7 @@ def stored_in(path: str) -> tuple[int, int] | None:
         index = content_of(folder / INDEX)
         places = index.get("weight_map") if isinstance(index, dict) else None
         names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
-        files = [untrusted.inside(folder, name) for name in sorted(names)]
+        files = [untrusted.path_inside(folder, name) for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -111,7 +111,7 @@ def stored_tensors(file: Path) -> tuple[int, int]:
     """Return how many tensors, and bytes of them, a file of weights has. Raises ValueError for a
     file that is no safetensors, or shorter than its tensors."""
     try:
-        with untrusted.opened(file) as opened:
+        with untrusted.open_plain_file(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > MOST_HEADER:
                 raise ValueError("its header is too long")

@@ -1,1 +1,1 @@
-"""What a run will need before it starts: memory on each GPU, traffic between them, and time."""
+"""The needs of a run before it starts: memory on each GPU, traffic between GPUs, and time."""

@@ -1,8 +1,8 @@
-"""What the planner knows of machines.
+"""The machines that the planner knows, and the parts of their peak speeds that a run reaches.
 
-Numbers are those of the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the
-bandwidth of links in one direction. `network` is what a GPU has to other machines; 50 GB/s is a 400
-Gb/s adapter for each.
+Numbers are from the makers' data sheets: dense bfloat16 arithmetic without sparsity, and the
+bandwidth of links in a single direction. `network` is a GPU's bandwidth to other machines, and
+50 GB/s is a 400 Gb/s adapter per GPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU, and how GPUs are connected."""
+    """A kind of GPU, and the links between GPUs."""
 
     name: str
     memory: float  # GB
-    flops: float  # 10^12 bfloat16 operations a second
-    bandwidth: float  # GB/s from the GPU's memory
+    flops: float  # 10^12 bfloat16 operations per second
+    bandwidth: float  # GB/s of the GPU's memory
     link: float  # GB/s to the other GPUs of the machine, in one direction
     network: float  # GB/s to other machines
     per_machine: int  # GPUs in a machine
 
     def bandwidth_between(self, gpus: int) -> float:
-        """Return the GB/s that a GPU has to others when `gpus` of them work together."""
+        """Return the GB/s of a GPU to the other GPUs in a group of `gpus` GPUs."""
         return self.link if gpus <= self.per_machine else self.network
 
 
@@ -42,14 +42,17 @@ KNOWN = {
         Hardware("rtx_4090", 24, 165, 1008, 32, 3, 1),
     )
 }
-# What of the peaks is reached; large matrices reach more and small batches less.
-ARITHMETIC, MEMORY = 0.4, 0.6
+# The reached fractions of the peaks. Large matrices reach more, small batches less.
+ARITHMETIC = 0.4
+MEMORY = 0.6
 
 
 @dataclass(frozen=True)
 class Launches:
-    """The seconds that one layer takes beside its arithmetic: its kernels are launched one after
-    the other, and most of them are small. Measured on an H200 (docs/gpu.md)."""
+    """The seconds that a layer takes in addition to its arithmetic, to launch many small kernels.
+
+    Measured on an H200 (docs/gpu.md).
+    """
 
     learning: float  # forward and backward of one micro-batch
     scoring: float  # forward of one micro-batch
@@ -58,30 +61,32 @@ class Launches:
 
 OF_DENSE_LAYER = Launches(learning=3e-3, scoring=1e-3, token=1.2e-4)
 OF_MOE_LAYER = Launches(learning=6e-3, scoring=2e-3, token=2e-4)
-# GB of a GPU that neither PyTorch's tensors nor the engine's get: CUDA's context, NCCL's buffers,
-# fragmentation.
+# GB of a GPU for neither PyTorch's tensors nor the engine: CUDA's context, NCCL's buffers,
+# fragmentation
 RESERVE = 5.0
 
 
-def hardware(words: str) -> Hardware:
-    """Return a kind of GPU: `h100`, or with other numbers `h100,memory=94,network=25`. Raises
-    ValueError for a name or number that is not known."""
-    name, *changes = words.split(",")
+def hardware(text: str) -> Hardware:
+    """Return a kind of GPU: `h100`, or with other numbers `h100,memory=94,network=25`.
+
+    Raises ValueError for an unknown kind and for a wrong number.
+    """
+    name, *changes = text.split(",")
     if name not in KNOWN:
         raise ValueError(
-            f"--hardware {name}: choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}"
+            f"--hardware {name}: choose one of {', '.join(KNOWN)}; "
+            f"the nearest is {nearest(name, KNOWN)}"
         )
-    numbers, changed = [field.name for field in fields(Hardware) if field.name != "name"], {}
+    keys = [field.name for field in fields(Hardware) if field.name != "name"]
+    numbers: dict[str, float] = {}
     for change in changes:
         key, _, value = change.partition("=")
-        if key not in numbers:
-            raise ValueError(
-                f"--hardware {words}: there is no {key}; a GPU has {', '.join(numbers)}"
-            )
+        if key not in keys:
+            raise ValueError(f"--hardware {text}: there is no {key}; a GPU has {', '.join(keys)}")
         try:
-            changed[key] = int(value) if key == "per_machine" else float(value)
+            numbers[key] = int(value) if key == "per_machine" else float(value)
         except ValueError:
-            raise ValueError(f"--hardware {words}: {key}={value} must be a number") from None
-        if not 0 < changed[key] < float("inf"):
-            raise ValueError(f"--hardware {words}: {key}={value} must be a number above 0")
-    return replace(KNOWN[name], **changed)
+            raise ValueError(f"--hardware {text}: {key}={value} must be a number") from None
+        if not 0 < numbers[key] < float("inf"):
+            raise ValueError(f"--hardware {text}: {key}={value} must be a number above 0")
+    return replace(KNOWN[name], **numbers)

@@ -1,22 +1,23 @@
-"""Measures the memory of a run on one of its GPUs without any GPU: its own forward and backward
-pass go through tensors that have shapes but no content (PyTorch's FakeTensorMode), between ranks
-that are not there, and every allocation is counted.
+"""The memory of a run on a GPU, measured without a GPU.
 
-For example, for Qwen3-30B-A3B on 16 GPUs it spreads the weights as gspo.model.sharding.fsdp does, passes
-two micro-batches of responses of the greatest length through the model, and reads from a counter
-how much was allocated at most.
+The run's own forward and backward pass use tensors that have shapes but no content (PyTorch's
+FakeTensorMode). The other ranks do not exist, and collectives with them return at once. Every
+allocation is counted.
 
-What it does not see: the caching allocator's fragmentation, CUDA's context, NCCL's buffers, and
-workspaces inside of kernels (gspo.planning.hardware.RESERVE stands for them).
+For example, for Qwen3-30B-A3B on 16 GPUs, the weights are sharded by gspo.model.sharding.fsdp. Two
+micro-batches of responses of the maximum length pass through the model. A counter then tells the
+peak of the allocations.
+
+Not measured: fragmentation in the caching allocator, CUDA's context, NCCL's buffers, and workspaces
+inside kernels. gspo.planning.hardware.RESERVE stands for them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,8 @@ from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
 from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
-from gspo.model.forward import kernels, network
-from gspo.model.forward.grouped import Groups
-from gspo.model.forward.network import FAMILIES, Network
+from gspo.model.forward.kernels import head_as_on
+from gspo.model.forward.network import FAMILIES, Network, grouped_product_replaced
 from gspo.model.forward.packing import Sequences, lay_out
 from gspo.model.policy import through_network
 from gspo.model.routing_replay import Routing
@@ -48,115 +48,120 @@ from gspo.planning.models import class_of
 
 @dataclass
 class Work:
-    """What one rank computes at once."""
+    """The work of a rank: how weights are sharded, and the sizes of its micro-batches."""
 
     ranks: int
-    shard_size: int  # how many ranks hold one copy of the weights; 1: each has all of them
-    # to how many of them the experts of a layer are dealt; 1: they are gathered as the rest
-    experts: int
-    rows: int  # responses in a micro-batch that learns
-    scored: int  # responses in a micro-batch that is passed without gradient
+    shard_size: int  # ranks that hold one copy of the weights together; 1: each has all weights
+    experts: int  # ranks that share the experts of a layer; 1: experts are all-gathered
+    rows: int  # responses in a micro-batch with a backward pass
+    scored: int  # responses in a micro-batch without gradient
     prompt: int  # tokens of a prompt
     response: int  # tokens of a response
     group: int  # responses to one prompt
     precision: torch.dtype
     checkpointing: bool
-    cuda: bool = True  # whether it is a GPU, which takes larger chunks of logits than a CPU
+    cuda: bool = True  # a GPU computes logits in larger chunks than a CPU
     lora: LoraSettings = field(default_factory=LoraSettings)
     head_dtype: torch.dtype = torch.float32
 
 
 @dataclass
 class Measured:
-    """What one rank holds and exchanges; bytes."""
+    """The bytes that a rank holds and exchanges, and three counts of the model."""
 
-    parameters: int  # of the whole model: a number, not bytes
-    active: int | None  # parameters that a token passes through
-    experts: int  # of a layer; 0 for a dense model
+    parameters: int  # count: parameters of the whole model
+    active: int | None  # count: parameters that a token passes through
+    experts: int  # count: experts of a layer; 0 for a dense model
     weights: int  # this rank's float32 weights
-    # those of them that are trained; gradients take as much, AdamW's state twice as much
+    # this rank's trained weights; gradients take as much, AdamW's moments twice as much
     trained: int
-    # at the most beside weights, gradients and AdamW's state, while a micro-batch learns
+    # the peak of a micro-batch with a backward pass, without weights, gradients, AdamW's moments
     update: int
-    scoring: int  # the same for a pass without gradient
-    gathered: int  # received by this rank for one micro-batch that learns
-    gathered_scoring: int
-    reduced: int  # gradients of one micro-batch, before they are reduced to this rank's part
-    reduced_between: int = 0  # the same that go between the groups of ranks that each hold a copy
-    dealt: int = 0  # tokens of one micro-batch that learns, sent to their experts and back
-    dealt_scoring: int = 0
-    merged: int = 0  # a copy of the weights that a LoRA adapter acts on
+    scoring: int  # the same peak of a micro-batch without gradient
+    gathered: int  # all-gathered by this rank, for one micro-batch with a backward pass
+    gathered_scoring: int  # all-gathered by this rank, for one micro-batch without gradient
+    reduced: int  # gradients of one micro-batch, before they are reduce-scattered
+    reduced_between: int = 0  # gradients that are all-reduced between copies of the weights
+    dealt: int = 0  # tokens sent to their experts and back, with a backward pass
+    dealt_scoring: int = 0  # tokens sent to their experts and back, without gradient
+    merged: int = 0  # a copy of the weights that a LoRA adapter changes
 
 
 @dataclass
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside of it, while they are there, and what
-    ranks exchange.
-    """
+    """A mode that counts the bytes of all tensors made inside it, and the bytes of collectives."""
 
     now: int = 0
     peak: int = 0
-    exchanged: dict[str, int] = field(default_factory=dict)  # bytes by the name of the exchange
+    exchanged: dict[str, int] = field(default_factory=dict)  # bytes by the collective's name
 
     def __post_init__(self):
         super().__init__()
+        # each storage's counted bytes, in a list that `weakref.finalize` can set to 0
         self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = (
             weakref.WeakKeyDictionary()
         )
+        self._gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     __hash__ = object.__hash__
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = function._schema.name
         if name.startswith("c10d::") or "all_to_all" in name:
-            sent = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
-            largest = max((t.numel() * t.element_size() for t in sent), default=0)
+            tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+            largest = max((t.nbytes for t in tensors), default=0)
             self.exchanged[name] = self.exchanged.get(name, 0) + largest
-        out = function(*args, **(kwargs or {}))
+        if name == "fsdp::split_with_sizes_copy":
+            self._gathered.update(tensor.untyped_storage() for tensor in kwargs["out"])
+        self._count_resized()
+        out = function(*args, **kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                self._note(value.untyped_storage())
+                self._count_new(value.untyped_storage())
         return out
 
-    def known(self, tensors: Iterator[Tensor]) -> None:
-        """Leave out tensors that were there before."""
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors, which existed before."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._sizes[local.untyped_storage()] = [0]
 
     def restart(self) -> None:
-        """Begin to count anew what is exchanged, and the peak from what is there now."""
-        self.peak, self.exchanged = self.now, {}
+        """Restart the counters: no collectives yet, and the peak is the current allocation."""
+        self._count_resized()
+        self.peak = self.now
+        self.exchanged = {}
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _count_new(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._sizes:
-            size = self._sizes[storage] = [0]
-            self._resized(size, storage.nbytes())
-            weakref.finalize(storage, self._resized, size, 0)
+            size = [0]
+            self._sizes[storage] = size
+            self._set_size(size, storage.nbytes())
+            weakref.finalize(storage, self._set_size, size, 0)
 
-    def _resized(self, size: list[int], to: int) -> None:
-        self.now, size[0] = self.now + to - size[0], to
+    def _count_resized(self) -> None:
+        """Count the storages of all-gathered weights anew: FSDP resizes them without an operation.
+
+        FSDP shrinks a storage to free it. It enlarges the storage again before it copies gathered
+        weights into it, and that copy is an operation.
+        """
+        for storage in list(self._gathered):
+            self._set_size(self._sizes[storage], storage.nbytes())
+            if storage.nbytes() == 0:
+                self._gathered.discard(storage)
+
+    def _set_size(self, size: list[int], nbytes: int) -> None:
+        self.now += nbytes - size[0]
+        size[0] = nbytes
         self.peak = max(self.peak, self.now)
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Within this context it counts; FSDP frees what it has gathered by making storages
-        smaller.
-        """
-        plain = torch.UntypedStorage.resize_
 
-        def resize(storage: torch.UntypedStorage, size: int):
-            if storage in self._sizes:
-                self._resized(self._sizes[storage], size)
-            return plain(storage, size)
+class GroupedShapes(Function):
+    """The product of rows with their experts' matrices, of tensors that have no content.
 
-        with patch.object(torch.UntypedStorage, "resize_", resize), self:
-            yield
-
-
-class Grouped(Function):
-    """A product of rows with their experts' matrices, of which the shapes alone matter: PyTorch's
-    own has no shapes for float32."""
+    PyTorch's own grouped product has no shape function for float32.
+    """
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor) -> Tensor:
@@ -169,19 +174,30 @@ class Grouped(Function):
         return torch.empty_like(rows), torch.empty_like(weight)
 
 
-class Absent(Ranks):
-    """Ranks of which this process is the first, and there are no others."""
+class BalancedExpertRanks(ExpertRanks):
+    """The ranks that share a layer's experts, if every rank receives the same number of tokens.
 
-    def __init__(self, count: int):
-        self.world_size = count
+    Without content, a tensor of counts cannot tell how many tokens go to each rank.
+    """
+
+    def numbers(self, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        count = self.group.size()
+        parts = torch.arange(len(rows), device="cpu").tensor_split(count)
+        row_counts = [len(part) for part in parts]
+        return torch.empty_like(counts_E).view(count, -1), row_counts, row_counts
+
+
+class AbsentRanks(Ranks):
+    """The ranks of a run of which only rank 0 exists: this process."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
 
 
 @contextmanager
-def absent_ranks(count: int) -> Iterator[None]:
-    """Within this context there is a process group of so many ranks, whose exchanges return at
-    once.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Within this context, there is a process group whose collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:
@@ -189,92 +205,66 @@ def absent_ranks(count: int) -> Iterator[None]:
 
 
 def measure(config: PretrainedConfig, work: Work) -> Measured:
-    """Measure a run's memory on one rank. Raises ValueError for an architecture that is not known
-    here.
-    """
-    kind = (config.architectures or [""])[0]
-    if kind not in FAMILIES:
+    """Measure a run's memory on a rank. Raises ValueError for an unknown architecture."""
+    architecture = (config.architectures or [""])[0]
+    if architecture not in FAMILIES:
         raise ValueError(
-            f"memory is planned for {', '.join(FAMILIES)}; model.path names a {kind!r}"
+            f"memory is planned for {', '.join(FAMILIES)}; model.path names a {architecture!r}"
         )
-    device = "cuda" if work.cuda else "cpu"
     with (
-        absent_ranks(work.ranks),
-        patch.dict(kernels.CHUNK, cpu=kernels.CHUNK[device]),
-        patch.dict(kernels.SPLITS, cpu=kernels.SPLITS[device]),
-        patch.object(kernels, "float32_product", product_shape),
-        patch.object(network, "_grouped", grouped),
-        patch.object(ExpertRanks, "numbers", alike),
+        fake_process_group(work.ranks),
+        head_as_on("cuda" if work.cuda else "cpu"),
+        grouped_product_replaced(GroupedShapes.apply),
     ):
-        shards = (
-            Shards(Absent(work.ranks), work.shard_size, "cpu", work.experts)
-            if work.shard_size > 1
-            else None
-        )
+        shards = None
+        if work.shard_size > 1:
+            shards = Shards(AbsentRanks(work.ranks), work.shard_size, "cpu", work.experts)
         return _measure(config, work, shards)
 
 
-def alike(
-    ranks: ExpertRanks, rows: Tensor, counts_E: Tensor
-) -> tuple[Tensor, list[int], list[int]]:
-    """Stand in for the numbers of rows that ranks send each other: all experts get equally many."""
-    count = ranks.group.size()
-    each = [len(part) for part in torch.arange(len(rows), device="cpu").tensor_split(count)]
-    return torch.empty_like(counts_E).view(count, -1), each, each
-
-
-def grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Stand in for the network's grouped product."""
-    return Grouped.apply(rows, weight)
-
-
-def product_shape(a: Tensor, b: Tensor) -> Tensor:
-    """Stand in for a float32 product of bfloat16 matrices, of which a CPU would make float32 copies
-    first.
-    """
-    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
-
-
 def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Measured:
-    learning, scored = lay_out(batch(work, work.rows)), lay_out(batch(work, work.scored))
+    learning = lay_out(batch(work, work.rows))
+    scored = lay_out(batch(work, work.scored))
     with FakeTensorMode() as fake:
-        model, adapter, counted = without_weights(config, work, shards)
+        model, adapter, counts = without_weights(config, work, shards)
         for sequences in (learning, scored):
             for name, value in vars(sequences).items():
                 setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
-        weights = sum(p.nbytes for p in locals_of(model))
+        weights = sum(p.nbytes for p in local_parameters(model))
         trained = sum(p.nbytes for p in adapter.parameters()) if adapter else weights
         forward = Network(model, work.checkpointing, work.head_dtype)
 
-        def one_pass(sequences: Sequences) -> Tensor:
+        def log_probs(sequences: Sequences) -> Tensor:
             return run_unsharded(
                 model, through_network, forward, sequences, None, work.precision, 1.0, True
             )[0]
 
         allocations = Allocations()
-        allocations.known(iter([*model.parameters(), *model.buffers()]))
-        with allocations.counting(), forward.casts_kept():
+        allocations.ignore([*model.parameters(), *model.buffers()])
+        with allocations, forward.casts_kept():
             with torch.no_grad():
-                one_pass(scored)
+                log_probs(scored)
                 if shards:
                     model.reshard()
-            scoring, scored_exchange = allocations.peak, dict(allocations.exchanged)
-            one_pass(learning).sum().backward()  # the first leaves gradients behind
+            scoring = allocations.peak
+            exchanged_scoring = allocations.exchanged.copy()
+            log_probs(learning).sum().backward()  # the first backward pass allocates gradients
             allocations.restart()
-            one_pass(learning).sum().backward()
+            log_probs(learning).sum().backward()
             update = allocations.peak - trained
+        exchanged = allocations.exchanged
         return Measured(
-            *counted,
+            *counts,
             weights=weights,
             trained=trained,
             update=update,
             scoring=scoring,
-            gathered=exchanged(allocations.exchanged, "allgather"),
-            gathered_scoring=exchanged(scored_exchange, "allgather"),
-            reduced=exchanged(allocations.exchanged, "reduce_scatter"),
-            reduced_between=exchanged(allocations.exchanged, "allreduce"),
-            dealt=exchanged(allocations.exchanged, "all_to_all"),
-            dealt_scoring=exchanged(scored_exchange, "all_to_all"),
+            gathered=total(exchanged, "allgather"),
+            gathered_scoring=total(exchanged_scoring, "allgather"),
+            reduced=total(exchanged, "reduce_scatter"),
+            reduced_between=total(exchanged, "allreduce"),
+            dealt=total(exchanged, "all_to_all"),
+            dealt_scoring=total(exchanged_scoring, "all_to_all"),
             merged=adapter.adapted_bytes() if adapter else 0,
         )
 
@@ -282,56 +272,60 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
 def without_weights(
     config: PretrainedConfig, work: Work, shards: Shards | None
 ) -> tuple[torch.nn.Module, Adapter | None, tuple[int, int | None, int]]:
-    """Return the model with tensors that have no content, its adapter if it gets one, and its
-    numbers of parameters, of active ones and of experts."""
+    """Return the model without content, its LoRA adapter if it has any, and three counts.
+
+    The counts are the first fields of Measured: parameters, active parameters, experts.
+    """
     plain = not shards and not work.lora.rank
-    # meshes of ranks are tensors with content, and peft moves its tensors to a device, which fake
-    # ones do not allow
+    # Meshes of ranks are tensors with content, and peft moves its tensors to a device. Fake tensors
+    # allow neither.
     with (
         nullcontext() if plain else unset_fake_temporarily(),
         nullcontext() if plain else torch.device("meta"),
     ):
         model = class_of(config)(config).eval()
-        counted = (
-            sum(p.numel() for p in model.parameters()),
-            active_parameters(model),
-            Routing(model).experts,
-        )
+        parameters = sum(p.numel() for p in model.parameters())
+        counts = (parameters, active_parameters(model), Routing(model).experts)
         if shards:
             shards.spread(model, work.precision)
+            for module in model.modules():
+                if isinstance(getattr(module, "ranks", None), ExpertRanks):
+                    module.ranks = BalancedExpertRanks(module.ranks.group)
         adapter = Adapter(model, work.lora, seed=0) if work.lora.rank else None
     if not plain:
         model._apply(without_content)
     if adapter:
-        model.tie_weights()  # they are two tensors now
-    return model, adapter, counted
+        model.tie_weights()  # `_apply` has made two tensors of them
+    return model, adapter, counts
 
 
 def without_content(tensor: Tensor) -> Tensor:
-    """Return a tensor like this one, as FakeTensorMode makes them; of what is spread over ranks
-    this rank's part.
-    """
+    """Return a fake tensor of the same shape and dtype: of a sharded tensor, the local shard."""
     if not isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)
-    mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
-def locals_of(model: torch.nn.Module) -> list[Tensor]:
-    """Return this rank's part of every parameter."""
+def local_parameters(model: torch.nn.Module) -> list[Tensor]:
+    """Return this rank's shard of every parameter."""
     return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
-def exchanged(by_name: dict[str, int], kind: str) -> int:
-    """Return the bytes of the exchanges of one kind."""
-    return sum(size for name, size in by_name.items() if kind in name)
+def total(exchanged: dict[str, int], collective: str) -> int:
+    """Return the bytes of all collectives whose names contain a word."""
+    return sum(nbytes for name, nbytes in exchanged.items() if collective in name)
 
 
 def batch(work: Work, rows: int) -> TrainBatch:
-    """Return a micro-batch of responses of the greatest length."""
+    """Return a micro-batch of `rows` responses of the maximum length."""
     width = work.prompt + work.response
     return TrainBatch(
         tokens_BS=torch.zeros(rows, width, dtype=torch.int64),

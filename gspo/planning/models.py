@@ -1,7 +1,7 @@
-"""The configuration of the model that a run will load, of which the planner needs no weights.
+"""The configuration of a run's model. The planner needs no weights.
 
-A folder is read, and a name on the hub is looked up there. For some public models the configuration
-is known here (gspo.model.public_models), so that a laptop without network can plan for them.
+The configuration is read from a folder or looked up on the hub. gspo.model.public_models stores the
+configurations of some public models, so plans for these models need no network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gspo.model.settings import ModelSettings
 
 
 def config_of(model: ModelSettings) -> PretrainedConfig:
-    """Return a model's configuration. Raises ValueError, in one line, if there is none to be had."""
+    """Return a model's configuration. Raises ValueError, with a single line, if there is none."""
     source = model.source()
     if not source:
         return named(model.make()[0].config)
@@ -28,5 +28,5 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
 
 
 def class_of(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    """Return the class of models of this configuration."""
+    """Return the transformers class for a configuration."""
     return getattr(transformers, config.architectures[0])

@@ -1,13 +1,12 @@
-"""How a run would scale: its plans for several numbers of GPUs side by side.
+"""The scaling of a run: its plans for several numbers of GPUs.
 
-Strong scaling keeps a step's responses as they are and shares them out; weak scaling keeps a GPU's
-share as it is, so that the step grows with the GPUs. An efficiency is what a GPU does in a second,
-over what it does with the fewest GPUs that hold the run.
+Strong scaling distributes the same responses of a step over more GPUs. Weak scaling keeps the
+responses per GPU, so a step grows with the GPUs. The efficiency is the speed of a GPU, relative to
+its speed in the run with the fewest GPUs that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gspo.config.settings import Settings
@@ -17,35 +16,35 @@ from gspo.planning.plan import Plan, plan
 
 @dataclass
 class Point:
-    """A number of GPUs, with the plan for it, or why there can be none."""
+    """A number of GPUs with the plan for it, or with the reason why there is no plan."""
 
     ranks: int
-    made: Plan | None
+    plan: Plan | None
     refused: str = ""
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, and the GPUs' memory holds it."""
-        return self.made is not None and self.made.fits
+        """Whether there is a plan that fits into the GPUs' memory."""
+        return self.plan is not None and self.plan.fits
 
     @property
     def step(self) -> float:
         """The seconds of a step."""
-        return sum(self.made.times.values())
+        return sum(self.plan.times.values())
 
     @property
     def speed(self) -> float:
-        """The responses that a GPU trains on in a second."""
-        rollout = self.made.settings.rollout
+        """The responses per GPU and second."""
+        rollout = self.plan.settings.rollout
         return rollout.prompts_per_step * rollout.group_size / self.step / self.ranks
 
 
 def strong(
     settings: Settings, counts: list[int], hardware: Hardware, prompt: int = 0
 ) -> list[Point]:
-    """Plan the run for each number of GPUs. Raises ValueError if there is a plan for none of them."""
+    """Plan the run for each number of GPUs. Raises ValueError if all plans are refused."""
     points = [point(settings, ranks, hardware, prompt) for ranks in counts]
-    if not any(p.made for p in points):
+    if not any(p.plan for p in points):
         raise ValueError(points[0].refused)
     return points
 
@@ -53,26 +52,22 @@ def strong(
 def weak(
     settings: Settings, points: list[Point], hardware: Hardware, prompt: int = 0
 ) -> list[Point]:
-    """Plan the run again for each number of GPUs, with as many prompts for each GPU as the smallest
-    run that fits has. Empty if none fits."""
+    """Plan the run for each number of GPUs, with the prompts per GPU of the smallest run that fits.
+
+    The result is empty if no run fits.
+    """
     base = smallest(points)
     if base is None:
         return []
-    each = settings.rollout.prompts_per_step / base.ranks
-    known = {p.ranks: p.made for p in points if p.made}
-    return [
-        point(
-            replace(
-                settings,
-                rollout=replace(settings.rollout, prompts_per_step=max(round(each * p.ranks), 1)),
-            ),
-            p.ranks,
-            hardware,
-            prompt,
-            known,
+    prompts_per_gpu = settings.rollout.prompts_per_step / base.ranks
+    grown = []
+    for p in points:
+        prompts = max(round(prompts_per_gpu * p.ranks), 1)
+        grown_settings = replace(
+            settings, rollout=replace(settings.rollout, prompts_per_step=prompts)
         )
-        for p in points
-    ]
+        grown.append(point(grown_settings, p.ranks, hardware, prompt, p.plan))
+    return grown
 
 
 def point(
@@ -80,23 +75,21 @@ def point(
     ranks: int,
     hardware: Hardware,
     prompt: int,
-    known: Mapping[int, Plan] | None = None,
+    known: Plan | None = None,
 ) -> Point:
-    """Plan the run for a number of GPUs."""
-    wanted = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
+    """Plan the run for a number of GPUs. `known` is an earlier plan for that number."""
+    settings = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
     try:
-        return Point(ranks, plan(wanted, hardware, prompt, (known or {}).get(ranks)))
+        return Point(ranks, plan(settings, hardware, prompt, known))
     except ValueError as error:
         return Point(ranks, None, str(error))
 
 
 def smallest(points: list[Point]) -> Point | None:
-    """Return the point with the fewest GPUs that hold the run, None if none does."""
+    """Return the point with the fewest GPUs that fits, or None if none fits."""
     return min((p for p in points if p.fits), key=lambda p: p.ranks, default=None)
 
 
 def efficiency(p: Point, base: Point | None) -> float | None:
-    """Return what a GPU does in a second over what it does in `base`; None where either does not
-    fit.
-    """
+    """Return the speed of a point's GPUs relative to `base`, or None if either does not fit."""
     return p.speed / base.speed if base and p.fits else None

@@ -27,10 +27,10 @@ from gspo.config.load import (
     write_settings,
 )
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
-from gspo.io.escaping import Lines
+from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
-    LOCK,
-    STATUS,
+    LOCK_FILE,
+    STATUS_FILE,
     CreatedFiles,
     append_to,
     note_start,
@@ -39,7 +39,7 @@ from gspo.io.files import (
     remove_unfinished,
     replace_text,
 )
-from gspo.io.ownership import SIGNATURES, doubt, own
+from gspo.io.ownership import SIGNATURES, is_own_file, why_not_own
 from gspo.io.rows import read_rows
 from gspo.io.untrusted import read_json
 from gspo.run.code_state import code_state, uncommitted
@@ -105,7 +105,7 @@ class RunDirectory:
         """Log to train.log within this context, with the traceback of an error that ends it."""
         file = append_to(self.path / LOG)
         handler = logging.StreamHandler(file)
-        handler.setFormatter(Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("gspo")
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
@@ -162,7 +162,7 @@ class RunDirectory:
             (self.path / DIFF).unlink(missing_ok=True)
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: `how` (of gspo.io.files.HOW), the step, the reason of a failure."""
+        """Write status.json: `how` (of gspo.io.files.RUN_STATES), the step, the reason of a failure."""
         entry = {
             "how": how,
             "step": step,
@@ -171,7 +171,7 @@ class RunDirectory:
             "pid": os.getpid(),
             "host": platform.node(),
         }
-        replace_text(self.path / STATUS, json.dumps(entry))
+        replace_text(self.path / STATUS_FILE, json.dumps(entry))
 
     def status(self) -> dict:
         """Return the content of status.json, empty if there is none."""
@@ -248,12 +248,12 @@ class RunDirectory:
 
     def foreign_settings_warnings(self, settings: Settings) -> list[str]:
         """Return the warnings before a run is resumed whose settings another user wrote."""
-        if not settings.resume or own(self.path / SETTINGS):
+        if not settings.resume or is_own_file(self.path / SETTINGS):
             return []
         paths = outside_paths(settings)
         reads = f"; it reads {paths}" if paths else ""
         return [
-            f"{self.path / SETTINGS} {doubt()}; tracking.wandb, tracking.entity and "
+            f"{self.path / SETTINGS} {why_not_own()}; tracking.wandb, tracking.entity and "
             "tracking.project count as this command gives them, "
             f"so wandb={settings.tracking.wandb}{reads}"
         ]
@@ -269,7 +269,7 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFile
     refuse_links(folder, names)
     created_files = CreatedFiles(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with append_to(folder / LOCK) as lock:
+    with append_to(folder / LOCK_FILE) as lock:
         with suppress(PermissionError):  # of a lock file that another user has made
             os.fchmod(lock.fileno(), 0o600)  # who cannot open it cannot hold the lock
         # a process that only asks whether the folder is locked holds it briefly
@@ -307,7 +307,7 @@ def settings_and_checkpoint(
     directory = Path(run)
     recorded = recorded_config(directory, consent, trust)
     settings = to_settings(recorded)
-    is_own = own(directory / SETTINGS)
+    is_own = is_own_file(directory / SETTINGS)
     if not is_own:
         content = OmegaConf.to_container(recorded)
         content.pop("rollout")  # the engine is this command's
@@ -318,7 +318,7 @@ def settings_and_checkpoint(
         print(f"warning: {change}; what is there now is used", file=sys.stderr)
     paths = outside_paths(settings)
     if paths and not is_own:
-        print(f"warning: {run}/settings.yaml {doubt()}; it reads {paths}", file=sys.stderr)
+        print(f"warning: {run}/settings.yaml {why_not_own()}; it reads {paths}", file=sys.stderr)
     checkpoints = directory / "checkpoints"
     folder = latest_checkpoint(directory) if step < 0 else checkpoints / f"step_{step:06d}"
     if step == 0 and not folder.exists():

@@ -28,8 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.config.schema import plain_words
 from gspo.io import interrupt
-from gspo.io.escaping import guard, line
-from gspo.io.untrusted import HALVES
+from gspo.io.escaping import escape_line, escape_output
+from gspo.io.untrusted import SURROGATES
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.run.launched import say_error
 
@@ -193,7 +193,7 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
 
     @functools.wraps(job)
     def wrapped(config: DictConfig) -> Outcome:
-        guard()  # needed in each worker of a sweep
+        escape_output()  # needed in each worker of a sweep
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
@@ -244,7 +244,7 @@ REASONS: list[Callable[[], None]] = []
 def command_line(main: Callable[[], None]) -> None:
     """Run an entry point, print its error as a line, and exit with its exit code."""
     interrupt.end()
-    guard()
+    escape_output()
     # for the processes of a sweep's jobs
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
     # Hydra raises composition errors instead of printing them over several lines
@@ -254,7 +254,7 @@ def command_line(main: Callable[[], None]) -> None:
     logging.raiseExceptions = False
     try:
         temporary = os.environ.get("TMPDIR", "")
-        if HALVES.search(temporary):
+        if SURROGATES.search(temporary):
             raise ValueError(
                 f"TMPDIR={temporary} is not UTF-8, which W&B cannot read: "
                 "choose another temporary folder"
@@ -288,15 +288,15 @@ def print_error(error: BaseException) -> int:
     if isinstance(error, SaidByRankZero):
         return 1
     if isinstance(error, Broken | EngineEnded):
-        say_error(f"error: {line(error)}", is_more=True)
+        say_error(f"error: {escape_line(error)}", is_more=True)
         return 1
     if isinstance(error, OSError) and error.errno in DISK:
         run = run_of(error.filename)
         command = f"resume={run}" if run else "the same command"
         remedy = f"what was written is kept: mend this and go on with {command}"
-        say_error(f"error: {line(explain(error))}; {remedy}")
+        say_error(f"error: {escape_line(explain(error))}; {remedy}")
         return 1
-    say_error(f"error: {line(explain(error))}")
+    say_error(f"error: {escape_line(explain(error))}")
     return 2
 
 
@@ -315,7 +315,7 @@ def explain(error: BaseException) -> str:
 
     Hydra's advice to its own developers is left out."""
     if isinstance(error, HydraException):
-        not_utf8 = [word for word in sys.argv if HALVES.search(word)]
+        not_utf8 = [word for word in sys.argv if SURROGATES.search(word)]
         if not_utf8:
             return (
                 f"{not_utf8[0]} is not UTF-8, and a setting must be: rename that file or folder, "

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gspo.io import untrusted
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.io.files import read_status
 
 # the id of the process that shows the line; its jobs inherit the variable
@@ -63,7 +63,7 @@ class SweepProgress(threading.Thread):
                 initial=self.first_steps,
                 unit="step",
                 dynamic_ncols=True,
-                desc=line(self.study),
+                desc=escape_line(self.study),
             )
         pause = PAUSE_OF_BAR if self.bar else FIRST_PAUSE
         while not self.closing.wait(pause):
@@ -93,7 +93,7 @@ class SweepProgress(threading.Thread):
         pace = (steps - self.first_steps) / max(time.monotonic() - self.began, 1e-9)
         left = f"{clock((self.total - steps) / pace)} left" if pace else "time left unknown"
         print(
-            line(
+            escape_line(
                 f"{self.study}: {counted}, {steps} of {self.total} steps  "
                 f"{pace:.1f} steps/s  {left}"
             ),
@@ -117,7 +117,7 @@ class SweepProgress(threading.Thread):
 def last_step(file: Path) -> int:
     """Return the step of the last complete row of a run's metrics, 0 if there is none."""
     try:
-        with open(file, "rb", opener=untrusted.plain_file) as rows:
+        with open(file, "rb", opener=untrusted.plain_file_opener) as rows:
             rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
             lines = rows.read(TAIL_BYTES).splitlines()
     except (OSError, untrusted.Unreadable):

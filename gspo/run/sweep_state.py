@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed
@@ -188,10 +188,10 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
 
     Each is None if the run has none. The rows are searched for two numbers, which takes a fiftieth
     of the time of parsing them."""
-    factor = untrusted.OWN if own(metrics.with_name("settings.yaml")) else 1
+    factor = untrusted.OWN_RUN_FACTOR if is_own_file(metrics.with_name("settings.yaml")) else 1
     rewards: dict[int, float | None] = {}
     try:
-        for row in untrusted.lines(metrics, factor):
+        for row in untrusted.read_lines(metrics, factor):
             step = STEP.search(row)
             reward = REWARD.search(row)
             if step and reward and int(step[1]):
@@ -210,8 +210,8 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
 def _steps(settings: Path) -> int:
     """Return the number of steps that a run's settings ask for."""
     # `write_settings` gives it a line: reading that alone takes a tenth of the time
-    if own(settings):
-        lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.SETTINGS))
+    if is_own_file(settings):
+        lines = STEPS.findall(untrusted.read_bytes(settings, untrusted.MAX_SETTINGS_BYTES))
         if len(lines) == 1:
             return int(lines[0])
     steps = untrusted.read_yaml(settings).get("steps")
@@ -267,7 +267,7 @@ def table(runs: list[Job]) -> str:
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
         progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
         text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
-        lines.append(escaping.line(text).rstrip(" ;"))
+        lines.append(escaping.escape_line(text).rstrip(" ;"))
     counts = {
         state: sum(job.state == state for job in runs)
         for state in ("finished", "collapsed", *UNFINISHED)

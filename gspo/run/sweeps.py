@@ -28,7 +28,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of, vary
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, read_status, refuse_links
 from gspo.run.directory import ENDED
 from gspo.run.entry_point import (
@@ -138,7 +138,7 @@ class WriteManifest(Callback):
             searched = tuple(f"{key}=" for key in config.hydra.sweeper.params or ())
             chosen = [word for word in overrides if word.startswith(searched)] or overrides
             how = " ".join(unfinished.values()) or f"score {result:.4f}"
-            print(line(f"job {number}: {' '.join(chosen)}: {how}"), flush=True)
+            print(escape_line(f"job {number}: {' '.join(chosen)}: {how}"), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the command that uploads the study, and collect the reasons for the exit code."""

@@ -10,7 +10,7 @@ import json
 from collections import Counter, defaultdict
 from typing import Any
 
-from gspo.io.escaping import shown
+from gspo.io.escaping import escape
 
 POLICY, ENVIRONMENT = "policy", "environment"
 # why an episode can end: Response.finish_reason
@@ -121,7 +121,7 @@ def conversation(turns: list[dict]) -> str:
 
     Further lines of a turn are indented, so that no turn can pretend to be the other side's.
     """
-    said = [f"{turn['author']}{reward(turn)}: {shown(turn['text'])}" for turn in turns]
+    said = [f"{turn['author']}{reward(turn)}: {escape(turn['text'])}" for turn in turns]
     return "\n".join(text.replace("\n", "\n  ") for text in said)
 
 

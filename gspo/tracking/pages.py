@@ -15,7 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from gspo.io.escaping import shown
+from gspo.io.escaping import escape
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -27,7 +27,7 @@ def fill(template: Path, title: str, values: Mapping[str, object]) -> str:
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else shown(value),
+        finalize=lambda value: value if isinstance(value, Markup) else escape(value),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from gspo.io import untrusted
-from gspo.io.files import CONTINUED, read_events, read_status, replace_text
+from gspo.io.files import CONTINUATIONS_FILE, read_events, read_status, replace_text
 from gspo.io.rows import read_rows
 from gspo.tracking.collapse import best, collapse, is_finite, levels
 from gspo.tracking.episodes import reward, turns_of
@@ -168,7 +168,10 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
 
 def _went_on(folder: Path, amiss: list[str]) -> list[str]:
     """Return sentences about continuations and rollbacks, as they were recorded when they happened."""
-    lines, at = [], [str(row["step"]) for row in _read(read_rows, folder / CONTINUED, amiss) or []]
+    lines, at = (
+        [],
+        [str(row["step"]) for row in _read(read_rows, folder / CONTINUATIONS_FILE, amiss) or []],
+    )
     if at:
         times = "once" if len(at) == 1 else f"{len(at)} times"
         lines.append(f"It was continued {times}, from the checkpoint of step {', '.join(at)}.")

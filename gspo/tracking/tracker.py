@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from gspo.data.samples import Response
 from gspo.io import untrusted
-from gspo.io.escaping import line
+from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, replace_text
 from gspo.io.rows import read_rows, rows_and_damage
 from gspo.tracking.metrics import lookup
@@ -238,7 +238,9 @@ class Progress:
         self.started, self.printed = time.perf_counter(), 0.0
         bar = alone and sys.stderr.isatty()
         self.bar = (
-            tqdm(total=steps, initial=done, desc=line(title), unit="step", dynamic_ncols=True)
+            tqdm(
+                total=steps, initial=done, desc=escape_line(title), unit="step", dynamic_ncols=True
+            )
             if bar
             else None
         )
@@ -255,7 +257,7 @@ class Progress:
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
         elif now - self.printed > self.pause or (step == self.steps and self.pause < math.inf):
-            print(line(shown), flush=True)
+            print(escape_line(shown), flush=True)
             self.printed = now
 
     def close(self) -> None:

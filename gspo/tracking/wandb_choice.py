@@ -14,7 +14,7 @@ from pathlib import Path
 
 from requests.utils import get_netrc_auth
 
-from gspo.io.ownership import own
+from gspo.io.ownership import is_own_file
 from gspo.tracking.settings import MODES
 
 # the variables that `wandb agent` sets for the runs that it starts
@@ -39,7 +39,7 @@ class About:
 
 def noted_in(file: Path) -> str:
     """Return what a note holds; "" if it is not there, or if another user wrote it."""
-    return file.read_text(encoding="utf-8") if own(file) else ""
+    return file.read_text(encoding="utf-8") if is_own_file(file) else ""
 
 
 def server_run(folder: Path) -> list[str]:

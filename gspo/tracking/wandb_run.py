@@ -31,8 +31,8 @@ from pathlib import Path
 import wandb
 
 from gspo.io.files import append_to
-from gspo.io.ownership import doubt, own, write_signed
-from gspo.io.untrusted import HALVES, read_bytes, read_json
+from gspo.io.ownership import is_own_file, why_not_own, write_signed
+from gspo.io.untrusted import SURROGATES, read_bytes, read_json
 from gspo.tracking.artifacts import Lineage
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
@@ -96,7 +96,7 @@ class WandbRun:
         # W&B's core reads it when it starts
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")
         if others := self._foreign_notes():
-            warn(f"{others} {doubt()}; for W&B this is a new run")
+            warn(f"{others} {why_not_own()}; for W&B this is a new run")
         self.run = self._open(mode)
         self.lineage = Lineage(self.run, settings.upload_checkpoints)
 
@@ -116,7 +116,7 @@ class WandbRun:
             write_signed(self.folder / "wandb_online", f"{run.entity}/{run.project}/{run.id}")
         segment = Path(run.dir).parent
         staging = str(segment.absolute() / STAGING)
-        if not HALVES.search(staging):
+        if not SURROGATES.search(staging):
             # W&B reads it at each table; a path that is not UTF-8 would stop it
             os.environ["WANDB_DATA_DIR"] = staging
         self._mark_older_segments(segment)
@@ -150,7 +150,11 @@ class WandbRun:
         """Return, in words, the notes that another user wrote and that are ignored; "" if there are
         none.
         """
-        there = [file for name in NOTES if (file := self.folder / name).exists() and not own(file)]
+        there = [
+            file
+            for name in NOTES
+            if (file := self.folder / name).exists() and not is_own_file(file)
+        ]
         return " and ".join(map(str, there))
 
     def _uploaded(self) -> bool:

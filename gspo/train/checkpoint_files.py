@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.io.files import sync
-from gspo.io.untrusted import inside, is_step, opened, read_bytes, read_json
+from gspo.io.untrusted import is_step, open_plain_file, path_inside, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
@@ -80,7 +80,7 @@ def _damage(folder: Path) -> str | None:
         return f"{CHECKSUMS} cannot be read ({error})"
     for name, digest in sums.items():
         try:
-            if checksum(inside(folder, name)) != digest:
+            if checksum(path_inside(folder, name)) != digest:
                 return f"{name} is not as it was written"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -108,7 +108,7 @@ def permission_needed(folder: Path) -> Iterator[None]:
 
 def checksum(path: Path) -> str:
     """Compute the SHA-256 of a file's content, in hexadecimal digits."""
-    with opened(path) as file:
+    with open_plain_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

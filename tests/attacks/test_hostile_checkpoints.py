@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import forked
-from gspo.io.escaping import ODD
+from gspo.io.escaping import UNSAFE_CHARACTERS
 from gspo.rollout.sources.pending import load_pending
 from gspo.run.directory import has_reached, settings_and_checkpoint
 from gspo.run.rollback import Rollbacks
@@ -190,4 +190,4 @@ def test_a_row_that_is_sampled_is_printed_as_text(real, tmp_path):
     there = os.environ | {"PYTHONPATH": str(ROOT)}
     done = forked.run(program, env=there)
     assert done.returncode == 0, done.stderr
-    assert not ODD.search(done.stdout) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout
+    assert not UNSAFE_CHARACTERS.search(done.stdout) and r"\x1b]52;c;ZXZpbA==\x07" in done.stdout

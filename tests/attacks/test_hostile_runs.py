@@ -17,7 +17,7 @@ from gspo.analysis import load
 from wandb.proto.wandb_internal_pb2 import Record
 
 import forked
-from gspo.io.escaping import ODD
+from gspo.io.escaping import UNSAFE_CHARACTERS
 from gspo.run.sweep_state import jobs
 from gspo.tracking import run_report
 from spoiled_runs import MARKUP, READABLE, ROOT, UNREADABLE, study, tiny_run
@@ -55,7 +55,9 @@ def call(command: str, *arguments: object, cwd: Path) -> subprocess.CompletedPro
     done = forked.run(command, cwd, there, seconds=SECONDS)
     assert done.returncode != -signal.SIGALRM, "it hangs"
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert not ODD.search(done.stdout + done.stderr), ODD.search(done.stdout + done.stderr)
+    assert not UNSAFE_CHARACTERS.search(done.stdout + done.stderr), UNSAFE_CHARACTERS.search(
+        done.stdout + done.stderr
+    )
     return done
 
 
@@ -99,7 +101,9 @@ def test_report_of_every_run(spoiled):
     for name in ("whole", *READABLE):
         assert spoiled[name].name in written, name
         page = (spoiled[name] / "report.html").read_text()
-        assert "<script" not in page and "<img" not in page and not ODD.search(page), name
+        assert (
+            "<script" not in page and "<img" not in page and not UNSAFE_CHARACTERS.search(page)
+        ), name
         assert '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';' in page
     bad = [name for name in UNREADABLE if spoiled[name].name not in written]
     assert (
@@ -119,7 +123,7 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
     html, markdown = (Path(line) for line in done.stdout.split())
     text, words = html.read_text(), markdown.read_text()
     assert_left_out(spoiled, words)
-    assert spoiled["whole"].name in text and not ODD.search(text + words)
+    assert spoiled["whole"].name in text and not UNSAFE_CHARACTERS.search(text + words)
     assert "<script" not in text and text.count("<img") == len(
         re.findall('<img alt="[^"]*" src="data:', text)
     )
@@ -132,7 +136,7 @@ def test_reproduce_and_its_summary(spoiled, tmp_path):
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "summary.md").read_text()
     assert_left_out(spoiled, words)
-    assert not ODD.search(words)
+    assert not UNSAFE_CHARACTERS.search(words)
     assert_inert(words)
 
 

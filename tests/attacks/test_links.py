@@ -100,7 +100,7 @@ def test_who_may_only_read_a_run_cannot_hold_its_lock(run, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(untrusted, "opened", refused)
+    monkeypatch.setattr(untrusted, "open_plain_file", refused)
     for how, expected in (("running", True), ("finished", False)):
         monkeypatch.setattr(files, "read_status", lambda folder, how=how: {"how": how})
         assert locked(run) is expected

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import forked
-from gspo.io.telemetry import OFF
+from gspo.io.telemetry import TELEMETRY_OFF
 from gspo.model.chat import template_trial
 from gspo.model.loading import load, save
 from gspo.model.settings import HFModel, TinyDense
@@ -109,11 +109,12 @@ def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
 def test_no_library_reports_anything_whatever_the_environment_says():
     script = """
 import gspo.cli.train, os
-from gspo.io.telemetry import OFF
+from gspo.io.telemetry import TELEMETRY_OFF
 from huggingface_hub import constants
-print(all(name in os.environ for name in OFF), constants.HF_HUB_DISABLE_TELEMETRY, os.environ["WANDB_ERROR_REPORTING"])
+is_off = all(name in os.environ for name in TELEMETRY_OFF)
+print(is_off, constants.HF_HUB_DISABLE_TELEMETRY, os.environ["WANDB_ERROR_REPORTING"])
 """
-    clean = {name: value for name, value in os.environ.items() if name not in OFF}
+    clean = {name: value for name, value in os.environ.items() if name not in TELEMETRY_OFF}
     command = [sys.executable, "-c", script]
     for told in ({}, {"WANDB_ERROR_REPORTING": "true"}):
         done = subprocess.run(

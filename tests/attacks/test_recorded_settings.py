@@ -212,11 +212,11 @@ def test_a_signature_counts_for_its_own_directory_and_file_alone(tmp_path):
         ownership.write_signed(tmp_path / name / "wandb_id", name)
     shutil.copy(tmp_path / "one" / "wandb_id", tmp_path / "two" / "wandb_id")
     shutil.copy(tmp_path / "one" / "signed.json", tmp_path / "two" / "signed.json")
-    assert not ownership.own(tmp_path / "two" / "wandb_id") and ownership.own(
+    assert not ownership.is_own_file(tmp_path / "two" / "wandb_id") and ownership.is_own_file(
         tmp_path / "one" / "wandb_id"
     )
     shutil.copy(tmp_path / "one" / "wandb_id", tmp_path / "one" / "wandb_online")
-    assert not ownership.own(tmp_path / "one" / "wandb_online")
+    assert not ownership.is_own_file(tmp_path / "one" / "wandb_online")
 
 
 @pytest.mark.parametrize("home", [None, "/dev/null/home", "/nonexistent"])
@@ -226,7 +226,10 @@ def test_without_a_home_directory_nothing_is_ones_own_and_nothing_crashes(
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", home) if home else monkeypatch.setattr(Path, "home", no_home)
     write_settings(settings("tracking.wandb=online"), tmp_path)
-    assert not ownership.own(tmp_path / "settings.yaml") and not (tmp_path / "signed.json").exists()
+    assert (
+        not ownership.is_own_file(tmp_path / "settings.yaml")
+        and not (tmp_path / "signed.json").exists()
+    )
     assert (
         resumed_settings(tmp_path, []).tracking.wandb == "offline"
         and not Path("/nonexistent").exists()
@@ -407,4 +410,4 @@ def test_signatures_and_what_is_signed_are_read_within_bounds(tmp_path, name):
     ownership.write_signed(tmp_path / "wandb_id", "abc")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    assert not ownership.own(tmp_path / "wandb_id")
+    assert not ownership.is_own_file(tmp_path / "wandb_id")

@@ -21,7 +21,14 @@ from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Te
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
-from gspo.io.escaping import ODD, Lines, Screen, in_markdown, line, shown
+from gspo.io.escaping import (
+    UNSAFE_CHARACTERS,
+    EscapingFormatter,
+    EscapingStream,
+    escape,
+    escape_line,
+    escape_markdown,
+)
 from gspo.tracking.pages import fill
 from spoiled_runs import ESCAPE, MARKUP, ROOT
 
@@ -30,7 +37,7 @@ EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
 
 @pytest.mark.slow
 def test_every_character_that_acts_or_hides_is_written_as_its_code():
-    kept = [c for c in EVERY if shown(c) == c]
+    kept = [c for c in EVERY if escape(c) == c]
     controls = [
         c
         for c in kept
@@ -41,7 +48,7 @@ def test_every_character_that_acts_or_hides_is_written_as_its_code():
     assert all(unicodedata.name(c, "").split()[0] in SCRIPTS for c in hidden), [
         hex(ord(c)) for c in hidden
     ]
-    assert shown("\x1b[2J\u202e\ud83d\U000e0041\x9b") == r"\x1b[2J\u202e\ud83d\U000e0041\x9b"
+    assert escape("\x1b[2J\u202e\ud83d\U000e0041\x9b") == r"\x1b[2J\u202e\ud83d\U000e0041\x9b"
     for text in (
         "naïve ± 95 %",
         "日本語",
@@ -52,9 +59,9 @@ def test_every_character_that_acts_or_hides_is_written_as_its_code():
         "شكرا",
         "Ω√",
     ):
-        assert shown(text) == text
-    assert shown("paper\u200d_figures") == r"paper\u200d_figures"
-    assert line("a\nb\tc\r") == r"a\nb\tc\x0d"
+        assert escape(text) == text
+    assert escape("paper\u200d_figures") == r"paper\u200d_figures"
+    assert escape_line("a\nb\tc\r") == r"a\nb\tc\x0d"
 
 
 BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -84,7 +91,7 @@ def test_markdown_is_text(text):
     pytest.importorskip("markdown_it")
     reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     for place in ("{}", "- {}", "## {}", "[{}](ours)", "![{}](ours)", "| {} |\n|---|\n| {} |"):
-        tokens = reader.parse(place.replace("{}", in_markdown(text)))
+        tokens = reader.parse(place.replace("{}", escape_markdown(text)))
         inline = [child for token in tokens for child in token.children or ()]
         assert {token.type for token in inline} <= {
             "text",
@@ -112,7 +119,7 @@ def test_markdown_is_text(text):
                 if token.children
             }
             assert said == {" ".join(text.split())}
-    assert "://" not in in_markdown(text) and "www." not in in_markdown(text), (
+    assert "://" not in escape_markdown(text) and "www." not in escape_markdown(text), (
         "GitHub makes links of these"
     )
 
@@ -136,7 +143,7 @@ def test_a_page_runs_and_fetches_nothing(tmp_path):
         "<script>alert" not in page
         and "' onerror" not in page
         and 'x" y' not in page
-        and not ODD.search(page)
+        and not UNSAFE_CHARACTERS.search(page)
     )
     assert page.count("{{ 7 * 7 }}") == page.count("&lt;script&gt;") == 12, (
         "escaped once, and no template"
@@ -161,18 +168,20 @@ def test_a_value_that_a_template_lacks_is_an_error(tmp_path):
 def test_what_is_logged_is_shown():
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(Lines("%(message)s"))
+    handler.setFormatter(EscapingFormatter("%(message)s"))
     try:
         raise ValueError(ESCAPE)
     except ValueError:
         record = logging.LogRecord("gspo", 40, "", 1, "%s", (ESCAPE,), sys.exc_info())
     handler.emit(record)
-    assert not ODD.search(stream.getvalue()) and r"\x1b]0;owned\x07" in stream.getvalue()
+    assert (
+        not UNSAFE_CHARACTERS.search(stream.getvalue()) and r"\x1b]0;owned\x07" in stream.getvalue()
+    )
 
 
 def test_a_bar_moves_and_data_does_not():
     stream = io.StringIO()
-    screen = Screen(stream)
+    screen = EscapingStream(stream)
     screen.write("\r 10%|#| a\x1b[2J")
     screen.write("\r 20%|##|")
     screen.write("\x1b[A\x1b[A")
@@ -219,11 +228,15 @@ def test_a_real_terminal_sees_no_escape_of_ours_but_the_bar(error, code):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
     said = seen.decode()
     assert said.count(r"\x1b]0;owned\x07\x1b[2J\u202e") >= 7 and "100%" in said
-    assert not ODD.search(said.replace("\r", "")), ODD.search(said.replace("\r", ""))
+    assert not UNSAFE_CHARACTERS.search(said.replace("\r", "")), UNSAFE_CHARACTERS.search(
+        said.replace("\r", "")
+    )
 
 
 def test_a_latin_1_terminal_is_written_to():
-    program = "from gspo.io.escaping import guard; guard(); print('5 ± 3 → 日 \\ud83d')"
+    program = (
+        "from gspo.io.escaping import escape_output; escape_output(); print('5 ± 3 → 日 \\ud83d')"
+    )
     there = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=there, capture_output=True, check=False
@@ -256,5 +269,5 @@ def test_names_in_figures_are_no_formulas(tmp_path):
     "hidden", ["\u034f", "\u115f", "\u1160", "\u3164", "\uffa0", "\ufe00", "\U0001d173"]
 )
 def test_fillers_and_variants_that_show_nothing_appear_as_their_codes(hidden):
-    assert shown(f"runs/a{hidden}") == "runs/a" + ascii(hidden)[1:-1]
-    assert shown("\u2764\ufe0f 1\ufe0f\u20e3") == "\u2764\ufe0f 1\ufe0f\u20e3", "emoji stay"
+    assert escape(f"runs/a{hidden}") == "runs/a" + ascii(hidden)[1:-1]
+    assert escape("\u2764\ufe0f 1\ufe0f\u20e3") == "\u2764\ufe0f 1\ufe0f\u20e3", "emoji stay"

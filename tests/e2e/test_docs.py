@@ -128,7 +128,7 @@ def understood_by_figure(script: str, words: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     monkeypatch.setattr(sys, "argv", [script, *words])
     # the test's own streams stay as they are
-    monkeypatch.setattr("gspo.io.escaping.guard", lambda: None)
+    monkeypatch.setattr("gspo.io.escaping.escape_output", lambda: None)
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / script), run_name="__main__")
 

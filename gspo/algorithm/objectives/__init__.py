@@ -1,13 +1,12 @@
-"""The policy objectives. Each is a small dataclass: its fields are its settings, and calling it
-computes the loss.
+"""The policy objectives: small dataclasses whose fields are settings and whose call is the loss.
 
     sequence.py   one ratio per response: GSPO, GSPO-token, LUSPO, GMPO
     token.py      one ratio per token, clipped: GRPO, Dr.GRPO, DAPO, PPO
     weighted.py   a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
 
-An objective returns the loss of every token; how tokens are averaged is a separate choice
-(gspo.algorithm.aggregation). The formulas differ from those of the papers in one point: log-ratios
-are bounded before exp, see base.RatioObjective.
+An objective returns the loss of every token. Averaging over tokens is a separate choice
+(gspo.algorithm.aggregation). The only difference from the papers: log-ratios are bounded before
+exp (base.RatioObjective).
 """
 
 from gspo.algorithm.objectives import sequence, token, weighted

@@ -1,7 +1,9 @@
 """Objectives with one importance ratio per response: GSPO, GSPO-token, LUSPO, GMPO.
 
-J is the objective that the papers maximise. The loss of every token is such that aggregating it by
-`seq-mean-token-mean` gives -J. |y_i| is the number of response tokens, and sg is the stop-gradient.
+J is the objective that the papers maximise. The aggregation `seq-mean-token-mean` of the token
+losses gives -J. |y_i| is the number of tokens of response i, and sg is the stop-gradient.
+
+Shape suffixes: B responses, T response tokens, 1 an axis that is broadcast over tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class GSPO(Clipped):
-    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): one ratio and one clip per
-    response.
+    """Group Sequence Policy Optimization (arXiv:2507.18071, Eq 5-7): a clipped ratio per response.
 
         s_i = exp( 1/|y_i| sum_t log( pi(y_it|x,y_i<t) / pi_old(y_it|x,y_i<t) ) )
         J   = 1/G sum_i min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
-    The gradient is s_i A_i 1/|y_i| sum_t grad log pi(y_it): for advantages that differ by token,
-    use GSPOToken.
+    The gradient is s_i A_i 1/|y_i| sum_t grad log pi(y_it). Use GSPOToken for advantages that
+    differ by token.
     """
 
     name: str = "gspo"
@@ -44,43 +45,42 @@ class GSPO(Clipped):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_B1, bounded_B1 = self.sequence_ratio(inputs)
-        return self.clipped(
-            ratio_B1.expand_as(inputs.mask_BT), bounded_B1.expand_as(inputs.mask_BT), inputs
-        )
+        ratio_BT = ratio_B1.expand_as(inputs.mask_BT)
+        bounded_BT = bounded_B1.expand_as(inputs.mask_BT)
+        return self.clipped(ratio_BT, bounded_BT, inputs)
 
 
 @dataclass
 class GSPOAllTokens(GSPO):
-    """GSPO with a mistake: the ratio's length counts the tokens of the environment too.
+    """GSPO with a known mistake: the ratio's length also counts the tokens of the environment.
 
-        s_i = exp( 1/(|y_i| + |o_i|) sum_t log( pi(y_it) / pi_old(y_it) ) )        o_i: what the
-                                                                                   environment wrote
+        s_i = exp( 1/(|y_i| + |o_i|) sum_t log( pi(y_it) / pi_old(y_it) ) )
 
-    The sum is over the policy's tokens, as it must be. A response of which the environment wrote
-    nine tenths so has a log-ratio of a tenth, which the clip hardly ever reaches, and a gradient of
-    a tenth. It is there to measure what that does (docs/environments.md); without an environment it
-    is GSPO.
+    o_i are the tokens that the environment wrote. The sum is over the policy's tokens, as it must
+    be. If the environment wrote nine tenths of a response, the log-ratio and the gradient shrink
+    to a tenth, and the clip hardly ever acts. This class exists to measure the effect
+    (docs/environments.md). Without an environment it equals GSPO.
     """
 
     name: str = "gspo_all_tokens"
 
     def sequence_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        log_B = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT).sum(-1)
+        log_ratio_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
         lengths_B = inputs.mask_BT.sum(-1) if inputs.lengths_B is None else inputs.lengths_B
-        return self.bounded_exp((log_B / lengths_B.clamp(min=1)).unsqueeze(-1))
+        log_B = log_ratio_BT.sum(-1) / lengths_B.clamp(min=1)
+        return self.bounded_exp(log_B.unsqueeze(-1))
 
 
 @dataclass
 class GSPOToken(Clipped):
-    """GSPO-token (arXiv:2507.18071, Eq 13-17) has the ratio of the response, but an advantage for
-    every token.
+    """GSPO-token (arXiv:2507.18071, Eq 13-17): the response's ratio, the token's advantage.
 
-        s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]            (value s_i; gradient through the token's
-                                                            own log-prob)
-        J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it, clip(s_it, 1 - clip_low, 1 + clip_high) A_it
-             )
+        s_it = sg[s_i] * pi(y_it) / sg[pi(y_it)]
+        J    = 1/G sum_i 1/|y_i| sum_t min( s_it A_it,
+                                            clip(s_it, 1 - clip_low, 1 + clip_high) A_it )
 
-    It equals GSPO in value, clip and gradient if A_it = A_i for all t.
+    The value of s_it is s_i. Its gradient goes through the token's own log-prob. If A_it = A_i for
+    all t, the objective equals GSPO in value, clip and gradient.
     """
 
     name: str = "gspo_token"
@@ -99,12 +99,11 @@ class GSPOToken(Clipped):
 
 @dataclass
 class LUSPO(GSPO):
-    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261) multiplies GSPO's loss by the
-    response's length.
+    """Length-Unbiased Sequence Policy Optimization (arXiv:2602.05261): GSPO times the length.
 
         J = 1/G sum_i |y_i| min( s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i )
 
-    The aggregation is `seq-mean-token-mean`: any other would weigh responses by their length a
+    The aggregation is `seq-mean-token-mean`. Any other would weight responses by their length a
     second time.
     """
 
@@ -117,20 +116,21 @@ class LUSPO(GSPO):
         outputs = super().__call__(inputs)
         length_B1 = inputs.mask_BT.sum(-1, keepdim=True)
         return replace(
-            outputs, loss_BT=outputs.loss_BT * length_B1, weight_BT=outputs.weight_BT * length_B1
+            outputs,
+            loss_BT=outputs.loss_BT * length_B1,
+            weight_BT=outputs.weight_BT * length_B1,
         )
 
 
 @dataclass
 class GMPO(RatioObjective):
-    """Geometric-Mean Policy Optimization (arXiv:2507.20673) clips the log-ratios of tokens and then
-    averages them.
+    """Geometric-Mean Policy Optimization (arXiv:2507.20673): clip token log-ratios, then average.
 
         l_it = log( pi(y_it) / pi_old(y_it) )
         c_it = sgn(A_i) min( sgn(A_i) l_it, sgn(A_i) clip(l_it, -clip_low, clip_high) )
         J    = 1/G sum_i A_i exp( 1/|y_i| sum_t c_it )
 
-    The clip acts on single tokens, in log space; the other tokens of the response keep the weight
+    The clip acts on single tokens, in log space. The other tokens of the response keep the weight
     exp(mean c).
     """
 
@@ -143,13 +143,12 @@ class GMPO(RatioObjective):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         sign_BT = inputs.advantage_BT.sign()
-        adv_B1 = masked_mean(inputs.adv_BT, inputs.mask_BT).unsqueeze(-1)
         log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
         clipped_BT = log_BT.clamp(-self.clip_low, self.clip_high)
-        pessimist_BT = sign_BT * torch.minimum(sign_BT * log_BT, sign_BT * clipped_BT)
-        ratio_B1, bounded_B1 = self.bounded_exp(
-            masked_mean(pessimist_BT, inputs.mask_BT).unsqueeze(-1)
-        )
+        c_BT = sign_BT * torch.minimum(sign_BT * log_BT, sign_BT * clipped_BT)
+        mean_c_B1 = masked_mean(c_BT, inputs.mask_BT).unsqueeze(-1)
+        ratio_B1, bounded_B1 = self.bounded_exp(mean_c_B1)
+        adv_B1 = masked_mean(inputs.adv_BT, inputs.mask_BT).unsqueeze(-1)
         active_BT = sign_BT * clipped_BT < sign_BT * log_BT
         return LossOutputs(
             loss_BT=(-ratio_B1 * adv_B1).expand_as(inputs.mask_BT),

@@ -1,7 +1,10 @@
-"""Objectives that put a weight on A grad log pi instead of clipping the ratio: REINFORCE, CISPO,
-MiniRL, DPPO, SAPO.
+"""Objectives that weight A grad log pi, without PPO's clip: REINFORCE, CISPO, MiniRL, DPPO, SAPO.
 
-sg is the stop-gradient, w_it the token ratio pi(y_it) / pi_old(y_it), and M_it a mask of 0 and 1.
+    sg      the stop-gradient
+    w_it    the token ratio pi(y_it) / pi_old(y_it)
+    M_it    a mask of 0 and 1
+
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reinforce(Objective):
-    """REINFORCE has no ratio and no clip, so it treats stale samples as if they were fresh.
+    """REINFORCE: no ratio and no clip.
 
-    J = mean of A_it log pi(y_it)
+        J = mean over tokens of A_it log pi(y_it)
+
+    Without a ratio, stale samples count like fresh samples.
     """
 
     name: str = "reinforce"
@@ -30,27 +35,31 @@ class Reinforce(Objective):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         logp_BT = torch.where(inputs.mask_BT, inputs.logp_BT, 0.0)
-        nothing_BT = torch.zeros_like(inputs.mask_BT)
-        weight_BT = torch.ones_like(logp_BT, requires_grad=False)
+        none_BT = torch.zeros_like(inputs.mask_BT)
         return LossOutputs(
-            -inputs.advantage_BT * logp_BT, weight_BT, nothing_BT, nothing_BT, nothing_BT
+            loss_BT=-inputs.advantage_BT * logp_BT,
+            weight_BT=torch.ones_like(logp_BT, requires_grad=False),
+            active_BT=none_BT,
+            outside_BT=none_BT,
+            bounded_BT=none_BT,
         )
 
 
 @dataclass
 class Weighted(RatioObjective):
-    """The base of CISPO and MiniRL, which share a band and the loss -M sg(weight) A log pi."""
+    """The base of CISPO and MiniRL, which share a band and the loss -M sg[weight] A log pi."""
 
     clip_low: float = ranged(0.2, above=0, most=1, why="weights are not negative")
     clip_high: float = ranged(0.2, above=0, why="the band ends at 1 + clip_high")
 
     def harmful(self, ratio_BT: Tensor, adv_BT: Tensor) -> Tensor:
-        """Tell where the ratio has left the band on the side to which the advantage pushes it
-        (PPO's mask). [B, T].
+        """Return PPO's mask [B, T]: the ratio left the band on the side that the advantage favours.
+
+        (A > 0 and w > 1 + clip_high) or (A < 0 and w < 1 - clip_low)
         """
-        return ((adv_BT > 0) & (ratio_BT > 1 + self.clip_high)) | (
-            (adv_BT < 0) & (ratio_BT < 1 - self.clip_low)
-        )
+        above_BT = (adv_BT > 0) & (ratio_BT > 1 + self.clip_high)
+        below_BT = (adv_BT < 0) & (ratio_BT < 1 - self.clip_low)
+        return above_BT | below_BT
 
     def weighted(
         self,
@@ -60,9 +69,7 @@ class Weighted(RatioObjective):
         kept_BT: Tensor,
         inputs: LossInputs,
     ) -> LossOutputs:
-        """Compute the loss -sg(weight) A log pi of the tokens that are kept; that of the others is
-        0.
-        """
+        """Compute the loss -M sg[weight] A log pi. `kept_BT` is the mask M."""
         logp_BT = torch.where(inputs.mask_BT & kept_BT, inputs.logp_BT, 0.0)
         return LossOutputs(
             loss_BT=-weight_BT.detach() * inputs.advantage_BT * logp_BT,
@@ -75,24 +82,26 @@ class Weighted(RatioObjective):
 
 @dataclass
 class CISPO(Weighted):
-    """Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv:2506.13585, Eq 4-5; mask: Eq 6-7).
+    """Clipped IS-weight Policy Optimization (MiniMax-M1, arXiv:2506.13585, Eq 4-7).
 
         J = mean over tokens of M_it sg[ clip(w_it, 1 - clip_low, 1 + clip_high) ] A_it log pi(y_it)
 
-    The weight is truncated, and no token's gradient is removed (M = 1), except with `mask_harmful`,
-    where M_it is PPO's mask. clip_low = 1 means that there is no lower bound, as in the paper.
+    The weight is truncated, but every token keeps its gradient: M = 1 (Eq 4-5). With
+    `mask_harmful`, M_it is 0 for the tokens that PPO clips (Eq 6-7). clip_low = 1 sets no lower
+    bound, as in the paper.
     """
 
     name: str = "cispo"
     clip_low: float = 1.0
-    clip_high: float = 4.0  # a cap of 5; ScaleRL (arXiv:2510.13786) finds 4, 5 and 8 alike
+    # truncates weights at 5; ScaleRL (arXiv:2510.13786) sees no difference between 4, 5 and 8
+    clip_high: float = 4.0
     mask_harmful: bool = False
     aggregation: ClassVar[str] = "token-mean"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         ratio_BT, bounded_BT = self.token_ratio(inputs)
-        # the weight is the same for all ratios above the cap, so tokens beyond the numerical bound
-        # keep their gradient
+        # All ratios above the cap have the same weight. So tokens beyond the numerical bound keep
+        # their gradient.
         weight_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
         kept_BT = torch.ones_like(bounded_BT)
         if self.mask_harmful:
@@ -102,14 +111,14 @@ class CISPO(Weighted):
 
 @dataclass
 class MiniRL(Weighted):
-    """MiniRL (arXiv:2512.01374) takes the token ratio as a weight, without gradient, under PPO's
-    mask.
+    """MiniRL (arXiv:2512.01374): the token ratio is a weight without gradient, under PPO's mask.
 
         J    = 1/B sum_i sum_t M_it sg[w_it] A_it log pi(y_it)
-        M_it = 0 where (A > 0 and w_it > 1 + clip_high) or (A < 0 and w_it < 1 - clip_low), else 1
+        M_it = 0 if (A_it > 0 and w_it > 1 + clip_high) or (A_it < 0 and w_it < 1 - clip_low)
+               1 otherwise
 
-    The paper's weight is pi / mu, where mu is the sampling policy. This is w_it times pi_old / mu,
-    which correction=tis supplies, truncated at 5.
+    The paper's weight is pi / mu, with the sampling policy mu. It equals w_it pi_old / mu, and
+    `correction=tis` supplies pi_old / mu, truncated at 5.
     """
 
     name: str = "minirl"
@@ -125,14 +134,15 @@ class MiniRL(Weighted):
 
 @dataclass
 class DPPO(RatioObjective):
-    """Divergence PPO with binary total variation (arXiv:2602.04879) masks tokens by a difference of
-    probabilities.
+    """Divergence PPO with binary total variation (arXiv:2602.04879).
 
-        J    = mean over tokens of M_it w_it A_it,   w_it = pi(y_it) / mu(y_it)
-        M_it = 0 where (A > 0 and pi - mu > delta) or (A < 0 and mu - pi > delta), else 1
+        w_it = pi(y_it) / mu(y_it)
+        J    = mean over tokens of M_it w_it A_it
+        M_it = 0 if (A_it > 0 and pi - mu > delta) or (A_it < 0 and mu - pi > delta)
+               1 otherwise
 
-    pi and mu are probabilities of the sampled token; mu is that of the policy which sampled, as the
-    engine reported it.
+    pi and mu are probabilities of the sampled token. mu is the sampling policy, and the engine
+    reports its log-probs. The mask depends on a difference of probabilities, not on their ratio.
     """
 
     name: str = "dppo"
@@ -147,14 +157,14 @@ class DPPO(RatioObjective):
             raise ValueError(
                 "objective=dppo compares with the sampling policy: engine_logp_BT is missing"
             )
-        adv_BT, engine_BT = inputs.advantage_BT, inputs.engine_logp_BT.detach()
-        ratio_BT, bounded_BT = self.token_ratio(inputs, engine_BT)
-        change_BT = torch.where(
-            inputs.mask_BT, inputs.logp_BT.detach().exp() - engine_BT.exp(), 0.0
-        )
-        removed_BT = ((adv_BT > 0) & (change_BT > self.delta)) | (
-            (adv_BT < 0) & (change_BT < -self.delta)
-        )
+        adv_BT = inputs.advantage_BT
+        engine_logp_BT = inputs.engine_logp_BT.detach()
+        ratio_BT, bounded_BT = self.token_ratio(inputs, engine_logp_BT)
+        change_BT = inputs.logp_BT.detach().exp() - engine_logp_BT.exp()  # pi - mu
+        change_BT = torch.where(inputs.mask_BT, change_BT, 0.0)
+        above_BT = (adv_BT > 0) & (change_BT > self.delta)
+        below_BT = (adv_BT < 0) & (change_BT < -self.delta)
+        removed_BT = above_BT | below_BT  # M = 0
         return LossOutputs(
             loss_BT=torch.where(removed_BT, 0.0, -ratio_BT * adv_BT),
             weight_BT=torch.where(removed_BT | bounded_BT, 0.0, ratio_BT.detach()),
@@ -166,15 +176,16 @@ class DPPO(RatioObjective):
 
 @dataclass
 class SAPO(RatioObjective):
-    """Soft Adaptive Policy Optimization (arXiv:2511.20347) has a smooth gate instead of a clip.
+    """Soft Adaptive Policy Optimization (arXiv:2511.20347): a smooth gate instead of a clip.
 
-        f(r) = 4/tau sigmoid( tau (r - 1) ),   tau = tau_positive where A > 0, else tau_negative
+        tau  = tau_positive if A_it > 0, else tau_negative
+        p    = sigmoid( tau (r_it - 1) )
+        f    = 4/tau p
         J    = 1/G sum_i 1/|y_i| sum_t f(r_it) A_it
 
-    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r with p = sigmoid(tau (r - 1)). It is 1 at
-    r = 1 and falls to 0 on both sides. Nothing is ever clipped, so the active and outside fractions
-    are 0; `clip/weight` is the mean of the weight. With `level=sequence` r_it is GSPO's s_i, which
-    TRL and ms-swift allow.
+    The weight on A grad log pi is f'(r) r = 4 p (1 - p) r. It is 1 at r = 1 and falls to 0 on both
+    sides. No token is ever clipped, so the active and outside fractions are 0. `clip/weight` is
+    the mean of the weight. With `level=sequence`, r_it is GSPO's s_i, as in TRL and ms-swift.
     """
 
     name: str = "sapo"
@@ -184,24 +195,23 @@ class SAPO(RatioObjective):
 
     @property
     def sequence_level(self) -> bool:
-        """Whether there is one ratio per response, which is a setting here."""
+        """Whether a response has a single ratio: a setting of this objective."""
         return self.level == "sequence"
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         adv_BT = inputs.advantage_BT
-        ratio, bounded = (
-            self.token_ratio(inputs) if self.level == "token" else self.sequence_ratio(inputs)
-        )
-        ratio_BT, bounded_BT = ratio.expand_as(adv_BT), bounded.expand_as(inputs.mask_BT)
-        tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative).masked_fill(
-            adv_BT > 0, self.tau_positive
-        )
+        ratios_of_level = self.token_ratio if self.level == "token" else self.sequence_ratio
+        ratio, bounded = ratios_of_level(inputs)
+        ratio_BT = ratio.expand_as(adv_BT)
+        bounded_BT = bounded.expand_as(inputs.mask_BT)
+        tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative)
+        tau_BT = tau_BT.masked_fill(adv_BT > 0, self.tau_positive)
         p_BT = (tau_BT * (ratio_BT - 1)).sigmoid()
-        nothing_BT = torch.zeros_like(inputs.mask_BT)
+        none_BT = torch.zeros_like(inputs.mask_BT)
         return LossOutputs(
             loss_BT=-4 / tau_BT * p_BT * adv_BT,
             weight_BT=torch.where(bounded_BT, 0.0, (4 * p_BT * (1 - p_BT) * ratio_BT).detach()),
-            active_BT=nothing_BT,
-            outside_BT=nothing_BT,
+            active_BT=none_BT,
+            outside_BT=none_BT,
             bounded_BT=bounded_BT,
         )

@@ -12,6 +12,7 @@ experts, K experts per token, M predicted tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -306,7 +307,7 @@ def head_product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in float32, whatever the precision of the two matrices. Products of bfloat16
     numbers are exact in float32, so nothing is rounded but the sums."""
-    if a.dtype == b.dtype == torch.bfloat16 and a.is_cuda:
+    if a.dtype == b.dtype == torch.bfloat16 and SPLITS.get(a.device.type, False):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
@@ -338,3 +339,20 @@ def _logits(rows: tuple[Tensor, ...], head: tuple[Tensor, ...], temperature: flo
     """Return the logits of some tokens divided by the temperature, in float32."""
     logits = head_product(rows, head)
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+@contextmanager
+def head_as_on(device_type: str) -> Iterator[None]:
+    """Within this context, a CPU computes the head's logits as another type of device does.
+
+    gspo.planning.memory passes tensors without content through the network, on the CPU.
+    """
+    chunk = CHUNK["cpu"]
+    splits = SPLITS["cpu"]
+    CHUNK["cpu"] = CHUNK[device_type]
+    SPLITS["cpu"] = SPLITS[device_type]
+    try:
+        yield
+    finally:
+        CHUNK["cpu"] = chunk
+        SPLITS["cpu"] = splits

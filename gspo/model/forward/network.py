@@ -340,6 +340,25 @@ def _grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     )
 
 
+@contextmanager
+def grouped_product_replaced(by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within this context, `by` multiplies each expert's rows by the expert's matrix [E, out, in].
+
+    gspo.planning.memory passes tensors without content, which PyTorch's grouped product refuses.
+    """
+    global _grouped
+    original = _grouped
+
+    def replacement(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        return by(rows, weight)
+
+    _grouped = replacement
+    try:
+        yield
+    finally:
+        _grouped = original
+
+
 def _one_by_one(
     rows: Tensor, counts: list[int], ups: list[Product], downs: list[Product]
 ) -> Tensor:

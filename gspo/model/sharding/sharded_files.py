@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gspo.distributed.ranks import Ranks
 from gspo.io.files import errors_of_the_disk
-from gspo.io.untrusted import opened
+from gspo.io.untrusted import open_plain_file
 from gspo.model.forward.network import FAMILIES
 from gspo.model.loading import (
     Loaded,
@@ -139,7 +139,7 @@ def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
     with ExitStack() as stack:
         files = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with opened(path):  # a regular file
+            with open_plain_file(path):  # a regular file
                 file = stack.enter_context(safe_open(path, "pt"))
             files |= dict.fromkeys(file.keys(), file)
         for name, parameter in model.named_parameters():

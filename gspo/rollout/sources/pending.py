@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gspo.data.samples import Problem, Response, Score, Turn
-from gspo.io.untrusted import LONG, parse_json, read_bytes
+from gspo.io.untrusted import MAX_ROWS_FILE_BYTES, parse_json, read_bytes
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 
 # fields of Response that are arrays
@@ -77,7 +77,7 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
     `save_pending` does not write."""
     if not (folder / "held.json").exists():
         return PendingRollouts()
-    content = parse_json(read_bytes(folder / "held.json", LONG))
+    content = parse_json(read_bytes(folder / "held.json", MAX_ROWS_FILE_BYTES))
     with np.load(folder / "held.npz", allow_pickle=False) as file:
         # A compressed file of a megabyte could unpack to gigabytes.
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.zip.infolist()):

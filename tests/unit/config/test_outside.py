@@ -237,7 +237,7 @@ def test_imports_of_every_form_are_followed_and_installed_packages_are_not(tmp_p
 
 
 def test_this_package_is_never_a_part_of_code_that_lies_beside_it():
-    assert not importing._is_near("gspo.data.samples", CONF.parent) and importing._is_near(
+    assert not importing._is_in("gspo.data.samples", CONF.parent) and importing._is_in(
         "setup", CONF.parent
     )
 

@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("block", [64, 1000, 64 << 10])
 @pytest.mark.parametrize("name", CASES)
 def test_they_are_those_of_the_whole_file(tmp_path, monkeypatch, name, block):
-    monkeypatch.setattr(untrusted, "BLOCK", block)
+    monkeypatch.setattr(untrusted, "FIRST_TAIL_BYTES", block)
     path = tmp_path / "metrics.jsonl"
     path.write_text(CASES[name])
     whole = read_rows(path)[0]
@@ -52,7 +52,7 @@ def test_they_are_those_of_the_whole_file(tmp_path, monkeypatch, name, block):
 def test_little_of_a_large_file_is_read(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text(ROWS * 100)
-    monkeypatch.setattr(untrusted, "LONG", 1000)
+    monkeypatch.setattr(untrusted, "MAX_ROWS_FILE_BYTES", 1000)
     assert [r["step"] for r in last_rows(path, 3)] == [997, 998, 999]
     with pytest.raises(Unreadable, match="is larger than 1,000 bytes"):
         read_rows(path)
@@ -69,10 +69,10 @@ def test_neither_many_lines_nor_a_long_one_fill_the_memory(tmp_path, monkeypatch
     path = tmp_path / "metrics.jsonl"
     path.write_text(row(1) + "{}\n" * 100_000 + row(2))
     assert [r["step"] for r in last_rows(path, 1)] == [2]
-    monkeypatch.setattr(untrusted, "TAIL", 1000)
-    monkeypatch.setattr(untrusted, "BLOCK", 500)
+    monkeypatch.setattr(untrusted, "MAX_TAIL_BYTES", 1000)
+    monkeypatch.setattr(untrusted, "FIRST_TAIL_BYTES", 500)
     assert [r["step"] for r in last_rows(path, 3)] == [2], "the rest is not looked for"
-    monkeypatch.setattr(untrusted, "LINE", 50)
+    monkeypatch.setattr(untrusted, "MAX_LINE_BYTES", 50)
     path.write_text(row(1) + json.dumps({"step": 2, "a": "x" * 60}) + "\n")
     assert [r["step"] for r in last_rows(path, 3)] == [1]
 
@@ -81,7 +81,7 @@ def test_rows_of_ones_own_run_have_wider_bounds(tmp_path, monkeypatch):
     """A run of 60,000 steps has more bytes than are read of a stranger's."""
     (tmp_path / "metrics.jsonl").write_text(ROWS)
     ownership.write_signed(tmp_path / "settings.yaml", "seed: 1\n")
-    for bound in ("LONG", "NUMBERS", "CELLS"):
+    for bound in ("MAX_ROWS_FILE_BYTES", "MAX_NUMBERS", "MAX_CELLS"):
         monkeypatch.setattr(untrusted, bound, 2000)
     assert len(rows_and_damage(tmp_path / "metrics.jsonl")[0]) == 1000
     (tmp_path / "signed.json").unlink()

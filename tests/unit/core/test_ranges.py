@@ -14,7 +14,7 @@ from gspo.algorithm.objectives import CISPO, DPPO, GSPO
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.schema import schema, to_dataclass
 from gspo.config.settings import CHOICES, Settings
-from gspo.io.ranges import Range, Ranged, choice, cost_only, declared, fields_with, ranged
+from gspo.io.ranges import Range, Ranged, choice, cost_only, declared_ranges, fields_with, ranged
 from speed.workload import Shape, Workload
 
 TOP = (Settings, EvaluateCommand, SampleCommand, BenchmarkCommand, Shape, Workload)
@@ -79,7 +79,7 @@ def test_the_walk_meets_what_it_should():
     ("kind", "field"), NUMERIC, ids=lambda x: getattr(x, "__name__", None) or x.name
 )
 def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_outside(kind, field):
-    limits = declared(kind).get(field.name)
+    limits = declared_ranges(kind).get(field.name)
     assert limits is not None, (
         f"{kind.__name__}.{field.name}: state its range with gspo.io.ranges.ranged"
     )
@@ -101,11 +101,13 @@ def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_out
 
 
 def test_another_default_keeps_the_range_and_another_range_replaces_it():
-    assert declared(GSPO)["clip_low"] == Range(
+    assert declared_ranges(GSPO)["clip_low"] == Range(
         above=0, below=1, why="the band starts at 1 - clip_low > 0"
     )
-    assert 1.0 in declared(CISPO)["clip_low"] and 1.0 not in declared(GSPO)["clip_low"]
-    assert set(declared(DPPO)) == {"log_ratio_bound", "delta"}
+    assert (
+        1.0 in declared_ranges(CISPO)["clip_low"] and 1.0 not in declared_ranges(GSPO)["clip_low"]
+    )
+    assert set(declared_ranges(DPPO)) == {"log_ratio_bound", "delta"}
 
 
 def test_a_subclass_keeps_the_facts_that_its_base_stated_about_a_field():
@@ -124,7 +126,7 @@ def test_a_subclass_keeps_the_facts_that_its_base_stated_about_a_field():
         == fields_with(Other, "changeable_on_resume")
         == ["device", "rows"]
     )
-    assert declared(Other) == {"rows": Range(least=2)}
+    assert declared_ranges(Other) == {"rows": Range(least=2)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import ACTIVATIONS, AROUND, TOKENS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 
 H100 = hardware("h100")
@@ -79,7 +79,7 @@ def test_an_episode_holds_what_the_environment_writes_too_as_far_as_there_are_po
     config = planned(*words, prompt=20).settings.model.make()[0].config
     of_a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     cached = planned(*words, prompt=20).phases["rollout"]["keys and values"]
-    assert cached == 2 * 32 * (20 + 80 + 4 * (10 + AROUND)) * of_a_token, (
+    assert cached == 2 * 32 * (20 + 80 + 4 * (10 + MAX_TEMPLATE_TOKENS)) * of_a_token, (
         "in the cache, and taken out between turns"
     )
     most = planned(*words[:-1], "task.observation_tokens=100000", prompt=20).phases["rollout"][
@@ -302,7 +302,7 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
     [
         (
             ["parallel.ranks=4"],
-            r"parallel\.ranks=4 with parallel\.mode=none: say parallel\.mode=shard or replicate",
+            r"parallel\.ranks=4 with parallel\.mode=none: set parallel\.mode=shard or replicate",
         ),
         (
             ["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"],
@@ -312,7 +312,7 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
             ["parallel.mode=shard", "parallel.ranks=4", "parallel.experts=3"],
             r"experts=3 does not divide the 4 processes",
         ),
-        (["parallel.mode=shard"], "with one GPU: say how many there are"),
+        (["parallel.mode=shard"], "with one GPU: set the number of GPUs"),
         (
             [
                 "parallel.mode=shard",
@@ -403,32 +403,32 @@ def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_ou
     """
     settings = composed_settings(SHARDS)
     shared = strong(settings, [2, 4, 8], H100, 20)
-    assert [p.made.settings.rollout.prompts_per_step for p in shared] == [8, 8, 8]
+    assert [p.plan.settings.rollout.prompts_per_step for p in shared] == [8, 8, 8]
     assert shared[0].step > shared[1].step > shared[2].step > shared[0].step / 4
     assert efficiency(shared[0], shared[0]) == 1
     assert efficiency(shared[2], shared[0]) == pytest.approx(shared[0].step / shared[2].step / 4)
     grown = weak(settings, shared, H100, 20)
-    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [8, 16, 32]
+    assert [p.plan.settings.rollout.prompts_per_step for p in grown] == [8, 16, 32]
     assert grown[2].step == pytest.approx(grown[0].step, rel=0.05), "all within one machine"
     assert efficiency(grown[2], grown[0]) == pytest.approx(grown[0].step / grown[2].step)
-    rollouts = [p.made.times["rollout: weights and cache read"] for p in grown]
+    rollouts = [p.plan.times["rollout: weights and cache read"] for p in grown]
     assert rollouts == pytest.approx(rollouts[:1] * 3)
 
 
 def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why():
     points = strong(composed_settings(SHARDS), [2, 8, 16], H100, 20)
     assert (
-        points[2].made is None
+        points[2].plan is None
         and "prompts_per_step=8 is less than the 16 processes" in points[2].refused
     )
-    sizes = [p.made.peak[1] / GB for p in points[:2]]
+    sizes = [p.plan.peak[1] / GB for p in points[:2]]
     assert sizes[1] < sizes[0]
     tight = hardware(f"h100,memory={(sizes[0] + sizes[1]) / 2}")
     points = strong(composed_settings(SHARDS), [2, 8, 16], tight, 20)
     assert smallest(points) is points[1] and [p.fits for p in points] == [False, True, False]
     assert efficiency(points[0], points[1]) is None and efficiency(points[1], points[1]) == 1
     grown = weak(composed_settings(SHARDS), points, tight, 20)
-    assert [p.made.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], (
+    assert [p.plan.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], (
         "as many a GPU as the eight have"
     )
     hopeless = hardware("h100,memory=5.000001")

@@ -118,7 +118,7 @@ def test_a_run_that_was_rolled_back_and_never_interrupted_was_not_continued(tmp_
 
 
 def test_a_continuation_is_counted_where_another_process_was_before(tmp_path):
-    noted = tmp_path / files.CONTINUED
+    noted = tmp_path / files.CONTINUATIONS_FILE
     for pid, checkpoint, expected in (
         (0, None, []),
         (0, 4, [4]),
