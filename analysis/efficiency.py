@@ -32,9 +32,10 @@ from gspo.analysis.stats import (
     Interval,
     block_indices,
     centred_mean,
-    sign_flip_p,
     trailing_mean,
 )
+
+from gspo.statistics import sign_flip_p
 
 REPS = 1000
 

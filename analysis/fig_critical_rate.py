@@ -26,10 +26,12 @@ from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 from gspo.analysis.fig_sweep import arm as base_arm
 from gspo.analysis.load import Data, Run
 from gspo.analysis.looks import Look, looks, tint
-from gspo.analysis.stats import sign_flip_p, t_interval
+from gspo.analysis.stats import t_interval
 from gspo.analysis.style import View
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from gspo.statistics import sign_flip_p
 
 RATE, CLIP = "optim.lr", "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}

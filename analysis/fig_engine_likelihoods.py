@@ -32,13 +32,14 @@ from gspo.analysis.stats import (
     number,
     paired_difference,
     ratio,
-    sign_flip_p,
 )
 from gspo.analysis.style import View
 from gspo.analysis.verdicts import LEVEL
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
+
+from gspo.statistics import sign_flip_p
 
 COARSE, FINE, PLAIN, REPLAY, TRAINER, ENGINE = (
     "bfloat16",

@@ -19,9 +19,11 @@ import numpy as np
 import pandas as pd
 from gspo.analysis.stats import REPS
 
+from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 from gspo.tracking.collapse import SIGNALS, collapse
 
 LR = "learning rate alone"  # a score that looks at no metric, which the others have to beat
+NORMAL_QUANTILE = 1.959964  # the 97.5 % quantile
 FEWEST = 5  # the fewest values for an interval
 WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
 RATE = 0.05  # the share of the healthy runs that may warn, where a threshold is fitted
@@ -120,13 +122,13 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
         return NOTHING
     there, won, (sick, well) = np.isfinite(table), np.nan_to_num(table), table.shape
     rng = np.random.default_rng(0)
-    rows = rng.multinomial(sick, np.full(sick, 1 / sick), size=REPS)  # how often each run is drawn
-    columns = rng.multinomial(well, np.full(well, 1 / well), size=REPS)
+    rows = resample_counts(sick, REPS, rng)
+    columns = resample_counts(well, REPS, rng)
     pairs = np.einsum("ri,ij,rj->r", rows, there, columns, optimize=True)
     draws = (
         np.einsum("ri,ij,rj->r", rows, won, columns, optimize=True)[pairs > 0] / pairs[pairs > 0]
     )
-    low, high = np.quantile(draws, [0.025, 0.975]) if sick >= FEWEST else (math.nan, math.nan)
+    low, high = percentile_interval(draws) if sick >= FEWEST else (math.nan, math.nan)
     return Value(float(np.nanmean(table)), float(low), float(high), sick)
 
 
@@ -208,13 +210,11 @@ def worth(verdicts: list[Verdict]) -> Alarm:
 
 def share(hits: list[bool]) -> Value:
     """Return the proportion of hits with Wilson's interval."""
-    n, z = len(hits), 1.959964
+    n = len(hits)
     if not n:
         return NOTHING
     p = sum(hits) / n
-    middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n)
-    half *= math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return Value(p, max(0.0, middle - half), min(1.0, middle + half), n)
+    return Value(p, *wilson_interval(p, n, NORMAL_QUANTILE), n)
 
 
 def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
@@ -228,5 +228,5 @@ def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Va
         draws = [
             statistic(numbers[rng.integers(len(numbers), size=len(numbers))]) for _ in range(REPS)
         ]
-        low, high = (float(x) for x in np.quantile(draws, [0.025, 0.975]))
+        low, high = percentile_interval(draws)
     return Value(float(statistic(numbers)), low, high, len(numbers))

@@ -9,9 +9,11 @@ import pandas as pd
 from gspo.analysis import claims, load, paper, style
 from gspo.analysis.load import GRPO_R2, Data
 from gspo.analysis.looks import Look, look, tint
-from gspo.analysis.stats import centred_mean, paired_difference, sign_flip_p, t_quantile
+from gspo.analysis.stats import centred_mean, paired_difference
 from gspo.analysis.style import COMPUTE, View
 from matplotlib.axes import Axes
+
+from gspo.statistics import sign_flip_p, t_quantile
 
 # the fewest seeds for a band: an interval over two is 13 standard errors wide, and over one there
 # is none

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
 from gspo.data.seeding import seed_for
+from gspo.statistics import standard_error, t_half_width, t_quantile, wilson_interval
 
 # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
 # error
@@ -155,9 +155,10 @@ def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
     m = len(values_P)
     if m < 2:
         return Estimate(float(values_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
-    value, stderr = float(values_P.mean()), float(values_P.std(ddof=1) / math.sqrt(m))
     if values_P.min() < 0 or values_P.max() > 1:
         return mean_difference(values_P)
+    value = float(values_P.mean())
+    stderr = standard_error(values_P)
     return Estimate(value, stderr, *interval(value, stderr, m, samples), m)
 
 
@@ -165,22 +166,20 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
     """Compute the 95 % interval of a mean p over m problems, Wilson's with the effective number n
     of observations:
 
-        n = p (1 - p) / stderr^2,    (p + t^2/2n -+ t sqrt(p (1 - p)/n + t^2/4n^2)) / (1 + t^2/n)
+        n = p (1 - p) / stderr^2
 
-    t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples,
+    Its quantile is Student's with m - 1 degrees of freedom. n is at most the number of samples,
     because no spread is smaller than that of independent samples. If p is 0 or 1, n is m, because
     the samples of a problem may all be alike. The interval lies within [0, 1]; for large n it is p
-    -+ t stderr. (Wilson 1927; effective sample size: Korn and Graubard 1998.)
+    -+ t stderr. (Effective sample size: Korn and Graubard 1998.)
     """
     spread = max(0.0, value * (1 - value))
     if spread < 1e-12:
         n = float(problems)
     else:
         n = min(float(samples), spread / stderr**2) if stderr else float(samples)
-    t2 = student_quantile(0.975, problems - 1) ** 2
-    centre, half = value + t2 / (2 * n), math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
-    low, high = (centre - half) / (1 + t2 / n), (centre + half) / (1 + t2 / n)
-    return max(0.0, min(low, value)), min(1.0, max(high, value))
+    low, high = wilson_interval(value, n, t_quantile(problems - 1))
+    return min(low, value), max(high, value)
 
 
 def mean_difference(differences_P: np.ndarray) -> Estimate:
@@ -194,60 +193,9 @@ def mean_difference(differences_P: np.ndarray) -> Estimate:
     m = len(d_P)
     if m < 2:
         return Estimate(float(d_P.mean()) if m else math.nan, math.nan, math.nan, math.nan, m)
-    value, stderr = float(d_P.mean()), float(d_P.std(ddof=1) / math.sqrt(m))
-    half = student_quantile(0.975, m - 1) * stderr
-    return Estimate(value, stderr, value - half, value + half, m)
-
-
-def sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the exact two-sided p that whole numbers d_i, paired differences in some unit, have
-    mean 0:
-
-        p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
-
-    That is the share of all 2^m sign patterns that are at least as extreme. Their sums are whole
-    numbers too, so the chance of every sum is computed, one problem after the other, and no pattern
-    is listed. The time is m times the sum of all |d_i|.
-    """
-    sizes = [int(size) for size in np.abs(differences_P) if size]
-    total, observed = sum(sizes), abs(int(differences_P.sum()))
-    chance = np.zeros(2 * total + 1)  # chance[total + s] is that of the sum s
-    chance[total], reach = 1.0, 0
-    for size in sizes:
-        reach += size
-        low, high = total - reach, total + reach + 1
-        before = chance[low:high].copy()
-        after = np.zeros_like(before)
-        after[size:] += before[: len(before) - size] / 2
-        after[: len(after) - size] += before[size:] / 2
-        chance[low:high] = after
-    return (
-        min(1.0, float(chance[total + observed :].sum() + chance[: total - observed + 1].sum()))
-        if observed
-        else 1.0
-    )
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Compute a quantile of Student's t distribution, with an error of at most 0.2 %.
-
-    It has a closed form for 1 and 2 degrees of freedom; for more it is the expansion in 1/freedom
-    of Abramowitz and Stegun 26.7.5.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if freedom == 2:
-        a = 2 * probability - 1
-        return a * math.sqrt(2 / (1 - a * a))
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**i for i, term in enumerate(terms))
+    value = float(d_P.mean())
+    half = t_half_width(d_P)
+    return Estimate(value, standard_error(d_P), value - half, value + half, m)
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -29,7 +29,8 @@ import numpy as np
 
 from gspo.data.samples import NO_ANSWER
 from gspo.data.seeding import seed_for
-from gspo.evaluation.estimates import mean_difference, sign_flip_p
+from gspo.evaluation.estimates import mean_difference
+from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of_integers
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 WORK = 10**9  # the exact test may take so many additions: a second or two
@@ -121,7 +122,7 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
         "gain": {
             "value": gain.value,
             "interval_95": [gain.low, gain.high],
-            "p": sign_flip_p(steps_P),
+            "p": sign_flip_p_of_integers(steps_P),
         },
         "format": {"value": float(parts[0]), "interval_95": intervals[0]},
         "correctness": {"value": float(parts[1]), "interval_95": intervals[1]},
@@ -135,10 +136,10 @@ def resampled(right_P2: np.ndarray, found_P2: np.ndarray) -> list[list[float]]:
     if problems < 2:
         return [[math.nan, math.nan]] * 2
     rng = np.random.Generator(np.random.Philox(key=seed_for("paired", problems, DRAWS)))
-    weights_DP = rng.multinomial(problems, np.full(problems, 1 / problems), size=DRAWS) / problems
+    weights_DP = resample_counts(problems, DRAWS, rng) / problems
     right_D2, found_D2 = weights_DP @ right_P2, weights_DP @ found_P2
     parts = split(right_D2[:, 0], found_D2[:, 0], right_D2[:, 1], found_D2[:, 1])
-    return [np.percentile(part_D, [2.5, 97.5]).tolist() for part_D in parts]
+    return [list(percentile_interval(part_D)) for part_D in parts]
 
 
 def in_steps(differences_P: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -29,12 +29,12 @@ from gspo.analysis import (
     paper,
     reproduce,
     script,
-    stats,
     style,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.style import View
 
+from gspo.statistics import t_quantile
 from gspo.tracking.metrics import METRICS
 from three_arms import write_arms, write_run
 
@@ -262,7 +262,7 @@ def test_the_judged_difference_is_drawn(folder, drawn):
         zero, dots, interval, mean = ax.lines
         assert list(zero.get_ydata()) == [0, 0]
         assert dots.get_ydata() == pytest.approx(each.to_numpy())
-        half = stats.t_quantile(2) * each.std() / np.sqrt(3)
+        half = t_quantile(2) * each.std() / np.sqrt(3)
         assert interval.get_ydata() == pytest.approx([each.mean() - half, each.mean() + half])
         assert mean.get_ydata() == pytest.approx([each.mean()])
         assert ax.get_title(loc="left") == f"Paired difference\n{each.mean():+.3f}, p = 0.25"

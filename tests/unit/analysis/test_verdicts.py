@@ -16,6 +16,7 @@ from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import between, judge
 
+from gspo.statistics import sign_flip_p
 from two_arms import write
 
 
@@ -163,14 +164,14 @@ def test_sign_flip_p_is_the_share_of_all_patterns():
                 for signs in product((1, -1), repeat=n)
             ]
             least = abs(sum(round(x * 1e12) for x in d)) - n
-            assert stats.sign_flip_p(d) == np.mean([s >= least for s in sums]), d
+            assert sign_flip_p(d) == np.mean([s >= least for s in sums]), d
 
 
 def test_sign_flip_p_of_thirty_seeds_is_exact_and_takes_no_memory():
     tracemalloc.start()
     for n, negative in ((25, 0), (25, 6), (30, 8)):
         tail = sum(math.comb(n, i) for i in range(negative + 1))
-        assert stats.sign_flip_p([0.1] * (n - negative) + [-0.1] * negative) == 2 * tail / 2**n
+        assert sign_flip_p([0.1] * (n - negative) + [-0.1] * negative) == 2 * tail / 2**n
     assert tracemalloc.get_traced_memory()[1] < 20e6
     tracemalloc.stop()
 
@@ -179,11 +180,9 @@ def test_sign_flip_p_of_thirty_seeds_is_exact_and_takes_no_memory():
 def test_sign_flip_p_does_not_depend_on_the_unit_or_the_order(unit):
     # the sum 1.6; -0.1 and 0.1 tie under rounding
     d = np.array([0.1, 0.2, 0.3, -0.1, 0.7, 0.4]) * unit
-    assert {stats.sign_flip_p(np.roll(d, k)) for k in range(6)} == {
-        stats.sign_flip_p([1, 2, 3, -1, 7, 4])
-    }
-    assert stats.sign_flip_p(np.array([0.1, 0.2, -0.3]) * unit) == 1, "0 but for rounding"
-    assert math.isnan(stats.sign_flip_p([0.1, math.nan]))
+    assert {sign_flip_p(np.roll(d, k)) for k in range(6)} == {sign_flip_p([1, 2, 3, -1, 7, 4])}
+    assert sign_flip_p(np.array([0.1, 0.2, -0.3]) * unit) == 1, "0 but for rounding"
+    assert math.isnan(sign_flip_p([0.1, math.nan]))
 
 
 # --------------------------------------------------------------------------------------------------------

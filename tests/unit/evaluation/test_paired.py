@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from gspo.analysis.stats import sign_flip_p as by_halves
 
 from gspo.data.samples import NO_ANSWER, Problem
-from gspo.evaluation.estimates import mean_difference, sign_flip_p
+from gspo.evaluation.estimates import mean_difference
 from gspo.evaluation.paired import WORK, answered, compare, in_steps, split
+from gspo.statistics import sign_flip_p, sign_flip_p_of_integers
 from gspo.tasks.benchmarks.math_sets import AIME24
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
@@ -171,17 +171,20 @@ def test_the_exact_p_is_the_share_of_all_patterns():
         d = rng.integers(-4, 6, problems)
         sums = [abs(np.dot(signs, d)) for signs in itertools.product((-1, 1), repeat=problems)]
         expected = np.mean([total >= abs(d.sum()) for total in sums])
-        assert sign_flip_p(d) == pytest.approx(expected), d
-        assert by_halves(d) == pytest.approx(expected), "as the figures compute it"
-    assert sign_flip_p(np.array([3] * 6)) == 2 / 64 and sign_flip_p(np.zeros(5, int)) == 1.0
+        assert sign_flip_p_of_integers(d) == pytest.approx(expected), d
+        assert sign_flip_p(d) == pytest.approx(expected), "by halves, as the figures compute it"
+    assert (
+        sign_flip_p_of_integers(np.array([3] * 6)) == 2 / 64
+        and sign_flip_p_of_integers(np.zeros(5, int)) == 1.0
+    )
 
 
 def test_many_problems_take_no_patterns():
     rng = np.random.default_rng(1)
     d = rng.integers(-8, 9, 2000)
     normal = math.erfc(abs(d.sum()) / math.sqrt(2 * (d**2).sum()))
-    assert sign_flip_p(d) == pytest.approx(normal, abs=0.005)
-    assert sign_flip_p(np.abs(d) + 1) < 1e-200
+    assert sign_flip_p_of_integers(d) == pytest.approx(normal, abs=0.005)
+    assert sign_flip_p_of_integers(np.abs(d) + 1) < 1e-200
 
 
 def test_differences_become_whole_numbers_of_one_unit():
