@@ -18,6 +18,7 @@ from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, first_difference, slim
 from gspo.io.files import refuse_links
+from gspo.io.tables import text_table
 from gspo.io.untrusted import inside, opened, parse_json, read_json
 
 # the settings of an evaluation that describe how it sampled and scored, rather than what;
@@ -178,17 +179,9 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             remarks.append(
                 f"{name}: {r['problems_left_out']} problems left out, which one side has no grade for"
             )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    text = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
     sides = [f"base:    {comparison['base']}", f"trained: {comparison['trained']}"]
     notes = [f"note: they differ in {difference}" for difference in comparison["differences"]]
-    return "\n".join([*sides, *notes, *text, *remarks])
+    return "\n".join([*sides, *notes, *text_table(lines, right_aligned=True), *remarks])
 
 
 def with_interval(part: dict) -> str:

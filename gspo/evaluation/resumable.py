@@ -31,6 +31,7 @@ from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
 from gspo.io.files import LOCK, replace_text
 from gspo.io.ranges import fields_with
+from gspo.io.tables import text_table
 from gspo.io.untrusted import parse_json, plain_file, read_json
 from gspo.io.user_code import sources
 from gspo.rollout.engines.base import Engine
@@ -285,15 +286,7 @@ def table(results: dict[str, dict], samples: int) -> str:
         lines.append(
             (name, str(r["problems"]), average, between, *figures, _figure(r["tokens"], 1))
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    text = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return "\n".join([*text, *_remarks(results)])
+    return "\n".join([*text_table(lines, right_aligned=True), *_remarks(results)])
 
 
 def _remarks(results: dict[str, dict]) -> list[str]:

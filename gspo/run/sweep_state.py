@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
 from gspo.io.ownership import own
+from gspo.io.tables import text_table
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed
@@ -294,11 +295,7 @@ def forecast(planned: list[dict]) -> str:
                 state, own = "repeated", f"{own}: the same run as job {plan['same_as']}"
         counts[state] += 1
         rows.append([str(number), state, steps, where, own])
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-        for row in rows
-    ]
+    lines = text_table(rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
     others = f"those not {' or '.join(ended)} are started" if ended else "all are started"

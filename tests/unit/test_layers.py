@@ -158,6 +158,7 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
         "gspo.io.files",
         "gspo.io.untrusted",
         "gspo.io.ownership",
+        "gspo.io.tables",
         "gspo.statistics",
     }
     allowed |= {"gspo.io.escaping", "gspo.io.arguments", "gspo.tracking.pages"}
