@@ -29,7 +29,7 @@ REPLAYED = (0, (6, 1.2, 1.2, 1.2, 1.2, 1.2))
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """The colour, marker and line of one arm. `line` is a matplotlib line style."""
+    """The colour, marker and line of an arm. `line` is a matplotlib line style."""
 
     colour: str
     marker: str
@@ -84,7 +84,7 @@ def arm_style(arm: str) -> ArmStyle:
 def arm_styles(arms: list[str]) -> dict[str, ArmStyle]:
     """Return a style for each arm, all different.
 
-    Arms that would share a style (one objective at several settings) get shades of its colour, from
+    Arms that would share a style (an objective at several settings) get shades of its colour, from
     dark to pale, and different kinds of line in turn. Replays keep the line of replays.
     """
     sharing = Counter(arm_style(arm) for arm in arms)

@@ -1,4 +1,4 @@
-"""The blocks of a report, written as one self-contained HTML file or as Markdown.
+"""The blocks of a report, written as a self-contained HTML file or as Markdown.
 
 templates/blocks.html.j2 is the HTML. analysis/wandb_report.py writes the same blocks as a W&B
 Report.

@@ -48,7 +48,7 @@ NAMES_IN_WORDS = {GRPO_R2: "GRPO with Routing Replay", GRPO: "GRPO"}
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper: its place in the paper, its words, our finding, and the verdict."""
+    """A claim of the paper: its place in the paper, its words, our finding, and the verdict."""
 
     where: str
     claim: str
@@ -56,7 +56,7 @@ class Claim:
     verdict: str
 
     def sentence(self) -> str:
-        """Return the claim, the finding and the verdict as one line for a caption."""
+        """Return the claim, the finding and the verdict as a line for a caption."""
         return f"Claim ({self.where}): {self.claim}. Here: {self.finding}. Verdict: {self.verdict}."
 
 
@@ -139,8 +139,8 @@ def held_out(data: Data) -> Claim | None:
     """Judge Fig. 1, bottom. Return None if nothing was evaluated.
 
     Criterion: the paired difference of the held-out scores, averaged over the sets, at the last
-    evaluation that all compared runs have, is above 0, or it is the same within ±0.03. With one
-    seed the interval is ±1.96 standard errors over problems, with the arms' errors taken as
+    evaluation that all compared runs have, is above 0, or it is the same within ±0.03. With a
+    single seed the interval is ±1.96 standard errors over problems, with the arms' errors taken as
     independent.
     """
     arms = contenders(data)

@@ -4,12 +4,12 @@ The share of collapsed runs is modelled as a logistic curve in the logarithm of 
 
     P(collapse at rate r, arm a) = 1 / (1 + (c_a / r)^b),
 
-with a critical rate c_a per arm and one slope b for all arms. So the ratio of two critical rates
-says how much further one arm can be pushed at any share. The curve would be a step if all runs
+with a critical rate c_a per arm and a slope b for all arms. So the ratio of two critical rates
+says how much further an arm can be pushed at any share. The curve would be a step if all runs
 below some rate last and all above it collapse. A weak prior on b, of standard deviation SLOPE,
 keeps the slope finite then.
 
-The interval resamples seeds, each with all of its runs, because the runs of one seed share cold
+The interval resamples seeds, each with all of its runs, because the runs of a seed share cold
 start and problems. The exact p exchanges the two arms' runs within a seed, for every subset of the
 seeds: it asks what the ratio could have been if the arms were the same.
 

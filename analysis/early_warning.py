@@ -9,7 +9,7 @@ Runs that collapse by the registered rule are compared with runs that do not, un
 stresses. A run's stress is the settings in which it differs, apart from seed, objective and
 learning rate. A signal that is high only because the learning rate is high ranks runs well but
 foresees nothing. So the table also has a row for the learning rate itself and AUROC among runs of
-one rate.
+the same rate.
 
 Expected: the reward's own fall is hard to beat, for collapse is defined by it. Signals that drift
 with the update (ratios, KL to the old policy) lead it by more steps. Prints Markdown tables, and
@@ -140,14 +140,14 @@ def from_runs(
 
 
 def stress(settings: dict[str, object], usual: dict[str, str]) -> str:
-    """Return the settings in which these differ from the usual ones, as the name of the stress."""
+    """Return the settings in which these differ from the usual settings, as the name of the stress."""
     differing = [key for key in usual if str(settings.get(key)) != usual[key]]
     text = ", ".join(f"{key}={settings.get(key)}" for key in differing)
     return NAMES.get(text, text)
 
 
 def keep(frame: pd.DataFrame, folder: Path) -> None:
-    """Write one small Parquet file per stress, in place of the folder's files."""
+    """Write a small Parquet file per stress, in place of the folder's files."""
     folder.mkdir(parents=True, exist_ok=True)
     for old_file in folder.glob("*.parquet"):
         old_file.unlink()
@@ -157,7 +157,7 @@ def keep(frame: pd.DataFrame, folder: Path) -> None:
 
 
 def shipped(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the monitor's thresholds as most rows have them, without switched-off ones (0)."""
+    """Return the monitor's thresholds as most rows have them, without the switched-off thresholds."""
     thresholds = {name: float(frame[f"threshold/{name}"].mode().iloc[0]) for name in SIGNALS}
     return {name: threshold for name, threshold in thresholds.items() if threshold}
 
@@ -166,7 +166,7 @@ def shipped(frame: pd.DataFrame) -> dict[str, float]:
 # results
 @dataclass
 class Result:
-    """How well one signal foresees collapses."""
+    """How well a signal foresees collapses."""
 
     name: str
     aurocs: list[Value]  # at each of LEADS
@@ -176,7 +176,7 @@ class Result:
 
 
 def result(runs: list[History], thresholds: dict[str, float], name: str) -> Result:
-    """Measure one signal: AUROC at each lead, and the alarms it would have raised."""
+    """Measure a signal: AUROC at each lead, and the alarms it would have raised."""
     threshold = {name: thresholds.get(name, math.inf)}
     return Result(
         name,
@@ -258,7 +258,7 @@ def table(results: list[Result], together: Alarm) -> list[str]:
 
 
 def alarm_cells(alarm: Alarm) -> list[str]:
-    """Return the cells for one alarm: collapses seen, lead and false alarms."""
+    """Return the cells for an alarm: collapses seen, lead and false alarms."""
     return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
 
 
@@ -269,7 +269,7 @@ def draw(
 ) -> list[Path]:
     """Draw a row per signal and a panel per quantity.
 
-    The quantities are AUROC at three leads, AUROC among runs of one rate, collapses seen, lead, and
+    The quantities are AUROC at three leads, AUROC among runs of the same rate, collapses seen, lead, and
     false alarms.
     """
     figure = style.canvas(0.9 + 0.26 * (len(results) + 1), options)

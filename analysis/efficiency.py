@@ -15,7 +15,7 @@ and no more is known. Its ratios then lie between 0 and a bound, which is the sa
 need(arm) = FLOPs(arm, whole run). The lower end of an interval counts a censored draw as 0, and the
 upper end counts it as its bound.
 
-The curves are averaged over seeds. If one seed has lost a batch's row, the row is first filled in
+The curves are averaged over seeds. If a seed has lost a batch's row, the row is first filled in
 from that seed's neighbouring batches. Leaving it out of the mean would move the mean towards the
 other seeds. Shape suffixes: T steps, S seeds.
 """
@@ -95,7 +95,7 @@ def needs(
 def ratios(
     reward_T: np.ndarray, flops_T: np.ndarray, rival_T: np.ndarray, rival_flops_T: np.ndarray
 ) -> np.ndarray:
-    """Return [[to_end, like], [their upper bounds]] for one pair of curves.
+    """Return [[to_end, like], [their upper bounds]] for a pair of curves.
 
     A censored arm has 0 and the bound.
     """
@@ -113,7 +113,7 @@ def efficiency(
 
     Each draw takes seeds with replacement (both arms of a seed together) and, within a seed, blocks
     of batches: the curve's smooth part (centred mean of 10) plus its residuals in resampled blocks,
-    the same blocks for both arms. With one seed only the second level is left and the interval is
+    the same blocks for both arms. With a single seed only the second level is left and the interval is
     within-run. With two to four seeds, intervals from a bootstrap over seeds are too narrow. The
     second level makes up for some of it. The intervals are percentiles.
     """
@@ -158,7 +158,7 @@ def efficiency(
 
 
 def ratios_of_seed(*curves: np.ndarray) -> list[float]:
-    """Return both ratios of one seed.
+    """Return both ratios of a seed.
 
     If the level is not reached, a ratio is 0, or NaN if the bound lies above 1.
     """

@@ -126,7 +126,7 @@ def draw_scores(
 def draw_score(
     ax: Axes, data: Data, name: str, arms: tuple[str, ...], options: FigureOptions
 ) -> None:
-    """Draw one held-out score.
+    """Draw a held-out score.
 
     Error bars are 95 % over problems. All seeds share the problems, so averaging seeds does not
     shorten them.

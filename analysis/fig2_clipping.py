@@ -134,7 +134,7 @@ def draw_our_bars(
 
 
 def draw_bar(ax: Axes, y: float, share: Interval, colour: str) -> None:
-    """Draw a bar, with its interval if there is one."""
+    """Draw a bar, with its interval if it has any."""
     errors = np.clip([[share.mean - share.low], [share.high - share.mean]], 0, None)
     interval = None if np.isnan(errors).any() else errors
     error_line = {"ecolor": style.INK, "elinewidth": 1}

@@ -71,7 +71,7 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def clipped_share(numbers: pd.DataFrame, arm: str, low: float) -> pd.Series:
-    """Return the clipped share of one arm at one range, by seed."""
+    """Return the clipped share of an arm at a range, by seed."""
     rows = numbers[(numbers["arm"] == arm) & (numbers["low"] == low)]
     return rows.set_index("seed")["active"].sort_index()
 
@@ -144,7 +144,7 @@ def draw(
 
 
 def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> None:
-    """Draw the mean of one column against the range, a line per arm.
+    """Draw the mean of a column against the range, a line per arm.
 
     Each seed is a mark, unless the lines are pale.
     """

@@ -1,4 +1,4 @@
-"""Contrast: are the arms that differ at one learning rate different at another one too?
+"""Contrast: are the arms that differ at one learning rate different at another too?
 
     gspo figure contrast runs/STUDY runs/OTHER_STUDY
 
@@ -112,7 +112,7 @@ def table(studies: list[Data]) -> list[str]:
 def titles(studies: list[Data]) -> list[str]:
     """Return a title per study: the settings in which the studies differ, or its name.
 
-    A setting in which one arm alone differs, such as its clip range, stands behind that arm's name.
+    A setting in which a single arm differs, such as its clip range, stands behind that arm's name.
     """
     keys_by_arm = {}
     for arm in ARMS:

@@ -5,9 +5,9 @@
 Is it the ratio or the size of the step? Left: the reward at the end against the learning rate.
 Middle: the share of collapsed runs, with the fitted logistic curves and the rates at which half of
 the runs collapse (critical_rate.py). Right: the reward at the end against the measured KL of an
-update, a point per arm and rate. Arms that differ only in the size of their steps lie on one line.
+update, a point per arm and rate. Arms that differ only in the size of their steps lie on the same line.
 
-Runs of one objective with several clip ranges are arms of their own, for example GRPO with the
+Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
 paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
 differences at each rate. Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
@@ -89,7 +89,7 @@ def measure(data: Data) -> pd.DataFrame:
 
 
 def measure_run(run: Run, several_ranges: set[str]) -> dict[str, object]:
-    """Return the numbers of one run.
+    """Return the numbers of a run.
 
     `several_ranges` are the arms with several clip ranges, which then stand in their names.
     """
@@ -181,7 +181,7 @@ def table(numbers: pd.DataFrame) -> list[str]:
 
 
 def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
-    """Return a Markdown row per arm with its critical rate, and one per pair with the ratio."""
+    """Return a Markdown row per arm with its critical rate, and a row per pair with the ratio."""
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]

@@ -123,7 +123,7 @@ def draw_columns(
 def draw_grid(
     data: Data, metrics: list[str], styles: dict[str, ArmStyle], options: FigureOptions
 ) -> Figure:
-    """Return the figure of runs at one setting: the metrics fill the rows of a grid."""
+    """Return the figure of runs at a single setting: the metrics fill the rows of a grid."""
     rows = math.ceil(len(metrics) / PANELS_PER_ROW)
     columns = min(PANELS_PER_ROW, len(metrics))
     figure = style.canvas(2.3 * rows, options)
@@ -188,7 +188,7 @@ def recorded(data: Data, metrics: Sequence[str]) -> list[str]:
 def draw_panel(
     ax: Axes, data: Data, metric: str, styles: dict[str, ArmStyle], options: FigureOptions
 ) -> None:
-    """Draw one metric of all arms.
+    """Draw a metric of all arms.
 
     Step 0, the evaluation before training, is included unless the x axis is logarithmic.
     """

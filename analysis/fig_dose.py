@@ -8,7 +8,7 @@
     episode/environment_tokens \
         --against gspo --also clip/token_active
 
---dose names the setting that was varied, or several that stand for one dose together. --measured
+--dose names the setting that was varied, or several that stand for the dose together. --measured
 names the metric that says how much of it the runs got. It is read in the first fifth of their
 batches, before any run sinks. Arms are the objectives with their Routing Replay, and with the
 settings of --arms.
@@ -114,7 +114,7 @@ def measure(
 
     The columns are level (of the dose, in words), position (of the level in their order), got (the
     measured metric), objective, remedy, arm, seed, end, collapsed, and the means of `also`. Raises
-    RunsError if a setting or the metric is missing, or if runs of one level and arm differ in
+    RunsError if a setting or the metric is missing, or if runs of the same level and arm differ in
     anything else.
     """
     for name in (metric, *also):
@@ -143,7 +143,7 @@ def measure(
 
 
 def measure_run(run: Run, dose: list[str], metric: str, settings: list[str]) -> dict[str, object]:
-    """Return the numbers of one run."""
+    """Return the numbers of a run."""
     reward = run.column("reward/mean")
     measured = run.column(metric)
     part = part_length(run)
@@ -324,7 +324,7 @@ def draw(
 def tick(level: object, measured: pd.Series) -> str:
     """Return the label of a level: its words, and below them its measured metric.
 
-    That is the mean over the arms. If one arm is above twice another, it is the range of the arms.
+    That is the mean over the arms. If an arm is above twice another, it is the range of the arms.
     """
     word = f"{level:g}" if isinstance(level, Real) else str(level)
     measured = measured.dropna()

@@ -93,7 +93,7 @@ def draw_curves(ax: Axes, data: Data, result: Efficiency, options: FigureOptions
 
 
 def draw_ratios(ax: Axes, rival: str, result: Efficiency) -> None:
-    """Draw three ratios on one axis: like for like, to the rival's whole run, and the paper's.
+    """Draw three ratios on a common axis: like for like, to the rival's whole run, and the paper's.
 
     Arms are equal at 1.
     """

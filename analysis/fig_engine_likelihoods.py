@@ -157,7 +157,7 @@ def check_pairs(finished: set[tuple[str, int]], seeds: set[int]) -> None:
 
 
 def missing(finished: set[tuple[str, int]], seeds: set[int]) -> list[str]:
-    """Return at most one line, which names the arms and seeds of the design without finished run."""
+    """Return no line, or a line that names the arms and seeds of the design without finished run."""
     count = 0
     texts = []
     for words in ARMS:

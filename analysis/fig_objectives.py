@@ -176,7 +176,7 @@ def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
 
 
 def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
-    """Draw shares on one logarithmic axis.
+    """Draw shares on a common logarithmic axis.
 
     Exactly 0, which has no logarithm, gets a shaded strip at the left, "never".
     """

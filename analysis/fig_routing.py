@@ -49,7 +49,7 @@ def why_not_drawn(data: Data) -> str | None:
 
 
 def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
-    """Draw one panel per arm with consistency by batch and a line per layer.
+    """Draw a panel per arm with consistency by batch and a line per layer.
 
     The last panel has the mean by layer and a line per arm.
     """

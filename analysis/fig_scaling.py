@@ -95,7 +95,7 @@ def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
 
 
 def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
-    """Draw one quantity of one curve, a line per number of threads."""
+    """Draw a quantity of a curve, a line per number of threads."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     for threads, (line, marker, colour) in THREAD_STYLES.items():

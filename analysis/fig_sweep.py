@@ -129,7 +129,7 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
 
 
 def measure_run(run: Run, x: str, row_setting: str, end: int) -> dict[str, object]:
-    """Return the numbers of one run; `row` is the value of `row_setting`."""
+    """Return the numbers of a run; `row` is the value of `row_setting`."""
     rows = run.rows[run.rows["step"] > 0].sort_values("step")
     reward = run.column("reward/mean")
     smooth, peaks, _ = levels(reward.tolist())
@@ -175,7 +175,7 @@ def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
 
 
 def difference(cell: pd.DataFrame) -> str:
-    """Return the reward at the end of GSPO minus that of GRPO, with its interval."""
+    """Return GSPO's reward at the end minus GRPO's, with its interval."""
     ends = cell.pivot(index="seed", columns="arm", values="end")
     if not {GSPO, GRPO} <= set(ends):
         return ""

@@ -6,7 +6,7 @@ fitted on other runs. Only warnings before the collapse count as seen, for the r
 certain only 20 steps after it.
 
 Intervals are 95 %, by resampling runs, with collapsed and healthy runs resampled apart. They treat
-runs as independent, which runs of one seed and one setting are not quite. No interval is given for
+runs as independent, which runs of the same seed or setting are not quite. No interval is given for
 fewer than 5 runs, nor if all have the same value.
 """
 
@@ -34,7 +34,7 @@ CLEARED = 0.8
 
 @dataclass
 class History:
-    """One run: its stress, its learning rate, its collapse, and its scores [T] by signal.
+    """A run: its stress, its learning rate, its collapse, and its scores [T] by signal.
 
     `collapsed` is the index of the step at which the run collapsed, or None.
     """
@@ -118,10 +118,10 @@ NO_VALUE = Value(math.nan, math.nan, math.nan, 0)
 
 
 def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
-    """Return the probability that a collapsed run scores above a healthy one.
+    """Return the probability that a collapsed run scores above a healthy run.
 
     The scores are taken `lead` steps before the collapse or earlier. With `same_lr` only pairs of
-    one learning rate are compared. The count is of the collapsed runs that have steps so early and
+    the same learning rate are compared. The count is of the collapsed runs that have steps so early and
     a run to be compared with.
     """
     table = wins(runs, signal, lead, same_lr)
@@ -189,7 +189,7 @@ class Verdict:
 
 
 def judged(run: History, thresholds: dict[str, float]) -> Verdict:
-    """Return the warnings that these signals give together for one run."""
+    """Return the warnings that these signals give together for a run."""
     steps: list[int] = []
     for name, threshold in thresholds.items():
         steps += warnings(run.scores[name], threshold)

@@ -23,7 +23,7 @@ PARTS = 5  # the start and the end of a run are the first and the last fifth of 
 # ---------------------------------------------------------------------------------------------------------
 # runs and numbers
 def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
-    """Return the runs that have finished or collapsed; raise RunsError if one lacks a setting."""
+    """Return the runs that have finished or collapsed; raise RunsError if a run lacks a setting."""
     runs = [run for run in data.runs if run.settled]
     for key in settings:
         if not runs:
@@ -96,7 +96,7 @@ def interval_line(
 def name_rows(axes: Sequence[Axes], names: Sequence[str], margin: float) -> None:
     """Set up a row for each name, the first on top, in panels side by side.
 
-    `margin` is the room above the first row and below the last one. The names stand at the first
+    `margin` is the room above the first row and below the last. The names stand at the first
     panel.
     """
     for ax in axes:

@@ -1,4 +1,4 @@
-"""Load runs from wherever they were recorded (sources.py), name their arms, and return one frame."""
+"""Load runs from wherever they were recorded (sources.py), name their arms, and return them together."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def full_key(runs: list[Run], key: str) -> str:
 
 
 def same_value(recorded: object, wanted: object) -> bool:
-    """Return whether a recorded value is the wanted one, which may be text from a command line."""
+    """Return whether a recorded value is the wanted value, which may be a command line's text."""
     if isinstance(wanted, str) and not isinstance(recorded, str):
         wanted = parse_value(wanted)
     if isinstance(recorded, bool) != isinstance(wanted, bool):
@@ -203,7 +203,7 @@ def varied(data: Data) -> dict[str, list[str]]:
 
 
 def choose_one(data: Data) -> str:
-    """Return how to choose one run of each arm and seed; "" if the runs vary no setting."""
+    """Return how to choose a single run of each arm and seed; "" if the runs vary no setting."""
     settings = varied(data)
     if not settings:
         return ""
@@ -307,7 +307,7 @@ def label(runs: list[Run], notes: list[str]) -> None:
 
 
 def append_settings(group: list[Run], base: str) -> None:
-    """Append the settings in which runs of one seed differ to the arms' names."""
+    """Append the settings in which runs of the same seed differ to the arms' names."""
     keys: set[str] = set()
     for seed in {run.seed for run in group}:
         keys.update(differing([run for run in group if run.seed == seed]))
@@ -327,7 +327,7 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
 
 
 def differing(runs: list[Run] | list[Record]) -> list[str]:
-    """Return the settings in which these runs differ and in which runs of one arm may not differ."""
+    """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
 

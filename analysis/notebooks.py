@@ -1,4 +1,4 @@
-"""Recorded runs for a notebook: one table with a row per run, one table per metric.
+"""Recorded runs for a notebook: a table with a row per run, and a table per metric.
 
     from gspo.analysis import load_runs
 
@@ -11,7 +11,7 @@
     recorded.metric("eval/math/avg@2", arm="GSPO")  # index step, a column per seed
     recorded.metrics, recorded.arms, recorded.notes
 
-RunsError (a ValueError of one line) is raised for sources that cannot be read and for metrics that
+RunsError (a ValueError of a single line) is raised for sources that cannot be read and for metrics that
 no run has recorded. It names the nearest name.
 """
 
@@ -59,7 +59,7 @@ class RecordedRuns:
         return f"{len(self.runs)} runs of {', '.join(self.arms)}; {len(self.metrics)} metrics"
 
     def metric(self, name: str, arm: str = "") -> pd.DataFrame:
-        """Return one metric with steps as index and columns (arm, seed).
+        """Return a metric with steps as index and columns (arm, seed).
 
         With `arm`, there is a column per seed of that arm. Values that a run has not reported are
         NaN.
@@ -75,7 +75,7 @@ class RecordedRuns:
 
 
 def row(run: Run, metrics: list[str]) -> dict[str, object]:
-    """Return one run as a row: its name, how it ended, its scores (or NaN), and its settings."""
+    """Return a run as a row: its name, how it ended, its scores (or NaN), and its settings."""
     rewards = run.column("reward/mean")
     cells: dict[str, object] = {
         "run": str(run.path),

@@ -37,7 +37,7 @@ def curve(
     band: bool = True,
     minimum: float = -np.inf,
 ) -> float:
-    """Draw one arm, and return the height at which its mean ends.
+    """Draw an arm, and return the height at which its mean ends.
 
     `values` (index step, a column per seed) are drawn against `x` (in the same form) or the step.
     The thick line is the mean over seeds, smoothed, up to the last step that all seeds have. The

@@ -20,7 +20,7 @@ CLIP_RANGES = {  # section 5.1
 
 
 def series(figure: str, name: str) -> pd.Series:
-    """Return the values of one series (an arm's label) of one figure by marker number.
+    """Return the values of a series (an arm's label) of a figure by marker number.
 
     A hidden marker is NaN.
     """

@@ -1,4 +1,4 @@
-"""Keep the metrics of a study's runs in one small Parquet file, which every figure reads.
+"""Keep the metrics of a study's runs in a small Parquet file, which every figure reads.
 
     python analysis/recorded_study.py runs/paper_figures --out analysis/data
     gspo figures analysis/data/paper_figures.parquet
@@ -91,7 +91,7 @@ def write(data: Data, file: Path, metrics: Sequence[str] | None = None) -> None:
 
 
 def matching(data: Data, patterns: Sequence[str]) -> list[str]:
-    """Return the recorded metrics that match one of the patterns."""
+    """Return the recorded metrics that match any of the patterns."""
     names = data.metrics("")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 

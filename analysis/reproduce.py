@@ -134,7 +134,7 @@ def table(data: Data) -> list[str]:
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
-    """Return one arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
+    """Return an arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
     reward = data.table(arm, "reward/mean")
     start = reward.head(START).mean().mean()
     end = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean()).mean()

@@ -1,4 +1,4 @@
-"""One recorded run, and all runs together, as tables that every statistic and figure reads.
+"""A recorded run, and all runs together, as tables that every statistic and figure reads.
 
 load.py makes them. Row 0 holds only the evaluation of the cold start. Row s >= 1 describes rollout
 batch s. gspo/tracking/metrics.py defines each metric.
@@ -28,7 +28,7 @@ NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns in the table o
 
 
 class RunsError(ValueError):
-    """The runs cannot be read or used as asked; the message is one line.
+    """The runs cannot be read or used as asked; the message is a single line.
 
     A command prints it and ends with exit code 2 (script.py).
     """
@@ -36,7 +36,7 @@ class RunsError(ValueError):
 
 @dataclass
 class Run:
-    """One recorded run. `settings` is flat: {"optim.lr": 0.001, ...}."""
+    """A recorded run. `settings` is flat: {"optim.lr": 0.001, ...}."""
 
     path: Path
     settings: dict[str, object]
@@ -119,7 +119,7 @@ class Run:
 class Data:
     """All runs of a command.
 
-    `rows` is a tidy frame with the columns run, arm, seed, step and one per metric. `notes` tell
+    `rows` is a tidy frame with the columns run, arm, seed, step and a column per metric. `notes` tell
     the reader which runs and rows were left out or are damaged.
     """
 
@@ -140,7 +140,7 @@ class Data:
     def arms(self) -> list[str]:
         """The arms: the paper's in their fixed order, then the others by name.
 
-        Arms of one name are ordered by the values of their appended settings."""
+        Arms of the same name are ordered by the values of their appended settings."""
 
         def order(run: Run) -> tuple:
             base = run.base or run.arm
@@ -182,7 +182,7 @@ class Data:
         return min(run.last for run in self.of(*arms))
 
     def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """Return one metric of one arm, with steps as index and a column per seed.
+        """Return a metric of an arm, with steps as index and a column per seed.
 
         The index has every step from the first to the arm's last. Values that were not reported
         are NaN. Raises RunsError for an unknown arm, and for a metric that is neither recorded nor

@@ -174,7 +174,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
     """Load the runs named on the command line and print the notes on them.
 
     Raises RunsError if an option would have no effect. Unless the figure takes several studies, it
-    also raises if a source holds more than one study.
+    also raises if a source holds several studies.
     """
     if not several_studies:
         for path in args.runs:
@@ -191,7 +191,7 @@ def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = 
 
 
 def print_notes(data: load.Data, *kinds: str) -> None:
-    """Print the notes on the runs, or those that begin with one of these words."""
+    """Print the notes on the runs, or only the notes that begin with these words."""
     for note in data.notes:
         if note.startswith(kinds or ""):
             print(f"note: {escaping.line(note)}")
@@ -200,7 +200,7 @@ def print_notes(data: load.Data, *kinds: str) -> None:
 def check_one_study(path: str) -> None:
     """Raise RunsError if a source holds runs of several studies.
 
-    They would be taken for arms and seeds of one study.
+    They would be taken for arms and seeds of the same study.
     """
     try:
         records = [record for record in sources.records(path) if load.as_run(record, [])]
@@ -220,7 +220,7 @@ def check_one_study(path: str) -> None:
 def command(main: Callable[[], None]) -> None:
     """Run a script's main.
 
-    A RunsError becomes one line on stderr with exit code 2. No text from the runs can control the
+    A RunsError becomes a line on stderr with exit code 2. No text from the runs can control the
     terminal.
     """
     escaping.guard()
@@ -245,7 +245,7 @@ def run(
     judged_claims: Callable[[load.Data], list[Claim]],
     refused: dict[str, str] | None = None,
 ) -> None:
-    """Draw one figure from the runs named on the command line."""
+    """Draw a figure from the runs named on the command line."""
     args = parser(doc, refused=refused).parse_args()
     data = read(args)
     for path in draw(data, args.out, figure_options(args)):

@@ -45,7 +45,7 @@ MAX_DAMAGED_NAMED = 10  # damaged lines that a note names
 
 @dataclass
 class Record:
-    """One run as recorded: its settings, a row per step, and notes on damage.
+    """A run as recorded: its settings, a row per step, and notes on damage.
 
     The settings are flat, as in {"optim.lr": 0.001}.
     """
@@ -59,7 +59,7 @@ class Record:
 
 
 def records(path: Path | str) -> list[Record]:
-    """Return all runs of one source. Raises FileNotFoundError, or ValueError with one line."""
+    """Return all runs of a source. Raises FileNotFoundError, or ValueError with a single line."""
     if str(path).startswith(SERVER):
         return server(str(path).removeprefix(SERVER))
     path = Path(path)
@@ -164,7 +164,7 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
 # -------------------------------------------------------------------------------------------------------
 # W&B's files
 def from_file(file: Path) -> Record:
-    """Read one offline W&B file, which holds a run or one segment of it."""
+    """Read an offline W&B file, which holds a run or a segment of it."""
     segment = wandb_files.read(file)
     rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
     notes = [f"{file}: {damage}" for damage in segment.damage]
@@ -173,9 +173,9 @@ def from_file(file: Path) -> Record:
 
 
 def joined(segments: list[Record]) -> list[Record]:
-    """Return one record per run, from segments in the order of their start.
+    """Return a record per run, from segments in the order of their start.
 
-    Segments with the same id are joined, and the later row of a step counts. Of runs with one study
+    Segments with the same id are joined, and the later row of a step counts. Of runs with the same study
     and name but different ids, the newest counts: a run that was rolled back goes on under a new
     id.
     """
@@ -203,7 +203,7 @@ def joined(segments: list[Record]) -> list[Record]:
 def recorded_study(file: Path) -> list[Record]:
     """Read the runs of a study's Parquet file, under the paths <file>/<run>.
 
-    Raises ValueError in one line if it is no such file.
+    Raises ValueError in a single line if it is no such file.
     """
     try:
         table = parquet.read_table(file)

@@ -2,7 +2,7 @@
 
 There are two kinds of interval, and every number says which it has:
 - over seeds (two or more): the range in which another training run could lie, by Student's t.
-- within the run (one seed): how well the mean over this run's batches is known, by resampling
+- within the run (a single seed): how well the mean over this run's batches is known, by resampling
   blocks of neighbouring batches. It says nothing about other seeds and is too narrow as a statement
   about the method.
 
@@ -154,7 +154,7 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
 def estimate(table_TS: np.ndarray) -> Interval:
     """Return the mean over batches and seeds with its interval.
 
-    Several seeds give the t interval of the seeds' means, one seed the interval within its run. A
+    Several seeds give the t interval of the seeds' means, a single seed the interval within its run. A
     missing batch (NaN) is left out of the mean of its seed alone. A seed without any batch is left
     out.
     """
@@ -179,7 +179,7 @@ def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
 def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     """Return the mean of a over the mean of b, per seed, over the batches that both have.
 
-    Several seeds give the geometric mean and the t interval of the logarithms. One seed gives a
+    Several seeds give the geometric mean and the t interval of the logarithms. A single seed gives a
     block bootstrap that draws the same batches of both arms. There is no interval if the mean of a
     seed is 0. The ratio is inf if b is 0 throughout, NaN if both are.
     """
@@ -221,7 +221,7 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
 def decline(values_T: np.ndarray) -> float:
     """Return 1 - (mean of the last 10) / peak: 0.3 for a run that ends 30 % below its peak.
 
-    It is NaN if the peak is not positive. The peak is that of the collapse rule, so a lucky first
+    It is NaN if the peak is not positive. The peak is the collapse rule's, so a lucky first
     batch does not set it.
     """
     values_T = np.asarray(values_T, float)

@@ -127,7 +127,7 @@ def differences(data: Data, baseline: str) -> list[Block]:
 def rivals(arms: list[str], baseline: str) -> dict[str, str]:
     """Return the arm that each arm is compared with.
 
-    That is the baseline if one is given, else GRPO under the same other settings. If there is no
+    That is the baseline if it is given, else GRPO under the same other settings. If there is no
     such pair, it is the first arm.
     """
     if baseline:

@@ -4,7 +4,7 @@
     gspo study-report runs/learning_rate --figures figures/fig_sweep_learning_rate.png
     gspo study-report runs/paper_figures --publish TEAM/PROJECT
 
-Writes report_<study>.html (one file that needs nothing else) and report_<study>.md. The figures are
+Writes report_<study>.html (a file that needs nothing else) and report_<study>.md. The figures are
 the study's curves, the paper's figures that its arms permit, and the PNG files of --figures.
 --publish saves the same as a report in a W&B project, over the report that it saved there before.
 It needs an account.

@@ -1,4 +1,4 @@
-"""One style for all figures: axes, captions, and files with the same bytes each time.
+"""The style of all figures: axes, captions, and files with the same bytes each time.
 
 arm_styles.py has the colours, markers and lines of the arms.
 """

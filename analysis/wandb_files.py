@@ -32,7 +32,7 @@ MAX_NAME_BYTES = 255  # of a file
 
 @dataclass
 class Segment:
-    """The content of one file."""
+    """The content of a file."""
 
     path: Path
     id: str = ""
@@ -81,7 +81,7 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """Read one file. Nothing in it raises; damage becomes a note."""
+    """Read a file. Nothing in it raises; damage becomes a note."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # imported here because wandb takes a second
 

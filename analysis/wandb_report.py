@@ -76,7 +76,7 @@ def studies(data: Data) -> list[str]:
 
 
 def upload(entity: str, project: str, name: str, figures: list[Path]) -> list[str]:
-    """Log the figures to the one run of this name and return the keys under which they are stored."""
+    """Log the figures to the run of this name and return the keys under which they are stored."""
     pictures = {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -159,7 +159,7 @@ def live_panel(metric: str, index: int, group_by: str) -> wr.LinePlot:
 
 
 def as_wandb(block: Block) -> list[wr.Block]:
-    """Return one of our blocks, other than a figure, as W&B's.
+    """Return a block of ours, other than a figure, as W&B's.
 
     Tables become Markdown, since W&B's own tables show only runs.
     """
@@ -182,7 +182,7 @@ def run_urls(entity: str, project: str) -> dict[str, str]:
 
 
 def web_link(run: Run, urls: dict[str, str]) -> Link | str:
-    """Return the run's name, as a link to its page if the project has one."""
+    """Return the run's name, as a link to its page if the project has it."""
     file = run.path / "wandb_id"
     run_id = file.read_text(encoding="utf-8").strip() if file.exists() else run.id
     return Link(run.path.name, urls[run_id]) if run_id in urls else run.path.name
