@@ -83,8 +83,8 @@ def main() -> None:
     runs = foresight.histories(frame)
     thresholds = shipped(frame)
     results = [result(runs, thresholds, name) for name in (LR, *SIGNALS)]
-    results = [each for each in results if each.aurocs[0].count]
-    results.sort(key=lambda each: -each.aurocs[0].value)
+    results = [signal for signal in results if signal.aurocs[0].count]
+    results.sort(key=lambda signal: -signal.aurocs[0].value)
     if not results or len({run.stress for run in runs}) < 2:
         raise RunsError(
             "early_warning needs runs that collapsed and runs that did not, under two stresses or more"
@@ -250,10 +250,10 @@ def table(results: list[Result], together: Alarm) -> list[str]:
     head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]
     head += ["as shipped: seen", "lead", "per healthy run"]
     rows = [head]
-    for each in results:
-        aurocs = [auroc.text() for auroc in each.aurocs]
-        alarms = [*alarm_cells(each.fitted), *alarm_cells(each.shipped)]
-        rows.append([each.name, *aurocs, each.same_lr.text(), *alarms])
+    for signal in results:
+        aurocs = [auroc.text() for auroc in signal.aurocs]
+        alarms = [*alarm_cells(signal.fitted), *alarm_cells(signal.shipped)]
+        rows.append([signal.name, *aurocs, signal.same_lr.text(), *alarms])
     return markdown_table([*rows, [MONITOR, *["-"] * 7, *alarm_cells(together)]])
 
 
@@ -275,12 +275,12 @@ def draw(
     figure = style.canvas(0.9 + 0.26 * (len(results) + 1), options)
     axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.5, 1, 1, 1, 1])
     auroc_panel, same_lr_panel, *alarm_panels = axes
-    for row, each in enumerate(results):
-        for index, (auroc, marker) in enumerate(zip(each.aurocs, LEAD_MARKERS, strict=True)):
+    for row, signal in enumerate(results):
+        for index, (auroc, marker) in enumerate(zip(signal.aurocs, LEAD_MARKERS, strict=True)):
             colour = tint(style.INK, 1 - 0.3 * index)
             draw_value(auroc_panel, row + 0.22 * (index - 1), auroc, colour, marker)
-        draw_value(same_lr_panel, row, each.same_lr, style.INK)
-    alarms = [*(each.fitted for each in results), together]
+        draw_value(same_lr_panel, row, signal.same_lr, style.INK)
+    alarms = [*(signal.fitted for signal in results), together]
     for row, alarm in enumerate(alarms):
         marker = "D" if alarm is together else "o"
         values = (alarm.seen, alarm.lead, alarm.false)
@@ -301,7 +301,7 @@ def draw(
         ax.set_xlim(left=0)
         ax.tick_params(axis="y", length=0)
     axes[0].set_ylim(len(results) + 0.6, -0.6)
-    names = [each.name.replace("_", " ") for each in results]
+    names = [signal.name.replace("_", " ") for signal in results]
     axes[0].set_yticks(range(len(alarms)), [*names, "monitor as it ships"])
     return style.save(figure, out, "early_warning", caption(runs, results), options)
 

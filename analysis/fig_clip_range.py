@@ -46,10 +46,10 @@ def measure(data: Data) -> pd.DataFrame:
     """
     arm_of = {"gspo": GSPO, "grpo": GRPO}
     runs = [run for run in data.runs if run.settings["objective.name"] in arm_of and run.finished]
-    others = [key for key in load.differing(runs) if not key.startswith("objective.")]
-    if others:
+    unexpected = [key for key in load.differing(runs) if not key.startswith("objective.")]
+    if unexpected:
         raise RunsError(
-            f"the runs differ also in {', '.join(others)}: give those that differ in the clip range alone"
+            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the clip range alone"
         )
     rows = []
     for run in runs:

@@ -71,10 +71,10 @@ def measure(data: Data) -> pd.DataFrame:
     if not runs:
         raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
     expected = ("objective.", "policy.routing_replay", RATE)
-    others = [key for key in load.differing(runs) if not key.startswith(expected)]
-    if others:
+    unexpected = [key for key in load.differing(runs) if not key.startswith(expected)]
+    if unexpected:
         raise RunsError(
-            f"the runs differ also in {', '.join(others)}: give those that differ in the learning "
+            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the learning "
             "rate alone"
         )
     ranges = {(load.base_arm(run.settings), run.settings.get(CLIP)) for run in runs}

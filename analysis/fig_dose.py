@@ -132,10 +132,10 @@ def measure(
                 f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
                 "name with --arms what they differ in"
             )
-        others = load.differing([runs[index] for index in cell.index])
-        if others:
+        unexpected = load.differing([runs[index] for index in cell.index])
+        if unexpected:
             raise RunsError(
-                f"the runs of {arm} at {level} differ also in {', '.join(others)}: give fewer runs"
+                f"the runs of {arm} at {level} differ also in {', '.join(unexpected)}: give fewer runs"
             )
     levels = order(numbers)
     numbers = numbers.assign(position=numbers["level"].map(levels.index))
@@ -251,8 +251,8 @@ def dose_table(numbers: pd.DataFrame) -> list[str]:
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
         levels = dict(zip(runs["position"], runs["level"], strict=True))
-        least, *others = ends.columns
-        for position in others:
+        least, *larger = ends.columns
+        for position in larger:
             paired = (ends[position] - ends[least]).dropna().to_numpy()
             if len(paired):
                 doses = f"{levels[position]} - {levels[least]}"

@@ -95,9 +95,9 @@ def main() -> None:
 
 # -------------------------------------------------------------------------------------------------------------
 # runs
-def arm_name(dtype: str, objective: str, *others: str) -> str:
+def arm_name(dtype: str, objective: str, *parts: str) -> str:
     """Return the name of an arm: the objective first, then the precision and the rest."""
-    return ", ".join([objective, dtype, *others])
+    return ", ".join([objective, dtype, *parts])
 
 
 def chosen(data: Data) -> Data:
@@ -136,9 +136,9 @@ def chosen(data: Data) -> Data:
         cut.append(replace(run, rows=rows, settings=run.settings | end))
     notes = []
     differing = load.differing(cut)
-    others = [key for key in differing if key not in WORDS and not key.startswith("objective.")]
-    if others:
-        notes.append(f"the runs differ also in {', '.join(others)}")
+    unexpected = [key for key in differing if key not in WORDS and not key.startswith("objective.")]
+    if unexpected:
+        notes.append(f"the runs differ also in {', '.join(unexpected)}")
     return Data(cut, notes + missing(set(runs), seeds))
 
 

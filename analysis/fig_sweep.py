@@ -87,7 +87,7 @@ def main() -> None:
 def measure(data: Data, x: str, row_setting: str, end: int = WINDOW) -> pd.DataFrame:
     """Return the numbers of `measure_run` for each run that has finished or collapsed.
 
-    The last `end` batches count as the end. Raises RunsError if the runs lack one of the settings,
+    The last `end` batches count as the end. Raises RunsError if the runs lack a setting,
     or differ in others too.
     """
     runs = settled_runs(data, filter(None, (x, row_setting)))
@@ -115,15 +115,15 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
     if len(lengths) > 1:
         raise RunsError(f"the runs are of {', '.join(lengths)} steps: give those of one length")
     expected = {x, row_setting, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(row_setting, ())}
-    others = [key for key in load.differing(runs) if not key.startswith("objective.")]
+    unexpected = [key for key in load.differing(runs) if not key.startswith("objective.")]
     # two objectives have different settings, but the runs of one objective have the same
     for name in {run.settings["objective.name"] for run in runs}:
         group = [run for run in runs if run.settings["objective.name"] == name]
-        others += [key for key in load.differing(group) if key.startswith("objective.")]
-    others = [key for key in others if key not in expected]
-    if others:
+        unexpected += [key for key in load.differing(group) if key.startswith("objective.")]
+    unexpected = [key for key in unexpected if key not in expected]
+    if unexpected:
         raise RunsError(
-            f"the runs differ also in {', '.join(others)}: choose among them with --x and --by, or "
+            f"the runs differ also in {', '.join(unexpected)}: choose among them with --x and --by, or "
             "one value with --where"
         )
 

@@ -402,9 +402,9 @@ def describe(data: Data, arms: list[str]) -> str:
     unknown = [arm for arm in arms if data.table(arm, "compute/flops").isna().all(axis=None)]
     if unknown:
         text += f" Training compute is not known of {', '.join(unknown)}: the runs report no compute/flops."
-    others = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
-    if others:
-        text += f" The runs differ also in {', '.join(others)}."
+    unexpected = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
+    if unexpected:
+        text += f" The runs differ also in {', '.join(unexpected)}."
     return text
 
 

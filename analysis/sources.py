@@ -70,17 +70,17 @@ def records(path: Path | str) -> list[Record]:
     settings_files = sorted(path.rglob("settings.yaml"))
     folders = [file.parent for file in settings_files]
     folders = [folder for folder in folders if os.path.lexists(folder / "metrics.jsonl")]
-    found = []
+    run_records = []
     for folder in folders:
         settings_file = folder / "settings.yaml"
         stamp = file_stamp([settings_file, folder / "metrics.jsonl"])
         name = str(settings_file.resolve())
         record = cached(name, stamp, lambda folder=folder: from_folder(folder))
-        found.append(replace(record, path=folder))  # under the path of this call
+        run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
     for file in wandb_segments(path, {folder.resolve() for folder in folders}):
         segments.append(cached(str(file), file_stamp([file]), lambda file=file: from_file(file)))
-    return found + joined([segment for segment in segments if segment.job not in NOT_TRAINED])
+    return run_records + joined([segment for segment in segments if segment.job not in NOT_TRAINED])
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
@@ -244,7 +244,7 @@ def server(address: str) -> list[Record]:
             f"{SERVER}{address}: no W&B account is configured on this machine: wandb login"
         )
     filters = {"group": group} if group else None
-    found = []
+    run_records = []
     try:
         for run in list(wandb.Api().runs(f"{entity}/{project}", filters=filters)):
             if run.job_type in NOT_TRAINED:
@@ -252,10 +252,10 @@ def server(address: str) -> list[Record]:
             config = json.dumps(run.config, sort_keys=True, default=str)
             stamp = [run.state, run.lastHistoryStep, run.name, config]
             name = f"{host}/{address}/{run.id}"
-            found.append(cached(name, stamp, lambda run=run: from_server(run)))
+            run_records.append(cached(name, stamp, lambda run=run: from_server(run)))
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"{SERVER}{address}: {error}") from error
-    return found
+    return run_records
 
 
 def signed_in() -> bool:
