@@ -1,8 +1,6 @@
-"""Figures and statistics of recorded runs. In a notebook, use `from analysis import load_runs`
-(notebooks.py).
-"""
+"""Figures and statistics of recorded runs; `from gspo.analysis import load_runs` in a notebook."""
 
-from gspo.analysis.load import Refused
-from gspo.analysis.notebooks import Recorded, load_runs
+from gspo.analysis.notebooks import RecordedRuns, load_runs
+from gspo.analysis.runs import RunsError
 
-__all__ = ["Recorded", "Refused", "load_runs"]
+__all__ = ["RecordedRuns", "RunsError", "load_runs"]

@@ -1,7 +1,6 @@
-"""The blocks that a report is made of, and how they are written as one self-contained HTML file and
-as Markdown.
+"""The blocks of a report, written as a self-contained HTML file or as Markdown.
 
-templates/blocks.html.j2 is the HTML; analysis/wandb_report.py writes the same blocks as a W&B
+templates/blocks.html.j2 is the HTML. analysis/wandb_report.py writes the same blocks as a W&B
 Report.
 """
 
@@ -17,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gspo.io.escaping import escape, escape_markdown
+from gspo.io.tables import pad_columns
 from gspo.tracking.pages import fill
 
 TEMPLATE = Path(__file__).parent / "templates" / "blocks.html.j2"
@@ -81,15 +81,12 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """Return the report as Markdown. Figures are linked relative to `folder`, in which the text
-    will lie.
+    """Return the report as Markdown, for a file in `folder`.
+
+    Figures are linked relative to this folder.
     """
-    return (
-        "\n\n".join(
-            [f"# {escape_markdown(title)}", *(_markdown(block, folder) for block in blocks)]
-        )
-        + "\n"
-    )
+    parts = [f"# {escape_markdown(title)}", *(_markdown(block, folder) for block in blocks)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _markdown(block: Block, folder: Path) -> str:
@@ -100,38 +97,40 @@ def _markdown(block: Block, folder: Path) -> str:
             return escape_markdown(text)
         case Items(texts):
             return "\n".join(f"- {escape_markdown(text)}" for text in texts)
-        case Table(names, rows):
-            lines = [" | ".join(map(_in_cell, line)) for line in (names, *rows)]
-            return "\n".join(
-                f"| {line} |" for line in (lines[0], " | ".join(["---"] * len(names)), *lines[1:])
-            )
+        case Table(head, rows):
+            cells = [[_in_cell(cell) for cell in row] for row in (head, *rows)]
+            cells.insert(1, ["---"] * len(head))
+            return "\n".join(f"| {' | '.join(row)} |" for row in cells)
         case Figure(png, about):
             return f"![{escape_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
-            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            longest_fence = max(map(len, re.findall("`+", text)), default=0)
+            fence = "`" * max(3, 1 + longest_fence)
+            code = f"{fence}\n{escape(text)}\n{fence}"
             summary = html.escape(escape(title))
-            return f"<details><summary>{summary}</summary>\n\n{fence}\n{escape(text)}\n{fence}\n\n</details>"
+            return f"<details><summary>{summary}</summary>\n\n{code}\n\n</details>"
 
 
 def _in_cell(cell: str | Link) -> str:
-    return (
-        f"[{escape_markdown(cell.text)}]({cell.address})"
-        if isinstance(cell, Link)
-        else escape_markdown(cell)
-    )
+    if isinstance(cell, Link):
+        return f"[{escape_markdown(cell.text)}]({cell.address})"
+    return escape_markdown(cell)
 
 
-def aligned_table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return rows of cells, the first of which is the head, as the lines of a Markdown table with
-    aligned columns. It reads well on a terminal too."""
-    cells = [[escape_markdown(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return rows of cells, the first of which is the head, as the lines of a Markdown table.
+
+    The columns are aligned, so it reads well on a terminal too.
+    """
+    cells = pad_columns([[escape_markdown(cell) for cell in row] for row in rows])
+    head, *lines = ["| " + " | ".join(row) + " |" for row in cells]
+    rule = "|".join("-" * (len(cell) + 2) for cell in cells[0])
+    return [head, f"|{rule}|", *lines]
 
 
 def address(file: Path, folder: Path) -> str:
-    """Return the relative address of a file for a page that lies in `folder`, also where its name
-    is not UTF-8.
+    """Return the relative address of a file for a page in `folder`.
+
+    The file's name need not be UTF-8.
     """
     return quote(os.fsencode(os.path.relpath(file, folder)))

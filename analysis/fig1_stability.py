@@ -1,15 +1,12 @@
-"""Figure 1: does GSPO train to a higher reward, and to higher held-out scores, than GRPO with
-Routing Replay?
+"""Figure 1: does GSPO reach a higher reward and higher held-out scores than GRPO with replay?
 
-    gspo figure stability runs/paper_figures            (run directories, or folders
-                                                                    above them)
+    gspo figure stability runs/paper_figures      (run directories, or folders above them)
 
 Expected, if the paper is right: the GSPO curve lies above from about a quarter of the compute on,
-and the held-out scores follow. Where no run has Routing Replay (a dense model has nothing to
-replay) the rival is GRPO without it; where only one of the two arms is there, it is drawn alone.
-The verdict, printed and in the caption, follows the criteria in analysis/claims.py. Writes
-fig1_stability.pdf and .png. Training reward: metric reward/mean; compute: compute/flops
-(gspo/tracking/metrics.py).
+and the held-out scores follow. If no run has Routing Replay (a dense model has nothing to replay),
+the rival is GRPO without it. If only one of the two arms is there, it is drawn alone. The verdict,
+printed and in the caption, follows the criteria in analysis/claims.py. Writes fig1_stability.pdf
+and .png. Training reward: metric reward/mean. Compute: compute/flops (gspo/tracking/metrics.py).
 """
 
 from __future__ import annotations
@@ -17,144 +14,164 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO_R2, GSPO, Data
-from gspo.analysis.looks import look
-from gspo.analysis.style import View
+from gspo.analysis.runs import RunsError
+from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 
-PAPERS = (GSPO, GRPO_R2)
+PAPER_ARMS = (GSPO, GRPO_R2)
 BENCHMARKS = {
     "aime24": ("AIME'24", "%"),
     "livecodebench": ("LiveCodeBench", "%"),
     "codeforces": ("CodeForces", "Elo"),
 }
-Z = 1.96  # standard errors in a 95 % interval
+ELO = "eval/elo"
+NORMAL_QUANTILE = 1.96  # standard errors in a 95 % interval
 
 
-def judged(data: Data) -> list[claims.Claim]:
-    """Return the claims that this figure speaks to."""
-    if load.lacking(data, claims.contenders(data)):
+def judged_claims(data: Data) -> list[claims.Claim]:
+    """Return the claims that this figure shows."""
+    if load.why_not_comparable(data, claims.contenders(data)):
         return []
     return [claim for claim in (claims.reward(data), claims.held_out(data)) if claim]
 
 
 def arms_of(data: Data) -> tuple[str, ...]:
-    """Return GSPO and its rival, or the one of them that is there."""
+    """Return GSPO and its rival, or only the arm of the two that the runs have."""
     return tuple(arm for arm in claims.contenders(data) if arm in data.arms)
 
 
-def lacking(data: Data) -> str | None:
+def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     arms = arms_of(data)
-    return load.lacking(data, arms[:1] or claims.contenders(data))
+    return load.why_not_comparable(data, arms[:1] or claims.contenders(data))
 
 
-def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Draw above the training reward, the paired difference that is judged, and the paper's
-    rewards; below the held-out scores and the paper's."""
-    if why := lacking(data):
-        load.die(f"fig1 {why}")
-    arms, view = arms_of(data), view or View()
-    alone = load.lacking(data, arms) if len(arms) == 2 else f"only {arms[0]} is there"
-    scores = claims.scores(data) + data.metrics("eval/elo")[:1]
-    figure = style.canvas(7.6 if scores else 3.5, view)
+def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+    """Draw our rewards, the paired difference and the paper's rewards above, the scores below."""
+    reason = why_not_drawn(data)
+    if reason:
+        raise RunsError(f"fig1 {reason}")
+    options = options or FigureOptions()
+    arms = arms_of(data)
+    if len(arms) == 2:
+        no_difference = load.why_not_comparable(data, arms)
+    else:
+        no_difference = f"only {arms[0]} is there"
+    scores = claims.scores(data) + data.metrics(ELO)[:1]
+    figure = style.canvas(7.6 if scores else 3.5, options)
     rows = figure.subfigures(3, 1, height_ratios=[1.55, 1, 0.9]) if scores else [figure]
-    upper = rows[0].subplots(
-        1, 2 if alone else 3, width_ratios=[1.75, 1] if alone else [1.6, 0.7, 1]
-    )
-    panels.reward_against_compute(upper[0], data, arms, view)
-    if not alone:
+    widths = [1.75, 1] if no_difference else [1.6, 0.7, 1]
+    upper = rows[0].subplots(1, len(widths), width_ratios=widths)
+    panels.reward_against_compute(upper[0], data, arms, options)
+    if not no_difference:
         panels.difference(upper[1], data, *arms)
-    panels.paper_rewards(upper[-1], "fig1_reward", PAPERS, view)
+    panels.paper_rewards(upper[-1], "fig1_reward", PAPER_ARMS, options)
     if scores:
-        score_row(rows[1], data, scores, arms, view)
-        paper_row(rows[2], view)
-    return style.save(figure, out, "fig1_stability", caption(data, arms, scores, alone, view), view)
+        draw_scores(rows[1], data, scores, arms, options)
+        draw_paper_scores(rows[2], options)
+    text = caption(data, arms, scores, no_difference, options)
+    return style.save(figure, out, "fig1_stability", text, options)
 
 
 def caption(
-    data: Data, arms: tuple[str, ...], scores: list[str], alone: str | None, view: View
+    data: Data,
+    arms: tuple[str, ...],
+    scores: list[str],
+    no_difference: str | None,
+    options: FigureOptions,
 ) -> str:
-    """Return the caption: what was run, what is drawn, and what is judged."""
-    words = [
+    """Return the caption, which describes the runs and the panels and states the verdicts."""
+    sentences = [
         load.describe(data, list(arms)),
-        panels.named(arms),
-        panels.how_drawn(data, arms, view),
+        panels.arms_sentence(arms),
+        panels.how_drawn(data, arms, options),
     ]
-    words.append(
-        f"No difference is drawn: {alone}." if alone else panels.difference_caption(data, *arms)
-    )
+    if no_difference:
+        sentences.append(f"No difference is drawn: {no_difference}.")
+    else:
+        sentences.append(panels.difference_caption(data, *arms))
     if scores:
-        how = ", ".join(sorted({name.split("/")[-1] for name in scores if name != "eval/elo"}))
-        words.append(
-            f"Held-out scores{f' ({how})' if how else ''}: mean over seeds; bars: 95 % intervals over problems "
-            f"(±{Z} standard errors)."
+        kinds = sorted({name.split("/")[-1] for name in scores if name != ELO})
+        kind_text = f" ({', '.join(kinds)})" if kinds else ""
+        sentences.append(
+            f"Held-out scores{kind_text}: mean over seeds; bars: 95 % intervals over problems "
+            f"(±{NORMAL_QUANTILE} standard errors)."
         )
-        words += [
-            "On the logarithmic axis the evaluation before training is left out."
-        ] * view.log_x
-    words.append(
+        if options.log_x:
+            sentences.append("On the logarithmic axis the evaluation before training is left out.")
+    sentences.append(
         "The paper's points are digitised, of single runs, of GSPO and GRPO + Routing Replay (R2)."
     )
-    return "\n".join([" ".join(words), *(claim.sentence() for claim in judged(data))])
+    verdicts = [claim.sentence() for claim in judged_claims(data)]
+    return "\n".join([" ".join(sentences), *verdicts])
 
 
-def score_row(row, data: Data, scores: list[str], arms: tuple[str, ...], view: View) -> None:
+def draw_scores(
+    row: SubFigure, data: Data, scores: list[str], arms: tuple[str, ...], options: FigureOptions
+) -> None:
     """Draw our held-out scores, a panel each."""
     axes = row.subplots(1, len(scores), squeeze=False)[0]
     for ax, name in zip(axes, scores, strict=True):
-        score_panel(ax, data, name, arms, view)
+        draw_score(ax, data, name, arms, options)
     axes[0].set_ylabel("score")
-    row.supxlabel(
-        axes[0].get_xlabel(), fontsize=axes[0].xaxis.label.get_fontsize(), color=style.INK
-    )
+    label_size = axes[0].xaxis.label.get_fontsize()
+    row.supxlabel(axes[0].get_xlabel(), fontsize=label_size, color=style.INK)
     for ax in axes:
         ax.set_xlabel("")
 
 
-def score_panel(ax: Axes, data: Data, name: str, arms: tuple[str, ...], view: View) -> None:
-    """Draw one held-out score. Error bars are 95 % over problems; all seeds share the problems, so
-    averaging seeds does not shorten them."""
-    largest, compute = 0.0, style.has_compute(data, arms)
-    error_name = "eval/elo_stderr" if name == "eval/elo" else claims.stderr_of(name)
-    for place, arm in enumerate(arms):
+def draw_score(
+    ax: Axes, data: Data, name: str, arms: tuple[str, ...], options: FigureOptions
+) -> None:
+    """Draw a held-out score.
+
+    Error bars are 95 % over problems. All seeds share the problems, so averaging seeds does not
+    shorten them.
+    """
+    largest = 0.0
+    has_compute = style.has_compute(data, arms)
+    error_name = "eval/elo_stderr" if name == ELO else claims.stderr_of(name)
+    for index, arm in enumerate(arms):
         table = data.table(arm, name, first_step=0).dropna()
         x = table.index.to_series()
-        if compute:
-            x = data.table(arm, style.COMPUTE, first_step=0).fillna(0).loc[table.index].mean(axis=1)
+        if has_compute:
+            flops = data.table(arm, style.COMPUTE, first_step=0).fillna(0)
+            x = flops.loc[table.index].mean(axis=1)
             largest = max(largest, style.finite_max(x))
-        errors = Z * data.table(arm, error_name, first_step=0).loc[table.index].mean(axis=1).fillna(
-            0
-        )
-        shown = (x > 0) | (not view.log_x)
-        # bars stand side by side
-        x = x + 0.012 * place * x.max() if not view.log_x else x * 1.02**place
-        own = {
+        stderrs = data.table(arm, error_name, first_step=0).loc[table.index].mean(axis=1)
+        errors = NORMAL_QUANTILE * stderrs.fillna(0)
+        drawn = (x > 0) | (not options.log_x)
+        # the arms' bars stand side by side
+        x = x * 1.02**index if options.log_x else x + 0.012 * index * x.max()
+        line = {
             "ms": 4.5,
             "lw": 1.4,
             "elinewidth": 0.9,
             "capsize": 0,
-            "ecolor": look(arm).colour,
-            **look(arm).plot(),
+            "ecolor": arm_style(arm).colour,
+            **arm_style(arm).plot_options(),
         }
-        ax.errorbar(x[shown], table.mean(axis=1)[shown], yerr=errors[shown], **own)
-    style.training_axis(ax, largest, view)
-    if not view.log_x:
-        ax.set_xlim(-0.05 * largest if largest else None, 1.05 * largest if largest else None)
-    ax.set_title("Elo" if name == "eval/elo" else name.split("/")[1].replace("_", " "))
+        ax.errorbar(x[drawn], table.mean(axis=1)[drawn], yerr=errors[drawn], **line)
+    style.training_axis(ax, largest, options)
+    if not options.log_x and largest:
+        ax.set_xlim(-0.05 * largest, 1.05 * largest)
+    ax.set_title("Elo" if name == ELO else name.split("/")[1].replace("_", " "))
 
 
-def paper_row(row, view: View) -> None:
+def draw_paper_scores(row: SubFigure, options: FigureOptions) -> None:
     """Draw the paper's held-out scores, a panel each."""
     axes = row.subplots(1, len(BENCHMARKS))
     for ax, (name, (title, unit)) in zip(axes, BENCHMARKS.items(), strict=True):
-        panels.paper_curves(ax, f"fig1_{name}", PAPERS, view, smoothed=False)
+        panels.paper_curves(ax, f"fig1_{name}", PAPER_ARMS, options, smoothed=False)
         ax.set_title(f"The paper's {title}")
         ax.set_ylabel(unit)
 
 
 def main() -> None:
-    script.run(__doc__, draw, judged)
+    script.run(__doc__, draw, judged_claims)
 
 
 if __name__ == "__main__":

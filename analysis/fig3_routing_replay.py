@@ -2,11 +2,11 @@
 
     gspo figure routing-replay runs/paper_figures
 
-Expected, if the paper is right: with Routing Replay the reward rises; without it the reward stalls
-and then declines (in the paper from .42 to .24), while routers change about 10 % of the experts per
+Expected, if the paper is right: with Routing Replay the reward rises. Without it the reward stalls
+and then declines (in the paper from .42 to .24). Routers change about 10 % of the experts per
 update in both. The verdicts follow the criteria in analysis/claims.py. Writes
 fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency (the
-router's own choice, also where a replay overrides it).
+router's own choice, also if a replay overrides it).
 """
 
 from __future__ import annotations
@@ -14,66 +14,69 @@ from __future__ import annotations
 from pathlib import Path
 
 from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO, GRPO_R2, Data
-from gspo.analysis.looks import look
-from gspo.analysis.style import View
+from gspo.analysis.runs import RunsError
+from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
 
-NEEDS = (GRPO_R2, GRPO)
+ARMS = (GRPO_R2, GRPO)
 
 
-def judged(data: Data) -> list[claims.Claim]:
-    """Return the claims that this figure speaks to."""
+def judged_claims(data: Data) -> list[claims.Claim]:
+    """Return the claims that this figure shows."""
     return [claims.collapse_without_replay(data), claims.replay_helps(data)]
 
 
-def lacking(data: Data) -> str | None:
+def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can; it needs both arms."""
-    return panels.lacking(data, NEEDS)
+    return panels.why_not_comparable(data, ARMS)
 
 
-def draw(data: Data, out: Path, view: View | None = None) -> list[Path]:
-    """Draw the training reward against compute, the paper's curves, the paired difference, and the
-    routing consistency of both arms."""
-    if why := lacking(data):
-        load.die(f"fig3 {why}")
-    view = view or View()
-    figure = style.canvas(5.8, view)
+def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+    """Draw our rewards and the paper's above, the paired difference and the routing below."""
+    reason = why_not_drawn(data)
+    if reason:
+        raise RunsError(f"fig3 {reason}")
+    options = options or FigureOptions()
+    figure = style.canvas(5.8, options)
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.25, 1])
-    big, companion = upper.subplots(1, 2, width_ratios=[1.6, 1])
-    gap, routing = lower.subplots(1, 2, width_ratios=[0.6, 1.6])
-    panels.reward_against_compute(big, data, NEEDS, view)
-    panels.paper_rewards(companion, "fig3_reward", NEEDS, view)
-    panels.difference(gap, data, *NEEDS)
-    consistency(routing, data, view)
-    words = [
-        load.describe(data, list(NEEDS)),
-        panels.named(NEEDS),
-        panels.how_drawn(data, NEEDS, view),
-    ]
-    words += [
-        panels.difference_caption(data, *NEEDS),
+    reward_panel, paper_panel = upper.subplots(1, 2, width_ratios=[1.6, 1])
+    difference_panel, routing_panel = lower.subplots(1, 2, width_ratios=[0.6, 1.6])
+    panels.reward_against_compute(reward_panel, data, ARMS, options)
+    panels.paper_rewards(paper_panel, "fig3_reward", ARMS, options)
+    panels.difference(difference_panel, data, *ARMS)
+    draw_consistency(routing_panel, data, options)
+    sentences = [
+        load.describe(data, list(ARMS)),
+        panels.arms_sentence(ARMS),
+        panels.how_drawn(data, ARMS, options),
+        panels.difference_caption(data, *ARMS),
         "The paper's points are digitised, of single runs.",
     ]
-    found = "\n".join([" ".join(words), *(claim.sentence() for claim in judged(data))])
-    return style.save(figure, out, "fig3_routing_replay", found, view)
+    verdicts = [claim.sentence() for claim in judged_claims(data)]
+    caption = "\n".join([" ".join(sentences), *verdicts])
+    return style.save(figure, out, "fig3_routing_replay", caption, options)
 
 
-def consistency(ax: Axes, data: Data, view: View) -> None:
-    """Draw the share of the experts of the step's start that the routers still choose, by batch,
-    averaged over layers."""
+def draw_consistency(ax: Axes, data: Data, options: FigureOptions) -> None:
+    """Draw the routing consistency by batch, averaged over layers.
+
+    It is the share of the experts of the step's start that the routers still choose.
+    """
     ends = []
-    for arm in NEEDS:
+    for arm in ARMS:
         table = data.table(arm, "routing/consistency").dropna(how="all")
-        ends.append((panels.curve(ax, table, look(arm), view), style.short(arm), look(arm)))
-    style.training_axis(ax, 0, view)
+        end = panels.curve(ax, table, arm_style(arm), options)
+        ends.append((end, style.arm_label(arm), arm_style(arm)))
+    style.training_axis(ax, 0, options)
     ax.set_ylabel("routing consistency")
     ax.set_title("Routing consistency within a step")
-    style.label_ends(ax, ends, letter=0.11)
+    style.label_ends(ax, ends, line_height=0.11)
 
 
 def main() -> None:
-    script.run(__doc__, draw, judged)
+    script.run(__doc__, draw, judged_claims)
 
 
 if __name__ == "__main__":

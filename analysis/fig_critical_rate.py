@@ -1,15 +1,15 @@
-"""Critical learning rate: how much further can GSPO be pushed than GRPO, and is that the ratio or
-the size of the step?
+"""Critical learning rate: how much further can GSPO be pushed than GRPO, and why?
 
     gspo figure critical-rate analysis/data/critical_rate.parquet
 
-Left: the reward at the end against the learning rate. Middle: the share of collapsed runs, with the
-fitted logistic curves and the rates at which half of the runs collapse (critical_rate.py). Right:
-the reward at the end against the measured KL of an update, a point per arm and rate: arms that
-differ only in the size of their steps lie on one line. Runs of one objective with several clip
-ranges are arms of their own, for example GRPO with the paper's range and with the one that gives it
-GSPO's KL. Prints Markdown tables, with the paired differences at each rate; writes
-fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
+Is it the ratio or the size of the step? Left: the reward at the end against the learning rate.
+Middle: the share of collapsed runs, with the fitted logistic curves and the rates at which half of
+the runs collapse (critical_rate.py). Right: the reward at the end against the measured KL of an
+update, a point per arm and rate. Arms that differ only in the size of their steps lie on the same line.
+
+Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
+paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
+differences at each rate. Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
 from __future__ import annotations
@@ -21,19 +21,31 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from gspo.analysis import load, script, style
-from gspo.analysis.blocks import aligned_table
+from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
+from gspo.analysis.blocks import markdown_table
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
-from gspo.analysis.fig_sweep import arm as base_arm
+from gspo.analysis.grid import (
+    cell_intervals,
+    collapsed_count,
+    interval_line,
+    part_length,
+    settled_runs,
+    span,
+)
 from gspo.analysis.load import Data, Run
-from gspo.analysis.looks import Look, looks, tint
-from gspo.analysis.stats import sign_flip_p, t_interval
-from gspo.analysis.style import View
+from gspo.analysis.runs import RunsError
+from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-RATE, CLIP = "optim.lr", "objective.clip_low"
+from gspo.statistics import standard_error
+
+RATE = "optim.lr"
+CLIP = "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
-PART = 5  # start and end are the means of the first and of the last fifth of the batches
+# the ratio of the critical rates of two arms, and its exact p
+Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 
 def main() -> None:
@@ -42,48 +54,53 @@ def main() -> None:
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
-    paths = draw(data, numbers, ratios, args.out, script.view(args))
-    tables = [table(numbers), difference_table(numbers), ratio_table(numbers, ratios)]
-    print("\n".join([line for lines in tables for line in ("", *lines)] + ["", *map(str, paths)]))
+    paths = draw(data, numbers, ratios, args.out, script.figure_options(args))
+    script.print_lines(
+        table(numbers), difference_table(numbers), ratio_table(numbers, ratios), paths
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
 # numbers
 def measure(data: Data) -> pd.DataFrame:
-    """Return a row per run that has finished or collapsed: arm, seed, rate, start, end, collapsed,
-    kl.
+    """Return a row per run that has finished or collapsed.
+
+    The columns are arm, seed, rate, start, end, collapsed and kl.
     """
-    runs = [run for run in data.runs if run.finished or run.collapsed is not None]
+    runs = settled_runs(data, ())
     if not runs:
-        load.die("fig_critical_rate needs runs that have finished or collapsed")
-    others = [
-        key
-        for key in load.differing(runs)
-        if not key.startswith(("objective.", "policy.routing_replay", RATE))
-    ]
-    if others:
-        load.die(
-            f"the runs differ also in {', '.join(others)}: give those that differ in the learning rate alone"
+        raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
+    expected = ("objective.", "policy.routing_replay", RATE)
+    unexpected = [key for key in load.differing(runs) if not key.startswith(expected)]
+    if unexpected:
+        raise RunsError(
+            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the learning "
+            "rate alone"
         )
-    ranges = {(base_arm(run, RATE, ""), run.settings.get(CLIP)) for run in runs}
-    several = {name for name, count in Counter(name for name, _ in ranges).items() if count > 1}
-    numbers = pd.DataFrame([measured(run, several) for run in runs])
-    twice = numbers[numbers.duplicated(["arm", "seed", "rate"])]
-    if len(twice):
-        load.die(
-            f"two runs of {twice.iloc[0]['arm']}, seed {twice.iloc[0]['seed']}, rate {twice.iloc[0]['rate']:g}"
-        )
+    ranges = {(load.base_arm(run.settings), run.settings.get(CLIP)) for run in runs}
+    ranges_of_arm = Counter(arm for arm, _ in ranges)
+    several_ranges = {arm for arm, count in ranges_of_arm.items() if count > 1}
+    numbers = pd.DataFrame([measure_run(run, several_ranges) for run in runs])
+    repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
+    if len(repeated):
+        first = repeated.iloc[0]
+        raise RunsError(f"two runs of {first['arm']}, seed {first['seed']}, rate {first['rate']:g}")
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
 
 
-def measured(run: Run, several: set[str]) -> dict[str, object]:
-    """Return one run's numbers. `several` are the arms with several clip ranges, which then stand
-    in their names.
+def measure_run(run: Run, several_ranges: set[str]) -> dict[str, object]:
+    """Return the numbers of a run.
+
+    `several_ranges` are the arms with several clip ranges, which then stand in their names.
     """
-    name, reward, kl = base_arm(run, RATE, ""), run.column("reward/mean"), run.column("kl/old_k3")
-    part = max(run.planned // PART, 1)
+    arm = load.base_arm(run.settings)
+    if arm in several_ranges:
+        arm += f" [clip range {run.settings.get(CLIP)}]"
+    reward = run.column("reward/mean")
+    kl = run.column("kl/old_k3")
+    part = part_length(run)
     return {
-        "arm": f"{name} [clip range {run.settings.get(CLIP)}]" if name in several else name,
+        "arm": arm,
         "seed": run.seed,
         "rate": float(run.settings[RATE]),
         "start": reward.head(part).mean(),
@@ -95,123 +112,122 @@ def measured(run: Run, several: set[str]) -> dict[str, object]:
 
 def in_order(numbers: pd.DataFrame) -> list[str]:
     """Return the arms' names in the order in which the paper has them ahead."""
-    return sorted(
-        numbers["arm"].unique(),
-        key=lambda arm: (not arm.startswith("GSPO"), "Replay" not in arm, arm),
-    )
+
+    def order(arm: str) -> tuple:
+        return not arm.startswith("GSPO"), "Replay" not in arm, arm
+
+    return sorted(numbers["arm"].unique(), key=order)
 
 
 def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     """Return the runs for the fit, and the arms' names in their order there."""
     arms = in_order(numbers)
-    rates, seeds = np.sort(numbers["rate"].unique()), np.sort(numbers["seed"].unique())
-    runs, collapsed = np.zeros((2, len(seeds), len(arms), len(rates)), int)
+    rates = np.sort(numbers["rate"].unique())
+    seeds = np.sort(numbers["seed"].unique())
+    runs_SAR = np.zeros((len(seeds), len(arms), len(rates)), int)
+    collapsed_SAR = np.zeros_like(runs_SAR)
     for row in numbers.itertuples():
-        at = np.searchsorted(seeds, row.seed), arms.index(row.arm), np.searchsorted(rates, row.rate)
-        runs[at], collapsed[at] = 1, row.collapsed
-    return Counts(rates, runs, collapsed), arms
+        seed = np.searchsorted(seeds, row.seed)
+        rate = np.searchsorted(rates, row.rate)
+        arm = arms.index(row.arm)
+        runs_SAR[seed, arm, rate] = 1
+        collapsed_SAR[seed, arm, rate] = row.collapsed
+    return Counts(rates, runs_SAR, collapsed_SAR), arms
 
 
-def compare(numbers: pd.DataFrame) -> dict[tuple[str, str], tuple]:
-    """Return for each pair of arms with the same seeds the ratio of their critical rates: its
-    interval and its p.
-    """
+def compare(numbers: pd.DataFrame) -> Ratios:
+    """Return the ratio of the critical rates of each pair of arms with the same seeds."""
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
     seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
-    pairs = [(a, b) for a, b in combinations(arms, 2) if seeds[a] == seeds[b]]
-    return {(a, b): ratio(counts, arms.index(a), arms.index(b)) for a, b in pairs}
+    ratios = {}
+    for a, b in combinations(arms, 2):
+        if seeds[a] == seeds[b]:
+            ratios[a, b] = ratio(counts, arms.index(a), arms.index(b))
+    return ratios
 
 
+# ---------------------------------------------------------------------------------------------------------
+# tables
 def difference_table(numbers: pd.DataFrame) -> list[str]:
-    """Return a Markdown row per rate and pair of arms: the paired difference of the rewards at the
-    end.
-    """
-    rows = [
-        [
-            "learning rate",
-            "difference of the reward, last fifth",
-            "mean and 95 % interval",
-            "t",
-            "p",
-        ]
-    ]
+    """Return a Markdown row per rate and pair of arms: the paired difference at the end."""
+    difference = "difference of the reward, last fifth"
+    rows = [["learning rate", difference, "mean and 95 % interval", "t", "p"]]
     arms = in_order(numbers)
     for rate, cell in numbers.groupby("rate"):
         ends = cell.pivot(index="seed", columns="arm", values="end")
         for a, b in combinations([arm for arm in arms if arm in ends], 2):
-            each = (ends[a] - ends[b]).dropna().to_numpy()
-            if len(each) > 1:
-                mean, error = t_interval(each), each.std(ddof=1) / np.sqrt(len(each))
-                t = f"{mean.mean / error:.1f}" if error > 0 else "-"
-                rows.append(
-                    [f"{rate:g}", f"{a} - {b}", mean.text("+.3f"), t, f"{sign_flip_p(each):.2g}"]
-                )
-    return aligned_table(rows)
+            paired = (ends[a] - ends[b]).dropna().to_numpy()
+            if len(paired) < 2:
+                continue
+            interval = t_interval(paired)
+            error = standard_error(paired)
+            t = f"{interval.mean / error:.1f}" if error > 0 else "-"
+            row = [f"{rate:g}", f"{a} - {b}", interval.text("+.3f"), t, interval.p_text()]
+            rows.append(row)
+    return markdown_table(rows)
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per arm and rate."""
-    rows = [
-        [
-            "objective",
-            "learning rate",
-            "seeds",
-            "reward, first fifth",
-            "last fifth",
-            "collapsed",
-            "KL of an update",
-        ]
-    ]
+    head = ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth"]
+    rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
         row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
-        row += [
-            t_interval(runs["end"].to_numpy()).text(),
-            f"{runs['collapsed'].sum()} of {len(runs)}",
-        ]
+        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
         rows.append([*row, f"{runs['kl'].mean():.2g}"])
-    return aligned_table(rows)
+    return markdown_table(rows)
 
 
-def ratio_table(numbers: pd.DataFrame, ratios: dict) -> list[str]:
-    """Return a Markdown row per arm with its critical rate, and one per pair with the ratio."""
+def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
+    """Return a Markdown row per arm with its critical rate, and a row per pair with the ratio."""
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]
-    _, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    _, critical_A = fit_pooled(counts)
     rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
-    rows += [
-        [arm, beyond(rate, numbers["rate"]), ""] for arm, rate in zip(arms, critical, strict=True)
-    ]
-    rows += [[f"{a} / {b}", value.text(".2f"), f"{p:.2g}"] for (a, b), (value, p) in ratios.items()]
-    return aligned_table(rows)
+    for arm, rate in zip(arms, critical_A, strict=True):
+        rows.append([arm, rate_text(rate, numbers["rate"]), ""])
+    for (a, b), (interval, p) in ratios.items():
+        rows.append([f"{a} / {b}", interval.text(".2f"), f"{p:.2g}"])
+    return markdown_table(rows)
 
 
-def beyond(rate: float, rates: pd.Series) -> str:
-    """Return a critical rate in words: where it lies outside of the rates that were run, only on
-    which side.
-    """
+def fit_pooled(counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slope and the critical rates of the runs of all seeds together."""
+    return fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+
+
+def rate_text(rate: float, rates: pd.Series) -> str:
+    """Return a critical rate in words; outside the rates that were run, only on which side."""
     if rate > rates.max():
         return f"above {rates.max():g}"
-    return f"below {rates.min():g}" if rate < rates.min() else f"{rate:.3g}"
+    if rate < rates.min():
+        return f"below {rates.min():g}"
+    return f"{rate:.3g}"
 
 
 # ----------------------------------------------------------------------------------------------------------
 # figure
 def draw(
-    data: Data, numbers: pd.DataFrame, ratios: dict, out: Path, view: View | None = None
+    data: Data,
+    numbers: pd.DataFrame,
+    ratios: Ratios,
+    out: Path,
+    options: FigureOptions | None = None,
 ) -> list[Path]:
     """Draw the three panels."""
-    view, own = view or View(), looks(sorted(numbers["arm"].unique()))
-    figure = style.canvas(3.6, view)
-    axes = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
-    ends(axes[0], numbers, own)
-    shares(axes[1], numbers, own)
+    options = options or FigureOptions()
+    styles = arm_styles(sorted(numbers["arm"].unique()))
+    figure = style.canvas(3.6, options)
+    end_panel, share_panel, kl_panel = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    draw_ends(end_panel, numbers, styles)
+    draw_shares(share_panel, numbers, styles)
     if numbers["kl"].notna().any():
-        against_kl(axes[2], numbers, own)
-    style.key(axes[0], dict(sorted(own.items(), reverse=True)), loc="lower left")
-    return style.save(figure, out, "fig_critical_rate", caption(data, numbers, ratios), view)
+        draw_against_kl(kl_panel, numbers, styles)
+    style.legend(end_panel, dict(sorted(styles.items(), reverse=True)), loc="lower left")
+    return style.save(figure, out, "fig_critical_rate", caption(data, numbers, ratios), options)
 
 
 def rate_axis(ax: Axes, rates: np.ndarray) -> None:
@@ -222,24 +238,10 @@ def rate_axis(ax: Axes, rates: np.ndarray) -> None:
     ax.set_xlabel("learning rate ($10^{-4}$)")
 
 
-def ends(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
-    """Draw the reward at the end against the rate: the mean with its 95 % interval over seeds."""
+def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+    """Draw the reward at the end against the rate, with its 95 % interval over seeds."""
     for arm, runs in numbers.groupby("arm"):
-        means = [(rate, t_interval(cell["end"].to_numpy())) for rate, cell in runs.groupby("rate")]
-        rates, mean = (
-            [rate for rate, _ in means],
-            np.array([interval.mean for _, interval in means]),
-        )
-        spans = [(i.mean - i.low, i.high - i.mean) for _, i in means]
-        ax.errorbar(
-            rates,
-            mean,
-            yerr=np.nan_to_num(np.transpose(spans)),
-            lw=1.8,
-            ms=5,
-            elinewidth=1,
-            **own[arm].plot(),
-        )
+        interval_line(ax, cell_intervals(runs, "rate", "end"), styles[arm], line_width=1.8)
     start = numbers.groupby("rate")["start"].mean()
     ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
     rate_axis(ax, np.sort(numbers["rate"].unique()))
@@ -247,20 +249,21 @@ def ends(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
     ax.set_ylabel("training reward, last fifth")
 
 
-def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
+def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
     """Draw the share of collapsed runs against the rate, with the fitted curves."""
     counts, arms = counted(numbers)
-    slope, critical = fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    slope, critical_A = fit_pooled(counts)
     rates = counts.rates_R
-    fine = np.geomspace(rates[0], rates[-1], 200)
-    for arm, at in zip(arms, critical, strict=True):
-        shown = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
-        look = own[arm]
-        ax.plot(shown.index, shown, look.marker, ms=5, color=look.colour, mec="white", mew=0.5)
-        if np.isfinite(at):
-            ax.plot(fine, probability(fine, slope, at), color=look.colour, ls=look.line, lw=1.6)
-        if rates[0] <= at <= rates[-1]:
-            ax.plot([at, at], [0, 0.5], color=tint(look.colour, 0.6), lw=0.9)
+    fine_rates = np.geomspace(rates[0], rates[-1], 200)
+    for arm, critical in zip(arms, critical_A, strict=True):
+        share = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
+        colour = styles[arm].colour
+        ax.plot(share.index, share, styles[arm].marker, ms=5, color=colour, mec="white", mew=0.5)
+        if np.isfinite(critical):
+            fitted = probability(fine_rates, slope, critical)
+            ax.plot(fine_rates, fitted, color=colour, ls=styles[arm].line, lw=1.6)
+        if rates[0] <= critical <= rates[-1]:
+            ax.plot([critical, critical], [0, 0.5], color=tint(colour, 0.6), lw=0.9)
     ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
     ax.set_ylim(-0.05, 1.05)
     rate_axis(ax, rates)
@@ -268,41 +271,43 @@ def shares(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
     ax.set_ylabel("share of the seeds")
 
 
-def against_kl(ax: Axes, numbers: pd.DataFrame, own: dict[str, Look]) -> None:
-    """Draw the reward at the end against the KL of an update, a point per arm and rate, joined in
-    their order.
+def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+    """Draw the reward at the end against the KL of an update, a point per arm and rate.
+
+    The points of an arm are joined in the order of the rates.
     """
     for arm, runs in numbers.groupby("arm"):
         cells = runs.groupby("rate")[["kl", "end"]].mean()
-        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **own[arm].plot())
+        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **styles[arm].plot_options())
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high > 20 * low else (1.0, 2.0, 5.0)))
+    multiples = (1.0, 3.0) if high > 20 * low else (1.0, 2.0, 5.0)
+    ax.xaxis.set_major_locator(LogLocator(subs=multiples))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.set_xlabel("KL of an update (kl/old_k3)")
     ax.set_title("Reward against step size")
 
 
-def caption(data: Data, numbers: pd.DataFrame, ratios: dict) -> str:
-    """Return the caption: what was run, what is drawn, and the ratios."""
-    run, count = data.runs[0], numbers.groupby(["arm", "rate"])["seed"].count()
-    counted = f"{count.min()}" if count.min() == count.max() else f"{count.min()} to {count.max()}"
-    words = (
-        f"{len(numbers)} runs of {run.planned} rollout batches in {run.settings.get('trainer.minibatches')} "
-        f"mini-batches, {counted} seeds per arm and rate. Left: means with 95 % intervals over seeds; dashed: the "
-        "reward of the first fifth of the batches. Middle: the share of the seeds that collapsed by the registered "
-        "rule, and logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
+def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
+    """Return the caption, which describes the runs, the panels and the ratios."""
+    run = data.runs[0]
+    seeds = span(numbers.groupby(["arm", "rate"])["seed"].count())
+    text = (
+        f"{len(numbers)} runs of {run.planned} rollout batches in "
+        f"{run.settings.get('trainer.minibatches')} mini-batches, {seeds} seeds per arm and rate. "
+        "Left: means with 95 % intervals over seeds; dashed: the reward of the first fifth of the "
+        "batches. Middle: the share of the seeds that collapsed by the registered rule, and "
+        "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
-    found = [
-        f"{a} / {b}: {value.mean:.2f} [{value.low:.2f}, {value.high:.2f}], p = {p:.2g}"
-        for (a, b), (value, p) in ratios.items()
+    if not ratios:
+        return text
+    ratio_texts = [
+        f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}"
+        for (a, b), (interval, p) in ratios.items()
     ]
-    return (
-        f"{words}\nRatio of the critical rates, 95 % interval, exact p: {'; '.join(found)}."
-        if found
-        else words
-    )
+    title = "Ratio of the critical rates, 95 % interval, exact p"
+    return f"{text}\n{title}: {'; '.join(ratio_texts)}."
 
 
 if __name__ == "__main__":

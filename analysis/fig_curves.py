@@ -1,24 +1,26 @@
-"""The curves of any study: a panel per metric, and the same look for an arm in every panel.
+"""The curves of any study: a panel per metric, and the same style for an arm in every panel.
 
     gspo figure curves runs/objectives
     gspo figure curves runs/learning_rate --metrics reward/mean optim/grad_norm
 
 Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and
-metrics of your own, such as custom/answers; metrics that the runs have not recorded are left out.
+metrics of your own, such as custom/answers. Metrics that the runs have not recorded are left out.
 Writes fig_curves_<study>.pdf and .png.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from gspo.analysis import load, panels, script, style
+from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.load import Data, Run
-from gspo.analysis.looks import Look, looks
-from gspo.analysis.runs import nearest
-from gspo.analysis.style import View
+from gspo.analysis.runs import RunsError, nearest
+from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -37,149 +39,183 @@ LOGARITHMIC = (
     "mismatch/logp_abs",
     "ratio/sequence_log_abs",
 )
-PER_ROW = 3
-MOST_COLUMNS = 6  # most combinations of settings that stand side by side
-CROWD = 6  # with more arms than this, bands would hide each other
-# with fewer points than this a metric is a held-out score, measured now and then, and is not
-# smoothed
+PANELS_PER_ROW = 3
+MAX_COLUMNS = 6  # combinations of settings that stand side by side
+MAX_BANDS = 6  # with more arms than this, bands would hide each other
+# A metric with fewer points than this is a held-out score, measured now and then. It is not
+# smoothed.
 SPARSE = 20
 
 
 def main() -> None:
-    options = script.parser(__doc__)
-    options.add_argument(
+    parser = script.parser(__doc__)
+    parser.add_argument(
         "--metrics", nargs="+", default=list(METRICS), help=f"default: {' '.join(METRICS)}"
     )
-    args = options.parse_args()
-    for path in draw(
-        script.read(args, several_studies=True), args.out, script.view(args), args.metrics
-    ):
+    args = parser.parse_args()
+    data = script.read(args, several_studies=True)
+    for path in draw(data, args.out, script.figure_options(args), args.metrics):
         print(path)
 
 
 def draw(
-    data: Data, out: Path, view: View | None = None, metrics: list[str] | tuple[str, ...] = METRICS
+    data: Data,
+    out: Path,
+    options: FigureOptions | None = None,
+    metrics: Sequence[str] = METRICS,
 ) -> list[Path]:
-    """Draw the curves. Where the runs vary settings beside those that make an arm, each combination
-    of their values is a column of panels. Raises Refused if the runs have recorded none of the
-    metrics, or vary too much for a page."""
-    shown, view = recorded(data, metrics), view or View()
+    """Draw the curves.
+
+    If the runs vary settings that do not make an arm, each combination of their values is a column
+    of panels. Raises RunsError if the runs have recorded none of the metrics, or vary too much for
+    a page.
+    """
+    options = options or FigureOptions()
+    drawn = recorded(data, metrics)
     columns = combinations(data)
-    if len(columns) > MOST_COLUMNS:
-        load.die(
-            f"fig_curves shows {MOST_COLUMNS} combinations of settings, not {len(columns)}: {load.choose_one(data)}"
+    if len(columns) > MAX_COLUMNS:
+        raise RunsError(
+            f"fig_curves shows {MAX_COLUMNS} combinations of settings, not {len(columns)}: "
+            f"{load.choose_one(data)}"
         )
     if len(columns) > 1:
-        drawn = looks(list(dict.fromkeys(arm for runs in columns.values() for arm in runs.arms)))
-        width = max(view.width, 0.6 + 2.6 * len(columns))
-        figure = Figure(figsize=(width, 2.1 * len(shown)), layout="constrained")
-        view = replace(view, width=width)
-        grid = figure.subplots(len(shown), len(columns), sharey="row", sharex=True, squeeze=False)
-        for column, (title, runs) in enumerate(columns.items()):
-            for row, metric in enumerate(shown):
-                panel(grid[row, column], runs, metric, drawn, view)
-                grid[row, column].set_title(f"{title}\n{metric}" if row == 0 else metric)
-        for ax in grid[:, 1:].flat:
-            ax.set_ylabel("")
-        for ax in grid[:-1].flat:
-            ax.set_xlabel("")
+        arms = list(dict.fromkeys(arm for runs in columns.values() for arm in runs.arms))
+        options = replace(options, width=max(options.width, 0.6 + 2.6 * len(columns)))
     else:
-        drawn = looks(data.arms)
-        figure = style.canvas(2.3 * -(-len(shown) // PER_ROW), view)
-        axes = figure.subplots(-(-len(shown) // PER_ROW), min(PER_ROW, len(shown)), squeeze=False)
-        for ax, metric in zip(axes.flat, shown, strict=False):
-            panel(ax, data, metric, drawn, view)
-        for ax in axes.flat[len(shown) :]:
-            ax.set_axis_off()
-        for ax in axes.flat[: max(0, len(shown) - axes.shape[1])]:
-            ax.set_xlabel("")  # another panel is below
-    figure.set_size_inches(
-        view.width, figure.get_figheight() + style.key_above(figure, drawn, view)
-    )
-    how = panels.how_drawn(data, data.arms, view, bands=len(drawn) <= CROWD)
-    words = [
+        arms = data.arms
+    styles = arm_styles(arms)
+    if len(columns) > 1:
+        figure = draw_columns(columns, drawn, styles, options)
+    else:
+        figure = draw_grid(data, drawn, styles, options)
+    style.legend_above(figure, styles, options)
+    sentences = [
         load.describe(data, data.arms),
-        how,
-        "Means are drawn as far as all seeds of the arm have come; metrics",
+        panels.how_drawn(data, data.arms, options, bands=len(styles) <= MAX_BANDS),
+        "Means are drawn as far as all seeds of the arm have come; metrics with fewer than "
+        f"{SPARSE} points are not smoothed; on logarithmic axes values of 0 are left out.",
     ]
-    words.append(
-        f"with fewer than {SPARSE} points are not smoothed; on logarithmic axes values of 0 are left out."
-    )
-    return style.save(figure, out, f"fig_curves_{study(data.runs)}", " ".join(words), view)
+    name = f"fig_curves_{study_name(data.runs)}"
+    return style.save(figure, out, name, " ".join(sentences), options)
+
+
+def draw_columns(
+    columns: dict[str, Data],
+    metrics: list[str],
+    styles: dict[str, ArmStyle],
+    options: FigureOptions,
+) -> Figure:
+    """Return the figure of several combinations of settings: a row per metric, a column for each."""
+    figure = style.canvas(2.1 * len(metrics), options)
+    shape = (len(metrics), len(columns))
+    grid = figure.subplots(*shape, sharey="row", sharex=True, squeeze=False)
+    for column, (title, data) in enumerate(columns.items()):
+        for row, metric in enumerate(metrics):
+            draw_panel(grid[row, column], data, metric, styles, options)
+            grid[row, column].set_title(f"{title}\n{metric}" if row == 0 else metric)
+    for ax in grid[:, 1:].flat:
+        ax.set_ylabel("")
+    for ax in grid[:-1].flat:
+        ax.set_xlabel("")
+    return figure
+
+
+def draw_grid(
+    data: Data, metrics: list[str], styles: dict[str, ArmStyle], options: FigureOptions
+) -> Figure:
+    """Return the figure of runs at a single setting: the metrics fill the rows of a grid."""
+    rows = math.ceil(len(metrics) / PANELS_PER_ROW)
+    columns = min(PANELS_PER_ROW, len(metrics))
+    figure = style.canvas(2.3 * rows, options)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax, metric in zip(axes.flat, metrics, strict=False):
+        draw_panel(ax, data, metric, styles, options)
+    for ax in axes.flat[len(metrics) :]:
+        ax.set_axis_off()
+    for ax in axes.flat[: max(0, len(metrics) - columns)]:
+        ax.set_xlabel("")  # another panel is below
+    return figure
 
 
 def combinations(data: Data) -> dict[str, Data]:
-    """Return the runs by the values of the settings that vary beside those that make an arm, under
-    a text that names the values; one text where none vary. In each the arms have their names
-    without these settings."""
+    """Return the runs by the values of the settings that vary and do not make an arm.
+
+    The key is a text that names the values, "" if no setting varies. In each combination the arms
+    have their names without these settings.
+    """
     keys = list(load.varied(data))
-    found: dict[str, list[Run]] = {}
+    runs_by_text: dict[str, list[Run]] = {}
     for arm in data.arms:
         for run in data.of(arm):
             values = [f"{key.rpartition('.')[2]}={run.settings.get(key)}" for key in keys]
-            found.setdefault("\n".join(values), []).append(run)
-    if len(found) < 2:
+            runs_by_text.setdefault("\n".join(values), []).append(run)
+    if len(runs_by_text) < 2:
         return {"": data}
 
-    def plain(run: Run) -> Run:
-        kept = {key: value for key, value in run.beside.items() if key not in keys}
-        beside = ", ".join(f"{key}={value}" for key, value in kept.items())
-        return replace(
-            run, arm=f"{run.base} [{beside}]" if kept else run.base or run.arm, beside=kept
-        )
+    def order(item: tuple[str, list[Run]]) -> list:
+        _, runs = item
+        return [load.numbers_first(runs[0].settings.get(key)) for key in keys]
 
-    ordered = sorted(
-        found.items(),
-        key=lambda item: [load.numbers_first(item[1][0].settings.get(key)) for key in keys],
-    )
-    return {text: Data([plain(run) for run in runs]) for text, runs in ordered}
+    columns = {}
+    for text, runs in sorted(runs_by_text.items(), key=order):
+        columns[text] = Data([without_settings(run, keys) for run in runs])
+    return columns
 
 
-def recorded(data: Data, metrics: list[str] | tuple[str, ...]) -> list[str]:
+def without_settings(run: Run, keys: list[str]) -> Run:
+    """Return the run with an arm's name that leaves out these settings."""
+    appended = {key: value for key, value in run.appended.items() if key not in keys}
+    arm = load.arm_with(run.base or run.arm, appended)
+    return replace(run, arm=arm, appended=appended)
+
+
+def recorded(data: Data, metrics: Sequence[str]) -> list[str]:
     """Return the metrics of this list that the runs have recorded."""
     for metric in metrics:
         try:
             data.definition(metric)
         except KeyError as error:
-            load.die(str(error.args[0]))
+            raise RunsError(str(error.args[0])) from None
     missing = [metric for metric in metrics if not data.metrics(metric)]
     if missing and tuple(metrics) != METRICS:
         print(f"note: the runs have not recorded {', '.join(missing)}")
     if len(missing) == len(metrics):
-        load.die(
-            f"the runs have recorded none of {', '.join(metrics)}{nearest(metrics[0], data.metrics(''))}"
-        )
+        suggestion = nearest(metrics[0], data.metrics(""))
+        raise RunsError(f"the runs have recorded none of {', '.join(metrics)}{suggestion}")
     return [metric for metric in metrics if metric not in missing]
 
 
-def panel(ax: Axes, data: Data, metric: str, drawn: dict[str, Look], view: View) -> None:
-    """Draw one metric of all arms. Step 0, the evaluation before training, is included where the
-    axis has a 0.
+def draw_panel(
+    ax: Axes, data: Data, metric: str, styles: dict[str, ArmStyle], options: FigureOptions
+) -> None:
+    """Draw a metric of all arms.
+
+    Step 0, the evaluation before training, is included unless the x axis is logarithmic.
     """
-    if metric not in data.rows or not any(arm in data.arms for arm in drawn):
+    if metric not in data.rows or not any(arm in data.arms for arm in styles):
         ax.set_axis_off()
         return
     positive = data.rows[metric][data.rows[metric] > 0]
-    log = metric in LOGARITHMIC and len(positive) > 0 and positive.max() > 2 * positive.min()
-    for arm, own in drawn.items():
+    minimum = -np.inf
+    logarithmic = metric in LOGARITHMIC and positive.max() > 2 * positive.min()
+    if logarithmic:
+        minimum = positive.min()
+    for arm, line in styles.items():
         if arm not in data.arms:
             continue
-        table = data.table(arm, metric, first_step=int(view.log_x)).dropna(how="all")
-        how = view if len(table) >= SPARSE else replace(view, smooth=0)
-        panels.curve(
-            ax, table, own, how, band=len(drawn) <= CROWD, least=positive.min() if log else -np.inf
-        )
+        table = data.table(arm, metric, first_step=int(options.log_x)).dropna(how="all")
+        arm_options = options if len(table) >= SPARSE else replace(options, smooth=0)
+        band = len(styles) <= MAX_BANDS
+        panels.curve(ax, table, line, arm_options, band=band, minimum=minimum)
     ax.set_title(metric)
     ax.set_ylabel(data.definition(metric).unit or "unit not recorded")
-    style.training_axis(ax, 0, view)
-    if log:
+    style.training_axis(ax, 0, options)
+    if logarithmic:
         ax.set_yscale("log")
 
 
-def study(runs: list[Run]) -> str:
-    """Return the study's name, or the names of up to three studies, or their number, for file names
-    and titles.
-    """
+def study_name(runs: list[Run]) -> str:
+    """Return the names of up to three studies, or their number, for file names and titles."""
     names = sorted({str(run.settings.get("study", "runs")) for run in runs})
     return "_".join(names) if len(names) < 4 else f"{len(names)}_studies"
 

@@ -1,5 +1,4 @@
-"""A dose: what is given more and more of it, is the reward lost, and which objective or remedy
-withstands it longer?
+"""A dose: does more and more of something cost the reward, and which objective withstands it longer?
 
     gspo figure dose runs/routing_dose --dose optim.router_lr_factor \
         --measured routing/consistency_after_step --arms policy.freeze_router
@@ -9,36 +8,45 @@ withstands it longer?
     episode/environment_tokens \
         --against gspo --also clip/token_active
 
---dose names the setting that was varied, or several that stand for one dose together; --measured
-the metric that says how much of it the runs got, which is read in the first fifth of their batches,
-before any sinks. Arms are the objectives with their Routing Replay, and with the settings of
---arms. Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
-objective minus GRPO (or that of --against) with the same remedy, and every remedy minus none of the
-same objective. Prints Markdown tables of all of it, with the means of the metrics of --also, and of
-each dose minus the least one; writes fig_dose_<study>.pdf and .png. Metrics: reward/mean and those
-named.
+--dose names the setting that was varied, or several that stand for the dose together. --measured
+names the metric that says how much of it the runs got. It is read in the first fifth of their
+batches, before any run sinks. Arms are the objectives with their Routing Replay, and with the
+settings of --arms.
+
+Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
+objective minus GRPO (or the objective of --against) with the same remedy, and every remedy minus
+none of the same objective. Prints Markdown tables of all of it, with the means of the metrics of
+--also, and of each dose minus the least dose. Writes fig_dose_<study>.pdf and .png. Metrics:
+reward/mean and the named metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from gspo.analysis import load, script, style
-from gspo.analysis.blocks import aligned_table
-from gspo.analysis.fig_critical_rate import PART
-from gspo.analysis.fig_sweep import arm as replayed
+from gspo.analysis.arm_styles import arm_styles
+from gspo.analysis.blocks import markdown_table
+from gspo.analysis.grid import (
+    cell_intervals,
+    collapsed_count,
+    difference_cells,
+    interval_line,
+    part_length,
+    settled_runs,
+    span,
+)
 from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
-from gspo.analysis.looks import Look, looks
+from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from gspo.analysis.style import View
-from matplotlib.axes import Axes
+from gspo.analysis.style import FigureOptions
 
 REFUSED = script.DOTS | script.NO_CURVES
-# what a setting of --arms is called in an arm's name; "" for the value that needs no word
+# the words for a setting's value in an arm's name; "" for the value that needs no word
 WORDS = {
     "policy.freeze_router": {False: "", True: "frozen router"},
     "policy.precision": {"float32": "", "bfloat16": "bfloat16"},
@@ -46,7 +54,7 @@ WORDS = {
     "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
     "correction.name": {"none": "", "tis": "TIS"},
 }
-# (arm, the arm it is compared with): columns level, seed, difference
+# from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
 Pairs = dict[tuple[str, str], pd.DataFrame]
 
 
@@ -77,19 +85,24 @@ def main() -> None:
     args = parser.parse_args()
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers, against = (
-        measure(data, args.dose, args.measured, args.arms, args.also),
-        OBJECTIVES[args.against],
-    )
+    numbers = measure(data, args.dose, args.measured, args.arms, args.also)
+    baseline = OBJECTIVES[args.against]
     paths = draw(
-        data, numbers, args.dose, args.measured, args.out, script.view(args), against, args.also
+        data,
+        numbers,
+        args.dose,
+        args.measured,
+        args.out,
+        script.figure_options(args),
+        baseline=baseline,
+        also=args.also,
     )
-    tables = [
+    script.print_lines(
         table(numbers, args.dose, args.measured, args.also),
-        difference_table(numbers, against),
+        difference_table(numbers, baseline),
         dose_table(numbers),
-    ]
-    print("\n".join([line for lines in tables for line in ("", *lines)] + ["", *map(str, paths)]))
+        paths,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -97,60 +110,63 @@ def main() -> None:
 def measure(
     data: Data, dose: list[str], metric: str, settings: list[str], also: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return a row per run that has finished or collapsed: level (of the dose, in words), got (the
-    measured metric), objective, remedy, arm, seed, end, collapsed. Levels are in order: numbers by
-    size, others by what they measured.
+    """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
-    Raises Refused where a setting or the metric is missing, or if runs of one level and arm differ
-    in anything else.
+    The columns are level (of the dose, in words), position (of the level in their order), got (the
+    measured metric), objective, remedy, arm, seed, end, collapsed, and the means of `also`. Raises
+    RunsError if a setting or the metric is missing, or if runs of the same level and arm differ in
+    anything else.
     """
     for name in (metric, *also):
         data.check_metric(name)
-    runs = [run for run in data.runs if run.finished or run.collapsed is not None]
-    for key in (*dose, *settings):
-        if not runs or any(key not in run.settings for run in runs):
-            load.die(
-                f"no finished run has a setting {key}"
-                if not runs
-                else f"not all runs have a setting {key}"
+    runs = settled_runs(data, (*dose, *settings))
+    rows = []
+    for run in runs:
+        means = {name: run.column(name).mean() for name in also}
+        rows.append(measure_run(run, dose, metric, settings) | means)
+    numbers = pd.DataFrame(rows)
+    for (level, arm), cell in numbers.groupby(["level", "arm"]):
+        repeated = cell[cell.duplicated("seed")]
+        if len(repeated):
+            raise RunsError(
+                f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
+                "name with --arms what they differ in"
             )
-    means = [{name: run.column(name).mean() for name in also} for run in runs]
-    numbers = pd.DataFrame(
-        [measured(run, dose, metric, settings) | own for run, own in zip(runs, means, strict=True)]
-    )
-    for (level, arm), same in numbers.groupby(["level", "arm"]):
-        twice = same[same.duplicated("seed")]
-        if len(twice):
-            load.die(
-                f"two runs of {arm} at {level}, seed {twice.iloc[0]['seed']}: name with --arms what they differ in"
+        unexpected = load.differing([runs[index] for index in cell.index])
+        if unexpected:
+            raise RunsError(
+                f"the runs of {arm} at {level} differ also in {', '.join(unexpected)}: give fewer runs"
             )
-        if others := load.differing([runs[at] for at in same.index]):
-            load.die(
-                f"the runs of {arm} at {level} differ also in {', '.join(others)}: give fewer runs"
-            )
-    return numbers.assign(place=numbers["level"].map(order(numbers).index)).sort_values(
-        ["place", "arm", "seed"]
-    )
+    levels = order(numbers)
+    numbers = numbers.assign(position=numbers["level"].map(levels.index))
+    return numbers.sort_values(["position", "arm", "seed"])
 
 
-def measured(run: Run, dose: list[str], metric: str, settings: list[str]) -> dict[str, object]:
-    """Return one run's numbers."""
-    reward, got, part = run.column("reward/mean"), run.column(metric), max(run.planned // PART, 1)
+def measure_run(run: Run, dose: list[str], metric: str, settings: list[str]) -> dict[str, object]:
+    """Return the numbers of a run."""
+    reward = run.column("reward/mean")
+    measured = run.column(metric)
+    part = part_length(run)
     values = [run.settings[key] for key in dose]
-    name = OBJECTIVES.get(run.settings["objective.name"], run.settings["objective.name"])
-    words = [
-        WORDS.get(key, {}).get(run.settings[key], f"{key}={run.settings[key]}") for key in settings
-    ]
-    remedy = "".join(f" [{', '.join(some)}]" for some in [list(filter(None, words))] if some)
-    whole = replayed(run, "", "") + remedy
+    if len(values) == 1:
+        level = values[0]
+    else:
+        level = ", ".join(str(value) for value in values if value != "none")
+    objective = load.base_arm(run.settings, with_replay=False)
+    words = []
+    for key in settings:
+        value = run.settings[key]
+        words.append(WORDS.get(key, {}).get(value, f"{key}={value}"))
+    words = list(filter(None, words))
+    arm = load.base_arm(run.settings)
+    if words:
+        arm += f" [{', '.join(words)}]"
     return {
-        "level": values[0]
-        if len(values) == 1
-        else ", ".join(str(value) for value in values if value != "none"),
-        "got": got[got.index <= part].mean() if len(got) else np.nan,
-        "objective": name,
-        "remedy": whole.removeprefix(name),
-        "arm": whole,
+        "level": level,
+        "got": measured[measured.index <= part].mean() if len(measured) else np.nan,
+        "objective": objective,
+        "remedy": arm.removeprefix(objective),
+        "arm": arm,
         "seed": run.seed,
         "end": reward.tail(part).mean(),
         "collapsed": run.collapsed is not None,
@@ -158,51 +174,47 @@ def measured(run: Run, dose: list[str], metric: str, settings: list[str]) -> dic
 
 
 def order(numbers: pd.DataFrame) -> list:
-    """Return the levels of the dose from the least to the largest."""
+    """Return the levels of the dose from the least to the largest.
+
+    Numbers are ordered by size, other levels by the measured metric.
+    """
     if all(isinstance(level, Real) for level in numbers["level"]):
         return sorted(numbers["level"].unique())
     return numbers.groupby("level")["got"].mean().fillna(0).sort_values().index.tolist()
 
 
-def compared(numbers: pd.DataFrame, against: str = GRPO) -> tuple[Pairs, Pairs]:
-    """Return the paired differences of the rewards at the end: objectives minus `against`, and
-    remedies minus none.
+def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]:
+    """Return the paired differences of the rewards at the end.
+
+    First come the objectives minus `baseline`, then the remedies minus none.
     """
-    arms = numbers.drop_duplicates("arm").set_index("arm")
-    named = {(row.objective, row.remedy): arm for arm, row in arms.iterrows()}
-    objectives = [
-        (arm, named.get((against, row.remedy)))
-        for arm, row in arms.iterrows()
-        if row.objective != against
-    ]
-    remedies = [(arm, named.get((row.objective, ""))) for arm, row in arms.iterrows() if row.remedy]
-    return tuple(
-        {(a, b): differences(numbers, a, b) for a, b in pairs if b}
-        for pairs in (objectives, remedies)
-    )
+    arms = numbers.drop_duplicates("arm")
+    arm_of = {(row.objective, row.remedy): row.arm for row in arms.itertuples()}
+    objectives: Pairs = {}
+    remedies: Pairs = {}
+    for row in arms.itertuples():
+        rival = arm_of.get((baseline, row.remedy))
+        if row.objective != baseline and rival:
+            objectives[row.arm, rival] = differences(numbers, row.arm, rival)
+        plain = arm_of.get((row.objective, ""))
+        if row.remedy and plain:
+            remedies[row.arm, plain] = differences(numbers, row.arm, plain)
+    return objectives, remedies
 
 
 def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
-    """Return the differences a - b of the seeds that both have at a level: columns level, seed,
-    difference.
-    """
-    keys = ["place", "level", "seed"]
-    both = numbers[numbers["arm"] == a].merge(
-        numbers[numbers["arm"] == b], on=keys, suffixes=("", "_b")
-    )
+    """Return the differences a - b for the seeds that both arms have at a level."""
+    keys = ["position", "level", "seed"]
+    a_rows = numbers[numbers["arm"] == a]
+    b_rows = numbers[numbers["arm"] == b]
+    both = a_rows.merge(b_rows, on=keys, suffixes=("", "_b"))
     return both.assign(difference=both["end"] - both["end_b"])[[*keys, "difference"]]
 
 
 def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
-    """Return the place, the level and the interval of the difference at each level."""
-    return [
-        (place, level, t_interval(rows["difference"].to_numpy()))
-        for (place, level), rows in grouped(pair)
-    ]
-
-
-def grouped(rows: pd.DataFrame) -> Iterable:
-    return rows.groupby(["place", "level"])
+    """Return the position, the level and the interval of the difference at each level."""
+    cells = pair.groupby(["position", "level"])["difference"]
+    return [(position, level, t_interval(cell.to_numpy())) for (position, level), cell in cells]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -211,63 +223,41 @@ def table(
     numbers: pd.DataFrame, dose: list[str], metric: str, also: Sequence[str] = ()
 ) -> list[str]:
     """Return a Markdown row per level and arm."""
-    rows = [
-        [
-            " ".join(dose),
-            "arm",
-            "seeds",
-            f"{metric}, first fifth",
-            "reward, last fifth",
-            "collapsed",
-            *also,
-        ]
-    ]
-    for (_, level, arm), runs in numbers.groupby(["place", "level", "arm"]):
-        row = [
-            f"{level}",
-            arm,
-            str(len(runs)),
-            f"{runs['got'].mean():.4g}",
-            t_interval(runs["end"].to_numpy()).text(),
-        ]
-        means = [f"{runs[name].mean():.4g}" for name in also]
-        rows.append([*row, f"{runs['collapsed'].sum()} of {len(runs)}", *means])
-    return aligned_table(rows)
+    head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
+    rows = [[*head, "reward, last fifth", "collapsed", *also]]
+    for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
+        row = [f"{level}", arm, str(len(runs)), f"{runs['got'].mean():.4g}"]
+        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
+        rows.append(row + [f"{runs[name].mean():.4g}" for name in also])
+    return markdown_table(rows)
 
 
-def difference_table(numbers: pd.DataFrame, against: str = GRPO) -> list[str]:
-    """Return a Markdown row per level and pair of arms that differ in the objective or in the
-    remedy alone.
+def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
+    """Return a Markdown row per level and pair of arms.
+
+    The arms of a pair differ in the objective or in the remedy alone.
     """
     rows = [["dose", "difference of the reward, last fifth", "mean and 95 % interval", "p"]]
-    for pairs in compared(numbers, against):
+    for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
-            rows += [
-                [f"{level}", f"{a} - {b}", i.text("+.3f"), p_text(i)]
-                for _, level, i in intervals(pair)
-            ]
-    return aligned_table(rows)
+            for _, level, interval in intervals(pair):
+                rows.append([f"{level}", f"{a} - {b}", *difference_cells(interval)])
+    return markdown_table(rows)
 
 
 def dose_table(numbers: pd.DataFrame) -> list[str]:
-    """Return a Markdown row per arm and level: the difference to the same arm's least dose, paired
-    by seed.
-    """
+    """Return a Markdown row per arm and level: the difference to the arm's least dose, by seed."""
     rows = [["arm", "dose", "reward, minus that at its least dose", "p"]]
     for arm, runs in numbers.groupby("arm"):
-        ends = runs.pivot(index="seed", columns="place", values="end")
-        names = dict(zip(runs["place"], runs["level"], strict=True))
-        for place in ends.columns[1:]:
-            each = (ends[place] - ends[ends.columns[0]]).dropna().to_numpy()
-            if len(each):
-                interval = t_interval(each)
-                head = f"{names[place]} - {names[ends.columns[0]]}"
-                rows.append([arm, head, interval.text("+.3f"), p_text(interval)])
-    return aligned_table(rows)
-
-
-def p_text(interval: Interval) -> str:
-    return f"{interval.p():.2g}" if interval.seeds > 1 else "-"
+        ends = runs.pivot(index="seed", columns="position", values="end")
+        levels = dict(zip(runs["position"], runs["level"], strict=True))
+        least, *larger = ends.columns
+        for position in larger:
+            paired = (ends[position] - ends[least]).dropna().to_numpy()
+            if len(paired):
+                doses = f"{levels[position]} - {levels[least]}"
+                rows.append([arm, doses, *difference_cells(t_interval(paired))])
+    return markdown_table(rows)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -278,88 +268,82 @@ def draw(
     dose: list[str],
     metric: str,
     out: Path,
-    view: View | None = None,
-    against: str = GRPO,
+    options: FigureOptions | None = None,
+    *,
+    baseline: str = GRPO,
     also: Sequence[str] = (),
 ) -> list[Path]:
-    """Draw the reward and the collapsed share of every arm above, and the differences of pairs of
-    arms below. Where there are no remedies, the first metric of `also` stands in their place."""
-    view, own = view or View(), looks(sorted(numbers["arm"].unique()))
-    figure = style.canvas(7.4, view)
-    panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=(1, 0.1 + 0.06 * len(own), 1))
-    upper, shares, names, *lower = panels.values()
-    more = also[0] if also and not compared(numbers, against)[1] else ""
-    for place, (arm, runs) in enumerate(numbers.groupby("arm")):
-        shift = 0.05 * (place - (len(own) - 1) / 2)  # so that intervals do not hide each other
-        for ax, column in ((upper, "end"), (lower[1], more)) if more else ((upper, "end"),):
-            cells = [
-                (at + shift, t_interval(cell[column].to_numpy()))
-                for at, cell in runs.groupby("place")
-            ]
-            along(ax, cells, own[arm])
-        share = runs.groupby("place")["collapsed"].mean()
-        shares.plot(share.index + shift, share, lw=1.6, ms=5, **own[arm].plot())
-    shares.set_ylim(-0.05, 1.05)
-    for ax, pairs in zip(lower, compared(numbers, against), strict=True):
-        for place, ((arm, _), pair) in enumerate(pairs.items()):
-            shift = 0.07 * (place - (len(pairs) - 1) / 2)
-            along(ax, [(at + shift, interval) for at, _, interval in intervals(pair)], own[arm])
+    """Draw the reward and the collapsed share above, and the differences of pairs of arms below.
+
+    If there are no remedies, the last panel shows the first metric of `also`.
+    """
+    options = options or FigureOptions()
+    styles = arm_styles(sorted(numbers["arm"].unique()))
+    objectives, remedies = compared(numbers, baseline)
+    extra_metric = also[0] if also and not remedies else ""
+    figure = style.canvas(7.4, options)
+    heights = (1, 0.1 + 0.06 * len(styles), 1)
+    panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
+    end_panel, share_panel, names_panel, objective_panel, remedy_panel = panels.values()
+    for index, (arm, runs) in enumerate(numbers.groupby("arm")):
+        shift = 0.05 * (index - (len(styles) - 1) / 2)  # so that intervals do not hide each other
+        shifted = runs.assign(x=runs["position"] + shift)
+        interval_line(end_panel, cell_intervals(shifted, "x", "end"), styles[arm])
+        if extra_metric:
+            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), styles[arm])
+        share = shifted.groupby("x")["collapsed"].mean()
+        share_panel.plot(share.index, share, lw=1.6, ms=5, **styles[arm].plot_options())
+    share_panel.set_ylim(-0.05, 1.05)
+    for ax, pairs in ((objective_panel, objectives), (remedy_panel, remedies)):
+        for index, ((arm, _), pair) in enumerate(pairs.items()):
+            shift = 0.07 * (index - (len(pairs) - 1) / 2)
+            points = [(position + shift, interval) for position, _, interval in intervals(pair)]
+            interval_line(ax, points, styles[arm])
         ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
-        ax.set_visible(bool(pairs or more))
-    titles = (
-        "Reward at the end",
-        "Collapsed runs",
-        f"Each objective minus {against}",
-        more or "Each remedy minus none",
-    )
-    last = "mean of all batches" if more else "difference, same objective"
-    paired = "difference, paired by seed" if more else "difference, same remedy"
-    labels = "last fifth of the batches", "share of the seeds", paired, last
-    ticks = [
-        tick(level, cell.groupby("arm")["got"].mean()) for (_, level), cell in grouped(numbers)
-    ]
-    for ax, title, label in zip((upper, shares, *lower), titles, labels, strict=True):
-        ax.set(title=title, ylabel=label, xlabel=f"{' and '.join(dose)}; below it\n{metric}")
+        ax.set_visible(bool(pairs or extra_metric))
+    end_panel.set(title="Reward at the end", ylabel="last fifth of the batches")
+    share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
+    objective_panel.set_title(f"Each objective minus {baseline}")
+    if extra_metric:
+        objective_panel.set_ylabel("difference, paired by seed")
+        remedy_panel.set(title=extra_metric, ylabel="mean of all batches")
+    else:
+        objective_panel.set_ylabel("difference, same remedy")
+        remedy_panel.set(title="Each remedy minus none", ylabel="difference, same objective")
+    cells = numbers.groupby(["position", "level"])
+    ticks = [tick(level, cell.groupby("arm")["got"].mean()) for (_, level), cell in cells]
+    for ax in (end_panel, share_panel, objective_panel, remedy_panel):
+        ax.set_xlabel(f"{' and '.join(dose)}; below it\n{metric}")
         ax.set_xticks(range(len(ticks)), ticks)
-    names.set_axis_off()
-    style.key(names, own, loc="center", ncols=min(len(own), 4))
+    names_panel.set_axis_off()
+    style.legend(names_panel, styles, loc="center", ncols=min(len(styles), 4))
     study = Path(str(data.runs[0].settings.get("study"))).name
-    return style.save(figure, out, f"fig_dose_{study}", caption(data, numbers, metric), view)
+    return style.save(figure, out, f"fig_dose_{study}", caption(data, numbers, metric), options)
 
 
-def along(ax: Axes, points: list[tuple[float, Interval]], look: Look) -> None:
-    """Draw means with their intervals at these places, joined by a line."""
-    means = np.array([interval.mean for _, interval in points])
-    spans = np.nan_to_num([(i.mean - i.low, i.high - i.mean) for _, i in points])
-    places = [place for place, _ in points]
-    ax.errorbar(places, means, yerr=spans.T, lw=1.6, ms=5, elinewidth=1, **look.plot())
+def tick(level: object, measured: pd.Series) -> str:
+    """Return the label of a level: its words, and below them its measured metric.
 
-
-def tick(level: object, got: pd.Series) -> str:
-    """Return the label of a level: its words, and below them what was measured there. That is the
-    mean over the arms, or the least and the largest arm where one is more than twice the other."""
+    That is the mean over the arms. If an arm is above twice another, it is the range of the arms.
+    """
     word = f"{level:g}" if isinstance(level, Real) else str(level)
-    got = got.dropna()
-    if got.empty:
+    measured = measured.dropna()
+    if measured.empty:
         return word
-    if got.min() > 0 and got.max() > 2 * got.min():
-        return f"{word}\n{got.min():.2g} to {got.max():.2g}"
-    return f"{word}\n{got.mean():.3g}"
+    if measured.min() > 0 and measured.max() > 2 * measured.min():
+        return f"{word}\n{measured.min():.2g} to {measured.max():.2g}"
+    return f"{word}\n{measured.mean():.3g}"
 
 
 def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
-    """Return the caption: what was run and what is drawn."""
-    counts = numbers.groupby(["place", "arm"])["seed"].count()
-    seeds = (
-        f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    )
-    lengths = sorted({run.planned for run in data.runs})
-    batches = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    """Return the caption, which describes the runs and the panels."""
+    seeds = span(numbers.groupby(["position", "arm"])["seed"].count())
+    batches = span([run.planned for run in data.runs])
     return (
-        f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under each dose stands "
-        f"{metric} in the first fifth of the batches: the mean over the arms, or its least and largest arm. Bars: 95 % "
-        "intervals over seeds; "
-        "collapse by the registered rule. Differences are paired by seed."
+        f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "
+        f"each dose stands {metric} in the first fifth of the batches: the mean over the arms, or "
+        "its least and largest arm. Bars: 95 % intervals over seeds; collapse by the registered "
+        "rule. Differences are paired by seed."
     )
 
 

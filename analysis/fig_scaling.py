@@ -1,14 +1,13 @@
-"""Scaling: what does a training step cost against response length, batch, model width and number of
-experts?
+"""Scaling: what does a training step cost against response length, batch, width and experts?
 
     python experiments/benchmark.py curves=true                 measures and draws
     gspo figure scaling runs/benchmarks/scaling.json
 
 Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at
-the longest responses. With the width, seconds grow more slowly than the arithmetic, which grows as
-the square. With the number of experts they hardly grow, since a token visits the same few. Memory
-stays level except for what a micro-batch holds. Prints a Markdown table of the same numbers with
-the exponents between points; writes fig_scaling.pdf and .png.
+the longest responses. With the model's width, seconds grow more slowly than the arithmetic, which
+grows as the square. With the number of experts they hardly grow, since a token visits the same few.
+Memory stays level except for the tensors of a micro-batch. Prints a Markdown table of the same
+numbers with the exponents between points. Writes fig_scaling.pdf and .png.
 """
 
 from __future__ import annotations
@@ -19,14 +18,23 @@ import sys
 from pathlib import Path
 
 from gspo.analysis import script, style
-from gspo.analysis.blocks import aligned_table
-from gspo.analysis.looks import BLUE, VERMILION
-from gspo.analysis.style import View
+from gspo.analysis.arm_styles import BLUE, VERMILION
+from gspo.analysis.blocks import markdown_table
+from gspo.analysis.style import FigureOptions
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-ROWS = (("total_s", "seconds per step"), ("peak_memory_mib", "peak memory (MiB)"))
-LINES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}  # by number of threads
+ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}
+# by number of threads: line, marker, colour
+THREAD_STYLES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}
 REFUSED = script.NO_CURVES | {"seeds": "it measures time, once for each point"}
+CAPTION = (
+    "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing "
+    "changed at a time around 64 responses of 128 tokens, width 64, 16 experts of which a token "
+    "visits 2 (lengths: 32 responses; widths: 64 tokens)."
+)
+# the points of every curve and number of threads, sorted by x
+Lines = dict[tuple[str, int], list[dict]]
 
 
 def main() -> None:
@@ -37,17 +45,16 @@ def main() -> None:
             f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`"
         )
     records = json.loads(path.read_text(encoding="utf-8"))["points"]
-    print(
-        "\n".join(["", *table(records), "", *map(str, draw(records, args.out, script.view(args)))])
-    )
+    paths = draw(records, args.out, script.figure_options(args))
+    script.print_lines(table(records), paths)
 
 
-def lines(records: list[dict]) -> dict[tuple[str, int], list[dict]]:
+def lines(records: list[dict]) -> Lines:
     """Return the points of every curve and number of threads, sorted by x."""
-    found: dict[tuple[str, int], list[dict]] = {}
-    for record in sorted(records, key=lambda r: r["x"]):
-        found.setdefault((record["curve"], record["threads"]), []).append(record)
-    return found
+    points: Lines = {}
+    for record in sorted(records, key=lambda record: record["x"]):
+        points.setdefault((record["curve"], record["threads"]), []).append(record)
+    return points
 
 
 def exponent(points: list[dict], key: str) -> float:
@@ -58,84 +65,56 @@ def exponent(points: list[dict], key: str) -> float:
 
 def table(records: list[dict]) -> list[str]:
     """Return the numbers as a Markdown table."""
-    head = (
-        "curve",
-        "threads",
-        "x",
-        "s/step",
-        "rollout",
-        "update",
-        "microseconds/token",
-        "MiB",
-        "exponent of s/step",
-    )
-    rows = [head]
+    head = ["curve", "threads", "x", "s/step", "rollout", "update", "microseconds/token", "MiB"]
+    rows = [[*head, "exponent of s/step"]]
     for (curve, threads), points in lines(records).items():
-        for i, p in enumerate(points):
-            slope = f"{exponent(points[: i + 1], 'total_s'):.2f}" if i else ""
-            seconds = [f"{p[name]:.2f}" for name in ("total_s", "rollout_s", "update_s")]
-            token, memory = (
-                f"{p['total_s'] / p['tokens'] * 1e6:.0f}",
-                f"{p['peak_memory_mib']:,.0f}",
-            )
-            rows.append((curve, threads, f"{p['x']:,}", *seconds, token, memory, slope))
-    return aligned_table(rows)
+        for index, point in enumerate(points):
+            row = [curve, threads, f"{point['x']:,}"]
+            row += [f"{point[name]:.2f}" for name in ("total_s", "rollout_s", "update_s")]
+            row.append(f"{point['total_s'] / point['tokens'] * 1e6:.0f}")
+            row.append(f"{point['peak_memory_mib']:,.0f}")
+            row.append(f"{exponent(points[: index + 1], 'total_s'):.2f}" if index else "")
+            rows.append(row)
+    return markdown_table(rows)
 
 
-def draw(records: list[dict], out: Path, view: View) -> list[Path]:
+def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
     """Draw a column per curve, with time above and memory below."""
-    found = lines(records)
-    curves = list(dict.fromkeys(curve for curve, _ in found))
-    figure = style.canvas(4.2, view)
+    points = lines(records)
+    curves = list(dict.fromkeys(curve for curve, _ in points))
+    figure = style.canvas(4.2, options)
     axes = figure.subplots(len(ROWS), len(curves), squeeze=False, sharex="col", sharey="row")
     for column, curve in enumerate(curves):
-        for row, (key, label) in enumerate(ROWS):
-            ax = axes[row][column]
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log")
-            for threads, (dash, mark, hue) in LINES.items():
-                points = found.get((curve, threads))
-                if points:
-                    text = f"{threads} thread{'s' * (threads > 1)}"
-                    ys = [p[key] for p in points]
-                    ax.plot(
-                        [p["x"] for p in points],
-                        ys,
-                        dash,
-                        color=hue,
-                        marker=mark,
-                        ms=3.5,
-                        label=text,
-                    )
-            if row == 0:
-                first = found[curve, min(LINES)][0]
-                xs = [p["x"] for p in found[curve, min(LINES)]]
-                ax.plot(
-                    xs,
-                    [first[key] * x / first["x"] for x in xs],
-                    color=style.MUTED,
-                    lw=0.8,
-                    ls=":",
-                    label="linear",
-                )
-            ax.xaxis.set_major_formatter(ScalarFormatter())
-            ax.xaxis.set_minor_locator(NullLocator())
-            ax.set_xticks([p["x"] for p in found[curve, min(LINES)]])
-            ax.tick_params(axis="x", labelsize=7, rotation=45)
-            if row:
-                ax.set_xlabel(curve)
-            if not column:
-                ax.set_ylabel(label)
-    axes[0][0].legend(fontsize=8)
-    return style.save(
-        figure,
-        out,
-        "fig_scaling",
-        "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing changed at a time "
-        "around 64 responses of 128 tokens, width 64, 16 experts of which a token visits 2 (lengths: 32 responses; "
-        "widths: 64 tokens).",
-        view,
-    )
+        for ax, key in zip(axes[:, column], ROWS, strict=True):
+            draw_panel(ax, points, curve, key)
+        axes[-1, column].set_xlabel(curve)
+    for ax, label in zip(axes[:, 0], ROWS.values(), strict=True):
+        ax.set_ylabel(label)
+    axes[0, 0].legend(fontsize=8)
+    return style.save(figure, out, "fig_scaling", CAPTION, options)
+
+
+def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
+    """Draw a quantity of a curve, a line per number of threads."""
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    for threads, (line, marker, colour) in THREAD_STYLES.items():
+        measured = points.get((curve, threads))
+        if measured:
+            label = f"{threads} thread{'s' if threads > 1 else ''}"
+            x = [point["x"] for point in measured]
+            y = [point[key] for point in measured]
+            ax.plot(x, y, line, color=colour, marker=marker, ms=3.5, label=label)
+    single_thread = points[curve, min(THREAD_STYLES)]
+    x = [point["x"] for point in single_thread]
+    if key == "total_s":
+        first = single_thread[0]
+        linear = [first[key] * value / first["x"] for value in x]
+        ax.plot(x, linear, color=style.MUTED, lw=0.8, ls=":", label="linear")
+    ax.xaxis.set_major_formatter(ScalarFormatter())
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(x)
+    ax.tick_params(axis="x", labelsize=7, rotation=45)
 
 
 if __name__ == "__main__":

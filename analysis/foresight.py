@@ -1,12 +1,13 @@
-"""How well a score foresees a collapse: AUROC at a lead, thresholds from other runs, lead times,
-false alarms.
+"""How well a score foresees a collapse: AUROC at a lead, thresholds, lead times, false alarms.
 
-A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py);
-a run that does not is called healthy. A score warns at its first step above a threshold. Only
-warnings before the collapse count as seen; the rule itself is certain only 20 steps after it.
+A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py).
+A run that does not is called healthy. A score warns at its first step above a threshold, which is
+fitted on other runs. Only warnings before the collapse count as seen, for the rule itself is
+certain only 20 steps after it.
+
 Intervals are 95 %, by resampling runs, with collapsed and healthy runs resampled apart. They treat
-runs as independent, which runs of one seed and one setting are not quite. No interval is given for
-fewer than 5 runs, nor where all have the same value.
+runs as independent, which runs of the same seed or setting are not quite. No interval is given for
+fewer than 5 runs, nor if all have the same value.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ import numpy as np
 import pandas as pd
 from gspo.analysis.stats import REPS
 
+from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 from gspo.tracking.collapse import SIGNALS, collapse
 
-LR = "learning rate alone"  # a score that looks at no metric, which the others have to beat
-FEWEST = 5  # the fewest values for an interval
+LR = "learning rate alone"  # a score without any metric, which the others have to beat
+NORMAL_QUANTILE = 1.959964
+MIN_VALUES = 5  # for an interval
 WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
-RATE = 0.05  # the share of the healthy runs that may warn, where a threshold is fitted
+FALSE_ALARM_SHARE = 0.05  # of the healthy runs, at a fitted threshold
 # a warning is over when the score falls below this share of the threshold, as in the monitor
 CLEARED = 0.8
 
 
 @dataclass
 class History:
-    """One run: its stress, its learning rate, the index of the step at which it collapsed (None if
-    it did not), and its scores [T] by signal."""
+    """A run: its stress, its learning rate, its collapse, and its scores [T] by signal.
+
+    `collapsed` is the index of the step at which the run collapsed, or None.
+    """
 
     run: str
     stress: str
@@ -49,14 +54,16 @@ class History:
 
 def histories(frame: pd.DataFrame) -> list[History]:
     """Return the runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
-    found = []
+    runs = []
     for name, rows in frame.sort_values("step").groupby("run", sort=True):
-        scores = {s: signal.score(_series(rows, signal.metric)) for s, signal in SIGNALS.items()}
+        scores = {}
+        for signal_name, signal in SIGNALS.items():
+            scores[signal_name] = signal.score(_series(rows, signal.metric))
         first = rows.iloc[0]
         scores[LR] = np.full(len(rows), first["lr"])
-        fell = collapse(_series(rows, "reward/mean"))
-        found.append(History(name, first["stress"], float(first["lr"]), fell, scores))
-    return found
+        collapsed = collapse(_series(rows, "reward/mean"))
+        runs.append(History(name, first["stress"], float(first["lr"]), collapsed, scores))
+    return runs
 
 
 def _series(rows: pd.DataFrame, metric: str) -> list[float]:
@@ -66,33 +73,33 @@ def _series(rows: pd.DataFrame, metric: str) -> list[float]:
 # ----------------------------------------------------------------------------------------------------------
 # ranking
 def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
-    """Return [collapsed, healthy]: 1 where the collapsed run's largest score is above the healthy
-    one's, 0.5 where equal.
+    """Return [collapsed, healthy]: 1 if the collapsed run's largest score is higher, 0.5 if equal.
 
-    Both are taken over the same steps, from the warm-up until `lead` steps before the collapse;
-    otherwise a long healthy run would have more chances of a high score. NaN where either has none
-    or, with `same_lr`, where the learning rates differ.
+    Both scores are taken over the same steps, from the warm-up until `lead` steps before the
+    collapse. Otherwise a long healthy run would have more chances of a high score. An entry is NaN
+    if either run has no score or, with `same_lr`, if the learning rates differ.
     """
     healthy = [run for run in runs if run.collapsed is None]
+    rates = np.array([run.lr for run in healthy])
     rows = []
     for run in runs:
-        if run.collapsed is not None:
-            # the last step counted is `lead` before the collapse
-            end = max(0, run.collapsed - lead + 1)
-            mine, others = (
-                run.highest(signal, end),
-                np.array([other.highest(signal, end) for other in healthy]),
-            )
-            out = np.isnan(mine - others) | np.array(
-                [same_lr and run.lr != other.lr for other in healthy], bool
-            )
-            rows.append(np.where(out, np.nan, (mine > others) + 0.5 * (mine == others)))
+        if run.collapsed is None:
+            continue
+        # the last counted step is `lead` before the collapse
+        end = max(0, run.collapsed - lead + 1)
+        score = run.highest(signal, end)
+        healthy_scores = np.array([other.highest(signal, end) for other in healthy])
+        row = (score > healthy_scores) + 0.5 * (score == healthy_scores)
+        row[np.isnan(score - healthy_scores)] = np.nan
+        if same_lr:
+            row[rates != run.lr] = np.nan
+        rows.append(row)
     return np.array(rows).reshape(len(rows), len(healthy))
 
 
 @dataclass
 class Value:
-    """An estimate, its interval (NaN where there is none), and the number of runs behind it."""
+    """An estimate, its interval (NaN if there is none), and the number of runs behind it."""
 
     value: float
     low: float
@@ -107,45 +114,58 @@ class Value:
         return f"{self.value:{form}}{interval}"
 
 
-NOTHING = Value(math.nan, math.nan, math.nan, 0)
+NO_VALUE = Value(math.nan, math.nan, math.nan, 0)
 
 
 def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
-    """Return the probability that a collapsed run scores above a healthy one, taken `lead` steps
-    before its collapse or earlier. With `same_lr` only pairs of one learning rate are compared. The
-    count is of the collapsed runs that have steps so early and a run to be compared with."""
+    """Return the probability that a collapsed run scores above a healthy run.
+
+    The scores are taken `lead` steps before the collapse or earlier. With `same_lr` only pairs of
+    the same learning rate are compared. The count is of the collapsed runs that have steps so early and
+    a run to be compared with.
+    """
     table = wins(runs, signal, lead, same_lr)
-    table = table[np.isfinite(table).any(axis=1)] if table.size else table
+    if table.size:
+        table = table[np.isfinite(table).any(axis=1)]
     if not table.size:
-        return NOTHING
-    there, won, (sick, well) = np.isfinite(table), np.nan_to_num(table), table.shape
-    rng = np.random.default_rng(0)
-    rows = rng.multinomial(sick, np.full(sick, 1 / sick), size=REPS)  # how often each run is drawn
-    columns = rng.multinomial(well, np.full(well, 1 / well), size=REPS)
-    pairs = np.einsum("ri,ij,rj->r", rows, there, columns, optimize=True)
-    draws = (
-        np.einsum("ri,ij,rj->r", rows, won, columns, optimize=True)[pairs > 0] / pairs[pairs > 0]
-    )
-    low, high = np.quantile(draws, [0.025, 0.975]) if sick >= FEWEST else (math.nan, math.nan)
-    return Value(float(np.nanmean(table)), float(low), float(high), sick)
+        return NO_VALUE
+    collapsed, healthy = table.shape
+    low = math.nan
+    high = math.nan
+    if collapsed >= MIN_VALUES:
+        rng = np.random.default_rng(0)
+        collapsed_counts = resample_counts(collapsed, REPS, rng)
+        healthy_counts = resample_counts(healthy, REPS, rng)
+
+        def totals(values: np.ndarray) -> np.ndarray:
+            """Return the sum of the values over the drawn pairs, for each draw."""
+            terms = (collapsed_counts, values, healthy_counts)
+            return np.einsum("ri,ij,rj->r", *terms, optimize=True)
+
+        pairs = totals(np.isfinite(table))
+        won = totals(np.nan_to_num(table))
+        low, high = percentile_interval(won[pairs > 0] / pairs[pairs > 0])
+    return Value(float(np.nanmean(table)), low, high, collapsed)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # warning
 def fitted(runs: list[History], signal: str) -> float:
-    """Return the lowest threshold above which at most 5 % of the healthy ones among these runs ever
-    score.
-    """
-    tops = [run.highest(signal) for run in runs if run.collapsed is None]
-    tops = sorted(top for top in tops if not math.isnan(top))
-    return tops[math.ceil((1 - RATE) * len(tops)) - 1] if tops else math.nan
+    """Return the lowest threshold above which at most 5 % of the healthy runs ever score."""
+    highest = [run.highest(signal) for run in runs if run.collapsed is None]
+    highest = sorted(score for score in highest if not math.isnan(score))
+    if not highest:
+        return math.nan
+    return highest[math.ceil((1 - FALSE_ALARM_SHARE) * len(highest)) - 1]
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
-    """Return the steps at which a warning begins. It is over when the score falls below 0.8 x a
-    positive threshold.
+    """Return the steps at which a warning begins.
+
+    A warning is over when the score falls below 0.8 x a positive threshold.
     """
-    steps, active = [], False
+    steps = []
+    active = False
     clear = CLEARED * threshold if threshold > 0 else threshold
     for step, score in enumerate(scores[WARM_UP:], start=WARM_UP):
         if not active and score > threshold:
@@ -156,7 +176,7 @@ def warnings(scores: np.ndarray, threshold: float) -> list[int]:
 
 @dataclass
 class Verdict:
-    """A run's warnings: when the first came, how many there were, and when the run collapsed."""
+    """A run's warnings: the step of the first, their number, and the step of its collapse."""
 
     first: int | None
     count: int
@@ -169,16 +189,18 @@ class Verdict:
 
 
 def judged(run: History, thresholds: dict[str, float]) -> Verdict:
-    """Return the warnings that these signals give together for one run."""
-    steps = sorted(
-        s for name, threshold in thresholds.items() for s in warnings(run.scores[name], threshold)
-    )
-    return Verdict(steps[0] if steps else None, len(steps), run.collapsed)
+    """Return the warnings that these signals give together for a run."""
+    steps: list[int] = []
+    for name, threshold in thresholds.items():
+        steps += warnings(run.scores[name], threshold)
+    return Verdict(min(steps, default=None), len(steps), run.collapsed)
 
 
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
-    """Judge each run by a threshold that was fitted on the runs under other stresses; runs without
-    such a threshold are left out."""
+    """Judge each run by a threshold that was fitted on the runs under other stresses.
+
+    Runs without such a threshold are left out.
+    """
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
         threshold = fitted([run for run in runs if run.stress != stress], signal)
@@ -189,7 +211,7 @@ def held_out(runs: list[History], signal: str) -> list[Verdict]:
 
 @dataclass
 class Alarm:
-    """What a warning rule is worth."""
+    """The worth of a warning rule."""
 
     seen: Value  # share of the collapsed runs that it warned of
     lead: Value  # median steps before the collapse, of those
@@ -198,35 +220,35 @@ class Alarm:
 
 def worth(verdicts: list[Verdict]) -> Alarm:
     """Sum up the verdicts on all runs."""
-    sick = [v for v in verdicts if v.collapsed is not None]
-    leads = [v.collapsed - v.first for v in sick if v.seen]
-    counts = [v.count for v in verdicts if v.collapsed is None]
+    collapsed = [verdict for verdict in verdicts if verdict.collapsed is not None]
+    leads = [verdict.collapsed - verdict.first for verdict in collapsed if verdict.seen]
+    false_alarms = [verdict.count for verdict in verdicts if verdict.collapsed is None]
     return Alarm(
-        share([v.seen for v in sick]), resampled(leads, np.median), resampled(counts, np.mean)
+        seen=share([verdict.seen for verdict in collapsed]),
+        lead=resampled(leads, np.median),
+        false=resampled(false_alarms, np.mean),
     )
 
 
 def share(hits: list[bool]) -> Value:
     """Return the proportion of hits with Wilson's interval."""
-    n, z = len(hits), 1.959964
+    n = len(hits)
     if not n:
-        return NOTHING
+        return NO_VALUE
     p = sum(hits) / n
-    middle, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n)
-    half *= math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return Value(p, max(0.0, middle - half), min(1.0, middle + half), n)
+    return Value(p, *wilson_interval(p, n, NORMAL_QUANTILE), n)
 
 
 def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
     """Return a statistic of the values with its percentile interval."""
     numbers = np.array(values, float)
-    if not len(numbers):
-        return NOTHING
-    low = high = math.nan
-    if len(numbers) >= FEWEST and numbers.min() < numbers.max():
+    size = len(numbers)
+    if not size:
+        return NO_VALUE
+    low = math.nan
+    high = math.nan
+    if size >= MIN_VALUES and numbers.min() < numbers.max():
         rng = np.random.default_rng(0)
-        draws = [
-            statistic(numbers[rng.integers(len(numbers), size=len(numbers))]) for _ in range(REPS)
-        ]
-        low, high = (float(x) for x in np.quantile(draws, [0.025, 0.975]))
-    return Value(float(statistic(numbers)), low, high, len(numbers))
+        draws = [statistic(numbers[rng.integers(size, size=size)]) for _ in range(REPS)]
+        low, high = percentile_interval(draws)
+    return Value(float(statistic(numbers)), low, high, size)

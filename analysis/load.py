@@ -1,17 +1,15 @@
-"""Load runs from wherever they were recorded (sources.py), find out which arm each is, and return
-one tidy frame.
-"""
+"""Load runs from wherever they were recorded (sources.py), name their arms, and return them together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from pathlib import Path
 
 from gspo.analysis import sources
 from gspo.analysis.runs import ARMS as ARMS
-from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, die, nearest
+from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError, nearest
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
-from gspo.analysis.runs import Refused as Refused
 from gspo.analysis.sources import Record
 
 from gspo.io import escaping
@@ -33,20 +31,31 @@ OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a 
     "sapo": "SAPO",
 }
 
-# settings without which a record is not a training run
+# a record without one of these settings is no training run
 NEEDED = ("seed", "steps", "objective.name")
-NUMBER, NAME = (int, float, type(None)), (str, type(None))
-# the types of the settings that figures and tables rely on; other settings may be any number or
-# text
+NUMBER = (int, float, type(None))
+NAME = (str, type(None))
+# The types of the settings that figures and tables rely on. Other settings may be any number or
+# text.
 KINDS = {
-    "seed": (int,), "steps": (int,), "objective.name": (str,), "study": NAME, "model.name": NAME,
-    "policy.routing_replay": NAME, "objective.clip_low": NUMBER, "objective.clip_high": NUMBER, "optim.lr": NUMBER,
-    "optim.max_grad_norm": NUMBER, "rollout.prompts_per_step": NUMBER, "rollout.group_size": NUMBER,
+    "seed": (int,),
+    "steps": (int,),
+    "objective.name": (str,),
+    "study": NAME,
+    "model.name": NAME,
+    "policy.routing_replay": NAME,
+    "objective.clip_low": NUMBER,
+    "objective.clip_high": NUMBER,
+    "optim.lr": NUMBER,
+    "optim.max_grad_norm": NUMBER,
+    "rollout.prompts_per_step": NUMBER,
+    "rollout.group_size": NUMBER,
     "trainer.minibatches": NUMBER,
-}  # fmt: skip
-MOST_NAMED = 6  # most arms that a message names
-LONGEST = 2000  # most characters of a setting's name and value
-FOLDER = 100  # most characters of the study's name, after which files are named
+}
+MAX_ARMS_NAMED = 6  # arms that a message names
+MAX_LOST_NAMED = 3  # lost batches that a message names
+MAX_SETTING_CHARS = 2000  # of a setting's name and value
+MAX_STUDY_CHARS = 100  # of the study's name, after which files are named
 # These may differ between two runs of one arm: who ran it, for how long, where it was written.
 NOT_THE_ARM = (
     "seed",
@@ -68,96 +77,103 @@ NOT_THE_ARM = (
     "prompt_used",
     "inputs",
 )
-# Arms differ in these on purpose; any other difference between compared arms is stated in the
-# caption.
+# Arms differ in these on purpose. Captions state any other difference between compared arms.
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
 def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> Data:
-    """Return all runs of these sources with their arms, in the order of the sources and within each
-    by path.
+    """Return all runs of these sources with their arms, ordered by source and then by path.
 
-    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises Refused if
-    there are none, if a source cannot be read, or if two runs have the same arm and seed."""
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises RunsError
+    if there are none, if a source cannot be read, or if two runs have the same arm and seed.
+    """
     notes: list[str] = []
-    runs = {}
+    runs_by_key: dict[tuple[Path, str], Run] = {}
     for path in paths:
         try:
-            found = sources.records(path)
+            records = sources.records(path)
         except (OSError, ValueError) as error:
-            die(str(error))
-        for record in sorted(
-            found, key=lambda record: (record.path.resolve(), str(record.settings.get("study")))
-        ):
-            if (run := as_run(record, notes)) is not None:
-                key = record.path.resolve(), str(record.settings.get("study"))
-                if key in runs and runs[key].id != run.id:
-                    notes.append(
-                        f"{run.path}: two W&B runs, {runs[key].id} and {run.id}; the newer one counts"
-                    )
-                runs[key] = run
-    runs = list(runs.values())
+            raise RunsError(str(error)) from None
+        for record in sorted(records, key=record_key):
+            run = as_run(record, notes)
+            if run is None:
+                continue
+            key = record_key(record)
+            earlier = runs_by_key.get(key)
+            if earlier is not None and earlier.id != run.id:
+                ids = f"{earlier.id} and {run.id}"
+                notes.append(f"{run.path}: two W&B runs, {ids}; the newer one counts")
+            runs_by_key[key] = run
+    runs = list(runs_by_key.values())
     if not runs:
-        die(
-            f"no runs under {', '.join(map(str, paths))}: no folder with settings.yaml and a batch in metrics.jsonl"
-        )
+        searched = ", ".join(map(str, paths))
+        needed = "no folder with settings.yaml and a batch in metrics.jsonl"
+        raise RunsError(f"no runs under {searched}: {needed}")
     for key, value in (where or {}).items():
         runs = having(runs, key, value)
     label(runs, notes)
-    notes += [
-        f"unfinished: {run.path}, {run.last} of {run.planned} batches"
-        for run in runs
-        if not run.finished
-    ]
-    notes += [f"lost: {run.path} has no row of {lost}" for run in runs if (lost := lost_steps(run))]
+    for run in runs:
+        if not run.finished:
+            notes.append(f"unfinished: {run.path}, {run.last} of {run.planned} batches")
+    for run in runs:
+        lost = lost_steps(run)
+        if lost:
+            notes.append(f"lost: {run.path} has no row of {lost}")
     return Data(runs, notes)
 
 
+def record_key(record: Record) -> tuple[Path, str]:
+    """Return the path and the study, by which two records are the same run."""
+    return record.path.resolve(), str(record.settings.get("study"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# choosing runs by a setting
 def having(runs: list[Run], key: str, value: object) -> list[Run]:
-    """Return the runs with this value of a setting. Raises Refused if there are none, with the
-    values that there are."""
+    """Return the runs with this value of a setting; raise RunsError if there are none."""
     key = full_key(runs, key)
-    found = {
+    recorded = {
         repr(run.settings.get(key)): run.settings.get(key) for run in runs if key in run.settings
     }
-    if not found:
+    if not recorded:
         settings = sorted({name for run in runs for name in run.settings})
-        die(f"--where {key}={value}: these runs have no setting {key}{nearest(key, settings)}")
-    kept = [run for run in runs if key in run.settings and same_value(run.settings[key], value)]
-    if not kept:
-        die(
-            f"--where {key}={value}: no run has it; there are {', '.join(in_order(found.values()))}"
-        )
-    return kept
+        suggestion = nearest(key, settings)
+        raise RunsError(f"--where {key}={value}: these runs have no setting {key}{suggestion}")
+    chosen = [run for run in runs if key in run.settings and same_value(run.settings[key], value)]
+    if not chosen:
+        values = ", ".join(in_order(recorded.values()))
+        raise RunsError(f"--where {key}={value}: no run has it; there are {values}")
+    return chosen
 
 
 def full_key(runs: list[Run], key: str) -> str:
-    """Return the setting that a short name stands for: "lr" for optim.lr, "objective" for
-    objective.name. Of several settings with this ending those in which the runs differ are meant.
-    Other names are returned as they are."""
+    """Return the full name of a setting: optim.lr for "lr", objective.name for "objective".
+
+    If several settings end in the short name, the only one in which the runs differ is meant. Any
+    other name is returned unchanged.
+    """
     settings = {name for run in runs for name in run.settings}
     if key in settings:
         return key
     if f"{key}.name" in settings:
         return f"{key}.name"
-    alike = [name for name in settings if name.rpartition(".")[2] == key]
-    varied = [name for name in alike if len({repr(run.settings.get(name)) for run in runs}) > 1]
-    if len(varied or alike) == 1:
-        return (varied or alike)[0]
-    return key
+    matches = [name for name in settings if name.rpartition(".")[2] == key]
+    varied = [name for name in matches if len({repr(run.settings.get(name)) for run in runs}) > 1]
+    candidates = varied or matches
+    return candidates[0] if len(candidates) == 1 else key
 
 
 def same_value(recorded: object, wanted: object) -> bool:
-    """Return whether a recorded value is the wanted one, which may be a text from a command line."""
+    """Return whether a recorded value is the wanted value, which may be a command line's text."""
     if isinstance(wanted, str) and not isinstance(recorded, str):
-        wanted = as_value(wanted)
+        wanted = parse_value(wanted)
     if isinstance(recorded, bool) != isinstance(wanted, bool):
         return False
     return recorded == wanted or str(recorded) == str(wanted)
 
 
-def as_value(text: str) -> object:
-    """Return what a text of a command line stands for: a number, true, false, null, or the text."""
+def parse_value(text: str) -> object:
+    """Return the value of a command line's text: a number, true, false, null, or the text."""
     try:
         return float(text)
     except ValueError:
@@ -171,199 +187,232 @@ def in_order(values: Iterable[object]) -> list[str]:
 
 
 def numbers_first(value: object) -> tuple[bool, float, str]:
-    """Return what a setting's value is sorted by: numbers by size, then everything else by its
-    text.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    """Return the sorting key of a setting's value: numbers by size, then all else by its text."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return not is_number, float(value) if is_number else 0.0, str(value)
 
 
 def varied(data: Data) -> dict[str, list[str]]:
-    """Return the settings, beside those that make an arm, in which runs of one arm differ, with
-    their values.
-    """
-    keys = {key for run in data.runs for key in run.beside if not key.startswith(MAKES_THE_ARM)}
-    return {
-        key: in_order(
-            {repr(run.settings.get(key)): run.settings.get(key) for run in data.runs}.values()
-        )
-        for key in sorted(keys)
-    }
+    """Return the settings that vary within an arm's name and do not make an arm, with their values."""
+    keys = {key for run in data.runs for key in run.appended if not key.startswith(MAKES_THE_ARM)}
+    values = {}
+    for key in sorted(keys):
+        recorded = {repr(run.settings.get(key)): run.settings.get(key) for run in data.runs}
+        values[key] = in_order(recorded.values())
+    return values
 
 
 def choose_one(data: Data) -> str:
-    """Return how to get one run of each arm and seed from runs that vary a setting; "" if they vary
-    none.
-    """
-    found = varied(data)
-    if not found:
+    """Return how to choose a single run of each arm and seed; "" if the runs vary no setting."""
+    settings = varied(data)
+    if not settings:
         return ""
-    values = "; ".join(f"{key} ({', '.join(texts)})" for key, texts in found.items())
-    choice = " ".join(f"{key}={texts[0]}" for key, texts in found.items())
+    values = "; ".join(f"{key} ({', '.join(texts)})" for key, texts in settings.items())
+    choice = " ".join(f"{key}={texts[0]}" for key, texts in settings.items())
+    first = next(iter(settings))
     return (
-        f"these runs also vary {values}. Choose one of each, as in --where {choice}; `gspo figure sweep --x "
-        f"{next(iter(found))}` draws all of them, and `gspo figure curves` those of up to 6 combinations"
+        f"these runs also vary {values}. Choose one of each, as in --where {choice}; "
+        f"`gspo figure sweep --x {first}` draws all of them, and `gspo figure curves` those of up "
+        "to 6 combinations"
     )
 
 
-def too_many(data: Data, most: int) -> str:
-    """Return why a figure does not show these arms: there are more than `most`."""
-    way = choose_one(data) or "name some of the runs"
-    return f"shows {most} arms at most and not {len(data.arms)}: {way}"
+def too_many(data: Data, maximum: int) -> str:
+    """Return why a figure does not show these arms: there are more than `maximum`."""
+    advice = choose_one(data) or "name some of the runs"
+    return f"shows {maximum} arms at most and not {len(data.arms)}: {advice}"
 
 
+# ----------------------------------------------------------------------------------------------------------
+# records as runs
 def lost_steps(run: Run) -> str:
-    """Return the rollout batches before the last that have no row, as "batch 7" or "batches 7, 8";
-    empty if there are none."""
+    """Return the rollout batches before the last that have no row, as "batches 7, 8", or ""."""
     lost = sorted(set(range(1, run.last)) - set(run.rows["step"]))
-    some = ", ".join(map(str, lost[:3])) + (f", ... ({len(lost)} in all)" if len(lost) > 3 else "")
-    return f"batch{'es' if len(lost) > 1 else ''} {some}" if lost else ""
+    if not lost:
+        return ""
+    text = ", ".join(map(str, lost[:MAX_LOST_NAMED]))
+    if len(lost) > MAX_LOST_NAMED:
+        text += f", ... ({len(lost)} in all)"
+    return f"batches {text}" if len(lost) > 1 else f"batch {text}"
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:
-    """Return a record as a run, or None (and add a note) if it is not a training run or has no
-    rollout batch yet.
-    """
+    """Return a record as a run, or None with a note if it is no training run or has no batch yet."""
     notes += record.notes
     missing = [key for key in NEEDED if record.settings.get(key) is None]
-    if missing:
-        notes.append(f"left out: {record.path}, its settings have no {', '.join(missing)}")
-        return None
-    if odd := [
+    wrong = [
         f"{key}={str(value)[:40]}" for key, value in record.settings.items() if not fits(key, value)
-    ]:
-        notes.append(f"left out: {record.path}, its settings cannot be: {', '.join(odd[:3])}")
-        return None
-    if not len(record.rows) or not (record.rows["step"] > 0).any():
-        notes.append(f"left out: {record.path}, no rollout batch yet")
-        return None
-    twice = record.rows["step"][record.rows["step"].duplicated()]
-    if len(twice):
-        notes.append(
-            f"left out: {record.path}, step {twice.iloc[0]} stands twice in its metrics.jsonl"
-        )
-        return None
-    return Run(record.path, record.settings, record.rows, id=record.id)
+    ]
+    if missing:
+        reason = f"its settings have no {', '.join(missing)}"
+    elif wrong:
+        reason = f"its settings cannot be: {', '.join(wrong[:3])}"
+    elif not len(record.rows) or not (record.rows["step"] > 0).any():
+        reason = "no rollout batch yet"
+    elif record.rows["step"].duplicated().any():
+        repeated = record.rows["step"][record.rows["step"].duplicated()].iloc[0]
+        reason = f"step {repeated} stands twice in its metrics.jsonl"
+    else:
+        return Run(record.path, record.settings, record.rows, id=record.id)
+    notes.append(f"left out: {record.path}, {reason}")
+    return None
 
 
 def fits(key: str, value: object) -> bool:
-    """Return whether a setting may have this value: it has the setting's type and a bounded length."""
-    if type(value) not in KINDS.get(key, (type(value),)) or len(f"{key}{value}") > LONGEST:
+    """Return whether a setting may have this value, by its type and its length."""
+    if type(value) not in KINDS.get(key, (type(value),)):
+        return False
+    if len(f"{key}{value}") > MAX_SETTING_CHARS:
         return False
     if key == "study" and value is not None:
-        return "/" not in value and len(value) <= FOLDER and escaping.escape_line(value) == value
-    threshold = key.startswith("monitor.thresholds.")
-    return type(value) in NUMBER if threshold else type(value) is not int or abs(value) < 2**53
+        printable = escaping.escape_line(value) == value
+        return "/" not in value and len(value) <= MAX_STUDY_CHARS and printable
+    if key.startswith("monitor.thresholds."):
+        return type(value) in NUMBER
+    return type(value) is not int or abs(value) < 2**53
+
+
+def base_arm(settings: Mapping[str, object], with_replay: bool = True) -> str:
+    """Return the objective's name, with its Routing Replay unless `with_replay` is false."""
+    objective = settings["objective.name"]
+    arm = OBJECTIVES.get(objective, objective)
+    replay = settings.get("policy.routing_replay")
+    if with_replay and replay not in (None, "none"):
+        arm += f" + Routing Replay ({str(replay).upper()})"
+    return arm
 
 
 def label(runs: list[Run], notes: list[str]) -> None:
-    """Set each run's arm. Where runs with the same name and seed differ in other settings, these
-    settings are appended."""
+    """Set each run's arm.
+
+    If runs with the same name and seed differ in other settings, these settings are appended.
+    """
     for run in runs:
-        name, replay = run.settings["objective.name"], run.settings.get("policy.routing_replay")
-        run.arm = OBJECTIVES.get(name, name)
-        if replay not in (None, "none"):
-            run.arm += f" + Routing Replay ({str(replay).upper()})"
+        run.arm = base_arm(run.settings)
     for base in sorted({run.arm for run in runs}):
         group = [run for run in runs if run.arm == base]
-        keys = {
-            key
-            for seed in {r.seed for r in group}
-            for key in differing([r for r in group if r.seed == seed])
-        }
-        for run in group if keys else []:
-            run.base, run.beside = base, {key: run.settings.get(key) for key in sorted(keys)}
-            run.arm = (
-                base + " [" + ", ".join(f"{key}={value}" for key, value in run.beside.items()) + "]"
-            )
-        seen: dict[tuple[str, int], Run] = {}
+        append_settings(group, base)
+        by_arm_and_seed: dict[tuple[str, int], Run] = {}
         for run in group:
-            other = seen.setdefault((run.arm, run.seed), run)
+            other = by_arm_and_seed.setdefault((run.arm, run.seed), run)
             if other is not run:
-                die(
-                    f"the same arm and seed twice ({run.arm}, seed {run.seed}): {other.path} and {run.path}; give one"
+                raise RunsError(
+                    f"the same arm and seed twice ({run.arm}, seed {run.seed}): {other.path} and "
+                    f"{run.path}; give one"
                 )
         for arm in sorted({run.arm for run in group}):
             keys = differing([run for run in group if run.arm == arm])
-            notes += [f"seeds of {arm} differ also in {', '.join(keys)}"] if keys else []
+            if keys:
+                notes.append(f"seeds of {arm} differ also in {', '.join(keys)}")
+
+
+def append_settings(group: list[Run], base: str) -> None:
+    """Append the settings in which runs of the same seed differ to the arms' names."""
+    keys: set[str] = set()
+    for seed in {run.seed for run in group}:
+        keys.update(differing([run for run in group if run.seed == seed]))
+    if not keys:
+        return
+    for run in group:
+        run.base = base
+        run.appended = {key: run.settings.get(key) for key in sorted(keys)}
+        run.arm = arm_with(base, run.appended)
+
+
+def arm_with(base: str, appended: Mapping[str, object]) -> str:
+    """Return an arm's name with settings, as in "GRPO [optim.lr=0.001]"."""
+    if not appended:
+        return base
+    return f"{base} [{', '.join(f'{key}={value}' for key, value in appended.items())}]"
 
 
 def differing(runs: list[Run] | list[Record]) -> list[str]:
-    """Return the settings in which these runs differ, without those that may differ between runs of
-    one arm.
-    """
+    """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
 
 
-def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
+# ----------------------------------------------------------------------------------------------------------
+# comparing arms
+def why_not_comparable(data: Data, arms: tuple[str, ...]) -> str | None:
     """Return why these arms cannot be compared, or None if they can."""
     if any(arm not in data.arms for arm in arms):
-        if set(arms) <= {run.base or run.arm for run in data.runs} and (way := choose_one(data)):
-            return f"compares {' and '.join(arms)} at one setting, and {way}"
-        named = ", ".join(data.arms[:MOST_NAMED]) + (", ..." if len(data.arms) > MOST_NAMED else "")
-        return f"needs arms {' and '.join(arms)}; found: {named}"
+        advice = choose_one(data)
+        if advice and set(arms) <= {run.base or run.arm for run in data.runs}:
+            return f"compares {' and '.join(arms)} at one setting, and {advice}"
+        names = ", ".join(data.arms[:MAX_ARMS_NAMED])
+        if len(data.arms) > MAX_ARMS_NAMED:
+            names += ", ..."
+        return f"needs arms {' and '.join(arms)}; found: {names}"
     if not data.seeds(*arms):
-        return f"needs a seed that all arms have (they are paired by seed): {', '.join(arms)} share none"
-    if any(len(run.column("reward/mean")) == 0 for run in data.compared(*arms)):
+        names = ", ".join(arms)
+        return f"needs a seed that all arms have (they are paired by seed): {names} share none"
+    compared = data.compared(*arms)
+    if any(len(run.column("reward/mean")) == 0 for run in compared):
         return "needs reward/mean of every run"
-    if min(run.last for run in data.compared(*arms)) < 2:
+    if min(run.last for run in compared) < 2:
         return "needs at least 2 rollout batches of every run"
     return None
 
 
 def not_compared(data: Data, arms: tuple[str, ...]) -> str:
-    """Return the runs that a comparison of these arms leaves out, with the reasons, or "" if there
-    are none.
-    """
-    runs, seeds = data.left_out(*arms), data.seeds(*arms)
+    """Return the runs that a comparison of these arms leaves out, with the reasons, or ""."""
+    seeds = data.seeds(*arms)
     texts = []
-    for run in runs:
-        why = f"{run.last} of {run.planned} batches"
+    for run in data.left_out(*arms):
         if run.collapsed is not None:
-            why += f", collapsed at step {run.collapsed}"
-        elif run.finished:
-            why = (
-                "its other run is unfinished"
-                if run.seed in seeds
-                else "no run of that seed to compare with"
-            )
-        texts.append(f"{run.arm}, seed {run.seed} ({why})")
+            reason = f"{run.last} of {run.planned} batches, collapsed at step {run.collapsed}"
+        elif not run.finished:
+            reason = f"{run.last} of {run.planned} batches"
+        elif run.seed in seeds:
+            reason = "its other run is unfinished"
+        else:
+            reason = "no run of that seed to compare with"
+        texts.append(f"{run.arm}, seed {run.seed} ({reason})")
     return f"left out: {'; '.join(texts)}" if texts else ""
 
 
 def describe(data: Data, arms: list[str]) -> str:
-    """Return what was run, for captions: model, batches, seeds, unfinished runs, and differences
-    that do not make the arms."""
+    """Return the first sentences of a caption: model, batches, seeds, unfinished runs.
+
+    It also names the differences between the runs that do not make the arms.
+    """
     runs = data.of(*arms)
-    arms_with: dict[str, list[str]] = {}
+    arms_by_seeds: dict[str, list[str]] = {}
     for arm in arms:
-        arms_with.setdefault(count_seeds([run.seed for run in data.of(arm)]), []).append(arm)
-    batch = f"{_all(runs, 'rollout.prompts_per_step')} prompts x {_all(runs, 'rollout.group_size')} responses"
-    text = f"Run: {_all(runs, 'model.name', 'model not named')}, rollout batches of {batch} in "
-    text += f"{_all(runs, 'trainer.minibatches')} mini-batches; "
-    several = len(arms_with) > 1
-    text += "; ".join(
-        f"{', '.join(names)}: {seeds}" if several else seeds for seeds, names in arms_with.items()
+        seeds = count_seeds([run.seed for run in data.of(arm)])
+        arms_by_seeds.setdefault(seeds, []).append(arm)
+    if len(arms_by_seeds) == 1:
+        seeds_text = next(iter(arms_by_seeds))
+    else:
+        texts = [f"{', '.join(names)}: {seeds}" for seeds, names in arms_by_seeds.items()]
+        seeds_text = "; ".join(texts)
+    model = setting_values(runs, "model.name", "model not named")
+    prompts = setting_values(runs, "rollout.prompts_per_step")
+    responses = setting_values(runs, "rollout.group_size")
+    minibatches = setting_values(runs, "trainer.minibatches")
+    text = (
+        f"Run: {model}, rollout batches of {prompts} prompts x {responses} responses in "
+        f"{minibatches} mini-batches; {seeds_text}; {data.common_step(*arms)} batches common to "
+        "all runs."
     )
-    text += f"; {data.common_step(*arms)} batches common to all runs."
     for run in runs:
         if run.last < run.planned:
             text += f" Unfinished: {run.arm}, seed {run.seed}, {run.last} of {run.planned} batches."
     unknown = [arm for arm in arms if data.table(arm, "compute/flops").isna().all(axis=None)]
     if unknown:
         text += f" Training compute is not known of {', '.join(unknown)}: the runs report no compute/flops."
-    others = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
-    return text + (f" The runs differ also in {', '.join(others)}." if others else "")
+    unexpected = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
+    if unexpected:
+        text += f" The runs differ also in {', '.join(unexpected)}."
+    return text
 
 
-def _all(runs: list[Run], key: str, unknown: str = "?") -> str:
-    """Return the values that a setting has in these runs, as in "4" or "4 or 16"."""
+def setting_values(runs: list[Run], key: str, unknown: str = "?") -> str:
+    """Return the values of a setting in these runs, as in "4" or "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
-    return " or ".join(
-        str(value)
-        for value in sorted(values, key=lambda v: (not isinstance(v, int | float), str(v)))
-    )
+    ordered = sorted(values, key=lambda v: (not isinstance(v, int | float), str(v)))
+    return " or ".join(map(str, ordered))
 
 
 def count_seeds(seeds: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Recorded runs for a notebook: one table with a row per run, one table per metric.
+"""Recorded runs for a notebook: a table with a row per run, and a table per metric.
 
     from gspo.analysis import load_runs
 
@@ -11,8 +11,8 @@
     recorded.metric("eval/math/avg@2", arm="GSPO")  # index step, a column per seed
     recorded.metrics, recorded.arms, recorded.notes
 
-`Refused` (a ValueError) is raised, in one line, for what cannot be read and for what no run has
-recorded; it names the nearest name.
+RunsError (a ValueError of a single line) is raised for sources that cannot be read and for metrics that
+no run has recorded. It names the nearest name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
-from gspo.analysis.load import Data, Run, die, load
-from gspo.analysis.runs import nearest
+from gspo.analysis.load import Data, Run, load
+from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.stats import WINDOW
 
 from gspo.tracking.collapse import best
@@ -30,23 +30,27 @@ from gspo.tracking.collapse import best
 SCORES = ("/avg@", "/pass@", "/maj@")
 
 
-def load_runs(*sources: str | Path, where: Mapping[str, object] | None = None) -> Recorded:
-    """Load the runs of these sources, which may be any that the figures read; with `where`,
-    {"optim.lr": 2e-4, ...}, only those with these settings. Raises Refused (a ValueError)."""
+def load_runs(*sources: str | Path, where: Mapping[str, object] | None = None) -> RecordedRuns:
+    """Load the runs of these sources, which may be any that the figures read.
+
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs with these settings. Raises RunsError.
+    """
     if not sources:
-        die(
+        raise RunsError(
             "load_runs(): name folders with runs, offline W&B files, or wandb:ENTITY/PROJECT[/GROUP]"
         )
-    return Recorded(load(list(sources), where))
+    return RecordedRuns(load(list(sources), where))
 
 
-class Recorded:
-    """Runs as tables. Row 0 of a metric is the evaluation before training; row s >= 1 is rollout
-    batch s.
+class RecordedRuns:
+    """Runs as tables.
+
+    Row 0 of a metric is the evaluation before training. Row s >= 1 is rollout batch s.
     """
 
     def __init__(self, data: Data):
-        self.arms, self.notes = data.arms, data.notes
+        self.arms = data.arms
+        self.notes = data.notes
         self.metrics = data.metrics("")
         self.runs = pd.DataFrame([row(run, self.metrics) for run in data.of(*data.arms)])
         self._data = data
@@ -55,45 +59,42 @@ class Recorded:
         return f"{len(self.runs)} runs of {', '.join(self.arms)}; {len(self.metrics)} metrics"
 
     def metric(self, name: str, arm: str = "") -> pd.DataFrame:
-        """Return one metric with steps as index and columns (arm, seed), or with `arm` a column per
-        seed of that arm. Values that a run has not reported are NaN."""
+        """Return a metric with steps as index and columns (arm, seed).
+
+        With `arm`, there is a column per seed of that arm. Values that a run has not reported are
+        NaN.
+        """
         if name not in self.metrics:
-            die(f"no run has recorded a metric {name!r}{nearest(name, self.metrics)}")
+            suggestion = nearest(name, self.metrics)
+            raise RunsError(f"no run has recorded a metric {name!r}{suggestion}")
         first = 0 if name.startswith("eval/") else 1
         if arm:
             return self._data.table(arm, name, first)
-        return pd.concat(
-            {each: self._data.table(each, name, first) for each in self.arms}, axis=1, names=["arm"]
-        )
+        tables = {each: self._data.table(each, name, first) for each in self.arms}
+        return pd.concat(tables, axis=1, names=["arm"])
 
 
 def row(run: Run, metrics: list[str]) -> dict[str, object]:
-    """Return one run as a row: what it was, what became of it, its scores (NaN where it has none),
-    and its settings by their own names."""
+    """Return a run as a row: its name, how it ended, its scores (or NaN), and its settings."""
     rewards = run.column("reward/mean")
     cells: dict[str, object] = {
         "run": str(run.path),
         "id": run.id,
         "arm": run.arm,
         "seed": run.seed,
-    }
-    cells |= {
         "status": run.ended,
         "collapsed at": run.collapsed,
         "batches": run.last,
         "planned": run.planned,
+        f"reward/mean, last {WINDOW}": rewards.tail(WINDOW).mean(),
+        "reward/mean, best smoothed": float("nan"),
     }
-    cells |= {f"reward/mean, last {WINDOW}": rewards.tail(WINDOW).mean()}
-    cells |= {
-        "reward/mean, best smoothed": best(rewards.tolist())[0] if len(rewards) else float("nan")
-    }
+    if len(rewards):
+        cells["reward/mean, best smoothed"] = best(rewards.tolist())[0]
     for name in metrics:
-        if name == "eval/elo" or (
-            name.startswith("eval/") and any(kind in name for kind in SCORES)
-        ):
+        is_score = name.startswith("eval/") and any(kind in name for kind in SCORES)
+        if is_score or name == "eval/elo":
             scores = run.column(name, first_step=0)
-            cells |= {
-                f"{name}, last": scores.iloc[-1] if len(scores) else float("nan"),
-                f"{name}, best": scores.max(),
-            }
+            cells[f"{name}, last"] = scores.iloc[-1] if len(scores) else float("nan")
+            cells[f"{name}, best"] = scores.max()
     return cells | {key: value for key, value in run.settings.items() if key not in cells}

@@ -1,26 +1,29 @@
-"""Panels that several figures share: curves of arms, the paper's beside them, the paired difference
-that is judged.
-"""
+"""Panels that several figures share: curves of arms, the paper's curves, the paired difference."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from gspo.analysis import claims, load, paper, style
+from gspo.analysis.arm_styles import ArmStyle, arm_style, tint
 from gspo.analysis.load import GRPO_R2, Data
-from gspo.analysis.looks import Look, look, tint
-from gspo.analysis.stats import centred_mean, paired_difference, sign_flip_p, t_quantile
-from gspo.analysis.style import COMPUTE, View
+from gspo.analysis.stats import centred_mean, paired_difference
+from gspo.analysis.style import COMPUTE, FigureOptions
 from matplotlib.axes import Axes
 
-# the fewest seeds for a band: an interval over two is 13 standard errors wide, and over one there
-# is none
-BAND = 3
+from gspo.statistics import t_quantile
+
+# seeds for a band: an interval over two seeds is 13 standard errors wide
+MIN_BAND_SEEDS = 3
+MAX_SEED_TICKS = 8  # seeds whose numbers stand at the axis
 
 
-def named(arms: tuple[str, ...] | list[str]) -> str:
+def arms_sentence(arms: Sequence[str]) -> str:
     """Return the names of the arms as a sentence for captions."""
-    return f"Arm{'s' * (len(arms) > 1)}: {', '.join(arms)}."
+    word = "Arms" if len(arms) > 1 else "Arm"
+    return f"{word}: {', '.join(arms)}."
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -28,111 +31,135 @@ def named(arms: tuple[str, ...] | list[str]) -> str:
 def curve(
     ax: Axes,
     values: pd.DataFrame,
-    own: Look,
-    view: View,
+    line_style: ArmStyle,
+    options: FigureOptions,
     x: pd.DataFrame | None = None,
     band: bool = True,
-    least: float = -np.inf,
+    minimum: float = -np.inf,
 ) -> float:
-    """Draw one arm: `values` (index step, a column per seed) against `x` (in the same form) or the
-    step. Returns the height at which the mean ends.
+    """Draw an arm, and return the height at which its mean ends.
 
-    The thick line is the mean over seeds, smoothed, as far as all seeds have come. The band is its
-    pointwise 95 % t interval, drawn from 3 seeds on. Thin lines are single seeds, smoothed in the
-    same way; they are drawn if asked for or if there are two. A single seed's thin line shows its
-    batches unsmoothed. On a logarithmic axis, where `least` is the smallest value, 0 is a gap, and
-    bands end at that value. The band of values of which none is negative ends at 0.
+    `values` (index step, a column per seed) are drawn against `x` (in the same form) or the step.
+    The thick line is the mean over seeds, smoothed, up to the last step that all seeds have. The
+    band is its pointwise 95 % t interval, drawn from 3 seeds on. Thin lines are single seeds,
+    smoothed in the same way. They are drawn on request, or if there are two seeds. The thin line of
+    a single seed shows its batches unsmoothed.
+
+    On a logarithmic axis, `minimum` is the smallest value. There 0 is a gap, and bands end at the
+    minimum. If no value is negative, the band ends at 0.
     """
-    reach, faint = 2 * view.smooth, {"color": tint(own.colour, 0.45), "lw": 0.8, "zorder": 1}
-    for seed in values if view.seeds or (band and values.shape[1] < BAND) else ():
-        line = values[seed].dropna()
-        at = line.index if x is None else x.loc[line.index, seed]
-        line = line.to_numpy() if values.shape[1] == 1 else centred_mean(line, reach)
-        ax.plot(at, np.where(line >= least, line, np.nan), **faint)
-    whole = values.dropna().index
-    if not len(whole):
+    window = 2 * options.smooth
+    seeds = values.shape[1]
+    if options.seeds or (band and seeds < MIN_BAND_SEEDS):
+        thin = {"color": tint(line_style.colour, 0.45), "lw": 0.8, "zorder": 1}
+        for seed in values:
+            series = values[seed].dropna()
+            line_x = series.index if x is None else x.loc[series.index, seed]
+            line = series.to_numpy() if seeds == 1 else centred_mean(series, window)
+            ax.plot(line_x, np.where(line >= minimum, line, np.nan), **thin)
+    complete_steps = values.dropna().index
+    if not len(complete_steps):
         return float("nan")
-    smooth = np.column_stack([centred_mean(values.loc[whole, seed], reach) for seed in values])
-    at = whole.to_numpy() if x is None else x.loc[whole].mean(axis=1).to_numpy()
-    mean, seeds = smooth.mean(1), smooth.shape[1]
-    if band and seeds >= BAND:
-        half = t_quantile(seeds - 1) * smooth.std(1, ddof=1) / np.sqrt(seeds)
-        # of what is never negative
-        floor = max(least, 0.0) if float(values.min(axis=None)) >= 0 else least
-        low, high = np.maximum(mean - half, floor), np.maximum(mean + half, floor)
-        ax.fill_between(at, low, high, color=own.colour, alpha=0.1, lw=0, zorder=0)
+    columns = [centred_mean(values.loc[complete_steps, seed], window) for seed in values]
+    smooth_TS = np.column_stack(columns)
+    if x is None:
+        mean_x = complete_steps.to_numpy()
+    else:
+        mean_x = x.loc[complete_steps].mean(axis=1).to_numpy()
+    mean = smooth_TS.mean(1)
+    if band and seeds >= MIN_BAND_SEEDS:
+        half = t_quantile(seeds - 1) * smooth_TS.std(1, ddof=1) / np.sqrt(seeds)
+        never_negative = float(values.min(axis=None)) >= 0
+        floor = max(minimum, 0.0) if never_negative else minimum
+        low = np.maximum(mean - half, floor)
+        high = np.maximum(mean + half, floor)
+        ax.fill_between(mean_x, low, high, color=line_style.colour, alpha=0.1, lw=0, zorder=0)
         for edge in (low, high):
-            ax.plot(at, edge, color=tint(own.colour, 0.4), lw=0.6, ls=own.line, zorder=1)
+            ax.plot(
+                mean_x,
+                edge,
+                color=tint(line_style.colour, 0.4),
+                lw=0.6,
+                ls=line_style.line,
+                zorder=1,
+            )
     ax.plot(
-        at,
-        np.where(mean >= least, mean, np.nan),
+        mean_x,
+        np.where(mean >= minimum, mean, np.nan),
         lw=2.2,
         ms=5,
-        markevery=max(1, len(at) // 8),
+        markevery=max(1, len(mean_x) // 8),
         zorder=3,
-        **own.plot(),
+        **line_style.plot_options(),
     )
     return float(mean[-1])
 
 
-def how_drawn(data: Data, arms: tuple[str, ...] | list[str], view: View, bands: bool = True) -> str:
-    """Return a sentence for the caption that explains what `curve` draws."""
-    counts = [len(data.seeds(arm)) for arm in arms]
-    thin = ["batches (where there is one seed)"] * (1 in counts)
-    thin += ["single seeds"] * any(1 < n < BAND or (n > 1 and view.seeds) for n in counts)
+def how_drawn(data: Data, arms: Sequence[str], options: FigureOptions, bands: bool = True) -> str:
+    """Return sentences for the caption that explain the lines of `curve`."""
+    seeds = [len(data.seeds(arm)) for arm in arms]
+    thin = []
+    if 1 in seeds:
+        thin.append("batches (where there is one seed)")
+    if any(1 < n < MIN_BAND_SEEDS or (n > 1 and options.seeds) for n in seeds):
+        thin.append("single seeds")
     text = f"Thin lines: {' or '.join(thin)}. " if thin else ""
-    text += (
-        "Bands: pointwise 95 % intervals over seeds (Student's t). "
-        if bands and max(counts) >= BAND
-        else ""
-    )
-    smoothed = f", smoothed over ±{view.smooth} batches" if view.smooth else ", not smoothed"
-    mean = "mean over seeds" if max(counts) > 1 else "the run"
-    return f"{text}Thick lines: {mean}{smoothed}."
+    if bands and max(seeds) >= MIN_BAND_SEEDS:
+        text += "Bands: pointwise 95 % intervals over seeds (Student's t). "
+    smoothing = f"smoothed over ±{options.smooth} batches" if options.smooth else "not smoothed"
+    mean = "mean over seeds" if max(seeds) > 1 else "the run"
+    return f"{text}Thick lines: {mean}, {smoothing}."
 
 
-def reward_against_compute(ax: Axes, data: Data, arms: tuple[str, ...], view: View) -> None:
-    """Draw the training reward of each arm over its FLOPs, or over batches where a run has not
-    recorded them.
+def reward_against_compute(
+    ax: Axes, data: Data, arms: tuple[str, ...], options: FigureOptions
+) -> None:
+    """Draw the training reward of each arm over its FLOPs.
+
+    The x axis is batches if a run has not recorded its FLOPs.
     """
-    compute, ends, largest = style.has_compute(data, arms), [], 0.0
+    has_compute = style.has_compute(data, arms)
+    largest = 0.0
+    ends = []
     for arm in arms:
-        flops = data.table(arm, COMPUTE) if compute else None
-        ends.append(
-            (
-                curve(ax, data.table(arm, "reward/mean"), look(arm), view, flops),
-                style.short(arm),
-                look(arm),
-            )
-        )
-        largest = max(largest, style.finite_max(flops)) if compute else 0.0
-    style.training_axis(ax, largest, view)
+        flops = None
+        if has_compute:
+            flops = data.table(arm, COMPUTE)
+            largest = max(largest, style.finite_max(flops))
+        end = curve(ax, data.table(arm, "reward/mean"), arm_style(arm), options, flops)
+        ends.append((end, style.arm_label(arm), arm_style(arm)))
+    style.training_axis(ax, largest, options)
     ax.set_ylabel("training reward (mean of batch)")
     ax.set_title("Training reward, our runs")
     style.label_ends(ax, ends)
 
 
+# ----------------------------------------------------------------------------------------------------------
+# the paired difference
 def difference(ax: Axes, data: Data, a: str, b: str) -> None:
-    """Draw the paired difference a - b that is judged: a dot per seed, the mean with its 95 %
-    interval, p, and a line at 0."""
+    """Draw the paired difference a - b that is judged.
+
+    There is a dot per seed, the mean with its 95 % interval, p, and a line at 0.
+    """
     a_TS, b_TS = claims.last_halves(data, a, b)
-    each, mean = (a_TS - b_TS).mean(), paired_difference(a_TS, b_TS)
+    mean_S = (a_TS - b_TS).mean()
+    interval = paired_difference(a_TS, b_TS)
     ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
-    ax.plot(range(len(each)), each, "o", ms=5, color=style.MUTED, mec="white", mew=0.5, zorder=3)
-    at = len(each) + 0.6
-    ax.plot([at, at], [mean.low, mean.high], color=style.INK, lw=2, zorder=2)
-    ax.plot(at, mean.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
-    names_fit = len(each) <= 8
-    ax.set_xticks(
-        [*range(len(each)), at] if names_fit else [at],
-        [*map(str, each.index), "mean"] if names_fit else ["mean"],
-    )
-    ax.set_xlim(-0.7, at + 0.9)
+    dots = {"ms": 5, "color": style.MUTED, "mec": "white", "mew": 0.5, "zorder": 3}
+    ax.plot(range(len(mean_S)), mean_S, "o", **dots)
+    mean_x = len(mean_S) + 0.6
+    ax.plot([mean_x, mean_x], [interval.low, interval.high], color=style.INK, lw=2, zorder=2)
+    ax.plot(mean_x, interval.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
+    if len(mean_S) <= MAX_SEED_TICKS:
+        ax.set_xticks([*range(len(mean_S)), mean_x], [*map(str, mean_S.index), "mean"])
+    else:
+        ax.set_xticks([mean_x], ["mean"])
+    ax.set_xlim(-0.7, mean_x + 0.9)
     ax.tick_params(axis="x", labelsize=8)
     ax.set_xlabel("seed")
     ax.set_ylabel(f"{short_name(a)} - {short_name(b)}")
-    p = f", p = {sign_flip_p(each):.2g}" if len(each) > 1 else ""
-    ax.set_title(f"Paired difference\n{mean.mean:+.3f}{p}")
+    p = f", p = {interval.p_text()}" if interval.seeds > 1 else ""
+    ax.set_title(f"Paired difference\n{interval.mean:+.3f}{p}")
     ax.margins(y=0.12)
 
 
@@ -142,10 +169,13 @@ def short_name(arm: str) -> str:
 
 
 def difference_caption(data: Data, a: str, b: str) -> str:
-    """Return a sentence for the caption that explains what `difference` draws."""
-    a_TS = claims.last_halves(data, a, b)[0]
-    steps, seeds = a_TS.index, a_TS.shape[1]
-    text = f"Paired difference: {a} - {b}, training reward, mean over batches {steps[0]} to {steps[-1]}, "
+    """Return a sentence for the caption that explains the panel of `difference`."""
+    table = claims.last_halves(data, a, b)[0]
+    seeds = table.shape[1]
+    text = (
+        f"Paired difference: {a} - {b}, training reward, mean over batches {table.index[0]} to "
+        f"{table.index[-1]}, "
+    )
     if seeds == 1:
         return f"{text}of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
     return (
@@ -155,38 +185,44 @@ def difference_caption(data: Data, a: str, b: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------
 # the paper's
-def paper_curves(ax: Axes, figure: str, arms: tuple[str, ...], view: View, smoothed: bool) -> None:
-    """Draw the paper's points, which were digitised. x is the number of the marker, since the
-    paper's axis has no ticks."""
+def paper_curves(
+    ax: Axes, figure: str, arms: tuple[str, ...], options: FigureOptions, smoothed: bool
+) -> None:
+    """Draw the paper's digitised points.
+
+    x is the number of the marker, since the paper's axis has no ticks.
+    """
     for arm in arms:
         points = paper.series(figure, arm)
-        # nothing is drawn where the first markers are hidden
+        # nothing is drawn before the first marker that is not hidden
         points = points.loc[points.first_valid_index() :]
-        own = look(arm)
+        lines = arm_style(arm).plot_options()
         if not smoothed:
-            shown = points.dropna()
-            ax.plot(shown.index, shown, lw=1.6, ms=4.5, **own.plot())
+            visible = points.dropna()
+            ax.plot(visible.index, visible, lw=1.6, ms=4.5, **lines)
             continue
-        ax.plot(points.index, points, ".", ms=3, color=tint(own.colour, 0.5))
-        every = {"markevery": max(1, len(points) // 6), "lw": 1.8, "ms": 4.5}
-        ax.plot(points.index, centred_mean(points, 2 * view.smooth), **every, **own.plot())
+        ax.plot(points.index, points, ".", ms=3, color=tint(arm_style(arm).colour, 0.5))
+        smooth = centred_mean(points, 2 * options.smooth)
+        markers = {"markevery": max(1, len(points) // 6), "lw": 1.8, "ms": 4.5}
+        ax.plot(points.index, smooth, **markers, **lines)
     ax.set_xlabel("points in the paper's order")
 
 
-def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], view: View) -> None:
+def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], options: FigureOptions) -> None:
     """Draw the paper's training rewards."""
-    paper_curves(ax, figure, arms, view, smoothed=True)
+    paper_curves(ax, figure, arms, options, smoothed=True)
     ax.set_ylabel("training reward")
     ax.set_title(f"The paper's {figure[:3].capitalize()}. {figure[3]}")
-    style.key(ax, {arm: look(arm) for arm in arms}, loc="best")
+    style.legend(ax, {arm: arm_style(arm) for arm in arms}, loc="best")
 
 
-def lacking(data: Data, arms: tuple[str, ...]) -> str | None:
-    """Return why these arms cannot be compared, or None if they can; for models without experts it
-    says that they have none."""
-    why = load.lacking(data, arms)
-    if why and GRPO_R2 in arms and not data.metrics("routing/"):
-        return why.replace(
-            "; found:", " (these runs route nothing: dense models have no Routing Replay); found:"
-        )
-    return why
+def why_not_comparable(data: Data, arms: tuple[str, ...]) -> str | None:
+    """Return why these arms cannot be compared, or None if they can.
+
+    For models without experts the reason says that they have none.
+    """
+    reason = load.why_not_comparable(data, arms)
+    if reason and GRPO_R2 in arms and not data.metrics("routing/"):
+        no_routing = "these runs route nothing: dense models have no Routing Replay"
+        return reason.replace("; found:", f" ({no_routing}); found:")
+    return reason

@@ -1,13 +1,12 @@
-"""What did the runs find? All figures that they permit, a table, and a verdict on each of the
-paper's claims.
+"""What did the runs find? Every figure that they permit, a table, and a verdict on each claim.
 
     gspo figures runs/paper_figures --beside analysis/data/comfortable.parquet
 
-`make reproduce` ends with this command, and `make figures` repeats it. The studies that --beside
-names, here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast
-beside the runs.
+`make reproduce` ends with this command, and `make figures` repeats it. The studies of --beside,
+here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast beside the
+runs.
 
-Prints the table, the findings in words and the paths of the figures; the same text goes to
+Prints the table, the findings in words and the paths of the figures. The same text goes to
 <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
 analysis/claims.py, one docstring per claim.
 """
@@ -30,27 +29,28 @@ from gspo.analysis import (
     load,
     script,
 )
-from gspo.analysis.blocks import aligned_table
+from gspo.analysis.blocks import markdown_table
 from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
-from gspo.analysis.style import View
+from gspo.analysis.style import FigureOptions
 
 from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text
 
-ESCAPED = re.compile(r"\\([^\w\s])")  # what Markdown needs and a terminal does not
+ESCAPED = re.compile(r"\\([^\w\s])")  # escapes that Markdown needs and a terminal does not
+FIGURES = (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing)
 
 
 def main() -> None:
-    options = script.parser(__doc__)
-    options.add_argument(
+    parser = script.parser(__doc__)
+    parser.add_argument(
         "--beside", nargs="*", default=[], metavar="STUDY", help="other studies, for fig_contrast"
     )
-    args = options.parse_args()
+    args = parser.parse_args()
     data = script.read(args, notes=False)
-    beside = [load.load([study]) for study in args.beside]
-    paths, left_out = draw_all(data, args.out, script.view(args), beside)
-    text = "\n".join(summary(data, paths, left_out, beside)) + "\n"
+    other_studies = [load.load([study]) for study in args.beside]
+    paths, left_out = draw_all(data, args.out, script.figure_options(args), other_studies)
+    text = "\n".join(summary(data, paths, left_out, other_studies)) + "\n"
     file = args.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, text)
@@ -58,68 +58,68 @@ def main() -> None:
 
 
 def draw_all(
-    data: Data, out: Path, view: View | None = None, beside: Sequence[Data] = ()
+    data: Data,
+    out: Path,
+    options: FigureOptions | None = None,
+    other_studies: Sequence[Data] = (),
 ) -> tuple[list[Path], list[str]]:
-    """Draw the figures that the runs permit, and the contrast with the studies beside them, if
-    there are any. Returns their paths, and a reason for each figure that was left out."""
-    paths, left_out = [], []
-    for figure in (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing):
-        why = figure.lacking(data)
-        if why is None:
-            paths += figure.draw(data, out, view)
+    """Draw the figures that the runs permit, and the contrast with the other studies.
+
+    Returns their paths, and a reason for each figure that was left out.
+    """
+    paths = []
+    left_out = []
+    for figure in FIGURES:
+        reason = figure.why_not_drawn(data)
+        if reason is None:
+            paths += figure.draw(data, out, options)
         else:
-            left_out.append(f"{figure.__name__.removeprefix('analysis.')} left out: {why}")
-    if beside and (why := fig_contrast.lacking([*beside, data])):
-        left_out.append(f"fig_contrast left out: {why}")
-    elif beside:
-        paths += fig_contrast.draw([*beside, data], out, view)
+            left_out.append(f"{figure.__name__.removeprefix('analysis.')} left out: {reason}")
+    if other_studies:
+        studies = [*other_studies, data]
+        reason = fig_contrast.why_not_drawn(studies)
+        if reason is None:
+            paths += fig_contrast.draw(studies, out, options)
+        else:
+            left_out.append(f"fig_contrast left out: {reason}")
     return paths, left_out
 
 
 def summary(
-    data: Data, paths: list[Path], left_out: list[str], beside: Sequence[Data] = ()
+    data: Data, paths: list[Path], left_out: list[str], other_studies: Sequence[Data] = ()
 ) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
-    notes = [escape_markdown(f"Note: {note}") for note in data.notes]
-    lines = [
-        "# What the runs show",
-        "",
-        *notes,
-        escape_markdown(load.describe(data, data.arms)),
-        "",
-    ]
+    lines = ["# What the runs show", ""]
+    lines += [escape_markdown(f"Note: {note}") for note in data.notes]
+    lines += [escape_markdown(load.describe(data, data.arms)), "", *table(data), ""]
     lines += [
-        *table(data),
-        "",
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
-    ]
-    lines += [
-        "Held-out scores: first -> last evaluation. Clipped tokens and routing consistency: mean over all batches.",
+        "Held-out scores: first -> last evaluation. Clipped tokens and routing consistency: mean "
+        "over all batches.",
         "",
         "## The paper's claims",
         "",
         "Intervals are 95 %. A verdict takes interval and exact p, so 6 seeds or more:",
+        "fewer point to something (analysis/verdicts.py).",
+        "",
     ]
-    lines += ["fewer point to something (analysis/verdicts.py).", ""]
     if not any(run.moe for run in data.runs):
         lines += [
-            "These models are dense: what the paper claims of MoE models and Routing Replay is not judged.",
+            "These models are dense: what the paper claims of MoE models and Routing Replay is not "
+            "judged.",
             "",
         ]
     judged = claims.all_claims(data)
     if not judged:
-        lines.append(
-            f"- None can be judged: {load.choose_one(data) or 'the arms that they compare are not there'}."
-        )
+        reason = load.choose_one(data) or "the arms that they compare are not there"
+        lines.append(f"- None can be judged: {reason}.")
     for claim in judged:
-        found, verdict = escape_markdown(claim.found), escape_markdown(claim.verdict)
-        lines += [
-            f"- {escape_markdown(claim.claim)} ({claim.where})",
-            f"  - here: {found}",
-            f"  - **{verdict}**",
-        ]
-    if beside and fig_contrast.lacking([*beside, data]) is None:
-        lines += ["", "## Beside other studies", "", *fig_contrast.table([*beside, data])]
+        lines.append(f"- {escape_markdown(claim.claim)} ({claim.where})")
+        lines.append(f"  - here: {escape_markdown(claim.finding)}")
+        lines.append(f"  - **{escape_markdown(claim.verdict)}**")
+    studies = [*other_studies, data]
+    if other_studies and fig_contrast.why_not_drawn(studies) is None:
+        lines += ["", "## Beside other studies", "", *fig_contrast.table(studies)]
     lines += ["", "## Figures", "", *(f"- {escape_markdown(line)}" for line in (*paths, *left_out))]
     return lines
 
@@ -127,21 +127,17 @@ def summary(
 def table(data: Data) -> list[str]:
     """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
     columns = {arm: entries(data, arm) for arm in data.arms}
-    cells = [["", *data.arms]] + [
-        [name, *(columns[arm][name] for arm in data.arms)] for name in columns[data.arms[0]]
-    ]
-    return aligned_table(cells)
+    rows = [["", *data.arms]]
+    for name in columns[data.arms[0]]:
+        rows.append([name, *(columns[arm][name] for arm in data.arms)])
+    return markdown_table(rows)
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
-    """Return one arm's column: what it reached, what it clipped, and what it cost; "-" where
-    nothing was reported.
-    """
+    """Return an arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
     reward = data.table(arm, "reward/mean")
-    start, end = (
-        reward.head(START).mean().mean(),
-        reward.apply(lambda x: x.dropna().tail(WINDOW).mean()).mean(),
-    )
+    start = reward.head(START).mean().mean()
+    end = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean()).mean()
     runs = data.of(arm)
     column = {
         "seeds": ", ".join(str(run.seed) for run in runs),
@@ -156,16 +152,16 @@ def entries(data: Data, arm: str) -> dict[str, str]:
     for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
         points = data.table(arm, name, first_step=0).mean(axis=1).dropna()
         form = ".0f" if name == "eval/elo" else ".3f"
-        column[name] = (
-            f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}" if len(points) else "-"
-        )
+        column[name] = "-"
+        if len(points):
+            column[name] = f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}"
     column["training compute, FLOPs"] = number(total(data.table(arm, "compute/flops")), ".2e")
     column["training time, minutes"] = number(total(data.table(arm, "compute/seconds")) / 60, ".1f")
     return column
 
 
 def mean(values: pd.DataFrame) -> float:
-    """Return the mean over batches and seeds, or NaN where nothing was reported."""
+    """Return the mean over batches and seeds, or NaN if nothing was reported."""
     return float(values.mean().mean())
 
 

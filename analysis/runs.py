@@ -1,8 +1,7 @@
-"""One recorded run, and all runs together, as tables that every statistic and figure reads. load.py
-makes them.
+"""A recorded run, and all runs together, as tables that every statistic and figure reads.
 
-Row 0 holds only the evaluation of the cold start; row s >= 1 describes rollout batch s.
-gspo/tracking/metrics.py says what each metric means.
+load.py makes them. Row 0 holds only the evaluation of the cold start. Row s >= 1 describes rollout
+batch s. gspo/tracking/metrics.py defines each metric.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
 
 import pandas as pd
 
@@ -21,29 +19,33 @@ from gspo.io.files import locked
 from gspo.tracking.collapse import collapse
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 
-GSPO, GRPO_R2, GRPO, GSPO_TOKEN = "GSPO", "GRPO + Routing Replay (R2)", "GRPO", "GSPO-token"
+GSPO = "GSPO"
+GRPO_R2 = "GRPO + Routing Replay (R2)"
+GRPO = "GRPO"
+GSPO_TOKEN = "GSPO-token"
 ARMS = (GSPO, GRPO_R2, GRPO, GSPO_TOKEN)  # their order in tables and figures
 NOT_METRICS = ("run", "arm", "seed", "step")  # the first columns in the table of all runs
 
 
-class Refused(ValueError):
-    """What cannot be done with these runs, in one line. A command prints it and ends with exit code
-    2 (script.py).
+class RunsError(ValueError):
+    """The runs cannot be read or used as asked; the message is a single line.
+
+    A command prints it and ends with exit code 2 (script.py).
     """
 
 
 @dataclass
 class Run:
-    """One recorded run. `settings` is flat: {"optim.lr": 0.001, ...}."""
+    """A recorded run. `settings` is flat: {"optim.lr": 0.001, ...}."""
 
     path: Path
     settings: dict[str, object]
     rows: pd.DataFrame
     arm: str = ""
-    # of an arm with appended settings: its name without them, and these settings
+    # if settings are appended to the arm's name: the name without them, and these settings
     base: str = ""
-    beside: dict[str, object] = field(default_factory=dict)
-    id: str = ""  # W&B's id of the run, where the source is W&B's
+    appended: dict[str, object] = field(default_factory=dict)
+    id: str = ""  # W&B's id of the run, if W&B recorded it
 
     @property
     def seed(self) -> int:
@@ -61,9 +63,7 @@ class Run:
 
     @property
     def moe(self) -> bool:
-        """Whether the model is a mixture of experts, by its settings or else by the metrics that it
-        reported.
-        """
+        """Whether the model is a mixture of experts, by its settings or by its metrics."""
         if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
             return True
         return any(
@@ -75,36 +75,39 @@ class Run:
         return self.last >= self.planned
 
     @property
+    def settled(self) -> bool:
+        """Whether the run has finished or collapsed."""
+        return self.finished or self.collapsed is not None
+
+    @property
     def ended(self) -> str:
-        """How the run ended, as its directory says, or else as its rows show."""
+        """How the run ended, by its directory or else by its rows."""
         from_rows = "finished" if self.finished else "unfinished"
         try:
-            how = untrusted.read_json(self.path / "status.json").get("how")
+            status = untrusted.read_json(self.path / "status.json").get("how")
         except (OSError, untrusted.Unreadable):
             return from_rows
-        if how == "running" and not locked(self.path):
+        if status == "running" and not locked(self.path):
             return "died"
-        return how if isinstance(how, str) and len(how) < 20 else from_rows
+        return status if isinstance(status, str) and len(status) < 20 else from_rows
 
     @cached_property
     def collapsed(self) -> int | None:
         """The step at which the run collapsed by the registered rule, or None if it did not."""
         rewards = self.column("reward/mean")
-        at = collapse(rewards.tolist())
-        return None if at is None else int(rewards.index[at])
+        index = collapse(rewards.tolist())
+        return None if index is None else int(rewards.index[index])
 
     @cached_property
     def custom(self) -> dict[str, Metric]:
-        """The metrics of the user's own that the run's directory defines; none if its file cannot
-        be read.
-        """
+        """The user's own metrics that the run's directory defines; none if it cannot be read."""
         try:
             return custom_metrics(self.path)
         except (OSError, ValueError):
             return {}
 
     def column(self, metric: str, first_step: int = 1) -> pd.Series:
-        """Return a metric by step without its NaN values; empty where it was not reported."""
+        """Return a metric by step without its NaN values; empty if it was not reported."""
         if metric not in self.rows or metric == "step":
             return pd.Series(dtype=float)
         rows = self.rows[["step", metric]]  # not all of them: a run has hundreds of metrics
@@ -114,8 +117,11 @@ class Run:
 
 @dataclass
 class Data:
-    """All runs. `rows` is a tidy frame with the columns run, arm, seed, step and one per metric;
-    `notes` say what was left out or damaged."""
+    """All runs of a command.
+
+    `rows` is a tidy frame with the columns run, arm, seed, step and a column per metric. `notes` tell
+    the reader which runs and rows were left out or are damaged.
+    """
 
     runs: list[Run]
     notes: list[str] = field(default_factory=list)
@@ -123,25 +129,27 @@ class Data:
     def __post_init__(self):
         # tables hold UTF-8
         names = [str(run.path).encode(errors="backslashreplace").decode() for run in self.runs]
-        found = zip(self.runs, names, strict=True)
-        frames = [run.rows.assign(run=name, arm=run.arm, seed=run.seed) for run, name in found]
+        frames = []
+        for run, name in zip(self.runs, names, strict=True):
+            frames.append(run.rows.assign(run=name, arm=run.arm, seed=run.seed))
         rows = pd.concat(frames, ignore_index=True)
-        self.rows = rows[[*NOT_METRICS, *sorted(c for c in rows.columns if c not in NOT_METRICS)]]
+        metrics = sorted(set(rows.columns) - set(NOT_METRICS))
+        self.rows = rows[[*NOT_METRICS, *metrics]]
 
     @property
     def arms(self) -> list[str]:
-        """The arms found: the paper's in their fixed order, then the others by name; of one name by
-        the values of the settings in which its runs differ."""
+        """The arms: the paper's in their fixed order, then the others by name.
 
-        def place(run: Run) -> tuple:
+        Arms of the same name are ordered by the values of their appended settings."""
+
+        def order(run: Run) -> tuple:
             base = run.base or run.arm
-            order = ARMS.index(base) if base in ARMS else len(ARMS)
-            numbers = [
-                value if isinstance(value, int | float) else 0 for value in run.beside.values()
-            ]
-            return order, base, numbers, run.arm
+            rank = ARMS.index(base) if base in ARMS else len(ARMS)
+            values = run.appended.values()
+            numbers = [value if isinstance(value, int | float) else 0 for value in values]
+            return rank, base, numbers, run.arm
 
-        return list(dict.fromkeys(run.arm for run in sorted(self.runs, key=place)))
+        return list(dict.fromkeys(run.arm for run in sorted(self.runs, key=order)))
 
     def of(self, *arms: str) -> list[Run]:
         """Return the runs of these arms, sorted by arm and seed."""
@@ -155,9 +163,10 @@ class Data:
         return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
 
     def compared(self, *arms: str) -> list[Run]:
-        """Return the runs by which these arms are compared. They are the runs of the seeds that
-        have finished in all of these arms or, while there is no such seed, of the seeds that all of
-        them have begun."""
+        """Return the runs by which these arms are compared.
+
+        They are the runs of the seeds that have finished in all of these arms. While there is no
+        such seed, they are the runs of the seeds that all arms have begun."""
         runs = self.of(*arms)
         begun = self.seeds(*arms)
         finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
@@ -173,11 +182,13 @@ class Data:
         return min(run.last for run in self.of(*arms))
 
     def table(self, arm: str, metric: str, first_step: int = 1) -> pd.DataFrame:
-        """Return one metric of one arm with every step from the first to the arm's last as index
-        and a column per seed, NaN where it was not reported. Raises Refused for an arm that is not
-        there, and for a metric that is neither recorded nor registered."""
+        """Return a metric of an arm, with steps as index and a column per seed.
+
+        The index has every step from the first to the arm's last. Values that were not reported
+        are NaN. Raises RunsError for an unknown arm, and for a metric that is neither recorded nor
+        registered."""
         if arm not in self.arms:
-            die(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
+            raise RunsError(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
         rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
         if metric not in rows:
             self.check_metric(metric)
@@ -186,31 +197,33 @@ class Data:
         return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
 
     def definition(self, metric: str) -> Metric:
-        """Return a metric's definition: that of the first run which defines it itself, else the
-        registry's. Raises KeyError if there is none."""
-        return next(
-            (run.custom[metric] for run in self.runs if metric in run.custom), None
-        ) or lookup(metric)
+        """Return a metric's definition, by the first run that defines it or by the registry.
+
+        Raises KeyError if there is none."""
+        for run in self.runs:
+            if metric in run.custom:
+                return run.custom[metric]
+        return lookup(metric)
 
     def check_metric(self, metric: str) -> None:
-        """Raise Refused for a metric that no run has recorded and that is not in the registry
-        either.
-        """
+        """Raise RunsError for a metric that is neither recorded nor registered."""
         try:
             lookup(metric)
         except KeyError:
             if metric not in self.rows:
-                die(f"no metric {metric!r}{nearest(metric, self.metrics(''))}")
+                suggestion = nearest(metric, self.metrics(""))
+                raise RunsError(f"no metric {metric!r}{suggestion}") from None
 
     def paired(self, metric: str, *arms: str) -> list[pd.DataFrame]:
-        """Return the metric's tables of these arms, cut to the compared runs and to the rollout
-        batches that all of them have, so that rows are the same steps in each. A step that a run
-        lost is NaN in its column alone."""
+        """Return the metric's table of each arm, with the same seeds and steps in all of them.
+
+        The tables are cut to the compared runs and to the rollout batches that all of these have.
+        A step that a run lost is NaN in its column alone."""
         runs = self.compared(*arms)
-        seeds, last = sorted({run.seed for run in runs}), min(run.last for run in runs)
-        return [
-            self.table(arm, metric).loc[:last, seeds].reindex(range(1, last + 1)) for arm in arms
-        ]
+        seeds = sorted({run.seed for run in runs})
+        last = min(run.last for run in runs)
+        tables = [self.table(arm, metric).loc[:last, seeds] for arm in arms]
+        return [table.reindex(range(1, last + 1)) for table in tables]
 
     def metrics(self, prefix: str) -> list[str]:
         """Return the names of the reported metrics that begin with the prefix."""
@@ -218,16 +231,10 @@ class Data:
         return [c for c in names if c.startswith(prefix) and self.rows[c].notna().any()]
 
 
-def die(message: str) -> NoReturn:
-    """Raise Refused with this message."""
-    raise Refused(message)
-
-
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error message: the names that may have been meant or, if none is near,
-    all candidates.
-    """
-    close = get_close_matches(name, list(candidates), n=3)
-    return (
-        f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(candidates)}"
-    )
+    """Return the end of an error message: the nearest names, or all candidates if none is near."""
+    candidates = list(candidates)
+    close = get_close_matches(name, candidates, n=3)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; there are {', '.join(candidates)}"

@@ -1,48 +1,49 @@
-"""What every figure script does from the command line: load runs, draw, print the paths and the
-verdicts.
-"""
+"""The command line of every figure script: load runs, draw, print the paths and the verdicts."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gspo.analysis import load, sources
 from gspo.analysis.claims import Claim
-from gspo.analysis.style import FORMATS, View
+from gspo.analysis.runs import RunsError
+from gspo.analysis.style import FORMATS, FigureOptions
 
 from gspo.io import escaping
 
-# The reasons why a figure refuses options for curves: --seeds, --smooth and --log-x.
+# the reasons why a figure refuses options for curves
 DOTS = {"seeds": "the seeds stand there as dots already"}
 NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is not training"}
 
 
-class DoesNothing(argparse.Action):
-    """An option that has no effect in this figure, and is therefore refused."""
+class RefusedOption(argparse.Action):
+    """An option that has no effect in this figure and is therefore refused."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        load.die(
-            f"{option_string} does nothing in {Path(sys.argv[0]).stem}: {self.const}; leave it out"
-        )
+        figure = Path(sys.argv[0]).stem
+        raise RunsError(f"{option_string} does nothing in {figure}: {self.const}; leave it out")
 
 
 def parser(
     doc: str, needs_runs: bool = True, refused: dict[str, str] | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts of this folder share; the script's
-    docstring is its help. `refused` names the options that can have no effect in this figure, with
-    the reasons."""
-    options = argparse.ArgumentParser(
+    """Return a parser with the options that all scripts of this folder share.
+
+    The script's docstring is its help. `refused` maps options that can have no effect in this
+    figure to the reasons.
+    """
+    arguments = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    where = (
-        "run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]"
+    arguments.add_argument(
+        "runs",
+        nargs="+" if needs_runs else "*",
+        help="run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]",
     )
-    options.add_argument("runs", nargs="+" if needs_runs else "*", help=where)
-    options.add_argument(
+    arguments.add_argument(
         "--where",
         nargs="+",
         action="extend",
@@ -51,19 +52,23 @@ def parser(
         metavar="KEY=VALUE",
         help="take the runs with these settings alone, such as optim.lr=2e-4",
     )
-    options.add_argument(
+    arguments.add_argument(
         "--out",
         type=folder,
         default="figures",
         help="folder for what is written (default: figures)",
     )
-    every = {
+    default = FigureOptions()
+    drawing = {
         "seeds": {"action": "store_true", "help": "draw the curve of every single seed too, thin"},
         "smooth": {
             "type": batches,
-            "default": View.smooth,
+            "default": default.smooth,
             "metavar": "N",
-            "help": f"average curves over N batches on either side (default: {View.smooth}; 0: as they are)",
+            "help": (
+                "average curves over N batches on either side "
+                f"(default: {default.smooth}; 0: as they are)"
+            ),
         },
         "log-x": {
             "action": "store_true",
@@ -71,40 +76,50 @@ def parser(
         },
         "format": {
             "type": formats,
-            "default": View.formats,
+            "default": default.formats,
             "metavar": "F[,F]",
-            "help": f"{', '.join(FORMATS)}, or several with commas (default: {','.join(View.formats)})",
+            "help": (
+                f"{', '.join(FORMATS)}, or several with commas "
+                f"(default: {','.join(default.formats)})"
+            ),
         },
         "no-caption": {"action": "store_true", "help": "leave the caption out of the picture"},
         "width": {
             "type": inches,
-            "default": View.width,
+            "default": default.width,
             "metavar": "INCHES",
-            "help": f"width of the picture (default: {View.width:g}); text keeps its size",
+            "help": f"width of the picture (default: {default.width:g}); text keeps its size",
         },
     }
-    for name, how in every.items():
-        why = (refused or {}).get(name)
-        silent = {
-            "action": DoesNothing,
-            "nargs": "?",
-            "const": why,
-            "default": how.get("default", False),
-        }
-        options.add_argument(f"--{name}", **(silent | {"help": argparse.SUPPRESS} if why else how))
-    return options
+    for name, option in drawing.items():
+        reason = (refused or {}).get(name)
+        if reason:
+            option = {
+                "action": RefusedOption,
+                "nargs": "?",
+                "const": reason,
+                "default": option.get("default", False),
+                "help": argparse.SUPPRESS,
+            }
+        arguments.add_argument(f"--{name}", **option)
+    return arguments
 
 
-def view(args: argparse.Namespace) -> View:
-    """Return how to draw, as the command line says."""
-    where = ", ".join(f"{key}={value}" for key, value in chosen(args).items())
-    return View(
-        args.seeds, args.smooth, args.log_x, args.format, not args.no_caption, args.width, where
+def figure_options(args: argparse.Namespace) -> FigureOptions:
+    """Return the drawing options of a command line."""
+    return FigureOptions(
+        seeds=args.seeds,
+        smooth=args.smooth,
+        log_x=args.log_x,
+        formats=args.format,
+        caption=not args.no_caption,
+        width=args.width,
+        where=", ".join(f"{key}={value}" for key, value in chosen(args).items()),
     )
 
 
 def folder(name: str) -> Path:
-    """Return the path of a folder, which is made if it is not there."""
+    """Return the path of a folder, which is created if it is missing."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -114,11 +129,11 @@ def folder(name: str) -> Path:
 
 
 def chosen(args: argparse.Namespace) -> dict[str, str]:
-    """Return what --where says. Raises Refused for a setting that is given twice."""
+    """Return the settings of --where; raise RunsError for a setting that is given twice."""
     where: dict[str, str] = {}
     for key, value in args.where:
         if key in where:
-            load.die(f"--where {key}={where[key]} and {key}={value}: give one value")
+            raise RunsError(f"--where {key}={where[key]} and {key}={value}: give one value")
         where[key] = value
     return where
 
@@ -156,67 +171,84 @@ def inches(text: str) -> float:
 
 
 def read(args: argparse.Namespace, several_studies: bool = False, notes: bool = True) -> load.Data:
-    """Load the runs named on the command line and print the notes on them. Raises Refused where an
-    option would have no effect and, unless the figure takes several studies, where one of the names
-    holds more than one study."""
-    for path in () if several_studies else args.runs:
-        one_study(path)
+    """Load the runs named on the command line and print the notes on them.
+
+    Raises RunsError if an option would have no effect. Unless the figure takes several studies, it
+    also raises if a source holds several studies.
+    """
+    if not several_studies:
+        for path in args.runs:
+            check_one_study(path)
     data = load.load(args.runs, chosen(args))
     if notes:
         print_notes(data)
     if args.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
-        load.die(
-            "--seeds does nothing with one seed of every arm: its batches are drawn thin already; leave it out"
+        raise RunsError(
+            "--seeds does nothing with one seed of every arm: its batches are drawn thin already; "
+            "leave it out"
         )
     return data
 
 
 def print_notes(data: load.Data, *kinds: str) -> None:
-    """Print the notes on the runs, or those that begin with one of these words."""
+    """Print the notes on the runs, or only the notes that begin with these words."""
     for note in data.notes:
         if note.startswith(kinds or ""):
             print(f"note: {escaping.escape_line(note)}")
 
 
-def one_study(path: str) -> None:
-    """Raise Refused if a source holds runs of several studies: they would be taken for arms and
-    seeds of one study.
+def check_one_study(path: str) -> None:
+    """Raise RunsError if a source holds runs of several studies.
+
+    They would be taken for arms and seeds of the same study.
     """
     try:
-        found = [record for record in sources.records(path) if load.as_run(record, [])]
+        records = [record for record in sources.records(path) if load.as_run(record, [])]
     except (OSError, ValueError):
         return  # load.load reports the error
-    studies = {str(record.settings.get("study")): record.path.parent for record in found}
-    if len(studies) > 1:
-        name, folder = sorted(studies.items())[0]
-        address = f"{path}/{name}" if path.startswith(sources.SERVER) else folder
-        command = f"{sys.argv[0]} {address}"
-        load.die(
-            f"{path} holds {len(studies)} studies ({', '.join(sorted(studies))}): name one, as in: {command}"
+    folders = {str(record.settings.get("study")): record.path.parent for record in records}
+    if len(folders) > 1:
+        study, folder = min(folders.items())
+        address = f"{path}/{study}" if path.startswith(sources.SERVER) else folder
+        names = ", ".join(sorted(folders))
+        example = f"{sys.argv[0]} {address}"
+        raise RunsError(
+            f"{path} holds {len(folders)} studies ({names}): name one, as in: {example}"
         )
 
 
 def command(main: Callable[[], None]) -> None:
-    """Run a script's main. What cannot be done with its runs becomes one line on stderr with exit
-    code 2, and no text from the runs can control the terminal."""
+    """Run a script's main.
+
+    A RunsError becomes a line on stderr with exit code 2. No text from the runs can control the
+    terminal.
+    """
     escaping.escape_output()
     try:
         main()
-    except load.Refused as error:
+    except RunsError as error:
         print(f"error: {escaping.escape_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
+def print_lines(*parts: Iterable[object]) -> None:
+    """Print each part, a list of lines, with an empty line before it."""
+    for part in parts:
+        print()
+        for line in part:
+            print(line)
+
+
 def run(
     doc: str,
-    draw: Callable[[load.Data, Path, View], list[Path]],
-    judge: Callable[[load.Data], list[Claim]],
+    draw: Callable[[load.Data, Path, FigureOptions], list[Path]],
+    judged_claims: Callable[[load.Data], list[Claim]],
     refused: dict[str, str] | None = None,
 ) -> None:
-    """Draw one figure from the runs named on the command line."""
+    """Draw a figure from the runs named on the command line."""
     args = parser(doc, refused=refused).parse_args()
     data = read(args)
-    for path in draw(data, args.out, view(args)):
+    for path in draw(data, args.out, figure_options(args)):
         print(path)
-    for claim in judge(data):
+    for claim in judged_claims(data):
         print(claim.sentence())

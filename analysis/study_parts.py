@@ -1,7 +1,6 @@
-"""The words and tables of a study's report, as blocks (blocks.py) that become HTML, Markdown or a
-W&B Report.
+"""The words and tables of a study's report, as blocks (blocks.py).
 
-study_report.py writes them to files, and wandb_report.py to W&B.
+study_report.py writes them to files as HTML and Markdown, and wandb_report.py to W&B.
 """
 
 from __future__ import annotations
@@ -17,130 +16,139 @@ MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
     "Held-out scores: first -> last evaluation."
 )
-WIDE = 4  # with more arms than this a table has a row per arm instead of a column
+DIFFERENCES = (
+    "Differences of the reward over the last half of the batches that both arms' runs have, paired "
+    "by seed; p: exact sign-flip test."
+)
+MAX_ARM_COLUMNS = 4  # with more arms than this a table has a row per arm instead of a column
 # settings that say nothing about the study
-FOLLOWS = ("seed", "tracking", "runs", "resume", "on_existing", "study")
+UNINFORMATIVE = ("seed", "tracking", "runs", "resume", "on_existing", "study")
 
 
 def opening(data: Data, baseline: str) -> list[Block]:
-    """Return the report's first part: what was run, its settings, statistics, differences, and the
-    paper's claims.
+    """Return the report's first part.
+
+    It has the runs, their settings, statistics, differences, and the paper's claims.
     """
-    notes = [Items(tuple(data.notes))] if data.notes else []
-    found = claims.all_claims(data)
-    judged = (
-        [Heading("The paper's claims"), Items(tuple(claim.sentence() for claim in found))]
-        if found
-        else []
-    )
-    return [
-        *(Heading("What was run"), Text(load.describe(data, data.arms)), *notes),
-        *(
-            Heading("Settings"),
-            settings(data),
-            Folded("settings that all runs share", common(data)),
-        ),
-        *(Heading("Statistics"), Text(MEANS), statistics(data)),
+    blocks: list[Block] = [Heading("What was run"), Text(load.describe(data, data.arms))]
+    if data.notes:
+        blocks.append(Items(tuple(data.notes)))
+    blocks += [
+        Heading("Settings"),
+        settings(data),
+        Folded("settings that all runs share", common(data)),
+        Heading("Statistics"),
+        Text(MEANS),
+        statistics(data),
         *differences(data, baseline),
-        *judged,
     ]
+    judged = claims.all_claims(data)
+    if judged:
+        sentences = tuple(claim.sentence() for claim in judged)
+        blocks += [Heading("The paper's claims"), Items(sentences)]
+    return blocks
 
 
 def settings(data: Data) -> Table:
     """Return a table of the settings in which arms differ, with a row per arm."""
-    keys = [key for key in load.differing(data.runs) if key not in ("seed",)]
+    keys = [key for key in load.differing(data.runs) if key != "seed"]
     rows = []
     for arm in data.arms:
-        of_arm = data.of(arm)
-        values = [
-            ", ".join(sorted({str(run.settings.get(key, "-")) for run in of_arm})) for key in keys
-        ]
-        rows.append((arm, *values, ", ".join(str(run.seed) for run in of_arm)))
+        runs = data.of(arm)
+        cells = [arm]
+        for key in keys:
+            cells.append(", ".join(sorted({str(run.settings.get(key, "-")) for run in runs})))
+        rows.append((*cells, ", ".join(str(run.seed) for run in runs)))
     return Table(("arm", *keys, "seeds"), tuple(rows))
 
 
 def common(data: Data) -> str:
     """Return a line per setting that is the same in all runs."""
-    first = data.runs[0].settings
-    alike = (key for key in first if all(run.settings.get(key) == first[key] for run in data.runs))
-    return "\n".join(
-        f"{key}: {first[key]}" for key in sorted(alike) if key.split(".")[0] not in FOLLOWS
-    )
+    lines = []
+    for key, value in sorted(data.runs[0].settings.items()):
+        same = all(run.settings.get(key) == value for run in data.runs)
+        if same and key.split(".")[0] not in UNINFORMATIVE:
+            lines.append(f"{key}: {value}")
+    return "\n".join(lines)
 
 
 def statistics(data: Data) -> Table:
-    """Return a table of what each arm reached, clipped and cost, without quantities that no run has
-    reported.
-    """
+    """Return a table of the results and costs of each arm, without unreported quantities."""
     columns = {arm: reproduce.entries(data, arm) for arm in data.arms}
-    names = [
-        name
-        for name in columns[data.arms[0]]
-        if any(column[name] != "-" for column in columns.values())
-    ]
-    if len(data.arms) > WIDE:
-        return Table(
-            ("arm", *names),
-            tuple((arm, *(columns[arm][name] for name in names)) for arm in data.arms),
-        )
-    return Table(
-        ("", *data.arms),
-        tuple((name, *(columns[arm][name] for arm in data.arms)) for name in names),
-    )
+    names = []
+    for name in columns[data.arms[0]]:
+        if any(column[name] != "-" for column in columns.values()):
+            names.append(name)
+    if len(data.arms) > MAX_ARM_COLUMNS:
+        rows = [(arm, *(column[name] for name in names)) for arm, column in columns.items()]
+        return Table(("arm", *names), tuple(rows))
+    rows = [(name, *(column[name] for column in columns.values())) for name in names]
+    return Table(("", *data.arms), tuple(rows))
 
 
 def differences(data: Data, baseline: str) -> list[Block]:
-    """Return the table of each arm's reward minus its rival's, paired by seed and batch, and notes
-    on arms without one."""
-    rows, alone, pairs = [], [], rivals(data.arms, baseline)
+    """Return the table of each arm's reward minus its rival's, paired by seed and batch.
+
+    Remarks name the arms without a comparison.
+    """
+    rows = []
+    remarks = []
+    pairs = rivals(data.arms, baseline)
     for arm, rival in pairs.items():
-        if (why := load.lacking(data, (arm, rival))) is not None:
-            alone.append(f"{arm} is not compared with {rival}: {why}")
+        reason = load.why_not_comparable(data, (arm, rival))
+        if reason is not None:
+            remarks.append(f"{arm} is not compared with {rival}: {reason}")
             continue
         a_TS, b_TS = claims.last_halves(data, arm, rival)
         interval = paired_difference(a_TS, b_TS)
-        p = (
-            f"{interval.p():.2g} (least possible {2 / 2**interval.seeds:.2g})"
-            if interval.seeds > 1
-            else "-"
-        )
-        if why := load.not_compared(data, (arm, rival)):
-            alone.append(f"{arm} against {rival}, {why}")
+        p = interval.p_text()
+        if interval.seeds > 1:
+            p += f" (least possible {2 / 2**interval.seeds:.2g})"
+        left_out = load.not_compared(data, (arm, rival))
+        if left_out:
+            remarks.append(f"{arm} against {rival}, {left_out}")
         batches = f"{a_TS.index[0]}-{a_TS.index[-1]}"
         rows.append((arm, rival, f"{interval.text('+.3f')} {interval.kind}", p, batches))
-    others = [arm for arm in data.arms if arm not in pairs and arm not in pairs.values()]
-    alone += [
-        f"{arm} has no rival under the same settings (--baseline names one)" for arm in others
-    ]
-    text = "Differences of the reward over the last half of the batches that both arms' runs have, paired by seed;"
-    text += " p: exact sign-flip test."
-    many = (
-        f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone."
-        if len(rows) > 1
-        else ""
-    )
-    head = ("arm", "minus", "difference [95 % interval]", "p", "batches")
-    return [
-        *([Text(text + many), Table(head, tuple(rows))] if rows else []),
-        *([Items(tuple(alone))] if alone else []),
-    ]
+    for arm in data.arms:
+        if arm not in pairs and arm not in pairs.values():
+            remarks.append(f"{arm} has no rival under the same settings (--baseline names one)")
+    text = DIFFERENCES
+    if len(rows) > 1:
+        text += f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone."
+    blocks: list[Block] = []
+    if rows:
+        head = ("arm", "minus", "difference [95 % interval]", "p", "batches")
+        blocks += [Text(text), Table(head, tuple(rows))]
+    if remarks:
+        blocks.append(Items(tuple(remarks)))
+    return blocks
 
 
 def rivals(arms: list[str], baseline: str) -> dict[str, str]:
-    """Return which arm each arm is compared with: the baseline if one is given, else GRPO under the
-    same other settings or, if there is no such pair, the first arm."""
+    """Return the arm that each arm is compared with.
+
+    That is the baseline if it is given, else GRPO under the same other settings. If there is no
+    such pair, it is the first arm.
+    """
     if baseline:
         return {arm: baseline for arm in arms if arm != baseline}
-    like = {arm: GRPO + arm[len(arm.split(" [")[0]) :] for arm in arms}
-    found = {arm: rival for arm, rival in like.items() if rival in arms and rival != arm}
-    return found or {arm: arms[0] for arm in arms[1:]}
+    pairs = {}
+    for arm in arms:
+        appended = arm[len(arm.split(" [")[0]) :]
+        rival = GRPO + appended
+        if rival in arms and rival != arm:
+            pairs[arm] = rival
+    return pairs or {arm: arms[0] for arm in arms[1:]}
 
 
 def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
-    """Return a table with a row per run; `link(run)` gives the address at which it can be seen."""
+    """Return a table with a row per run; `link(run)` gives the address of its page."""
     rows = []
     for run in data.of(*data.arms):
-        how = run.ended + ("" if run.collapsed is None else f"; collapsed at step {run.collapsed}")
-        end = number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
-        rows.append((link(run), run.arm, str(run.seed), f"{run.last}/{run.planned}", end, how))
+        ended = run.ended
+        if run.collapsed is not None:
+            ended += f"; collapsed at step {run.collapsed}"
+        reward = number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
+        batches = f"{run.last}/{run.planned}"
+        rows.append((link(run), run.arm, str(run.seed), batches, reward, ended))
     return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))

@@ -1,5 +1,6 @@
-"""One style for all figures: axes, captions, and files that come out the same byte for byte.
-looks.py has the arms.
+"""The style of all figures: axes, captions, and files with the same bytes each time.
+
+arm_styles.py has the colours, markers and lines of the arms.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from gspo.analysis.arm_styles import ArmStyle
 from gspo.analysis.load import Data
-from gspo.analysis.looks import Look
 from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,22 +29,31 @@ from gspo.io.escaping import escape
 from gspo.io.files import replace_bytes
 
 # colours of everything that belongs to no arm
-INK, MUTED, FAINT, STRIP = "#222222", "#6B6B6B", "#D9D9D9", "#F2F2F2"
+INK = "#222222"
+MUTED = "#6B6B6B"
+FAINT = "#D9D9D9"
+STRIP = "#F2F2F2"
 # inches: text of 9 points stays legible when a README shows the figure about 850 pixels wide
 WIDTH = 9.0
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
 COMPUTE = "compute/flops"
-LONGEST_NAME = 22  # characters of an objective's name in a label
-# what stands before the last part of a setting's name
-PREFIX = re.compile(r"(?<![\w.])(?:\w+\.)+(?=\w+=)")
+MAX_NAME_CHARS = 22  # of an objective's name in a label
+# the groups before the last part of a setting's name
+SETTING_GROUPS = re.compile(r"(?<![\w.])(?:\w+\.)+(?=\w+=)")
 # a power of ten in a label
 POWER = re.compile(r"\$(\\mathdefault\{)?(-?\d*\\times)?-?10\^\{-?\d+\}\}?\$")
+# file metadata that would hold the date or the version
+UNDATED = {
+    ".pdf": {"CreationDate": None},
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+}
 
 
 @dataclass(frozen=True)
-class View:
-    """How figures are drawn and written, as the options of script.py say."""
+class FigureOptions:
+    """How figures are drawn and written, by the options of script.py."""
 
     seeds: bool = False  # whether each seed's curve is drawn too
     smooth: int = WINDOW // 2  # batches on either side over which curves are averaged
@@ -86,141 +96,150 @@ matplotlib.rcParams.update(
 )
 
 
-def short(arm: str) -> str:
-    """Return the arm's name on two lines where it is long, for labels beside lines and bars.
+def arm_label(arm: str) -> str:
+    """Return the arm's name, on two lines if it is long, for labels beside lines and bars.
 
-    >>> short("my_package.losses:Mine [optim.lr=0.001, trainer.minibatches=4]")
+    >>> arm_label("my_package.losses:Mine [optim.lr=0.001, trainer.minibatches=4]")
     'Mine\\nlr=0.001, minibatches=4'
     """
     name, _, settings = arm.removesuffix("]").partition(" [")
     objective, plus, replay = name.partition(" + ")
     objective = objective.rpartition(":")[2]
-    if len(objective) > LONGEST_NAME:
-        objective = f"{objective[: LONGEST_NAME - 1]}…"
-    name = f"{objective} +\n{replay.removesuffix(' (R2)')}" if plus else objective
-    return f"{name}\n{PREFIX.sub('', settings)}" if settings else name
+    if len(objective) > MAX_NAME_CHARS:
+        objective = f"{objective[: MAX_NAME_CHARS - 1]}…"
+    label = objective
+    if plus:
+        label = f"{objective} +\n{replay.removesuffix(' (R2)')}"
+    if settings:
+        label += f"\n{SETTING_GROUPS.sub('', settings)}"
+    return label
 
 
-def canvas(height: float, view: View) -> Figure:
-    """Return an empty figure of this height in inches, to which the caption will be added."""
-    return Figure(figsize=(view.width, height), layout="constrained")
+def canvas(height: float, options: FigureOptions) -> Figure:
+    """Return an empty figure of this height in inches, without its caption."""
+    return Figure(figsize=(options.width, height), layout="constrained")
 
 
-def label_ends(ax: Axes, ends: list[tuple[float, str, Look]], letter: float = 0.075) -> None:
-    """Write the arms' names at the right edge with a piece of their lines, at the heights where the
-    lines end, kept apart. `letter` is the height of a line of text as a share of the panel's."""
+def label_ends(
+    ax: Axes, ends: list[tuple[float, str, ArmStyle]], line_height: float = 0.075
+) -> None:
+    """Write the arms' names at the right edge, at the heights of the ends of their lines.
+
+    Beside each name stands a piece of its line. The names are kept apart. `ends` are (height, name,
+    style). `line_height` is the height of a line of text as a share of the panel's.
+    """
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)  # the labels are placed for these limits
-    log = ax.get_yscale() == "log"
-    scale = np.log if log else np.asarray
-    place, gap = -math.inf, 0.0
-    for y, text, look in sorted(
-        (end for end in ends if np.isfinite(end[0])), key=lambda end: end[:2]
-    ):
-        size = letter * (1 + text.count("\n"))
-        place = max(
-            float((scale(y) - scale(low)) / (scale(high) - scale(low))), place + (gap + size) / 2
-        )
-        gap = size
+    scale = np.log if ax.get_yscale() == "log" else np.asarray
+    span = scale(high) - scale(low)
+    beside_axes = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "annotation_clip": False,
+    }
+    finite = [end for end in ends if np.isfinite(end[0])]
+    height = -math.inf
+    previous_size = 0.0
+    for value, text, style in sorted(finite, key=lambda end: end[:2]):
+        size = line_height * (1 + text.count("\n"))
+        lowest = height + (previous_size + size) / 2
+        height = max(float((scale(value) - scale(low)) / span), lowest)
+        previous_size = size
         stroke = {
             "arrowstyle": "-",
-            "color": look.colour,
-            "ls": look.line,
+            "color": style.colour,
+            "ls": style.line,
             "lw": 1.8,
             "shrinkA": 0,
             "shrinkB": 0,
         }
-        at = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        ax.annotate("", (1, place), (26, 0), arrowprops=stroke, annotation_clip=False, **at)
+        ax.annotate("", (1, height), (26, 0), arrowprops=stroke, **beside_axes)
         middle = offset_copy(ax.transAxes, ax.get_figure(root=True), x=14, units="points")
-        mark = look.plot() | {"ls": ""}
-        ax.add_line(Line2D([1], [place], transform=middle, clip_on=False, ms=5.5, **mark))
-        ax.annotate(
-            text,
-            (1, place),
-            (31, 0),
-            color=INK,
-            va="center",
-            linespacing=1.1,
-            annotation_clip=False,
-            **at,
-        )
+        marker = style.plot_options() | {"ls": ""}
+        ax.add_line(Line2D([1], [height], transform=middle, clip_on=False, ms=5.5, **marker))
+        words = {"color": INK, "va": "center", "linespacing": 1.1}
+        ax.annotate(text, (1, height), (31, 0), **words, **beside_axes)
 
 
-def key(ax: Axes, looks: dict[str, Look], **where: object) -> None:
+def legend(ax: Axes, styles: dict[str, ArmStyle], loc: str, ncols: int = 1) -> None:
     """Draw a legend of arms, for a panel without room for names at the lines' ends."""
-    lines = [
-        Line2D([], [], lw=1.6, ms=5, label=short(arm), **look.plot()) for arm, look in looks.items()
-    ]
-    ax.legend(handles=lines, fontsize=8, handlelength=2.6, **where)
+    lines = []
+    for arm, style in styles.items():
+        lines.append(Line2D([], [], lw=1.6, ms=5, label=arm_label(arm), **style.plot_options()))
+    ax.legend(handles=lines, fontsize=8, handlelength=2.6, loc=loc, ncols=ncols)
 
 
-def key_above(figure: Figure, looks: dict[str, Look], view: View) -> float:
-    """Draw a legend of arms in lines above the panels, and return its height in inches."""
-    names = [short(arm).replace("\n", " ") for arm in looks]
+def legend_above(figure: Figure, styles: dict[str, ArmStyle], options: FigureOptions) -> None:
+    """Draw a legend of arms above the panels, and make the figure higher by its height."""
+    names = [arm_label(arm).replace("\n", " ") for arm in styles]
     # this many letters of the legend's size are about as wide as the page
-    letters = int(11.6 * view.width)
+    letters = int(11.6 * options.width)
     columns = min(len(names), max(1, letters // (max(map(len, names)) + 8)))
-    lines = [Line2D([], [], lw=2, ms=5, **look.plot()) for look in looks.values()]
+    lines = [Line2D([], [], lw=2, ms=5, **style.plot_options()) for style in styles.values()]
     figure.legend(
         lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6
     )
-    return 0.1 + 0.2 * -(-len(names) // columns)
+    text_lines = math.ceil(len(names) / columns)
+    figure.set_size_inches(options.width, figure.get_figheight() + 0.1 + 0.2 * text_lines)
 
 
-def training_axis(ax: Axes, largest: float, view: View) -> None:
-    """Set up the x axis of curves: FLOPs up to `largest`, with the power of ten in the label
-    instead of at the ticks; batches where `largest` is 0."""
+def training_axis(ax: Axes, largest: float, options: FigureOptions) -> None:
+    """Set up the x axis of curves: FLOPs up to `largest`, or batches if `largest` is 0.
+
+    The power of ten stands in the label instead of at the ticks.
+    """
     power = math.floor(math.log10(largest)) if largest > 0 else 0
-    if view.log_x:
+    if options.log_x:
         ax.set_xscale("log")
         ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         ax.xaxis.set_minor_locator(NullLocator())
     else:
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=not largest))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 10**power:g}"))
-    if largest and not view.log_x:
+    if largest and not options.log_x:
         ax.set_xlim(0, largest * 1.01)
     ax.set_xlabel(rf"training compute ($10^{{{power}}}$ FLOPs)" if largest else "rollout batch")
 
 
 def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
-    """Return whether every run of these arms has recorded its compute; if not, batches are the x
-    axis.
+    """Return whether every run of these arms has recorded its compute.
+
+    If not, batches are the x axis.
     """
     return all(data.table(arm, COMPUTE).notna().any().all() for arm in arms)
 
 
-def save(figure: Figure, out: Path, name: str, caption: str, view: View) -> list[Path]:
-    """Write out/name in the formats asked for, with the caption wrapped under the panels. The same
-    runs give the same bytes."""
+def save(figure: Figure, out: Path, name: str, caption: str, options: FigureOptions) -> list[Path]:
+    """Write out/name in the formats of the options, with the caption wrapped under the panels.
+
+    The same runs give the same bytes.
+    """
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
-    if view.where:
-        name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', view.where)}"
-        caption = f"Runs with {view.where}. {caption}"
-    if view.caption:
+    if options.where:
+        name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', options.where)}"
+        caption = f"Runs with {options.where}. {caption}"
+    if options.caption:
         write_under(figure, caption)
     for text in figure.findobj(Text):
-        as_data(text)
+        make_literal(text)
     figure.draw_without_rendering()  # arrange the panels once, for all files
     figure.set_layout_engine("none")
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{name}.{suffix}" for suffix in view.formats]
+    paths = [out / f"{name}.{suffix}" for suffix in options.formats]
     for path in paths:
-        undated = {
-            ".pdf": {"CreationDate": None},
-            ".png": {"Software": None},
-            ".svg": {"Date": None},
-        }[path.suffix]
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=path.suffix[1:], dpi=160, metadata=undated)
-        replace_bytes(path, drawn.getvalue())
+        content = io.BytesIO()
+        metadata = UNDATED[path.suffix]
+        figure.savefig(content, format=path.suffix[1:], dpi=160, metadata=metadata)
+        replace_bytes(path, content.getvalue())
     return paths
 
 
-def as_data(text: Text) -> None:
-    """Show names and settings literally. matplotlib would read text between dollar signs as
-    formulas, which here are only powers of ten."""
+def make_literal(text: Text) -> None:
+    """Show names and settings literally.
+
+    matplotlib would read text between dollar signs as a formula. Here only powers of ten are
+    formulas.
+    """
     text.set_text(escape(text.get_text()))
     if "$" in POWER.sub("", text.get_text()):
         text.set_parse_math(False)
@@ -231,25 +250,17 @@ def write_under(figure: Figure, caption: str) -> None:
     width, height = figure.get_size_inches()
     # a letter is about 0.57 of the font size wide
     letters = int(width * 72 / (CAPTION_SIZE * 0.57))
-    lines = [
-        line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, letters)
-    ]
-    under = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
-    total = height + under
+    lines = []
+    for paragraph in caption.splitlines():
+        lines += textwrap.wrap(paragraph, letters)
+    caption_height = (len(lines) * CAPTION_SIZE * 1.35 + 14) / 72
+    total = height + caption_height
     figure.set_size_inches(width, total)
-    figure.get_layout_engine().set(
-        rect=(0, under / total, 1, 1 - under / total), w_pad=0.06, h_pad=0.06
-    )
-    text = "\n".join(lines)
-    figure.text(
-        0.012,
-        (under - 4 / 72) / total,
-        text,
-        va="top",
-        fontsize=CAPTION_SIZE,
-        color=INK,
-        linespacing=1.35,
-    )
+    share = caption_height / total
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share), w_pad=0.06, h_pad=0.06)
+    top = (caption_height - 4 / 72) / total
+    text_style = {"va": "top", "fontsize": CAPTION_SIZE, "color": INK, "linespacing": 1.35}
+    figure.text(0.012, top, "\n".join(lines), **text_style)
 
 
 def finite_max(*values: np.ndarray) -> float:

@@ -1,10 +1,10 @@
-"""Read runs from W&B's offline files, also damaged and half-written ones: what can be read is read,
-the rest noted.
+"""Read runs from W&B's offline files, also from damaged and half-written files.
 
-A `.wandb` file has 7 bytes of header (":W&B", 0xBEE1, version 0), then blocks of 32 KiB in
-LevelDB's log format. These hold records of (CRC-32 of type and payload, length, type) and a
-payload; a payload that crosses a block is cut into FIRST, MIDDLE and LAST. The payloads are W&B's
-protobuf messages. A resumed run has a file per segment, whose rows are joined by our `step`.
+Unreadable parts become notes. A `.wandb` file has 7 bytes of header (":W&B", 0xBEE1, version 0),
+then blocks of 32 KiB in LevelDB's log format. These hold records of (CRC-32 of type and payload,
+length, type) and a payload. A payload that crosses a block is cut into FIRST, MIDDLE and LAST. The
+payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are joined by
+our `step`.
 """
 
 from __future__ import annotations
@@ -18,52 +18,57 @@ from pathlib import Path
 
 from gspo.io import untrusted
 
-BLOCK, HEADER = 32768, 7
+BLOCK_BYTES = 32768
+HEADER_BYTES = 7  # of the file, and of a record
 SCORE = "score"
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-# the checksum covers the type too
-STARTED = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}
+FULL = 1
+FIRST = 2
+MIDDLE = 3
+LAST = 4
+# the checksum covers the type too: its value after the type, to which the payload is added
+TYPE_CHECKSUMS = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}
+MAX_NAME_BYTES = 255  # of a file
 
 
 @dataclass
 class Segment:
-    """What one file holds."""
+    """The content of a file."""
 
     path: Path
     id: str = ""
     name: str = ""
     job: str = "train"
     config: dict[str, object] = field(default_factory=dict)
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # by step: numbers alone
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers by step
     damage: list[str] = field(default_factory=list)
 
 
 def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
-    """Yield the payloads that are whole. After damage, reading goes on with the next block, as in
-    LevelDB.
-    """
-    if len(data) < HEADER or struct.unpack_from("<4sHB", data) != (b":W&B", 0xBEE1, 0):
+    """Yield the complete payloads. After damage, reading goes on with the next block."""
+    if len(data) < HEADER_BYTES or struct.unpack_from("<4sHB", data) != (b":W&B", 0xBEE1, 0):
         damage.append("no W&B file, or its first bytes are damaged")
         return
-    position, parts = HEADER, None
+    position = HEADER_BYTES
+    parts = None  # of a payload that has begun
     while position < len(data):
-        left = BLOCK - position % BLOCK
-        if left < HEADER:  # the end of a block is left empty
-            position += left
+        block_rest = BLOCK_BYTES - position % BLOCK_BYTES
+        if block_rest < HEADER_BYTES:  # the end of a block is left empty
+            position += block_rest
             continue
-        if len(data) - position < HEADER:
+        if len(data) - position < HEADER_BYTES:
             damage.append(f"cut at byte {position}")
             return
         checksum, length, kind = struct.unpack_from("<IHB", data, position)
-        end = position + HEADER + length
-        fits = kind in STARTED and length <= left - HEADER
+        end = position + HEADER_BYTES + length
+        fits = kind in TYPE_CHECKSUMS and length <= block_rest - HEADER_BYTES
         if fits and end > len(data):
             damage.append(f"cut at byte {position}")
             return
-        body = data[position + HEADER : end]
-        if not fits or zlib.crc32(body, STARTED[kind]) != checksum:
+        body = data[position + HEADER_BYTES : end]
+        if not fits or zlib.crc32(body, TYPE_CHECKSUMS[kind]) != checksum:
             damage.append(f"damaged at byte {position}")
-            parts, position = None, position + left
+            parts = None
+            position += block_rest
             continue
         position = end
         if kind in (FULL, FIRST):
@@ -76,18 +81,18 @@ def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
 
 
 def read(path: Path) -> Segment:
-    """Read one file. Neither its content nor its kind raises an exception; what is wrong becomes a
-    note.
-    """
+    """Read a file. Nothing in it raises; damage becomes a note."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # imported here because wandb takes a second
 
-    segment, ended, names = Segment(path), False, {"step"}
+    segment = Segment(path)
     try:
         content = untrusted.read_bytes(path, untrusted.MAX_ROWS_FILE_BYTES)
     except (OSError, untrusted.Unreadable) as error:
         segment.damage.append(str(error))
         return segment
+    ended = False
+    columns = {"step"}
     for payload in payloads(content, segment.damage):
         record = Record()
         try:
@@ -97,7 +102,8 @@ def read(path: Path) -> Segment:
             continue
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            segment.id, segment.name = record.run.run_id, record.run.display_name
+            segment.id = record.run.run_id
+            segment.name = record.run.display_name
             segment.job = record.run.job_type or segment.job
             segment.config |= _values(record.run.config.update, segment.damage)
         elif kind == "config":
@@ -105,22 +111,22 @@ def read(path: Path) -> Segment:
         elif kind == "exit":
             ended = True
         elif kind == "history":
-            # others are parts of tables
+            # items with nested keys are parts of tables
             plain = [item for item in record.history.item if len(item.nested_key) < 2]
             row = _values(plain, segment.damage)
             step = row.pop("step", None)
             if untrusted.is_step(step):
                 segment.rows.setdefault(step, {}).update(numbers(row))
-                names |= segment.rows[step].keys()
-                if len(segment.rows) * len(names) > untrusted.MAX_CELLS:
+                columns |= segment.rows[step].keys()
+                if len(segment.rows) * len(columns) > untrusted.MAX_CELLS:
                     segment.rows = {}
                     segment.damage.append(
                         f"its rows make a table of more than {untrusted.MAX_CELLS:,} cells"
                     )
                     break
-    named = segment.name if may_be_a_name(segment.name) else ""
+    display_name = segment.name if may_be_a_name(segment.name) else ""
     # WANDB_NAME may have replaced the display name
-    segment.name = recorded_name(segment.config) or named
+    segment.name = recorded_name(segment.config) or display_name
     segment.config.pop("_wandb", None)
     if not ended:
         segment.damage.append("has no end: it is being written, or was killed, or cut")
@@ -139,30 +145,29 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
 
 
 def recorded_name(config: dict[str, object]) -> str:
-    """Remove the run directory's name from the configuration, which holds it beside the settings,
-    and return it.
-    """
+    """Remove the run directory's name from the configuration, and return it."""
     record = config.pop("record", None)
     name = record.get("run") if isinstance(record, dict) else None
     return name if isinstance(name, str) and may_be_a_name(name) else ""
 
 
 def may_be_a_name(text: str) -> bool:
-    """Return whether a file or folder could have this name; with any other, every question about
-    the path fails.
+    """Return whether a file or folder could have this name.
+
+    With any other name, every system call on the path fails.
     """
-    return (
-        len(text.encode(errors="replace")) <= 255
-        and "\0" not in text
-        and not untrusted.SURROGATES.search(text)
-    )
+    short_enough = len(text.encode(errors="replace")) <= MAX_NAME_BYTES
+    return short_enough and "\0" not in text and not untrusted.SURROGATES.search(text)
 
 
 def numbers(row: dict[str, object]) -> dict[str, float]:
-    """Return a row without W&B's own keys, tables and the run's score so far, which metrics.jsonl
-    does not have; values that are not finite become NaN."""
-    own = {key: value for key, value in row.items() if key[:1] != "_" and key != SCORE}
-    kept = {
-        key: untrusted.finite(value) for key, value in own.items() if untrusted.is_number(value)
-    }
-    return {key: math.nan if value is None else value for key, value in kept.items()}
+    """Return the metrics of a row that metrics.jsonl has too; infinite values become NaN.
+
+    W&B's own keys, tables and the run's score so far are left out.
+    """
+    values = {}
+    for key, value in row.items():
+        if key[:1] != "_" and key != SCORE and untrusted.is_number(value):
+            number = untrusted.finite(value)
+            values[key] = math.nan if number is None else number
+    return values

@@ -134,7 +134,7 @@ def scaling_table(rounds: list[dict[str, dict]], count: int) -> str:
     """Return medians over the rounds as Markdown tables: seconds; tokens per second against the
     first case; and the share of the time that is spent in exchanges."""
     # it imports pandas, for which no measurement should wait
-    from gspo.analysis.blocks import aligned_table
+    from gspo.analysis.blocks import markdown_table
 
     first, *others = rounds[0]
     seconds = [["seconds for a batch", *SHOWN.values(), "responses", "tokens"]]
@@ -167,7 +167,7 @@ def scaling_table(rounds: list[dict[str, dict]], count: int) -> str:
                 for phase in SHOWN
             ]
             exchanged.append([label, *parts, f"{rounds[0][label]['exchanges']:.0f}"])
-    return "\n".join("\n".join(aligned_table(rows)) + "\n" for rows in (seconds, gains, exchanged))
+    return "\n".join("\n".join(markdown_table(rows)) + "\n" for rows in (seconds, gains, exchanged))
 
 
 def rate(record: dict, phase: str) -> float:

@@ -39,6 +39,7 @@ from gspo.analysis.load import Run
 from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.io.arguments import key_values
 from gspo.io.escaping import escape_line
+from gspo.io.tables import text_table
 from gspo.tracking.collapse import best as peak_of
 
 FEW = 12  # more runs are summarised by groups of seeds
@@ -73,7 +74,7 @@ def compare(arguments: list[str]) -> int:
         words, where, is_all = options_of(arguments)
         _, paths = key_values(words, {}, paths=True)
     except ValueError as error:
-        load.die(str(error))
+        raise load.RunsError(str(error)) from None
     if evaluations := [path for path in paths if (Path(path) / "responses").is_dir()]:
         return compare_evaluations(paths, evaluations)
     data = load.load(paths, where)
@@ -81,7 +82,7 @@ def compare(arguments: list[str]) -> int:
         if not note.startswith("seeds of"):
             print(f"note: {escape_line(note)}")
     if len(data.runs) < 2:
-        load.die(f"there is one run, {data.runs[0].path}: name two or more")
+        raise load.RunsError(f"there is one run, {data.runs[0].path}: name two or more")
     if len(data.runs) > SIDE_BY_SIDE:
         groups = summary(data.runs)
         # a title, a blank line and the head of the table
@@ -124,13 +125,13 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
     from gspo.evaluation.comparison import compared, comparison_table, read_finished
 
     if evaluations != paths or len(paths) != 2:
-        load.die(
+        raise load.RunsError(
             f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, and nothing else"
         )
     try:
         print(comparison_table(compared(*map(read_finished, paths))))
     except (ValueError, OSError) as error:
-        load.die(str(error))
+        raise load.RunsError(str(error)) from None
     return 0
 
 
@@ -217,13 +218,8 @@ def list_of_runs(runs: list[Run]) -> list[str]:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Return rows of cells as lines with columns."""
-    rows = [[escape_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    """Return rows of cells as lines with columns, safe for a terminal."""
+    return text_table([[escape_line(cell) for cell in row] for row in rows])
 
 
 def table(runs: list[Run]) -> list[str]:
@@ -233,16 +229,7 @@ def table(runs: list[Run]) -> list[str]:
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
     rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
     rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
-    rows = [[escape_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows if row) for i in range(len(runs) + 1)]
-    return [
-        *lines,
-        "",
-        *(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip()
-            for row in rows
-        ),
-    ]
+    return [*lines, "", *aligned(rows)]
 
 
 def results(runs: list[Run]) -> list[list[str]]:

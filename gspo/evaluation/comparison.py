@@ -14,8 +14,9 @@ from typing import Any
 
 from gspo.evaluation.evaluate import EvaluationSet, without_nan
 from gspo.evaluation.paired import Group, compare
-from gspo.evaluation.resumable import WRITTEN, aligned, first_difference, slim
+from gspo.evaluation.resumable import WRITTEN, first_difference, slim
 from gspo.io.files import refuse_links
+from gspo.io.tables import text_table
 from gspo.io.untrusted import open_plain_file, parse_json, path_inside, read_json
 
 # the settings of sampling and scoring, which may differ; `max_new_tokens` is by set
@@ -208,7 +209,7 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             )
     paths = [f"base:    {comparison['base']}", f"trained: {comparison['trained']}"]
     notes = [f"note: they differ in {difference}" for difference in comparison["differences"]]
-    return "\n".join([*paths, *notes, *aligned(lines), *remarks])
+    return "\n".join([*paths, *notes, *text_table(lines, right_aligned=True), *remarks])
 
 
 def with_interval(part: dict) -> str:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo.evaluation.estimates import bootstrap_counts
+from gspo.data.seeding import seed_for
+from gspo.statistics import percentile_interval, resample_counts
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
 # mean and standard deviation of the prior of `most_probable`
@@ -113,10 +114,11 @@ def bootstrap(
     the same each time.
     """
     problems = len(difficulty_P)
-    weights_DP = bootstrap_counts("elo", problems, draws)
+    rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
+    weights_DP = resample_counts(problems, draws, rng)
     ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P, mean, spread)
-    low, high = np.percentile(ratings_D, [2.5, 97.5])
-    return Resampled(float(ratings_D.std(ddof=1)), float(low), float(high))
+    low, high = percentile_interval(ratings_D)
+    return Resampled(float(ratings_D.std(ddof=1)), low, high)
 
 
 def _most_probable(

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 import numpy as np
 
 from gspo.data.seeding import seed_for
+from gspo.statistics import standard_error, t_half_width, t_quantile, wilson_interval
 
 # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
 # error
 DRAWS = 500
-# the sign-flip test of differences that are no whole numbers lists 2^(m/2) sums, here up to 2^20
-MAX_FRACTIONAL_DIFFERENCES = 40
-# sums of differences that differ by this share of the sum of all sizes are equal, but for rounding
-TIE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,7 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
 
     It is Wilson's interval with the effective number n of observations:
 
-        n = p (1 - p) / stderr^2,    (p + t^2/2n -+ t sqrt(p (1 - p)/n + t^2/4n^2)) / (1 + t^2/n)
+        n = p (1 - p) / stderr^2
 
     t is Student's quantile with m - 1 degrees of freedom. n is at most the number of samples,
     because no spread is smaller than the spread of independent samples. If p is 0 or 1, n is m,
@@ -192,15 +188,8 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
         n = float(problems)
     elif stderr:
         n = min(n, spread / stderr**2)
-    t2 = student_quantile(0.975, problems - 1) ** 2
-    centre = value + t2 / (2 * n)
-    half = math.sqrt(t2 * (spread / n + t2 / (4 * n * n)))
-    low = (centre - half) / (1 + t2 / n)
-    high = (centre + half) / (1 + t2 / n)
-    # rounding must not move an end across the value, or out of [0, 1]
-    low = max(0.0, min(low, value))
-    high = min(1.0, max(high, value))
-    return low, high
+    low, high = wilson_interval(value, n, t_quantile(problems - 1))
+    return min(low, value), max(high, value)
 
 
 def mean_difference(differences_P: np.ndarray) -> Estimate:
@@ -214,109 +203,8 @@ def mean_difference(differences_P: np.ndarray) -> Estimate:
     value = float(d_P.mean()) if m else math.nan
     if m < 2:
         return Estimate(value, math.nan, math.nan, math.nan, m)
-    stderr = float(d_P.std(ddof=1) / math.sqrt(m))
-    half = student_quantile(0.975, m - 1) * stderr
-    return Estimate(value, stderr, value - half, value + half, m)
-
-
-def sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the exact two-sided p of the hypothesis that paired differences d_i have mean 0.
-
-        p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
-
-    That is the share of all 2^m sign patterns that are at least as extreme. NaN if a difference is
-    NaN or infinite. Raises ValueError for more than MAX_FRACTIONAL_DIFFERENCES differences that are
-    no whole numbers.
-
-    >>> sign_flip_p(np.array([0.154, 0.2, 0.3]))
-    0.25
-    """
-    d_P = np.asarray(differences_P)
-    d_P = d_P[d_P != 0]
-    if not np.isfinite(d_P).all():
-        return math.nan
-    if (d_P == np.rint(d_P)).all():
-        return _whole_sign_flip_p(d_P)
-    if len(d_P) > MAX_FRACTIONAL_DIFFERENCES:
-        raise ValueError(
-            f"{len(d_P)} differences, of which some are no whole numbers, have too many sign "
-            f"patterns: give whole numbers, or at most {MAX_FRACTIONAL_DIFFERENCES} differences"
-        )
-    return _fractional_sign_flip_p(d_P)
-
-
-def _whole_sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the p of `sign_flip_p` for whole numbers, in time m sum |d_i|.
-
-    The sums are whole numbers too. So the chance of every sum is computed, one problem after the
-    other, and no sign pattern is listed."""
-    sizes = [int(size) for size in np.abs(differences_P)]
-    total = sum(sizes)
-    observed = abs(int(differences_P.sum()))
-    if not observed:
-        return 1.0
-    chance = np.zeros(2 * total + 1)  # chance[total + s] is the chance of the sum s
-    chance[total] = 1.0
-    reach = 0
-    for size in sizes:
-        reach += size
-        low = total - reach
-        high = total + reach + 1
-        before = chance[low:high].copy()
-        after = np.zeros_like(before)
-        after[size:] += before[: len(before) - size] / 2
-        after[: len(after) - size] += before[size:] / 2
-        chance[low:high] = after
-    upper_tail = chance[total + observed :].sum()
-    lower_tail = chance[: total - observed + 1].sum()
-    return min(1.0, float(upper_tail + lower_tail))
-
-
-def _fractional_sign_flip_p(differences_P: np.ndarray) -> float:
-    """Compute the p of `sign_flip_p` for any numbers, in time 2^(m/2).
-
-    Each pattern's sum is a sum of its first half plus a sum of its second half. The sorted sums of
-    the second half are searched for the smallest that is large enough for a given first half."""
-    extreme = abs(differences_P.sum()) - TIE * np.abs(differences_P).sum()
-    if extreme <= 0:
-        return 1.0
-    half = len(differences_P) // 2
-    first_sums = _signed_sums(differences_P[:half])
-    second_sums = np.sort(_signed_sums(differences_P[half:]))
-    smallest = np.searchsorted(second_sums, extreme - first_sums)
-    patterns = int((len(second_sums) - smallest).sum())
-    # the other tail has as many
-    return 2 * patterns / 2 ** len(differences_P)
-
-
-def _signed_sums(values: np.ndarray) -> np.ndarray:
-    """Return the sums of all sign patterns of the values."""
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Compute a quantile of Student's t distribution, with an error of at most 0.2 %.
-
-    It has a closed form for 1 and 2 degrees of freedom. For more it is the expansion in 1/freedom
-    of Abramowitz and Stegun 26.7.5.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if freedom == 2:
-        a = 2 * probability - 1
-        return a * math.sqrt(2 / (1 - a * a))
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**i for i, term in enumerate(terms))
+    half = t_half_width(d_P)
+    return Estimate(value, standard_error(d_P), value - half, value + half, m)
 
 
 def ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:

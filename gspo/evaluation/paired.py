@@ -26,7 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo.data.samples import NO_ANSWER
-from gspo.evaluation.estimates import bootstrap_counts, mean_difference, ratio, sign_flip_p
+from gspo.data.seeding import seed_for
+from gspo.evaluation.estimates import mean_difference, ratio
+from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of_integers
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 MAX_ADDITIONS = 10**9  # of the exact test: a second or two
@@ -120,7 +122,7 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
         "gain": {
             "value": gain.value,
             "interval_95": [gain.low, gain.high],
-            "p": sign_flip_p(steps_P),
+            "p": sign_flip_p_of_integers(steps_P),
         },
         "format": {"value": float(format_gain), "interval_95": format_interval},
         "correctness": {"value": float(correctness_gain), "interval_95": correctness_interval},
@@ -134,11 +136,12 @@ def resampled(right_P2: np.ndarray, found_P2: np.ndarray) -> list[list[float]]:
     problems = len(right_P2)
     if problems < 2:
         return [[math.nan, math.nan], [math.nan, math.nan]]
-    weights_DP = bootstrap_counts("paired", problems, DRAWS) / problems
+    rng = np.random.Generator(np.random.Philox(key=seed_for("paired", problems, DRAWS)))
+    weights_DP = resample_counts(problems, DRAWS, rng) / problems
     right_D, trained_right_D = (weights_DP @ right_P2).T
     found_D, trained_found_D = (weights_DP @ found_P2).T
     parts = split(right_D, found_D, trained_right_D, trained_found_D)
-    return [np.percentile(part_D, [2.5, 97.5]).tolist() for part_D in parts]
+    return [list(percentile_interval(part_D)) for part_D in parts]
 
 
 def in_steps(differences_P: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
 from gspo.io.files import LOCK_FILE, replace_text
 from gspo.io.ranges import fields_with
+from gspo.io.tables import text_table
 from gspo.io.untrusted import parse_json, plain_file_opener, read_json
 from gspo.io.user_code import sources
 from gspo.rollout.engines.base import Engine
@@ -273,18 +274,7 @@ def table(results: dict[str, dict], group_size: int) -> str:
                 _decimal(r["tokens"], 1),
             )
         )
-    return "\n".join([*aligned(lines), *_remarks(results)])
-
-
-def aligned(lines: list[tuple[str, ...]]) -> list[str]:
-    """Format lines of cells in columns of equal width, the first column left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = []
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        cells[0] = line[0].ljust(widths[0])
-        texts.append("  ".join(cells))
-    return texts
+    return "\n".join([*text_table(lines, right_aligned=True), *_remarks(results)])
 
 
 def _remarks(results: dict[str, dict]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
 from gspo.io.ownership import is_own_file
+from gspo.io.tables import text_table
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed
@@ -309,11 +310,7 @@ def forecast(planned: list[dict]) -> str:
                 overrides = f"{overrides}: the same run as job {plan['same_as']}"
         counts[state] += 1
         rows.append([str(number), state, progress, folder_or_reason, overrides])
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = []
-    for *cells, overrides in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([*padded, overrides]).rstrip())
+    lines = text_table(rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
     others = f"those not {' or '.join(ended)} are started" if ended else "all are started"

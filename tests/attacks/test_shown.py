@@ -247,7 +247,7 @@ def test_a_latin_1_terminal_is_written_to():
 
 
 def test_names_in_figures_are_no_formulas(tmp_path):
-    figure = style.canvas(2, style.View())
+    figure = style.canvas(2, style.FigureOptions())
     ax = figure.subplots()
     names = [r"$\frac{$", r"a $x$ b", r"$10^{3}$$\foo$", "cost \x1b[2J $5"]
     ax.plot([1, 2], [1e-3, 10], label=names[0])
@@ -256,7 +256,7 @@ def test_names_in_figures_are_no_formulas(tmp_path):
     ax.set_title(names[1])
     ax.legend(title=names[2])
     (path,) = style.save(
-        figure, tmp_path, "odd", names[3] + " " + names[0], style.View(formats=("svg",))
+        figure, tmp_path, "odd", names[3] + " " + names[0], style.FigureOptions(formats=("svg",))
     )
     texts = {
         text.get_text(): text.get_parse_math() for text in figure.findobj(matplotlib.text.Text)

@@ -141,18 +141,20 @@ def test_cut_last_line_and_unfinished_run(tmp_path):
     assert "Unfinished: GRPO + Routing Replay (R2), seed 1, 20 of 30" in load.describe(
         data, data.arms
     )
-    assert "batches 11 to 20" in claims.reward(data).found
+    assert "batches 11 to 20" in claims.reward(data).finding
 
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     def error(*paths: Path) -> str:
-        with pytest.raises(load.Refused) as stop:
+        with pytest.raises(load.RunsError) as stop:
             fig_efficiency.draw(load.load(list(paths)), tmp_path / "out")
         monkeypatch.setattr(
             sys, "argv", ["fig_efficiency.py", *map(str, paths), "--out", str(tmp_path / "out")]
         )
         with pytest.raises(SystemExit) as end:
-            script.command(lambda: script.run("", fig_efficiency.draw, fig_efficiency.judged))
+            script.command(
+                lambda: script.run("", fig_efficiency.draw, fig_efficiency.judged_claims)
+            )
         assert end.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"error: {stop.value}"
@@ -177,7 +179,7 @@ def test_every_script_says_what_it_refuses_in_one_line():
             f"{file} shows a traceback for a folder that is not there"
         )
         assert file.name == "script.py" or "SystemExit" not in file.read_text(), (
-            f"{file}: raise load.Refused instead"
+            f"{file}: raise load.RunsError instead"
         )
 
 
@@ -255,7 +257,7 @@ def test_without_evaluation_and_routing(tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = load.load([tmp_path])
     assert all(path.is_file() for path in fig1_stability.draw(data, tmp_path / "figures"))
-    with pytest.raises(load.Refused):
+    with pytest.raises(load.RunsError):
         fig_routing.draw(data, tmp_path / "figures")
     assert len(claims.all_claims(data)) == 4
     assert "routing consistency" in "\n".join(reproduce.table(data))

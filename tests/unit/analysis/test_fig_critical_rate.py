@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
-from gspo.analysis.style import View
+from gspo.analysis.style import FigureOptions
 
 from commands import ROOT
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -94,12 +94,14 @@ def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
     assert set(numbers["rate"]) == {4e-4} and fig_critical_rate.compare(numbers) == {}
     assert len(fig_critical_rate.difference_table(numbers)) == 2 + 3
     assert "two learning rates" in fig_critical_rate.ratio_table(numbers, {})[0]
-    assert fig_critical_rate.draw(data, numbers, {}, tmp_path, View(formats=("png",)))[0].exists()
+    assert fig_critical_rate.draw(data, numbers, {}, tmp_path, FigureOptions(formats=("png",)))[
+        0
+    ].exists()
 
 
 def test_runs_that_differ_in_more_are_refused(study):
     write(study, "gspo", HEALTHY, 9, trainer__minibatches=16)
-    with pytest.raises(load.Refused, match=r"trainer\.minibatches"):
+    with pytest.raises(load.RunsError, match=r"trainer\.minibatches"):
         fig_critical_rate.measure(load.load([study]))
 
 
@@ -120,9 +122,11 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     assert "same within" in fig_contrast.judged(calm)[pair][1] and fig_contrast.judged(edge)[pair][
         1
     ].startswith("seen")
-    paths = fig_contrast.draw([calm, edge], tmp_path, View(formats=("png",)))
+    paths = fig_contrast.draw([calm, edge], tmp_path, FigureOptions(formats=("png",)))
     assert [path.name for path in paths] == ["fig_contrast.png"]
-    drawn, left_out = reproduce.draw_all(edge, tmp_path / "all", View(formats=("png",)), [calm])
+    drawn, left_out = reproduce.draw_all(
+        edge, tmp_path / "all", FigureOptions(formats=("png",)), [calm]
+    )
     assert tmp_path / "all" / "fig_contrast.png" in drawn
     text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
     assert "## Beside other studies\n\n| study" in text and "| learning rate 2e-4 " in text
@@ -182,5 +186,5 @@ def test_a_step_that_a_run_lost_is_left_out_of_its_difference_alone(tmp_path):
 
 def test_a_contrast_is_between_two(tmp_path):
     calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
-    with pytest.raises(load.Refused, match="two studies"):
+    with pytest.raises(load.RunsError, match="two studies"):
         fig_contrast.draw([calm], tmp_path)

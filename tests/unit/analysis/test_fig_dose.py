@@ -4,7 +4,7 @@ import json
 
 import pytest
 from gspo.analysis import fig_dose, load
-from gspo.analysis.style import View
+from gspo.analysis.style import FigureOptions
 
 from recorded_runs import write
 
@@ -96,12 +96,12 @@ def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study)
 def test_it_draws(study, tmp_path):
     data = load.load([study])
     numbers = fig_dose.measure(data, DOSE, METRIC, ARMS)
-    [path] = fig_dose.draw(data, numbers, DOSE, METRIC, tmp_path, View(formats=("png",)))
+    [path] = fig_dose.draw(data, numbers, DOSE, METRIC, tmp_path, FigureOptions(formats=("png",)))
     assert path.name == "fig_dose_known.png" and path.stat().st_size > 10_000
     alone = numbers[numbers["arm"] == "GRPO"]
-    assert fig_dose.draw(data, alone, DOSE, METRIC, tmp_path, View(formats=("png",))) == [path], (
-        "without pairs too"
-    )
+    assert fig_dose.draw(data, alone, DOSE, METRIC, tmp_path, FigureOptions(formats=("png",))) == [
+        path
+    ], "without pairs too"
 
 
 def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
@@ -115,13 +115,13 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
 
 def test_runs_that_cannot_be_told_apart_are_refused(study):
     with pytest.raises(
-        load.Refused,
+        load.RunsError,
         match=r"two runs of GRPO at 1\.0, seed 1: name with --arms what they differ in",
     ):
         fig_dose.measure(load.load([study]), DOSE, METRIC, [])
-    with pytest.raises(load.Refused, match=r"not all runs have a setting optim\.lrr"):
+    with pytest.raises(load.RunsError, match=r"not all runs have a setting optim\.lrr"):
         fig_dose.measure(load.load([study]), ["optim.lrr"], METRIC, ARMS)
-    with pytest.raises(load.Refused, match="no metric 'routing/consistenc'"):
+    with pytest.raises(load.RunsError, match="no metric 'routing/consistenc'"):
         fig_dose.measure(load.load([study]), DOSE, "routing/consistenc", ARMS)
     write(
         study,
@@ -132,5 +132,5 @@ def test_runs_that_cannot_be_told_apart_are_refused(study):
         policy__freeze_router=False,
         optim__lr=9e-4,
     )
-    with pytest.raises(load.Refused, match=r"the runs of GRPO at 10\.0 differ also in optim\.lr"):
+    with pytest.raises(load.RunsError, match=r"the runs of GRPO at 10\.0 differ also in optim\.lr"):
         fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)

@@ -107,7 +107,7 @@ def cells(lines: list[str]) -> dict[str, dict[str, str]]:
 def test_the_effect_is_paired_by_seed(whole):
     interval, seeds = fig.effect(read(whole), "bfloat16", "GSPO", "R3")
     assert seeds.to_dict() == pytest.approx(LOSS["gspo"])
-    half = 4.303 * 0.01 / 3**0.5  # the seeds' own levels, 0.05 apart, cancel
+    half = 4.302653 * 0.01 / 3**0.5  # the seeds' own levels, 0.05 apart, cancel
     assert (interval.mean, interval.low, interval.high) == pytest.approx(
         (-0.02, -0.02 - half, -0.02 + half), abs=1e-6
     )
@@ -119,7 +119,7 @@ def test_the_difference_of_differences(whole):
     interval, p, both = fig.contrast(read(whole), "bfloat16", "no replay")
     assert both["GRPO"].to_dict() == pytest.approx(LOSS["grpo"])
     spread = 0.01  # of 0.10, 0.11, 0.09
-    half = 4.303 * spread / 3**0.5
+    half = 4.302653 * spread / 3**0.5
     assert (interval.mean, interval.low, interval.high) == pytest.approx(
         (0.10, 0.10 - half, 0.10 + half), abs=1e-6
     )
@@ -254,13 +254,15 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
 def test_it_ends_in_one_line_without_arms_to_compare(tmp_path):
     write_run(tmp_path / "a", 1, "gspo", "step_start", "bfloat16", "none")
     write_run(tmp_path / "a", 2, "gspo", "engine", "bfloat16", "none")  # another seed: no pair
-    with pytest.raises(load.Refused, match=r"^fig_engine_likelihoods needs finished runs") as stop:
+    with pytest.raises(
+        load.RunsError, match=r"^fig_engine_likelihoods needs finished runs"
+    ) as stop:
         read(tmp_path / "a")
     assert str(stop.value).endswith(
         "found: GSPO, bfloat16, no replay, engine; GSPO, bfloat16, no replay, trainer"
     )
     write_run(tmp_path / "b", 1, "gspo", "behaviour", "bfloat16", "none")
-    with pytest.raises(load.Refused, match=r"found: none$"):
+    with pytest.raises(load.RunsError, match=r"found: none$"):
         read(tmp_path / "b")
 
 
@@ -269,7 +271,8 @@ def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
     other = write_run(tmp_path / "again", 1, "gspo", "engine", "bfloat16", "none") / "settings.yaml"
     other.write_text(yaml.safe_dump(yaml.safe_load(other.read_text()) | {"optim": {"lr": 1.0}}))
     with pytest.raises(
-        load.Refused, match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)"
+        load.RunsError,
+        match=r"same arm and seed twice \(GSPO, bfloat16, no replay, engine, seed 1\)",
     ):
         read(tmp_path)
 
@@ -342,7 +345,7 @@ def test_runs_that_are_finished_but_too_short(tmp_path):
         settings, file = folder / "settings.yaml", folder / "metrics.jsonl"
         settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"steps": 14}))
         file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:15]))
-    with pytest.raises(load.Refused, match="needs 15 batches of every run"):
+    with pytest.raises(load.RunsError, match="needs 15 batches of every run"):
         read(tmp_path)
 
 

@@ -170,7 +170,7 @@ def test_all_runs_are_cut_to_the_batches_they_share(tmp_path):
     # of batches 1 .. 16
     assert numbers.loc[("GSPO", 1), "active"] == pytest.approx(0.2 * 8.5 / 10.5)
     short = write_run(tmp_path, "sapo", 1, 0.1, steps=14)
-    with pytest.raises(load.Refused) as stop:
+    with pytest.raises(load.RunsError) as stop:
         fig_objectives.measure(load.load([tmp_path]))
     assert (
         str(stop.value) == f"fig_objectives needs 15 rollout batches of every run; {short} has 14"

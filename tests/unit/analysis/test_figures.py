@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from gspo.analysis import (
+    arm_styles,
     early_warning,
     fig1_stability,
     fig2_clipping,
@@ -24,17 +25,16 @@ from gspo.analysis import (
     fig_scaling,
     fig_sweep,
     load,
-    looks,
     panels,
     paper,
     reproduce,
     script,
-    stats,
     style,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
-from gspo.analysis.style import View
+from gspo.analysis.style import FigureOptions
 
+from gspo.statistics import t_quantile
 from gspo.tracking.metrics import METRICS
 from three_arms import write_arms, write_run
 
@@ -152,12 +152,12 @@ def test_wrong_values_are_refused(option, why, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_formats_width_and_caption(folder, tmp_path):
-    data, view = load.load([folder]), View(formats=("svg", "png"), width=7)
+    data, view = load.load([folder]), FigureOptions(formats=("svg", "png"), width=7)
     svg, png = fig2_clipping.draw(data, tmp_path / "a", view)
     assert (svg.suffix, png.suffix) == (".svg", ".png")
     assert svg.read_bytes() == fig2_clipping.draw(data, tmp_path / "b", view)[0].read_bytes()
     (bare,) = fig2_clipping.draw(
-        data, tmp_path / "c", View(formats=("png",), width=7, caption=False)
+        data, tmp_path / "c", FigureOptions(formats=("png",), width=7, caption=False)
     )
     whole, alone = matplotlib.image.imread(png), matplotlib.image.imread(bare)
     assert whole.shape[1] == alone.shape[1] == 7 * 160 and whole.shape[0] > alone.shape[0] + 50
@@ -165,7 +165,7 @@ def test_formats_width_and_caption(folder, tmp_path):
 
 def test_seeds_smoothing_and_the_logarithmic_axis(folder, drawn):
     data = load.load([folder])
-    for view in (View(), View(seeds=True), View(smooth=0, log_x=True)):
+    for view in (FigureOptions(), FigureOptions(seeds=True), FigureOptions(smooth=0, log_x=True)):
         fig3_routing_replay.draw(data, Path(), view)
     plain, seeds, raw = (panel(figure, "Training reward") for figure, _ in drawn)
     assert len(seeds.lines) == len(plain.lines) + 6, "a line more for each of 2 x 3 seeds"
@@ -174,7 +174,7 @@ def test_seeds_smoothing_and_the_logarithmic_axis(folder, drawn):
     (unsmoothed,) = (
         x
         for x in raw.lines
-        if x.get_color() == looks.look(GRPO_R2).colour and x.get_linewidth() > 2
+        if x.get_color() == arm_styles.arm_style(GRPO_R2).colour and x.get_linewidth() > 2
     )
     assert unsmoothed.get_ydata() == pytest.approx(mean.to_numpy())
     captions = [caption for _, caption in drawn]
@@ -227,7 +227,7 @@ def test_a_dense_study_draws_the_arms_that_it_has(dense, drawn, capsys):
     assert "error: fig_routing needs routing/consistency_layer_*" in said(
         capsys, fig_routing.draw, dense, Path()
     )
-    _, left_out = reproduce.draw_all(dense, Path(), View())
+    _, left_out = reproduce.draw_all(dense, Path(), FigureOptions())
     assert [line.split(" ")[0] for line in left_out] == ["fig3_routing_replay", "fig_routing"]
 
 
@@ -244,9 +244,9 @@ def test_one_arm_is_drawn_alone(folder, drawn):
 def test_runs_without_compute_are_drawn_over_batches(folder):
     data = load.load([folder])
     data.rows = data.rows.drop(columns="compute/flops")
-    assert fig_efficiency.lacking(data) == "needs compute/flops of every run"
-    ax = style.canvas(3, View()).subplots()
-    panels.reward_against_compute(ax, data, (GSPO, GRPO), View())
+    assert fig_efficiency.why_not_drawn(data) == "needs compute/flops of every run"
+    ax = style.canvas(3, FigureOptions()).subplots()
+    panels.reward_against_compute(ax, data, (GSPO, GRPO), FigureOptions())
     assert ax.get_xlabel() == "rollout batch"
 
 
@@ -262,7 +262,7 @@ def test_the_judged_difference_is_drawn(folder, drawn):
         zero, dots, interval, mean = ax.lines
         assert list(zero.get_ydata()) == [0, 0]
         assert dots.get_ydata() == pytest.approx(each.to_numpy())
-        half = stats.t_quantile(2) * each.std() / np.sqrt(3)
+        half = t_quantile(2) * each.std() / np.sqrt(3)
         assert interval.get_ydata() == pytest.approx([each.mean() - half, each.mean() + half])
         assert mean.get_ydata() == pytest.approx([each.mean()])
         assert ax.get_title(loc="left") == f"Paired difference\n{each.mean():+.3f}, p = 0.25"
@@ -281,8 +281,8 @@ def test_the_papers_benchmarks_stand_below_our_scores(folder, drawn):
         gspo, rival = panel(drawn[0][0], f"The paper's {name}").lines
         assert [gspo.get_ydata()[0], gspo.get_ydata()[-1]] == pytest.approx([first, last], abs=0.5)
         assert (
-            gspo.get_color() == looks.look(GSPO).colour
-            and rival.get_color() == looks.look(GRPO_R2).colour
+            gspo.get_color() == arm_styles.arm_style(GSPO).colour
+            and rival.get_color() == arm_styles.arm_style(GRPO_R2).colour
         )
     # two of CodeForces hidden
     assert len(paper.series("fig1_aime24", GRPO_R2).dropna()) == len(rival.get_ydata()) + 1

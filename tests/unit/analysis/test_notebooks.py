@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from gspo.analysis.load import GRPO_R2, GSPO, Refused
+from gspo.analysis.load import GRPO_R2, GSPO, RunsError
 from gspo.analysis.notebooks import load_runs
 
 from two_arms import write
@@ -88,7 +88,7 @@ def test_a_table_per_metric(recorded):
     ],
 )
 def test_what_is_not_there_is_an_error_that_names_the_nearest(recorded, ask, said):
-    with pytest.raises(Refused) as stop:
+    with pytest.raises(RunsError) as stop:
         ask(load_runs(recorded))
     assert (
         said in str(stop.value)
@@ -99,7 +99,7 @@ def test_what_is_not_there_is_an_error_that_names_the_nearest(recorded, ask, sai
 
 def test_a_table_of_an_arm_or_metric_that_nobody_knows_is_no_table_of_nan(recorded):
     data = load_runs(recorded)._data
-    with pytest.raises(Refused, match="no metric 'rewards/mean'; did you mean reward/mean"):
+    with pytest.raises(RunsError, match="no metric 'rewards/mean'; did you mean reward/mean"):
         data.table(GSPO, "rewards/mean")
     assert data.table(GSPO, "clip/token_active").isna().all(axis=None), (
         "known to the registry, but not recorded"
@@ -111,14 +111,14 @@ def test_it_is_imported_from_anywhere_and_needs_no_torch(recorded, tmp_path):
     code = f"""
 import sys, gspo
 assert "pandas" not in sys.modules
-from gspo.analysis import load_runs, Refused
+from gspo.analysis import load_runs, RunsError
 before = list(sys.path)
 runs = load_runs({str(recorded)!r})
 assert len(runs.runs) == 3 and sys.path == before and not any("analysis" in p for p in sys.path), sys.path
 assert not {{"torch", "wandb", "hydra", "matplotlib"}} & set(sys.modules)
 try:
     runs.metric("reward/maen")
-except Refused as error:
+except RunsError as error:
     print(error)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # as an editable installation does

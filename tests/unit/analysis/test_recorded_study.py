@@ -67,7 +67,7 @@ def test_a_run_that_collapsed_is_kept_and_one_that_may_go_on_is_refused(tmp_path
     cut = write(tmp_path / "runs", "grpo", HEALTHY)
     rows = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
     (cut / "metrics.jsonl").write_text("".join(rows[:-5]))
-    with pytest.raises(load.Refused, match="is unfinished: 85 of 90 batches"):
+    with pytest.raises(load.RunsError, match="is unfinished: 85 of 90 batches"):
         recorded_study.write(load.load([tmp_path / "runs"]), tmp_path / "study.parquet")
     assert not (tmp_path / "study.parquet").exists()
     (cut / "metrics.jsonl").write_text("".join(rows))
@@ -79,7 +79,7 @@ def test_a_run_that_collapsed_is_kept_and_one_that_may_go_on_is_refused(tmp_path
 
 
 def test_a_metric_that_no_run_has_is_refused(study, tmp_path):
-    with pytest.raises(load.Refused, match=r"no run has recorded reward/meen.*reward/mean"):
+    with pytest.raises(load.RunsError, match=r"no run has recorded reward/meen.*reward/mean"):
         recorded_study.write(
             load.load([study]), tmp_path / "study.parquet", ["reward/meen", "step"]
         )
@@ -116,6 +116,6 @@ def strange(tmp_path):
 def test_what_is_no_recorded_study_is_one_line(tmp_path):
     for number, content in enumerate(strange(tmp_path)):
         (tmp_path / "study.parquet").write_bytes(content)
-        with pytest.raises(load.Refused) as refused:
+        with pytest.raises(load.RunsError) as refused:
             load.load([tmp_path / "study.parquet"])
         assert "\n" not in str(refused.value) and "study.parquet" in str(refused.value), number

@@ -17,7 +17,7 @@ from gspo.analysis import (
     fig_routing,
     load,
 )
-from gspo.analysis.style import View
+from gspo.analysis.style import FigureOptions
 from matplotlib.figure import Figure
 
 import shapes
@@ -95,15 +95,15 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     if (shape, name) in REFUSED:
-        with pytest.raises(load.Refused) as refused:
-            FIGURES[name].draw(studies(shape), tmp_path, View(formats=("png",)))
+        with pytest.raises(load.RunsError) as refused:
+            FIGURES[name].draw(studies(shape), tmp_path, FigureOptions(formats=("png",)))
         assert str(refused.value).startswith(REFUSED[shape, name]) and "\n" not in str(
             refused.value
         )
         return
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns where panels do not fit beside each other
-        FIGURES[name].draw(studies(shape), tmp_path, View(formats=("png",)))
+        FIGURES[name].draw(studies(shape), tmp_path, FigureOptions(formats=("png",)))
     assert overlaps(saved[0]) == []
     empty = [ax for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts]
     assert not empty, "a panel has nothing in it"
@@ -117,7 +117,7 @@ def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monke
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "edge_rate.parquet"])
-    FIGURES[name].draw(data, tmp_path, View(formats=("png",)))
+    FIGURES[name].draw(data, tmp_path, FigureOptions(formats=("png",)))
     assert overlaps(saved[0]) == []
     assert [
         ax.get_title() for ax in saved[0].axes if ax.axison and not ax.has_data() and not ax.texts
@@ -137,14 +137,16 @@ def test_curves_of_a_varied_objective_beside_another_setting_are_drawn(tmp_path,
         (other / "settings.yaml").write_text(yaml.safe_dump(settings))
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    fig_curves.draw(load.load([study]), tmp_path, View(formats=("png",)), ["reward/mean"])
+    fig_curves.draw(load.load([study]), tmp_path, FigureOptions(formats=("png",)), ["reward/mean"])
     assert [len(ax.lines) >= 2 for ax in saved[0].axes if ax.axison] == [True] * 3
 
 
 def test_a_band_of_what_is_never_negative_ends_at_0(studies, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    fig_curves.draw(studies("three arms"), tmp_path, View(formats=("png",)), ["policy/entropy"])
+    fig_curves.draw(
+        studies("three arms"), tmp_path, FigureOptions(formats=("png",)), ["policy/entropy"]
+    )
     (ax,) = (ax for ax in saved[0].axes if ax.axison)
     assert (
         min(path.vertices[:, 1].min() for band in ax.collections for path in band.get_paths())
@@ -160,13 +162,13 @@ def test_runs_are_chosen_by_any_setting(tmp_path):
     assert chosen.arms == ["GSPO", "GRPO"] and len(chosen.runs) == 2
     assert {run.settings["optim.lr"] for run in chosen.runs} == {2e-4}
     with pytest.raises(
-        load.Refused, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"
+        load.RunsError, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"
     ):
         load.load([study], {"optim.lr": "3"})
     assert len(load.load([study], {"lr": "2e-4", "objective": "gspo"}).runs) == 2, (
         "short names will do"
     )
-    with pytest.raises(load.Refused, match=r"--where rate=3: these runs have no setting rate; "):
+    with pytest.raises(load.RunsError, match=r"--where rate=3: these runs have no setting rate; "):
         load.load([study], {"rate": "3"})
     assert (
         not load.same_value(True, "1")
@@ -185,10 +187,10 @@ def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):
 
 
 def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
-    from gspo.analysis.looks import looks
+    from gspo.analysis.arm_styles import arm_styles
 
     for shape in SHAPES:
-        drawn = looks(studies(shape).arms)
+        drawn = arm_styles(studies(shape).arms)
         assert len({repr(look) for look in drawn.values()}) == len(drawn) or len(drawn) > 12, shape
 
 
@@ -248,7 +250,7 @@ def test_the_other_figures_have_no_text_over_another_either(
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*constrained_layout.*")
             import_module(f"analysis.{file.stem}").main()
-    except load.Refused as refused:
+    except load.RunsError as refused:
         assert case in MAY_REFUSE and "\n" not in str(refused)
         return
     assert [overlaps(each) for each in {id(each): each for each in saved}.values()] == [[]]

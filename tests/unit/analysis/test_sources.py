@@ -202,7 +202,7 @@ def test_the_cache_is_used_and_gives_way(recorded, monkeypatch, tmp_path):
 def test_without_an_account_one_line_says_so(monkeypatch):
     for name, value in {"NETRC": "/nonexistent", "WANDB_API_KEY": ""}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(load.Refused, match=r"^wandb:entity/project: .*$"):
+    with pytest.raises(load.RunsError, match=r"^wandb:entity/project: .*$"):
         load.load(["wandb:entity/project"])
 
 

@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import yaml
 from gspo.analysis import (
+    arm_styles,
     early_warning,
     fig_clip_range,
     fig_curves,
     fig_sweep,
     foresight,
     load,
-    looks,
     panels,
     style,
 )
@@ -78,7 +78,7 @@ def test_the_end_has_as_many_batches_as_one_says(tmp_path):
         for end in ((), (40,), (90,))
     ]
     assert ends == pytest.approx([0.6, 0.55, (0.4 * 50 + 0.5 * 20 + 0.6 * 20) / 90])
-    with pytest.raises(load.Refused, match="at least one batch"):
+    with pytest.raises(load.RunsError, match="at least one batch"):
         fig_sweep.measure(data, x, "", 0)
 
 
@@ -99,16 +99,16 @@ def test_the_recorded_options_make_no_other_arm(tmp_path):
 def test_a_sweep_over_two_settings_wants_both_named(learning_rates, tmp_path):
     write(tmp_path, "gspo", HEALTHY, trainer__minibatches=16)
     data = load.load([learning_rates, tmp_path])
-    with pytest.raises(load.Refused):
+    with pytest.raises(load.RunsError):
         fig_sweep.measure(data, "optim.lr", "")
     numbers = fig_sweep.measure(data, "optim.lr", "trainer.minibatches")
     assert fig_sweep.ordered(numbers["row"]) == [4, 16] and len(numbers) == 13
-    with pytest.raises(load.Refused):
+    with pytest.raises(load.RunsError):
         fig_sweep.measure(data, "optim.momentum", "")
     write(tmp_path / "wide", "gspo", HEALTHY, objective__clip_low=0.4)
     write(tmp_path / "short", "gspo", HEALTHY[:30])
     for odd in ("wide", "short"):
-        with pytest.raises(load.Refused):
+        with pytest.raises(load.RunsError):
             fig_sweep.measure(load.load([learning_rates, tmp_path / odd]), "optim.lr", "")
     assert [
         p.name for p in fig_sweep.draw(data, numbers, "optim.lr", "trainer.minibatches", tmp_path)
@@ -151,7 +151,7 @@ def test_clip_ranges_by_hand(tmp_path):
     write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
     write(two := tmp_path / "two", "grpo", HEALTHY, optim__lr=0.5)
     for folders in ([only], [only, two]):
-        with pytest.raises(load.Refused):
+        with pytest.raises(load.RunsError):
             fig_clip_range.measure(load.load(folders))
 
 
@@ -233,7 +233,7 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
         (["clop/share"], "'clop/share' is not in gspo/tracking/metrics.py"),
         (["kl/ref"], "none of kl/ref"),
     ):
-        with pytest.raises(load.Refused, match=said):
+        with pytest.raises(load.RunsError, match=said):
             fig_curves.draw(data, tmp_path, metrics=metrics)
 
 
@@ -261,7 +261,13 @@ def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
     values = pd.DataFrame(
         {seed: [0.1 + 0.01 * seed, 0.0, 0.2, 0.3] for seed in (1, 2, 3)}, index=[1, 2, 3, 4]
     )
-    panels.curve(ax, values, looks.look("GSPO"), style.View(smooth=0, seeds=True), least=0.1)
+    panels.curve(
+        ax,
+        values,
+        arm_styles.arm_style("GSPO"),
+        style.FigureOptions(smooth=0, seeds=True),
+        minimum=0.1,
+    )
     thick = ax.lines[-1].get_ydata()
     assert pd.isna(thick).tolist() == [False, True, False, False] and thick[0] == pytest.approx(
         0.12

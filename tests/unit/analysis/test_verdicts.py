@@ -16,6 +16,7 @@ from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import between, judge
 
+from gspo.statistics import sign_flip_p
 from two_arms import write
 
 
@@ -38,12 +39,12 @@ THREE = "reward difference +0.100 [+0.075, +0.125] over batches 11 to 20"
 def test_a_seed_that_was_begun_does_not_cut_the_finished_ones(tmp_path, begun):
     three_pairs(tmp_path)
     before = claims.reward(load.load([tmp_path]))
-    assert before.found.startswith(THREE) and "left out" not in before.found
+    assert before.finding.startswith(THREE) and "left out" not in before.finding
     for arm in begun:
         write(tmp_path, arm, 4, [0.1] * 4, steps=20)
     after = claims.reward(load.load([tmp_path]))
-    assert after.verdict == before.verdict and after.found.startswith(before.found)
-    assert all(f"{arm}, seed 4 (4 of 20 batches)" in after.found for arm in begun)
+    assert after.verdict == before.verdict and after.finding.startswith(before.finding)
+    assert all(f"{arm}, seed 4 (4 of 20 batches)" in after.finding for arm in begun)
 
 
 def test_a_finished_seed_without_a_partner_is_left_out_and_named(tmp_path):
@@ -51,7 +52,7 @@ def test_a_finished_seed_without_a_partner_is_left_out_and_named(tmp_path):
     write(tmp_path, GSPO, 5, [0.9] * 20)
     write(tmp_path, GSPO, 6, [0.9] * 20)
     write(tmp_path, GRPO_R2, 6, [0.9] * 7, steps=20)
-    found = claims.reward(load.load([tmp_path])).found
+    found = claims.reward(load.load([tmp_path])).finding
     assert found.startswith(THREE)
     assert "GSPO, seed 5 (no run of that seed to compare with)" in found
     assert (
@@ -63,7 +64,7 @@ def test_a_finished_seed_without_a_partner_is_left_out_and_named(tmp_path):
 def test_while_no_seed_has_finished_the_begun_are_compared_over_their_common_batches(tmp_path):
     for arm, batches in ((GSPO, 12), (GRPO_R2, 8)):
         write(tmp_path, arm, 1, [0.5] * batches, steps=20)
-    assert "over batches 5 to 8" in claims.reward(load.load([tmp_path])).found
+    assert "over batches 5 to 8" in claims.reward(load.load([tmp_path])).finding
 
 
 def test_a_run_that_ended_when_it_collapsed_is_not_silently_left_out(tmp_path):
@@ -74,7 +75,7 @@ def test_a_run_that_ended_when_it_collapsed_is_not_silently_left_out(tmp_path):
     assert (
         claim.verdict == f"undecided (left out, for it ended when it collapsed: {GRPO_R2}, seed 4)"
     )
-    assert "collapsed at step" in claim.found
+    assert "collapsed at step" in claim.finding
 
 
 def test_lost_rows_are_left_out_of_their_seed_alone_and_arms_stay_aligned(tmp_path):
@@ -87,7 +88,7 @@ def test_lost_rows_are_left_out_of_their_seed_alone_and_arms_stay_aligned(tmp_pa
         write(tmp_path, GRPO_R2, seed, rising)
         write(tmp_path, GSPO, seed, [r + 0.1 for r in rising])
     data = load.load([tmp_path])
-    assert claims.reward(data).found.startswith(
+    assert claims.reward(data).finding.startswith(
         "reward difference +0.100 [+0.100, +0.100] over batches 21 to 40"
     )
     assert [note for note in data.notes if note.startswith("lost")] == [
@@ -120,7 +121,7 @@ def test_one_lost_row_leaves_the_efficiency_as_it_was(tmp_path):
     for i in range(2):
         for name, rewards in ((GSPO, lost), (GRPO_R2, rival)):
             write(tmp_path, name, i + 1, rewards[:, i].tolist())
-    assert "like for like, 1.74" in claims.cheaper(load.load([tmp_path])).found
+    assert "like for like, 1.74" in claims.cheaper(load.load([tmp_path])).finding
 
 
 def test_seeds_that_do_not_reach_the_level_lie_below_one():
@@ -140,13 +141,13 @@ def test_an_unknown_compute_is_said_and_not_judged(tmp_path):
         write(tmp_path, arm, 1, [0.1 * t for t in range(12)], **{"compute/flops": None})
     data = load.load([tmp_path])
     claim = claims.cheaper(data)
-    assert (claim.found, claim.verdict) == (
+    assert (claim.finding, claim.verdict) == (
         "compute/flops was not recorded",
         "undecided (no compute)",
     )
-    assert "nan" not in claims.reward(data).found
+    assert "nan" not in claims.reward(data).finding
     clipping = claims.clipping(data)
-    assert (clipping.found, clipping.verdict) == (
+    assert (clipping.finding, clipping.verdict) == (
         "clip/token_active was not recorded",
         "undecided (no shares)",
     )
@@ -163,14 +164,14 @@ def test_sign_flip_p_is_the_share_of_all_patterns():
                 for signs in product((1, -1), repeat=n)
             ]
             least = abs(sum(round(x * 1e12) for x in d)) - n
-            assert stats.sign_flip_p(d) == np.mean([s >= least for s in sums]), d
+            assert sign_flip_p(d) == np.mean([s >= least for s in sums]), d
 
 
 def test_sign_flip_p_of_thirty_seeds_is_exact_and_takes_no_memory():
     tracemalloc.start()
     for n, negative in ((25, 0), (25, 6), (30, 8)):
         tail = sum(math.comb(n, i) for i in range(negative + 1))
-        assert stats.sign_flip_p([0.1] * (n - negative) + [-0.1] * negative) == 2 * tail / 2**n
+        assert sign_flip_p([0.1] * (n - negative) + [-0.1] * negative) == 2 * tail / 2**n
     assert tracemalloc.get_traced_memory()[1] < 20e6
     tracemalloc.stop()
 
@@ -179,11 +180,9 @@ def test_sign_flip_p_of_thirty_seeds_is_exact_and_takes_no_memory():
 def test_sign_flip_p_does_not_depend_on_the_unit_or_the_order(unit):
     # the sum 1.6; -0.1 and 0.1 tie under rounding
     d = np.array([0.1, 0.2, 0.3, -0.1, 0.7, 0.4]) * unit
-    assert {stats.sign_flip_p(np.roll(d, k)) for k in range(6)} == {
-        stats.sign_flip_p([1, 2, 3, -1, 7, 4])
-    }
-    assert stats.sign_flip_p(np.array([0.1, 0.2, -0.3]) * unit) == 1, "0 but for rounding"
-    assert math.isnan(stats.sign_flip_p([0.1, math.nan]))
+    assert {sign_flip_p(np.roll(d, k)) for k in range(6)} == {sign_flip_p([1, 2, 3, -1, 7, 4])}
+    assert sign_flip_p(np.array([0.1, 0.2, -0.3]) * unit) == 1, "0 but for rounding"
+    assert math.isnan(sign_flip_p([0.1, math.nan]))
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -313,7 +312,7 @@ def test_a_chosen_clip_range_is_said(tmp_path):
         settings = yaml.safe_load(file.read_text())
         settings["objective"] |= {"clip_low": 3.5e-4, "clip_high": 4.7e-4}
         file.write_text(yaml.safe_dump(settings))
-    found = claims.clipping(load.load([tmp_path])).found
+    found = claims.clipping(load.load([tmp_path])).finding
     assert (
         "GSPO's share is no finding: its clip range, 0.00035 / 0.00047, is not the paper's but was chosen"
         in found

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gspo.analysis.runs import Refused
+from gspo.analysis.runs import RunsError
 
 from builders import small_policy
 from demonstrator import Demonstrator
@@ -157,7 +157,7 @@ def test_the_command_compares_evaluations(base, trained, capsys):
     assert command.compare([str(base), str(trained)]) == 0
     assert "of it format" in capsys.readouterr().out
     for paths in ([base], [base, trained, base], [base, base.parent]):
-        with pytest.raises(Refused, match="is an evaluation: name two"):
+        with pytest.raises(RunsError, match="is an evaluation: name two"):
             command.compare([str(path) for path in paths])
 
 

@@ -351,7 +351,7 @@ def test_refusals_are_one_line(server, capsys):
     # the server breaks: an error of its own in every answer
     before, server.runs = server.runs, None
     try:
-        with pytest.raises(load.Refused, match=r"^wandb:team/gspo: "):
+        with pytest.raises(load.RunsError, match=r"^wandb:team/gspo: "):
             load.load(["wandb:team/gspo"])
     finally:
         server.runs = before

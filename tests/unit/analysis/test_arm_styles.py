@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gspo.analysis import (
+    arm_styles,
     load,
-    looks,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
@@ -108,13 +108,13 @@ def test_the_measure_on_published_pairs():
     for one, two, difference in pairs:
         assert ciede2000(np.array(one), np.array(two)) == pytest.approx(difference, abs=1e-3)
     assert lab("#FFFFFF") == pytest.approx([100, 0, 0], abs=0.01)
-    assert least(looks.BLUE, "#7A5195") < LEAST, "GRPO's colour of old is found out"
+    assert least(arm_styles.BLUE, "#7A5195") < LEAST, "GRPO's colour of old is found out"
 
 
 def test_the_papers_arms_are_told_apart_by_any_eyes_and_in_grey():
-    assert {looks.look(arm).colour for arm in load.ARMS} <= OKABE_ITO
+    assert {arm_styles.arm_style(arm).colour for arm in load.ARMS} <= OKABE_ITO
     for a, b in itertools.combinations(load.ARMS, 2):
-        one, two = looks.look(a), looks.look(b)
+        one, two = arm_styles.arm_style(a), arm_styles.arm_style(b)
         assert least(one.colour, two.colour) >= (
             LEAST_TOGETHER if {a, b} <= set(TOGETHER) else LEAST
         ), (a, b)
@@ -128,23 +128,28 @@ def test_every_objective_has_a_look_that_no_other_has():
         *(arm for arm in load.OBJECTIVES.values() if arm not in load.ARMS),
         "an objective of one's own",
     ]
-    each = [looks.look(arm) for arm in arms]
+    each = [arm_styles.arm_style(arm) for arm in arms]
     assert len({look.marker for look in each}) == len(arms)
     assert len({(look.colour, look.line) for look in each}) == len(arms)
     assert {look.colour for look in each[:-1]} <= OKABE_ITO
 
 
 def test_a_look_stays_with_its_arm():
-    own = looks.looks([GSPO, GRPO])
-    assert own == {GSPO: looks.look(GSPO), GRPO: looks.look(GRPO)}
-    assert looks.look("GRPO [optim.lr=0.001]") == looks.look(GRPO)
-    replayed = looks.look("GRPO + Routing Replay (R3)")
-    assert replayed.colour == looks.look(GRPO).colour and replayed.line != looks.look(GRPO).line
+    own = arm_styles.arm_styles([GSPO, GRPO])
+    assert own == {GSPO: arm_styles.arm_style(GSPO), GRPO: arm_styles.arm_style(GRPO)}
+    assert arm_styles.arm_style("GRPO [optim.lr=0.001]") == arm_styles.arm_style(GRPO)
+    replayed = arm_styles.arm_style("GRPO + Routing Replay (R3)")
+    assert (
+        replayed.colour == arm_styles.arm_style(GRPO).colour
+        and replayed.line != arm_styles.arm_style(GRPO).line
+    )
     for count in (2, 5, 20):  # settings of one objective, beside another objective
         arms = [f"GSPO [x={n}]" for n in range(count)]
-        found = looks.looks([*arms, GSPO_TOKEN])
-        assert len(set(found.values())) == count + 1 and found[GSPO_TOKEN] == looks.look(GSPO_TOKEN)
-        assert found[arms[0]].colour == looks.look(GSPO).colour.lower()
+        found = arm_styles.arm_styles([*arms, GSPO_TOKEN])
+        assert len(set(found.values())) == count + 1 and found[GSPO_TOKEN] == arm_styles.arm_style(
+            GSPO_TOKEN
+        )
+        assert found[arms[0]].colour == arm_styles.arm_style(GSPO).colour.lower()
 
 
 def test_replays_at_several_settings_keep_their_line_and_differ_from_everything_else():
@@ -153,13 +158,15 @@ def test_replays_at_several_settings_keep_their_line_and_differ_from_everything_
         for replay in ("", " + Routing Replay (R2)")
         for setting in ("", " [frozen router]")
     ]
-    found = looks.looks(arms)
+    found = arm_styles.arm_styles(arms)
     assert len(set(found.values())) == len(found)
     replayed = [look for arm, look in found.items() if "Replay" in arm]
-    assert {look.line for look in replayed} == {looks.REPLAYED}, "drawn as every other replay is"
+    assert {look.line for look in replayed} == {arm_styles.REPLAYED}, (
+        "drawn as every other replay is"
+    )
 
 
 def test_no_figure_has_colours_of_its_own_for_arms():
     for file in ANALYSIS.glob("*.py"):
-        if file.name not in ("looks.py", "style.py", "blocks.py"):
+        if file.name not in ("arm_styles.py", "style.py", "blocks.py"):
             assert not re.findall(r"\"#[0-9A-Fa-f]{6}\"", file.read_text()), file.name

@@ -1,0 +1,108 @@
+"""Parts that the figures of studies share: checks of their runs, cells of tables, and panels.
+
+A study figure is a grid of panels with a mean and its interval for every arm, or a row for every
+arm. The fig_*.py files choose the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+from gspo.analysis import style
+from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.load import Data, Run
+from gspo.analysis.runs import RunsError
+from gspo.analysis.stats import Interval, t_interval
+from matplotlib.axes import Axes
+
+PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
+
+
+# ---------------------------------------------------------------------------------------------------------
+# runs and numbers
+def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
+    """Return the runs that have finished or collapsed; raise RunsError if a run lacks a setting."""
+    runs = [run for run in data.runs if run.settled]
+    for key in settings:
+        if not runs:
+            raise RunsError(f"no finished run has a setting {key}")
+        if any(key not in run.settings for run in runs):
+            raise RunsError(f"not all runs have a setting {key}")
+    return runs
+
+
+def part_length(run: Run) -> int:
+    """Return the number of batches in a fifth of a run."""
+    return max(run.planned // PARTS, 1)
+
+
+def span(values: pd.Series | Sequence[int]) -> str:
+    """Return the range of some whole numbers, as in "8" or "6 to 8"."""
+    low = min(values)
+    high = max(values)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# cells of tables
+def collapsed_count(runs: pd.DataFrame) -> str:
+    """Return the number of collapsed runs, as in "3 of 8"."""
+    return f"{runs['collapsed'].sum()} of {len(runs)}"
+
+
+def difference_cells(interval: Interval) -> list[str]:
+    """Return the cells of a paired difference: the mean with its interval, and the exact p."""
+    return [interval.text("+.3f"), interval.p_text()]
+
+
+def gain_text(gains: pd.Series) -> str:
+    """Return the mean gain, with the smallest and the largest seed if there are several."""
+    text = f"{gains.mean():+.3f}"
+    if len(gains) > 1:
+        text += f" [{gains.min():+.3f}, {gains.max():+.3f}]"
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# panels
+def cell_intervals(runs: pd.DataFrame, x: str, column: str) -> list[tuple[float, Interval]]:
+    """Return the mean of a column over seeds with its t interval, for each value of `x`."""
+    return [(value, t_interval(cell[column].to_numpy())) for value, cell in runs.groupby(x)]
+
+
+def interval_line(
+    ax: Axes,
+    points: Sequence[tuple[float, Interval]],
+    arm_style: ArmStyle,
+    line_width: float = 1.6,
+    bar_width: float = 1.0,
+    marker_size: float = 5.0,
+) -> None:
+    """Draw means with their intervals at these x, joined by a line."""
+    errors = [(i.mean - i.low, i.high - i.mean) for _, i in points]
+    ax.errorbar(
+        [x for x, _ in points],
+        [interval.mean for _, interval in points],
+        yerr=np.nan_to_num(np.transpose(errors)),
+        lw=line_width,
+        elinewidth=bar_width,
+        ms=marker_size,
+        **arm_style.plot_options(),
+    )
+
+
+def name_rows(axes: Sequence[Axes], names: Sequence[str], margin: float) -> None:
+    """Set up a row for each name, the first on top, in panels side by side.
+
+    `margin` is the room above the first row and below the last. The names stand at the first
+    panel.
+    """
+    for ax in axes:
+        ax.grid(axis="y", visible=True)
+        ax.tick_params(axis="y", length=0)
+        ax.set_ylim(len(names) - 1 + margin, -margin)
+    axes[0].set_yticks(range(len(names)), names)
+    for text in axes[0].get_yticklabels():
+        text.set_color(style.INK)
