@@ -30,6 +30,7 @@ from pyarrow import parquet
 
 from gspo.io import untrusted
 from gspo.io.files import replace_bytes
+from gspo.io.ownership import is_own_file
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
