@@ -7,7 +7,7 @@ of the log-ratios, and returns a Finding. Shape suffixes: B responses, T respons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -188,7 +188,8 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
             gradient(objective, changed(inputs, lambda x, rows=rows: x[rows]), totals)
             for rows in torch.arange(BATCH).split(3)
         ]
-        cut, cut_BT = sum(part for part, _ in parts), torch.cat([part_BT for _, part_BT in parts])
+        cut = torch.stack([part for part, _ in parts]).sum()
+        cut_BT = torch.cat([part_BT for _, part_BT in parts])
         if apart(cut, loss) > 1e-10 or apart(cut_BT, gradient_BT) > 1e-10:
             return Finding(
                 name,
@@ -274,7 +275,7 @@ def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
 @contextmanager
 def held_detached(
     objective: Objective, inputs: LossInputs
-) -> Iterator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
+) -> Generator[Callable[[Tensor], tuple[Tensor, Tensor]]]:
     """Within this context, a function gives loss and clip mask at shifted log-probs, and `detach`
     in the objective gives what it gave at the unshifted ones: a stop-gradient then is a constant,
     as in the papers."""

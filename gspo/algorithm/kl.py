@@ -16,7 +16,7 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.data.lazy_torch import torch
@@ -39,13 +39,20 @@ class KL(Ranged, key="kl"):
     name: str = "none"
     in_loss: ClassVar[bool] = False  # an estimate is added to the loss
     in_reward: ClassVar[bool] = False  # an estimate is taken off the rewards
-    # there is no reference policy to refresh; not annotated, so that it is no field here
-    refresh_every = 0
+    # The other choices have these settings. They have no annotation, so they are no fields here.
+    coef = 0.0
+    target = cast("float | None", None)
+    horizon = 1.0
+    refresh_every = 0  # there is no reference policy to refresh
 
     @property
     def needs_reference(self) -> bool:
         """Whether KL to a reference policy is computed, on the old log-probs too."""
         return self.in_loss or self.in_reward
+
+    def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Compute the estimate for every token, 0 if it is masked. Shape [B, T]."""
+        raise TypeError(f"kl={self.name} has no estimate: choose kl=loss or kl=reward")
 
 
 @dataclass
@@ -80,7 +87,6 @@ class Penalized(KL):
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Compute the estimate for every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
         return (
@@ -169,8 +175,9 @@ class KLCoefficient:
     / horizon counts as 1 at most.
     """
 
-    def __init__(self, settings: Penalized):
-        self.settings, self.value = settings, settings.coef
+    def __init__(self, settings: KL):
+        self.settings = settings
+        self.value = settings.coef
 
     def update(self, kl: float, responses: int) -> None:
         """Adapt the coefficient after a step whose mean KL over `responses` responses was `kl` nats

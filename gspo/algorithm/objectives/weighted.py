@@ -187,8 +187,9 @@ class SAPO(RatioObjective):
         if self.level not in ("token", "sequence"):
             raise ValueError(f"objective.level={self.level!r}: choose token or sequence")
 
+    # a setting here, a fact of the class in all others
     @property
-    def sequence_level(self) -> bool:
+    def sequence_level(self) -> bool:  # ty: ignore[incompatible-property-override]
         """Whether there is one ratio per response, which is a setting here."""
         return self.level == "sequence"
 
