@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, ScoredResponse
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.base import Engine
@@ -87,7 +87,7 @@ def evaluate(
     max_new_tokens: int,
     step: int,
     stop: Sequence[str] = (),
-) -> tuple[dict[str, float], list[list[Response]]]:
+) -> tuple[dict[str, float], list[list[ScoredResponse]]]:
     """Sample and score responses to every set; `stop` are the strings that end one. Returns the
     metrics and the scored responses, group by group."""
     metrics, everything = {}, []
@@ -113,7 +113,7 @@ def evaluate(
     return metrics, everything
 
 
-def rows(group: list[Response]) -> list[dict]:
+def rows(group: list[ScoredResponse]) -> list[dict]:
     """Convert the responses to one problem to what `summarise` needs, ready for JSON."""
     return [rollout_row(r) | {"answer": r.score.answer, "rating": r.problem.rating} for r in group]
 

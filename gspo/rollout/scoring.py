@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, Response, ScoredResponse
 from gspo.distributed.ranks import Ranks
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.process import EngineEnded
@@ -25,6 +25,7 @@ from gspo.rollout.episodes.sampling import play
 from gspo.tasks.base import Task
 
 Groups = list[list[Response]]
+ScoredGroups = list[list[ScoredResponse]]
 # groups, and what has to be done before they are scored
 Waiting = deque[tuple[Groups, list[Future[None]]]]
 
@@ -41,7 +42,7 @@ def scored_chunks(
     chunk: int | None = None,
     seconds: Seconds | None = None,
     record_experts: bool = False,
-) -> Iterator[Groups]:
+) -> Iterator[ScoredGroups]:
     """Sample and score groups of `samples` responses to each problem, and yield them chunk by
     chunk, in order.
 
@@ -145,7 +146,7 @@ def scored_stream(
     seed: tuple[int | str, ...],
     *,
     policy_step: int = 0,
-) -> Iterator[Groups]:
+) -> Iterator[ScoredGroups]:
     """Sample and score as `scored_chunks` does, and yield scored groups as soon as the engine's
     stream gives them. The engine waits for the verifiers only if they are a whole batch behind it.
 
@@ -164,11 +165,11 @@ def scored_stream(
                 while waiting and (
                     all(f.done() for f in waiting[0][1]) or count(waiting) > engine.batch_rows
                 ):
-                    yield first_scored(waiting)
+                    yield first_scored(waiting, grading)
         except (KeyboardInterrupt, EngineEnded) as error:
             ended = error
         while waiting:
-            yield first_scored(waiting)
+            yield first_scored(waiting, grading)
         if ended:
             raise ended
     finally:
@@ -180,13 +181,13 @@ def count(waiting: Waiting) -> int:
     return sum(len(group) for groups, _ in waiting for group in groups)
 
 
-def first_scored(waiting: Waiting) -> Groups:
+def first_scored(waiting: Waiting, grading: Grading) -> ScoredGroups:
     """Wait until the first groups are scored, and return them. Raises what a verifier raised."""
     groups, futures = waiting[0]
     for future in futures:
         future.result()
     waiting.popleft()
-    return groups
+    return grading.pop_scored(groups)
 
 
 class Grading:
@@ -197,6 +198,7 @@ class Grading:
         self.thread, self.task, self.seconds = thread, task, seconds
         self.ended: SimpleQueue[Response] = SimpleQueue()
         self.futures: list[Future[None]] = []
+        self.scored: dict[int, ScoredResponse] = {}  # by the id() of the response
 
     def add(self, responses: list[Response]) -> None:
         """Take responses that have ended; called by the thread that samples."""
@@ -211,7 +213,8 @@ class Grading:
             batch.append(self.ended.get())
         if batch:
             started = time.perf_counter()
-            score(self.task, batch)
+            for response, scored in zip(batch, score(self.task, batch), strict=True):
+                self.scored[id(response)] = scored
             self.seconds.scoring += time.perf_counter() - started
 
     def taken(self) -> list[Future[None]]:
@@ -219,14 +222,18 @@ class Grading:
         taken, self.futures = self.futures, []
         return taken
 
-    def groups(self, own: Groups, ranks: Ranks) -> Groups:
+    def pop_scored(self, groups: Groups) -> ScoredGroups:
+        """Return groups, all of whose responses have been scored, with their scores."""
+        return [[self.scored.pop(id(response)) for response in group] for group in groups]
+
+    def groups(self, own: Groups, ranks: Ranks) -> ScoredGroups:
         """Wait until all responses of this rank's groups are scored, and of the other ranks; return
         the groups of all. Raises what a verifier raised."""
         started = time.perf_counter()
         try:
             for future in self.futures:
                 future.result()
-            return ranks.unshard(own)
+            return ranks.unshard(self.pop_scored(own))
         finally:
             self.seconds.waited += time.perf_counter() - started
 
@@ -236,15 +243,25 @@ def at_once(engine: Engine, samples: int) -> int:
     return max(1, engine.batch_rows // samples)
 
 
-def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
-    """Give every response its verifier's score; episodes have theirs from their environments. With
-    `ranks` all of them have these responses, and each scores its share."""
-    ranks, responses = ranks or Ranks(), [r for r in responses if r.score is None]
+def score(
+    task: Task, responses: Sequence[Response], ranks: Ranks | None = None
+) -> list[ScoredResponse]:
+    """Return responses with their verifier's scores; episodes have theirs from their environments.
+
+    With `ranks` all of them have these responses, and each scores its share."""
+    ranks = ranks or Ranks()
+    unscored = [r for r in responses if not isinstance(r, ScoredResponse)]
     is_asked = task.truncated_reward is None
-    scores = task.score(
-        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.shard(responses)]
+    share = task.score(
+        [(r.problem, r.text, is_asked or r.finish_reason == "stop") for r in ranks.shard(unscored)]
     )
-    for response, verdict in zip(responses, ranks.unshard(scores), strict=True):
-        if verdict.verdict == "truncated" and not is_asked:
-            verdict = replace(verdict, reward=task.truncated_reward)
-        response.score = verdict
+    scores = iter(ranks.unshard(share))
+    scored = []
+    for response in responses:
+        if not isinstance(response, ScoredResponse):
+            verdict = next(scores)
+            if verdict.verdict == "truncated" and not is_asked:
+                verdict = replace(verdict, reward=task.truncated_reward)
+            response = response.scored(verdict)
+        scored.append(response)
+    return scored

@@ -266,7 +266,7 @@ class Play:
 
     def response(self, episode: Episode, policy_step: int) -> Response:
         """Return an episode that has ended as a response."""
-        return Response(
+        response = Response(
             problem=episode.problem,
             sample=episode.sample,
             prompt_ids=episode.prompt_ids,
@@ -276,11 +276,11 @@ class Play:
             text=self._text(episode.token_ids),
             policy_step=policy_step,
             experts=episode.experts,
-            score=episode.score,
             rendered=self.policy.rendered(episode.prompt_ids),
             turns=episode.turns if episode.task else [],
             measures=episode.measures,
         )
+        return response.scored(episode.score) if episode.score else response
 
 
 def play(

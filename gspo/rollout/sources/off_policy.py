@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, Response, ScoredResponse
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.cuda_streams import OwnStream
@@ -67,11 +67,11 @@ class PartialSource(OnPolicySource):
         while True:
             self._round(begun, step, rollout)
             begun = []
-            whole = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
+            whole = [i for i, (_, group) in enumerate(self.unfinished) if scored_group(group)]
             whole = whole[: self.settings.prompts_per_step]
             if len(whole) == self.settings.prompts_per_step:
                 break
-        groups = [self.unfinished[i][1] for i in whole]
+        groups = [scored_group(self.unfinished[i][1]) for i in whole]
         self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in whole]
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
@@ -104,10 +104,10 @@ class PartialSource(OnPolicySource):
         started = time.perf_counter()
         settings, ranks = self.settings, self.engine.ranks
         sampling = settings.sampling(step)
-        touched: list[Response] = []
+        sampled: list[Response] = []
         # One draw at a time, because the random numbers of a query set's problem depend on the
         # visit.
-        for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
+        for draw in sorted({draw for draw, group in self.unfinished if not scored_group(group)}):
             mine = [g for d, g in self.unfinished if d == draw]
             cut = [
                 (group, i)
@@ -125,7 +125,7 @@ class PartialSource(OnPolicySource):
             further = ranks.unshard(further)
             for (group, i), response in zip(cut, further, strict=True):
                 group[i] = response
-            touched += further
+            sampled += further
         for draw in sorted({draw for draw, _ in begun}):
             problems = [problem for d, problem in begun if d == draw]
             groups = self.engine.generate(
@@ -138,11 +138,19 @@ class PartialSource(OnPolicySource):
             )
             groups = ranks.unshard(groups)
             self.unfinished += [(draw, group) for group in groups]
-            touched += [r for group in groups for r in group]
+            sampled += [r for group in groups for r in group]
         rollout.rollout_s += time.perf_counter() - started
-        self.keep_behaviour_logprobs(touched, rollout)
+        self.keep_behaviour_logprobs(sampled, rollout)
         started = time.perf_counter()
-        score(self.task, [r for r in touched if r.finish_reason != "budget"], ranks)
+        ended = [
+            (group, i)
+            for _, group in self.unfinished
+            for i, r in enumerate(group)
+            if r.finish_reason != "budget" and not isinstance(r, ScoredResponse)
+        ]
+        scored = score(self.task, [group[i] for group, i in ended], ranks)
+        for (group, i), response in zip(ended, scored, strict=True):
+            group[i] = response
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
@@ -169,9 +177,10 @@ class PartialSource(OnPolicySource):
         self.unfinished = pending.groups
 
 
-def ended(group: list[Response]) -> bool:
-    """Return whether every response of a group has ended, rather than been cut at the token budget."""
-    return all(r.finish_reason != "budget" for r in group)
+def scored_group(group: list[Response]) -> list[ScoredResponse]:
+    """Return a group if all its responses have been scored, else an empty list."""
+    scored = [r for r in group if isinstance(r, ScoredResponse)]
+    return scored if len(scored) == len(group) else []
 
 
 class StaleSource:

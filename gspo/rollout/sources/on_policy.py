@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo.data.samples import Response, all_same
+from gspo.data.samples import Response, ScoredResponse, all_same
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.engines.route_checks import check_routes
@@ -102,7 +102,7 @@ class OnPolicySource:
         self.engine.rest()
         return rollout
 
-    def why_ungraded(self, responses: list[Response]) -> str:
+    def why_ungraded(self, responses: list[ScoredResponse]) -> str:
         """Return in words why none of these responses could be graded: the reasons, the commonest
         first.
         """
@@ -116,7 +116,7 @@ class OnPolicySource:
             f"{'; '.join(reasons)}. The first was to {first}"
         )
 
-    def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
+    def keep_behaviour_logprobs(self, responses: Sequence[Response], rollout: Rollout) -> None:
         """Store, with new tokens, the log-probs that the trainer computes under the weights that
         the engine has now.
         """
@@ -284,7 +284,7 @@ def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | Non
     )
 
 
-def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
+def without_ungraded(groups: list[list[ScoredResponse]]) -> list[list[ScoredResponse]]:
     """Return the groups without their ungraded responses; a group without any graded response is
     left out.
     """
@@ -292,6 +292,6 @@ def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
     return [group for group in graded if group]
 
 
-def has_signal(group: list[Response]) -> bool:
+def has_signal(group: list[ScoredResponse]) -> bool:
     """Return whether a group's rewards differ. If they do not, all its advantages are 0."""
-    return not all_same([response.score.reward for response in group])
+    return not all_same([response.reward for response in group])

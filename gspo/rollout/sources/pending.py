@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response, Score, Turn
+from gspo.data.samples import Problem, Response, Score, ScoredResponse, Turn
 from gspo.io.untrusted import LONG, parse_json, read_bytes
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 
@@ -48,7 +48,7 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
             if array is not None:
                 arrays[name].append(array)
                 lengths[name] = len(array)
-        score = asdict(response.score) if response.score else None
+        score = asdict(response.score) if isinstance(response, ScoredResponse) else None
         plain = {
             key: value
             for key, value in vars(response).items()
@@ -100,7 +100,8 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
         kept["segments"] = [tuple(segment) for segment in kept["segments"]]
         kept["turns"] = [Turn(**turn) for turn in kept["turns"]]
         kept["problem"] = problem(kept["problem"])
-        return Response(**{"logprobs": None} | kept | own, score=Score(**score) if score else None)
+        read_back = Response(**{"logprobs": None} | kept | own)
+        return read_back.scored(Score(**score)) if score else read_back
 
     rollouts = {}
     # in the order in which the arrays were written

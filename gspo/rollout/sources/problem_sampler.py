@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.tasks.base import Task
 
@@ -304,14 +304,14 @@ class TrainingProblems:
         """
         return sum(problem.index // REPLACEMENT for problem in problems)
 
-    def record(self, groups: list[list[Response]]) -> None:
+    def record(self, groups: list[list[ScoredResponse]]) -> None:
         """Update the pass rates with scored groups: a problem's first mean reward, then a running
         mean with weight 0.5."""
         if not self.sampler.reads_pass_rates:
             return
         for group in groups:
             place = group[0].problem.index % REPLACEMENT
-            mean = sum(response.score.reward for response in group) / len(group)
+            mean = sum(response.reward for response in group) / len(group)
             before = self.pass_rates.get(place, mean)
             self.pass_rates[place] = before + RATE_WEIGHT * (mean - before)
 

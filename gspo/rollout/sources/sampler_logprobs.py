@@ -9,7 +9,8 @@ with other weights (`check_engine`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class BehaviourLogprobs:
     micro_batch_size: int = 64
     replay_engine: bool = False
 
-    def __call__(self, responses: list[Response]) -> None:
+    def __call__(self, responses: Sequence[Response]) -> None:
         """Set `old_logprobs` and `old_experts` of the tokens that have none yet. Earlier segments
         keep theirs.
         """
@@ -51,7 +52,7 @@ class BehaviourLogprobs:
             return
         batch = pack(fresh, self.policy.pad_id)
         if self.replay_engine:
-            batch.replay_BSLK = batch.engine_experts_BSLK
+            batch = replace(batch, replay_BSLK=batch.engine_experts_BSLK)
         scored = self.policy.score(batch, self.micro_batch_size)
         for i, r in enumerate(fresh):
             logprobs = scored.logp_BT[i, : len(r.token_ids)].numpy()
