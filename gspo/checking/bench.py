@@ -179,9 +179,7 @@ def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
     """Return the responses as a batch with random advantages."""
     batch = pack(responses, policy.pad_id)
     generator = torch.Generator().manual_seed(2)
-    adv_BT = torch.zeros(batch.mask_BT.shape) + torch.randn(
-        len(responses), 1, generator=generator
-    )
+    adv_BT = torch.zeros(batch.mask_BT.shape) + torch.randn(len(responses), 1, generator=generator)
     return batch.with_old_policy(batch.engine_logp_BT).with_advantages(adv_BT)
 
 

@@ -137,7 +137,9 @@ class Response:
         """The tokens that the policy wrote."""
         if not self.turns:
             return self.token_ids
-        return [i for i, by_policy in zip(self.token_ids, self.own_tokens, strict=True) if by_policy]
+        return [
+            i for i, by_policy in zip(self.token_ids, self.own_tokens, strict=True) if by_policy
+        ]
 
     @property
     def own_tokens(self) -> np.ndarray:

@@ -79,7 +79,9 @@ class Tracker:
         online = self.wandb is not None and not self.wandb.run.offline
         return f", tracked at {self.wandb.run.url}" if online else ""
 
-    def log(self, step: int, metrics: dict[str, float], responses: list[ScoredResponse] | None) -> None:
+    def log(
+        self, step: int, metrics: dict[str, float], responses: list[ScoredResponse] | None
+    ) -> None:
         """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if
         they are given. Raises KeyError for a metric that the registry lacks."""
         for name in metrics:

@@ -242,9 +242,7 @@ def demonstrations(
         rng = generator(settings.seed, "demonstration", index)
         environment_task = task.environments().get(problem.task)
         if isinstance(environment_task, EnvironmentTask):
-            batch.append(
-                _episode(policy, environment_task, problem, settings, rng, conversations)
-            )
+            batch.append(_episode(policy, environment_task, problem, settings, rng, conversations))
         else:
             text = task.demonstration(problem, settings.wrong_step_rate, rng)
             token_ids = _turn_ids(policy, text)

@@ -19,7 +19,7 @@ def filled() -> MetricAccumulator:
     for value in (torch.tensor(-2.0), 4.0, torch.tensor(1)):
         accumulator.largest("c", value)
         accumulator.smallest("d", value)
-    accumulator.expert_loads_LE = torch.tensor([[1, 1, 2, 0]])
+    accumulator.expert_loads(torch.tensor([[1, 1, 2, 0]]))
     return accumulator
 
 

@@ -139,8 +139,8 @@ def updated(name: str, model):
     t = echo_trainer(HAND[name], model=model, minibatches=1)
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
-    t.remember_old_policy(batch, everything, MetricAccumulator())
-    t.credit(batch, rollout, MetricAccumulator())
+    old = t.add_old_policy(batch, rollout.responses, everything, MetricAccumulator())
+    batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     with torch.no_grad():
         olds = [own_log_probs(t.policy.model, r) for r in rollout.responses]
     perturb(t.policy, 0.005)
