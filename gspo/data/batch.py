@@ -1,6 +1,6 @@
 """Responses as tensors: packs them into a batch and cuts a batch into mini-batches and micro-batches.
 
-A batch has one row per response. Prompts are padded on the left and responses on the right, so all
+A batch has a row per response. Prompts are padded on the left and responses on the right, so all
 responses start in the same column, `prompt_width`:
 
     . . 7 + 5 = ? | 7 + 5 = 1 2 ; # 1 2 $
@@ -50,7 +50,9 @@ class Positions(NamedTuple):
 
 def positions_in(mask_BT: Tensor) -> Positions:
     """Return the positions of the tokens of a mask."""
-    return Positions(mask_BT.flatten().nonzero().squeeze(-1), mask_BT.any(-1).nonzero().squeeze(-1))
+    tokens_N = mask_BT.flatten().nonzero().squeeze(-1)
+    rows_N = mask_BT.any(-1).nonzero().squeeze(-1)
+    return Positions(tokens_N, rows_N)
 
 
 @dataclass(kw_only=True)
@@ -112,17 +114,20 @@ class TokenBatch:
 
     def rows(self, rows_N: Tensor) -> Self:
         """Select rows in the given order, and cut off columns that are padding in all of them."""
-        attention_BS = self.attention_BS[rows_N]
-        start = self.prompt_width - int(attention_BS[:, : self.prompt_width].sum(1).max())
         # from the attention mask, because the response mask may leave out whole responses
-        width = int(attention_BS[:, self.prompt_width :].sum(1).max())
-        columns_S = slice(start, self.prompt_width + width)
+        attention_BS = self.attention_BS[rows_N]
+        prompts, responses = attention_BS.tensor_split([self.prompt_width], dim=1)
+        longest_prompt = int(prompts.sum(1).max())
+        longest_response = int(responses.sum(1).max())
+        start = self.prompt_width - longest_prompt
+        end = self.prompt_width + longest_response
 
         def select(name: str, tensor: Tensor) -> Tensor:
             if name.endswith("_B"):
                 return tensor[rows_N]
-            columns = columns_S if "_BS" in name else slice(0, width)
-            return tensor[rows_N][:, columns]
+            if "_BS" in name:
+                return tensor[rows_N][:, start:end]
+            return tensor[rows_N][:, :longest_response]
 
         return map_tensors(self, select)
 
@@ -196,7 +201,7 @@ class OldPolicyBatch(RolloutBatch):
 
 @dataclass
 class Critic:
-    """What the critic is trained on."""
+    """The tensors that the critic is trained on."""
 
     old_values_BT: Tensor  # the critic's values at the start of the step
     returns_BT: Tensor  # the returns, which the critic is trained to predict
@@ -258,7 +263,7 @@ def _to_device(positions: Positions, device: torch.device) -> Positions:
 
 
 def to_cpu(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors of one device on the CPU, with one wait for all of them."""
+    """Return tensors of a device on the CPU, with a single wait."""
     copied = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     wait_for_copies(tensors[0].device)
     return copied
@@ -274,7 +279,7 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     """Pack responses into a batch with the layout above.
 
     The engine's experts are packed if all responses have them. Raises ValueError for a response
-    without tokens, or without one log-prob per token: only a broken engine returns such.
+    without tokens, or without a log-prob per token: only a broken engine returns such.
     """
     for r in responses:
         if not r.token_ids or len(r.token_ids) != len(r.logprobs):
@@ -282,8 +287,11 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
                 f"response {r.sample}, problem {r.problem.index}: {len(r.token_ids)} tokens, "
                 f"{len(r.logprobs)} logprobs"
             )
-    by_policy = [r.own_tokens for r in responses] if any(r.turns for r in responses) else None
-    batch = layout([(r.prompt_ids, r.token_ids) for r in responses], pad_id, by_policy)
+    by_policy = None
+    if any(r.turns for r in responses):
+        by_policy = [r.own_tokens for r in responses]
+    rows = [(r.prompt_ids, r.token_ids) for r in responses]
+    batch = layout(rows, pad_id, by_policy)
     return RolloutBatch(
         **contents_of(batch),
         engine_logp_BT=_logprobs([r.logprobs for r in responses], batch),
@@ -299,11 +307,13 @@ def pack_recorded(
     Returns None if a response lacks the log-prob of a token. The experts are None if a response has
     none.
     """
-    recorded = [r.old_logprobs for r in responses if r.old_logprobs is not None]
-    if [len(logprobs) for logprobs in recorded] != [len(r.token_ids) for r in responses]:
-        return None
+    logprobs = []
+    for r in responses:
+        if r.old_logprobs is None or len(r.old_logprobs) != len(r.token_ids):
+            return None
+        logprobs.append(r.old_logprobs)
     experts_BSLK = _experts(responses, [r.old_experts for r in responses], batch)
-    return _logprobs(recorded, batch), experts_BSLK
+    return _logprobs(logprobs, batch), experts_BSLK
 
 
 @dataclass
@@ -315,9 +325,9 @@ class EpisodeTurns:
 
 
 def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> EpisodeTurns | None:
-    """Pack the turns and their rewards; None if no response is an episode.
+    """Pack the turns and their rewards, None if no response is an episode.
 
-    A response that is no episode is one turn, with the verifier's reward."""
+    A response that is no episode is a single turn, with the verifier's reward."""
     if not any(r.turns for r in responses):
         return None
     turns = EpisodeTurns(
@@ -340,29 +350,29 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
 
 
 def _logprobs(rows: list[np.ndarray], batch: TokenBatch) -> Tensor:
-    """Pack one number for each response token, 0 at padding: [B, T], float32."""
+    """Pack log-probs of the response tokens, 0 at padding: [B, T], float32."""
     packed_BT = np.zeros(batch.mask_BT.shape, dtype=np.float32)
-    packed_BT[batch.attention_BS[:, batch.prompt_width :].numpy()] = np.concatenate(rows)
+    real_BT = batch.attention_BS[:, batch.prompt_width :].numpy()
+    packed_BT[real_BT] = np.concatenate(rows)
     return torch.from_numpy(packed_BT)
 
 
 def _experts(
     responses: Sequence[Response], rows: list[np.ndarray | None], batch: TokenBatch
 ) -> Tensor | None:
-    """Pack experts into one tensor [B, S, L, K], int16; None if a row is None.
+    """Pack experts into a tensor [B, S, L, K], int16, None if a row is None.
 
     Each row holds the experts of a response's positions, from the first prompt token on.
     """
     recorded = [experts for experts in rows if experts is not None]
     if len(recorded) < len(rows):
         return None
-    packed_BSLK = np.full(
-        (*batch.tokens_BS.shape, *recorded[0].shape[1:]), NOT_RECORDED, dtype=np.int16
-    )
-    starts_B = batch.prompt_width - np.array([len(r.prompt_ids) for r in responses])
+    shape = (*batch.tokens_BS.shape, *recorded[0].shape[1:])
+    packed_BSLK = np.full(shape, NOT_RECORDED, dtype=np.int16)
+    prompts_B = np.array([len(r.prompt_ids) for r in responses])
     lengths_B = np.array([len(experts) for experts in recorded])
-    columns_BS = _columns(starts_B, lengths_B, packed_BSLK.shape[1])
-    packed_BSLK[columns_BS] = np.concatenate(recorded)
+    starts_B = batch.prompt_width - prompts_B
+    packed_BSLK[_columns(starts_B, lengths_B, shape[1])] = np.concatenate(recorded)
     return torch.from_numpy(packed_BSLK)
 
 
@@ -373,7 +383,7 @@ def layout(
 ) -> TokenBatch:
     """Lay out rows of (prompt tokens, response tokens) as a batch.
 
-    `by_policy` says for each row which response tokens the policy wrote, bool [T]; None: all.
+    `by_policy` says for each row which response tokens the policy wrote, bool [T]. None: all.
     """
     prompts_B = np.array([len(prompt) for prompt, _ in rows])
     responses_B = np.array([len(response) for _, response in rows])
@@ -381,24 +391,26 @@ def layout(
     width = prompt_width + int(responses_B.max())
     attention_BS = _columns(prompt_width - prompts_B, prompts_B + responses_B, width)
     tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
-    tokens_BS[attention_BS] = np.fromiter(
-        chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64
-    )
+    tokens = chain.from_iterable(chain.from_iterable(rows))
+    tokens_BS[attention_BS] = np.fromiter(tokens, dtype=np.int64)
     mask_BT = attention_BS[:, prompt_width:].copy()
     if by_policy is not None:
         mask_BT[mask_BT] = np.concatenate(by_policy)
     indices: dict[tuple[int, ...], int] = {}
-    prompt_indices = [indices.setdefault(tuple(prompt), len(indices)) for prompt, _ in rows]
+    for prompt, _ in rows:
+        indices.setdefault(tuple(prompt), len(indices))
     return TokenBatch(
         tokens_BS=torch.from_numpy(tokens_BS),
         attention_BS=torch.from_numpy(attention_BS),
         mask_BT=torch.from_numpy(mask_BT),
         sampled_BT=torch.from_numpy(mask_BT.copy()),
-        prompts_B=torch.tensor(prompt_indices),
+        prompts_B=torch.tensor([indices[tuple(prompt)] for prompt, _ in rows]),
     )
 
 
 def _columns(starts_B: np.ndarray, lengths_B: np.ndarray, width: int) -> np.ndarray:
     """Mark `lengths_B` columns of each row from column `starts_B` on: bool [B, width]."""
     columns = np.arange(width)
-    return (columns >= starts_B[:, None]) & (columns < (starts_B + lengths_B)[:, None])
+    starts_B1 = starts_B[:, None]
+    ends_B1 = starts_B1 + lengths_B[:, None]
+    return (columns >= starts_B1) & (columns < ends_B1)

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Problem:
-    """One query, which its task computes from (seed, split, index) alone."""
+    """A query, which its task computes from (seed, split, index) alone."""
 
     task: str  # the task that makes and scores it, for example "math" or "code"
     index: int  # its position in the split
@@ -35,12 +35,13 @@ NO_ANSWER = frozenset(
 class ChatPrompt(str):
     """A prompt of several messages, such as a system turn and a question.
 
-    As a text it is their contents, one below the other. A chat template writes `messages`."""
+    As a text it is their contents, separated by empty lines. A chat template writes `messages`."""
 
     messages: list[dict[str, str]]
 
     def __new__(cls, messages: list[dict[str, str]]) -> ChatPrompt:
-        prompt = super().__new__(cls, "\n\n".join(message["content"] for message in messages))
+        text = "\n\n".join(message["content"] for message in messages)
+        prompt = super().__new__(cls, text)
         prompt.messages = messages
         return prompt
 
@@ -68,7 +69,7 @@ def all_same(rewards: list[float]) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's judgement of one response."""
+    """A verifier's judgement of a response."""
 
     # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
     reward: float | None
@@ -92,7 +93,7 @@ class Turn:
 
 @dataclass
 class Response:
-    """One sampled response. Arrays are over its T tokens, the end-of-sequence token included.
+    """A sampled response. Arrays are over its T tokens, the end-of-sequence token included.
 
     The response to a problem that is played in an environment is an episode: turns of the policy,
     with turns of the environment between them. Its tokens are the tokens of all turns, and `turns`
@@ -146,9 +147,8 @@ class Response:
         """Which tokens the policy wrote: bool [T]."""
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)
-        return np.repeat(
-            [turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns]
-        )
+        by_policy = [turn.author == "policy" for turn in self.turns]
+        return np.repeat(by_policy, [turn.tokens for turn in self.turns])
 
     def scored(self, score: Score) -> ScoredResponse:
         """Return the response with its verifier's score."""

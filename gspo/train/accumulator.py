@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -19,21 +20,23 @@ from gspo.data.batch import to_cpu
 from gspo.distributed.ranks import Ranks
 
 Number = Tensor | float
+Rows = list[tuple[Number, ...]]
+Sums = dict[str, list[float]]
 T = TypeVar("T")
 
 
 class MetricAccumulator:
     """Accumulates means, counts, extremes and seconds over a training step.
 
-    Numbers on a GPU stay there until `result` is called. Reading one earlier would make the CPU
-    wait until the GPU has done all its work.
+    Numbers on a GPU stay there until `result` is called. An earlier read would make the CPU wait
+    until the GPU has done all its work.
     """
 
     def __init__(self):
         # (total, count) of each call of `mean`
-        self._sums: dict[str, list[tuple[Number, ...]]] = defaultdict(list)
+        self._sums: dict[str, Rows] = defaultdict(list)
         # (n, sum w, sum w^2) of each call of `ess`
-        self._moments: dict[str, list[tuple[Number, ...]]] = defaultdict(list)
+        self._moments: dict[str, Rows] = defaultdict(list)
         self._extremes: dict[str, list[Number]] = defaultdict(list)
         self._signs: dict[str, int] = {}  # of extremes: 1 for the largest, -1 for the smallest
         self._seconds: dict[str, float] = defaultdict(float)
@@ -41,8 +44,12 @@ class MetricAccumulator:
         self._loads_LE: Tensor | None = None
 
     def mean(self, name: str, total: Number, count: Number) -> None:
-        """Add `total`, a sum over `count` items, to the metric that is the mean over all items."""
+        """Add a sum over `count` items to the metric that is the mean over all items."""
         self._sums[name].append((_detached(total), _detached(count)))
+
+    def mean_of(self, name: str, values: Tensor) -> None:
+        """Add all elements of a tensor to the metric that is their mean."""
+        self.mean(name, values.sum(), values.numel())
 
     def count(self, name: str, number: float) -> None:
         """Add a number to the metric that is the sum over the step."""
@@ -54,9 +61,9 @@ class MetricAccumulator:
         It is a share of the number n of weights: (sum w)^2 / (n sum w^2)
         """
         weights = weights.double()
-        self._moments[name].append(
-            (weights.numel(), _detached(weights.sum()), _detached(weights.square().sum()))
-        )
+        total = _detached(weights.sum())
+        square_total = _detached(weights.square().sum())
+        self._moments[name].append((weights.numel(), total, square_total))
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -130,29 +137,30 @@ class MetricAccumulator:
         for values in self._extremes.values():
             values[:] = [read(number) for number in values]
 
-    def _over_ranks(
-        self, ranks: Ranks
-    ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], Tensor | None]:
+    def _over_ranks(self, ranks: Ranks) -> tuple[Sums, Sums, dict[str, float], Tensor | None]:
         """Return the sums of means and of moments, the extremes and the loads, over all ranks."""
         self._read()
+        signed = {
+            name: [self._signs[name] * value for value in values]
+            for name, values in self._extremes.items()
+        }
         local = (
-            {name: _sum_rows(rows) for name, rows in self._sums.items()},
-            {name: _sum_rows(rows) for name, rows in self._moments.items()},
-            {name: (self._signs[name], values) for name, values in self._extremes.items()},
+            _sum_by_name(self._sums),
+            _sum_by_name(self._moments),
+            signed,
+            self._signs,
             self._loads_LE,
         )
-        sums, moments, extremes, loads = zip(*ranks.all_gather(local), strict=True)
-        extreme_values: dict[str, float] = {}
-        for name, parts in _by_name(extremes).items():
-            sign = parts[0][0]
-            extreme_values[name] = sign * max(sign * v for _, values in parts for v in values)
+        sums, moments, signed_extremes, signs, loads = zip(*ranks.all_gather(local), strict=True)
+        sign_of = {name: sign for of_rank in signs for name, sign in of_rank.items()}
+        extremes: dict[str, float] = {}
+        for name, values in _by_name(signed_extremes).items():
+            extremes[name] = sign_of[name] * max(chain.from_iterable(values))
         present = [loads_LE for loads_LE in loads if loads_LE is not None]
-        return (
-            {name: _sum_rows(rows) for name, rows in _by_name(sums).items()},
-            {name: _sum_rows(rows) for name, rows in _by_name(moments).items()},
-            extreme_values,
-            torch.stack(present).sum(0) if present else None,
-        )
+        total_loads_LE = torch.stack(present).sum(0) if present else None
+        sums_over_ranks = _sum_by_name(_by_name(sums))
+        moments_over_ranks = _sum_by_name(_by_name(moments))
+        return sums_over_ranks, moments_over_ranks, extremes, total_loads_LE
 
 
 def _detached(number: Number) -> Number:
@@ -171,19 +179,24 @@ def _by_name(parts: Iterable[dict[str, T]]) -> dict[str, list[T]]:
     return collected
 
 
-def _sum_rows(rows: Iterable[Sequence[Number]]) -> list[float]:
-    """Return the sum of each column."""
-    return [sum(map(float, column)) for column in zip(*rows, strict=True)]
+def _sum_by_name(rows_by_name: Mapping[str, Sequence[Sequence[Number]]]) -> Sums:
+    """Return the sum of each column of the rows of each name."""
+    sums: Sums = {}
+    for name, rows in rows_by_name.items():
+        columns = zip(*rows, strict=True)
+        sums[name] = [sum(map(float, column)) for column in columns]
+    return sums
 
 
 def load_entropy(loads_LE: Tensor) -> float:
     """Compute the entropy of the expert loads divided by log E, as the mean over layers.
 
-    1 means that all experts are used equally, 0 that a single one is used.
+    1 means that all experts are used equally, 0 that a single expert is used.
     """
+    experts = loads_LE.shape[-1]
     share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
     entropy_L = torch.special.entr(share_LE).sum(-1)
-    return float((entropy_L / math.log(loads_LE.shape[-1])).mean())
+    return float((entropy_L / math.log(experts)).mean())
 
 
 def load_max(loads_LE: Tensor) -> float:
@@ -191,4 +204,6 @@ def load_max(loads_LE: Tensor) -> float:
 
     1 means that all experts are used equally, E / K that every token goes to the same experts.
     """
-    return float((loads_LE.max(-1).values / loads_LE.double().mean(-1)).mean())
+    largest_L = loads_LE.max(-1).values
+    mean_L = loads_LE.double().mean(-1)
+    return float((largest_L / mean_L).mean())

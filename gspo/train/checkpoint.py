@@ -4,11 +4,11 @@ A checkpoint is written to an unfinished folder that is renamed at the end, so i
 part. The file `latest` is changed last.
 
 checkpoints/latest         the name of the newest whole checkpoint
-checkpoints/step_000100/   one checkpoint:
-    weights, config, tokenizer   a model folder; with LoRA peft's files of the adapter replace the
-                                 weights (gspo.model.adapter)
-    optimizer.pt                 the optimizer's state; if the weights are sharded over ranks the
-                                 folder optimizer/ replaces it
+checkpoints/step_000100/   a checkpoint:
+    weights, config, tokenizer   a model folder, or with LoRA peft's files of the adapter instead
+                                 of the weights (gspo.model.adapter)
+    optimizer.pt                 the optimizer's state, or the folder optimizer/ if the weights are
+                                 sharded over ranks
     state.json                   the counters of the run
     value_head.pt                the critic, if there is one
     reference/                   the reference policy, if it was refreshed
@@ -83,9 +83,9 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time, in a thread while training continues.
+    """Writes the checkpoints of a run in a thread while training continues, at most one at a time.
 
-    An error while writing one is raised by the next `check`, `save` or `wait`.
+    The next `check`, `save` or `wait` raises an error of the thread.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def rollout(
     limit: int,
     accumulator: MetricAccumulator,
 ) -> None:
-    """Measure all sampled groups, trained on or not, and count the dropped ones by reason."""
+    """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
     rewards(groups, accumulator)
     responses = [r for group in groups for r in group]
     lengths(responses, accumulator)
@@ -62,7 +62,7 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
 def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure the lengths, truncation and repetition of the responses."""
     counts = torch.tensor([r.length for r in responses], dtype=torch.float64)
-    accumulator.mean("length/mean", counts.sum(), len(counts))
+    accumulator.mean_of("length/mean", counts)
     accumulator.largest("length/p95", counts.quantile(0.95))
     truncated = sum(r.finish_reason == "length" for r in responses)
     accumulator.mean("length/truncated", truncated, len(responses))
@@ -108,7 +108,7 @@ def advantages(adv_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) 
     """Measure the mean, the std and the largest absolute value of response tokens' advantages."""
     adv_N = adv_BT[mask_BT].double()
     if len(adv_N):
-        accumulator.mean("advantage/mean", adv_N.sum(), len(adv_N))
+        accumulator.mean_of("advantage/mean", adv_N)
         accumulator.largest("advantage/std", adv_N.std(correction=0))
         accumulator.largest("advantage/abs_max", adv_N.abs().max())
 
@@ -158,7 +158,7 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.largest("mismatch/logp_abs_max", log_BT.abs().max())
     accumulator.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
     log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
-    accumulator.mean("mismatch/sequence_log_abs", log_s_N.abs().sum(), len(log_s_N))
+    accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
     bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
@@ -186,10 +186,10 @@ def engine_routes(
     """
     engine_BTLK = predicting(engine_experts_BSLK, batch)
     same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), engine_BTLK))
-    accumulator.mean("routing/engine_agreement", same_NL.sum(), same_NL.numel())
+    accumulator.mean_of("routing/engine_agreement", same_NL)
     for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean(f"routing/engine_agreement_layer_{layer}", same_N.sum(), len(same_N))
-    accumulator.mean("routing/engine_changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
+        accumulator.mean_of(f"routing/engine_agreement_layer_{layer}", same_N)
+    accumulator.mean_of("routing/engine_changed_any_layer", (same_NL < 1).any(-1))
     return same_NL.mean()
 
 
@@ -309,14 +309,14 @@ def ratios(
         return
     variance_N = batch.of_rows(masked_mean(log_BT.square(), mask_BT)) - log_s_N.square()
     for kind, ratio_N in (("token", token_N), ("sequence", log_s_N.exp())):
-        accumulator.mean(f"ratio/{kind}_mean", ratio_N.sum(), len(ratio_N))
+        accumulator.mean_of(f"ratio/{kind}_mean", ratio_N)
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
         accumulator.largest(f"ratio/{kind}_max", ratio_N.max())
         accumulator.ess(f"ratio/ess_{kind}", ratio_N)
-    accumulator.mean("ratio/sequence_log_abs", log_s_N.abs().sum(), len(log_s_N))
-    accumulator.mean("ratio/token_log_var", variance_N.clamp(min=0).sum(), len(variance_N))
+    accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
+    accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean("kl/old_k1", -log_N.sum(), len(log_N))
-    accumulator.mean("kl/old_k3", k3(log_N).sum(), len(log_N))
+    accumulator.mean_of("kl/old_k3", k3(log_N))
 
 
 def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
@@ -370,11 +370,11 @@ def routing(
         return
     old_BTLK = predicting(old_experts_BSLK, batch)
     same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean("routing/consistency", same_NL.sum(), same_NL.numel())
-    accumulator.mean(f"routing/consistency_minibatch_{minibatch}", same_NL.sum(), same_NL.numel())
-    accumulator.mean("routing/changed_any_layer", (same_NL < 1).any(-1).sum(), len(same_NL))
+    accumulator.mean_of("routing/consistency", same_NL)
+    accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)
+    accumulator.mean_of("routing/changed_any_layer", (same_NL < 1).any(-1))
     for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean(f"routing/consistency_layer_{layer}", same_N.sum(), len(same_N))
+        accumulator.mean_of(f"routing/consistency_layer_{layer}", same_N)
 
 
 def routing_after_step(
@@ -386,4 +386,4 @@ def routing_after_step(
     """Measure the agreement of the routers after the last update with the step's start."""
     old_BTLK = predicting(old_experts_BSLK, batch)
     same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean("routing/consistency_after_step", same_NL.sum(), same_NL.numel())
+    accumulator.mean_of("routing/consistency_after_step", same_NL)

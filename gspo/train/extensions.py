@@ -85,7 +85,7 @@ class Callback(Ranged, key="callbacks"):
 
 
 class Extensions:
-    """The metrics and callbacks of one run, by their names in the settings."""
+    """The metrics and callbacks of a run, by their names in the settings."""
 
     def __init__(self, metrics: dict[str, CustomMetric], callbacks: dict[str, Callback]):
         self.metrics = metrics
@@ -127,7 +127,7 @@ class Extensions:
         return any(ends)
 
     def state(self) -> dict[str, dict]:
-        """Return the states of the callbacks that have one."""
+        """Return the states of the callbacks, without empty states."""
         states = {name: callback.state() for name, callback in self.callbacks.items()}
         return {name: state for name, state in states.items() if state}
 

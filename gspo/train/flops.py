@@ -1,4 +1,4 @@
-"""Counts what training costs: FLOPs, tokens and seconds, of each step and of the whole run."""
+"""Counts the FLOPs, tokens and seconds of each step and of the whole run."""
 
 from __future__ import annotations
 

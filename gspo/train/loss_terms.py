@@ -30,7 +30,7 @@ from gspo.train.settings import Algorithm
 
 
 class Term(Protocol):
-    """One addend of the loss."""
+    """An addend of the loss."""
 
     @property
     def needs_every_row(self) -> bool:
@@ -225,7 +225,7 @@ class EntropyTerm:
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
         """Adapt the coefficient by the entropy of the whole mini-batch.
 
-        Each rank has passed a share of it. With a fixed coefficient no number is read: reading one
+        Each rank has passed a share of it. With a fixed coefficient no number is read, because that
         would wait for a GPU."""
         entropy_sum = self.entropy_sum
         self.entropy_sum = 0.0
@@ -246,7 +246,7 @@ class EntropyTerm:
 
 
 def corrected(loss_BT: Tensor, batch: TrainBatch) -> Tensor:
-    """Multiply the loss of every token by the batch's correction, if there is one."""
+    """Multiply the loss of every token by the batch's correction, if any."""
     return loss_BT if batch.correction_BT is None else loss_BT * batch.correction_BT.detach()
 
 

@@ -58,11 +58,11 @@ def check_optimizer(settings: OptimSettings, device: str) -> None:
 def parameter_groups(
     policy: Policy, router_lr_factor: float, freeze_router: bool
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups; routers have a group if their learning rate differs.
+    """Return the optimizer's parameter groups.
 
-    Consecutive parameters that are sharded over the same ranks form a group. The critic's
-    parameters are not sharded, for example. The optimizer's fused and foreach forms take one kind
-    at a time. Raises ValueError if there is no router to freeze or to give another learning rate."""
+    Routers have a group if their learning rate differs. Consecutive parameters that are sharded
+    over the same ranks form a group, because the optimizer's fused and foreach forms do not mix
+    them. A critic's parameters are not sharded, for example. Raises ValueError if there is no router to freeze or to give another learning rate."""
     parameters = policy.parameters()
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if freeze_router:

@@ -29,7 +29,7 @@ from gspo.train.sharded_optimizer import begin_writing
 
 @dataclass
 class Shard:
-    """The part of a checkpoint that one rank writes."""
+    """The part of a checkpoint that a rank writes."""
 
     state: str  # the content of state.json
     files: Files
@@ -44,7 +44,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
     """Writes the checkpoints of a run together with the writers of the other ranks.
 
     Every rank has a writer, and all of them must save at the same steps. Rank 0 renames the folder
-    once all have written their parts. All of them raise the error of one.
+    once all have written their parts. All of them raise an error of any of them.
     """
 
     def __init__(

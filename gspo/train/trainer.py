@@ -7,7 +7,7 @@ update      micro-batches -> sum of loss terms -> backward -> clip the gradient 
 
 The paper (arXiv:2507.18071) leaves some choices open. Here the optimizer is AdamW with linear
 warm-up, mini-batches are made of whole groups, gradients are clipped by their norm, and there is no
-KL term unless one is chosen.
+KL term by default.
 
 With several ranks each rank has the whole batch and makes the same updates, but passes only its
 share of the rows, the local rows, through the model.
@@ -57,7 +57,7 @@ from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, Traine
 
 
 class Trainer:
-    """Trains one policy by one algorithm.
+    """Trains a policy by an algorithm.
 
     `reference` is the policy to which a KL term is measured. `extensions` are the user's own
     metrics and callbacks. `ranks` are the processes that train the policy together.
@@ -170,7 +170,7 @@ class Trainer:
 
         Training ends after the current step if `stop()` is true on any rank. `evaluate(step)`
         returns the metrics of held-out problems at steps at which they are due, else nothing.
-        `checkpoint(step, last)` writes a checkpoint if one is due, and always after the last step.
+        `checkpoint(step, last)` writes a checkpoint if it is due, and always after the last step.
 
         Raises EngineEnded if the engine's process has ended: after the current step if that no
         longer needs the engine, else with the state of the step before.
@@ -193,7 +193,7 @@ class Trainer:
     # the step
 
     def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
-        """Train on one batch of scored groups, and return the step's metrics."""
+        """Train on a batch of scored groups, and return the step's metrics."""
         started = time.perf_counter()
         accumulator = MetricAccumulator()
 
@@ -261,7 +261,7 @@ class Trainer:
         """Return the cost of a step's passes over the batch, in forward passes.
 
         These are the passes for old and reference log-probs, and the updates. A backward pass costs
-        two forward passes, or one with LoRA, which computes no gradient of the weights."""
+        two forward passes. With LoRA it costs one, because no gradient of the weights is computed."""
         update = 2 if self.policy.adapter else 3
         old = 0 if self.skips_old_pass else 1
         reference = 1 if self.reference else 0
@@ -371,7 +371,7 @@ class Trainer:
         minibatch: int,
         accumulator: MetricAccumulator,
     ) -> None:
-        """Take one optimizer step on a mini-batch, with the loss of the local rows of each rank.
+        """Take an optimizer step on a mini-batch, with the loss of the local rows of each rank.
 
         The loss is normalised by the counts of the whole mini-batch, over all ranks."""
         totals = Totals.of(batch.mask_BT)
@@ -439,7 +439,7 @@ class Trainer:
         The policy still is the old policy in the first mini-batch, and this pass has just computed
         its log-probs. The log-probs of the pass under the old policy differ from these by rounding
         alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
-        log-probs as the old ones. With policy.old_logprobs=engine the ratio is to the engine, and
+        log-probs as its old log-probs. With policy.old_logprobs=engine the ratio is to the engine, and
         the micro-batch stays as it is.
         """
         objective = self.algorithm.objective
