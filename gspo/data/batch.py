@@ -289,7 +289,7 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
             )
     by_policy = None
     if any(r.turns for r in responses):
-        by_policy = [r.own_tokens for r in responses]
+        by_policy = [r.policy_mask for r in responses]
     rows = [(r.prompt_ids, r.token_ids) for r in responses]
     batch = layout(rows, pad_id, by_policy)
     return RolloutBatch(

@@ -139,11 +139,11 @@ class Response:
         if not self.turns:
             return self.token_ids
         return [
-            i for i, by_policy in zip(self.token_ids, self.own_tokens, strict=True) if by_policy
+            i for i, by_policy in zip(self.token_ids, self.policy_mask, strict=True) if by_policy
         ]
 
     @property
-    def own_tokens(self) -> np.ndarray:
+    def policy_mask(self) -> np.ndarray:
         """Which tokens the policy wrote: bool [T]."""
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)
