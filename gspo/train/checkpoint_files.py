@@ -22,9 +22,13 @@ def seal(folder: Path, checksums: dict[str, str] | None = None) -> None:
 
     Checksums that are not in `checksums` are computed."""
     checksums = checksums or {}
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    sealed = {name: checksums.get(name) or checksum(path) for name, path in files.items()}
-    (folder / CHECKSUMS).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    sealed = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            sealed[name] = checksums.get(name) or checksum(path)
+    content = json.dumps(sealed, indent=1)
+    (folder / CHECKSUMS).write_text(content, encoding="utf-8")
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
@@ -36,8 +40,10 @@ def latest_checkpoint(run: Path) -> Path | None:
     damaged. Raises ValueError if all checkpoints are damaged.
     """
     pointer = run / "checkpoints" / "latest"
+    newest = ""
     with permission_needed(run):
-        newest = read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else ""
+        if pointer.exists():
+            newest = read_bytes(pointer).decode(errors="replace").strip()
     folders = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
     folders = [folder for folder in folders if folder.name <= newest] or folders
     problems = []
@@ -124,8 +130,7 @@ def read_state(folder: Path) -> dict:
     """Read a checkpoint's state.json. Raises ValueError if its content is not the state of a run."""
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
-        if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):
-            raise ValueError(
-                f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}"
-            )
+        value = state.get(name)
+        if type(value) is not kind or (name == "step" and not is_step(value)):
+            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(value)[:40]}")
     return state

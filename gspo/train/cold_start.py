@@ -93,7 +93,8 @@ def folder_of(
     prompts: PromptFormat,
 ) -> Path:
     """Return the folder of the cold start in `cache`, whether it exists or not."""
-    key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
+    hashed = [as_hashed(part) for part in (model, task, settings, prompts)]
+    key = json.dumps(hashed, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     return cache / f"{model.name}-{task.name}-{digest}"
 
@@ -245,12 +246,9 @@ def demonstrations(
             batch.append(_episode(policy, environment_task, problem, settings, rng, conversations))
         else:
             text = task.demonstration(problem, settings.wrong_step_rate, rng)
+            prompt_ids = policy.encode_prompt(problem.prompt)
             token_ids = _turn_ids(policy, text)
-            batch.append(
-                Demonstration(
-                    policy.encode_prompt(problem.prompt), token_ids, [True] * len(token_ids)
-                )
-            )
+            batch.append(Demonstration(prompt_ids, token_ids, [True for _ in token_ids]))
     longest = max(len(d.prompt_ids) + len(d.token_ids) for d in batch)
     if policy.positions and longest > policy.positions:
         raise ValueError(

@@ -50,10 +50,12 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
         accumulator.mean("group/zero_variance", all_same(values), 1)
         accumulator.mean("group/all_correct", min(values) == 1, 1)
     responses = [r for group in groups for r in group]
-    accumulator.mean("reward/mean", sum(r.reward for r in responses), len(responses))
+    total = sum(r.reward for r in responses)
+    accumulator.mean("reward/mean", total, len(responses))
     for task in sorted({r.problem.task for r in responses}):
         of_task = [r for r in responses if r.problem.task == task]
-        accumulator.mean(f"reward/{task}", sum(r.reward for r in of_task), len(of_task))
+        total = sum(r.reward for r in of_task)
+        accumulator.mean(f"reward/{task}", total, len(of_task))
         verdicts = Counter(r.score.verdict for r in of_task)
         for verdict, count in sorted(few(verdicts).items()):
             accumulator.mean(f"verdict/{task}_{verdict}", count, len(responses))
@@ -156,13 +158,15 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.mean("mismatch/k1", -log_BT.sum(), tokens)
     accumulator.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
     accumulator.largest("mismatch/logp_abs_max", log_BT.abs().max())
-    accumulator.mean("mismatch/beyond_2", (log_BT.abs() > math.log(2)).sum(), tokens)
+    beyond_BT = log_BT.abs() > math.log(2)
+    accumulator.mean("mismatch/beyond_2", beyond_BT.sum(), tokens)
     log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
     bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
-    accumulator.mean("mismatch/k3", torch.where(mask_BT, k3(bounded_BT), 0.0).sum(), tokens)
+    k3_BT = torch.where(mask_BT, k3(bounded_BT), 0.0)
+    accumulator.mean("mismatch/k3", k3_BT.sum(), tokens)
     for level in LEVELS:
         weight_N = batch.of_tokens(
             importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
@@ -196,8 +200,9 @@ def engine_routes(
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
     """Measure the correction's mean weight on the loss of a token, and the share of masked tokens."""
     tokens = mask_BT.sum()
+    masked_BT = mask_BT & (correction_BT == 0)
     accumulator.mean("mismatch/corrected_mean", correction_BT[mask_BT].sum(), tokens)
-    accumulator.mean("mismatch/masked", (mask_BT & (correction_BT == 0)).sum(), tokens)
+    accumulator.mean("mismatch/masked", masked_BT.sum(), tokens)
 
 
 def k3(log_BT: Tensor) -> Tensor:
@@ -223,27 +228,27 @@ def clips(
     kinds = {"active": outputs.active_BT, "outside": outputs.outside_BT}
     for kind, clipped_BT in kinds.items():
         clipped_BT = clipped_BT & mask_BT
-        accumulator.mean(f"clip/token_{kind}", clipped_BT.sum(), tokens)
-        accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped_BT.sum(), tokens)
-        accumulator.mean(
-            f"clip/sequence_{kind}", masked_mean(clipped_BT.float(), mask_BT).sum(), sequences
-        )
+        clipped = clipped_BT.sum()
+        share_B = masked_mean(clipped_BT.float(), mask_BT)
+        accumulator.mean(f"clip/token_{kind}", clipped, tokens)
+        accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
+        accumulator.mean(f"clip/sequence_{kind}", share_B.sum(), sequences)
     signs = {"positive": inputs.adv_BT > 0, "negative": inputs.adv_BT < 0}
     for sign, signed_BT in signs.items():
         signed_BT = signed_BT & mask_BT
         rows = signed_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
             clipped_BT = clipped_BT & signed_BT
+            share_B = masked_mean(clipped_BT.float(), signed_BT)
             accumulator.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), signed_BT.sum())
-            accumulator.mean(
-                f"clip/sequence_{kind}_{sign}",
-                masked_mean(clipped_BT.float(), signed_BT).sum(),
-                rows,
-            )
-    accumulator.mean("clip/log_ratio_bounded", (outputs.bounded_BT & mask_BT).sum(), tokens)
-    accumulator.mean("clip/weight", torch.where(mask_BT, outputs.weight_BT, 0.0).sum(), tokens)
+            accumulator.mean(f"clip/sequence_{kind}_{sign}", share_B.sum(), rows)
+    bounded_BT = outputs.bounded_BT & mask_BT
+    accumulator.mean("clip/log_ratio_bounded", bounded_BT.sum(), tokens)
+    weight_BT = torch.where(mask_BT, outputs.weight_BT, 0.0)
+    accumulator.mean("clip/weight", weight_BT.sum(), tokens)
     if outputs.dual_BT is not None:
-        accumulator.mean("clip/token_dual", (outputs.dual_BT & mask_BT).sum(), tokens)
+        dual_BT = outputs.dual_BT & mask_BT
+        accumulator.mean("clip/token_dual", dual_BT.sum(), tokens)
 
 
 def rounding_floor(
@@ -264,10 +269,9 @@ def rounding_floor(
     log_s_B = masked_mean(log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT), mask_BT)
     distance = log_s_B.abs().sum()
     outside_BT = outputs.outside_BT & mask_BT
+    outside_B = masked_mean(outside_BT.float(), mask_BT)
     accumulator.mean("ratio/floor_sequence_abs", distance, sequences)
-    accumulator.mean(
-        "ratio/floor_outside", masked_mean(outside_BT.float(), mask_BT).sum(), sequences
-    )
+    accumulator.mean("ratio/floor_outside", outside_B.sum(), sequences)
     if clip_range is not None:
         accumulator.mean("ratio/floor_of_range", distance / clip_range, sequences)
 
@@ -280,7 +284,8 @@ def values(
     error_BT = torch.where(mask_BT, critic.returns_BT - values_BT, 0.0)
     accumulator.mean("value/error", error_BT.square().sum(), tokens)
     moved_BT = torch.where(mask_BT, values_BT - critic.old_values_BT, 0.0)
-    accumulator.mean("value/clipped", (moved_BT.abs() > clip).sum(), tokens)
+    clipped_BT = moved_BT.abs() > clip
+    accumulator.mean("value/clipped", clipped_BT.sum(), tokens)
 
 
 def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
@@ -289,8 +294,9 @@ def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccum
     1 means a perfect critic, 0 a critic that knows no more than the mean return.
     """
     returns_N = critic.returns_BT[mask_BT].double()
+    error_N = returns_N - critic.old_values_BT[mask_BT]
     if len(returns_N) > 1 and returns_N.var() > 0:
-        unexplained = (returns_N - critic.old_values_BT[mask_BT]).var() / returns_N.var()
+        unexplained = error_N.var() / returns_N.var()
         accumulator.mean("value/explained_variance", 1 - unexplained, 1)
 
 
@@ -307,8 +313,10 @@ def ratios(
     log_N = batch.of_tokens(log_BT)
     if not len(log_N):
         return
-    variance_N = batch.of_rows(masked_mean(log_BT.square(), mask_BT)) - log_s_N.square()
-    for kind, ratio_N in (("token", token_N), ("sequence", log_s_N.exp())):
+    mean_square_N = batch.of_rows(masked_mean(log_BT.square(), mask_BT))
+    variance_N = mean_square_N - log_s_N.square()
+    ratios_N = {"token": token_N, "sequence": log_s_N.exp()}
+    for kind, ratio_N in ratios_N.items():
         accumulator.mean_of(f"ratio/{kind}_mean", ratio_N)
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
         accumulator.largest(f"ratio/{kind}_max", ratio_N.max())

@@ -25,13 +25,14 @@ def account(
     generation. `compute/flops` is left out if the number of active parameters is not known.
     """
     sampled = [r for group in rollout.sampled for r in group]
-    generated = sum(r.length for r in sampled) + sum(r.length for r in rollout.ungraded)
+    generated_responses = [*sampled, *rollout.ungraded]
+    generated = sum(r.length for r in generated_responses)
     trained = sum(r.length for r in rollout.responses)
     state.tokens += generated
     metrics: dict[str, float] = {}
     if policy.active_parameters is not None:
         flops = policy.forward_flops
-        lengths = [len(r.prompt_ids) + len(r.token_ids) for r in [*sampled, *rollout.ungraded]]
+        lengths = [len(r.prompt_ids) + len(r.token_ids) for r in generated_responses]
         repeated_prompts = [len(r.prompt_ids) for group in rollout.sampled for r in group[1:]]
         generation = flops(torch.tensor(lengths)) - flops(torch.tensor(repeated_prompts))
         state.flops += generation + flops(batch.attention_BS.sum(1)) * passes

@@ -62,7 +62,10 @@ def parameter_groups(
 
     Routers have a group if their learning rate differs. Consecutive parameters that are sharded
     over the same ranks form a group, because the optimizer's fused and foreach forms do not mix
-    them. A critic's parameters are not sharded, for example. Raises ValueError if there is no router to freeze or to give another learning rate."""
+    them. A critic's parameters are not sharded, for example.
+
+    Raises ValueError if there is no router to freeze or to give another learning rate.
+    """
     parameters = policy.parameters()
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if freeze_router:

@@ -182,7 +182,8 @@ class Trainer:
             rollout = self.source.next(step)
             metrics = self.train_step(step, rollout) | evaluate(step)
             log(step, metrics, rollout)
-            stopping = self.ranks.any(self.extensions.after_step(step, self, metrics) or stop())
+            ends = self.extensions.after_step(step, self, metrics) or stop()
+            stopping = self.ranks.any(ends)
             checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
             if self.engine_ended and step < steps:
                 raise self.engine_ended
@@ -199,13 +200,16 @@ class Trainer:
 
         # the rows of each mini-batch, epoch by epoch
         rollout_batch = pack(rollout.responses, self.policy.pad_id)
-        groups = torch.arange(len(rollout_batch)).split([len(group) for group in rollout.groups])
-        epochs = [
-            list(self.minibatches(groups, step, epoch)) for epoch in range(self.settings.epochs)
-        ]
+        group_sizes = [len(group) for group in rollout.groups]
+        groups = torch.arange(len(rollout_batch)).split(group_sizes)
+        epochs = []
+        for epoch in range(self.settings.epochs):
+            epochs.append(list(self.minibatches(groups, step, epoch)))
         # a share of every mini-batch, the same in all epochs
-        local = [rows_N[self.ranks.shard_rows(len(rows_N))] for rows_N in epochs[0]]
-        local_rows_N = torch.cat(local).sort().values
+        shares = []
+        for rows_N in epochs[0]:
+            shares.append(rows_N[self.ranks.shard_rows(len(rows_N))])
+        local_rows_N = torch.cat(shares).sort().values
 
         # log-probs under the old policy, then advantages
         with accumulator.timed("time/old_logprobs_s"):
@@ -251,10 +255,10 @@ class Trainer:
 
     def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> Iterator[Tensor]:
         """Yield the rows of each mini-batch of an epoch: whole groups, in a new random order."""
-        order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
+        order = permutation(len(groups), self.seed, "minibatches", step, epoch)
         # fewer if too many groups could not be graded
         count = min(self.settings.minibatches, len(groups))
-        for chosen in order.tensor_split(count):
+        for chosen in torch.from_numpy(order).tensor_split(count):
             yield torch.cat([groups[i] for i in chosen])
 
     def forward_passes(self) -> int:
@@ -559,5 +563,5 @@ def old_loads(local: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
     if local and local.experts_BSLK is not None:
         counts_LE = diagnostics.expert_counts(local.experts_BSLK, local, routing.experts)
     counts_LE = ranks.all_reduce(counts_LE)
-    shares_LE = counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1)
-    return to_device(shares_LE, policy.device)
+    total_L1 = counts_LE.sum(-1, keepdim=True).clamp(min=1)
+    return to_device(counts_LE.float() / total_L1, policy.device)
