@@ -23,9 +23,10 @@ experts per token, N selected tokens or rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -41,18 +42,19 @@ NOT_RECORDED = -1
 Part = TypeVar("Part", bound="DataclassInstance")
 
 
-class Positions(NamedTuple):
-    """The positions of the tokens of a mask [B, T]."""
+class Positions:
+    """The positions of the tokens of a mask [B, T]: int64, in the flattened mask, and their rows."""
 
-    tokens_N: Tensor  # int64, positions in the flattened mask
-    rows_N: Tensor  # int64, the rows that have such tokens
+    def __init__(self, mask_BT: Tensor):
+        self.tokens_N = mask_BT.flatten().nonzero().squeeze(-1)
+        self.rows_N = mask_BT.any(-1).nonzero().squeeze(-1)
 
-
-def positions_in(mask_BT: Tensor) -> Positions:
-    """Return the positions of the tokens of a mask."""
-    tokens_N = mask_BT.flatten().nonzero().squeeze(-1)
-    rows_N = mask_BT.any(-1).nonzero().squeeze(-1)
-    return Positions(tokens_N, rows_N)
+    def to(self, device: torch.device) -> Positions:
+        """Copy the positions to a device."""
+        copied = copy(self)
+        copied.tokens_N = to_device(self.tokens_N, device)
+        copied.rows_N = to_device(self.rows_N, device)
+        return copied
 
 
 @dataclass(kw_only=True)
@@ -93,22 +95,23 @@ class TokenBatch:
         """Return the positions of the response tokens.
 
         They are computed anew unless `to` has copied them, because `mask_BT` may have changed."""
-        return self._positions or positions_in(self.mask_BT)
+        return self._positions or Positions(self.mask_BT)
 
     def to(self, device: torch.device) -> Self:
         """Copy all tensors to a device, and the positions of the response tokens with them.
 
         Computing the positions on a GPU would wait for all the work that it has."""
         copied = map_tensors(self, lambda _, tensor: to_device(tensor, device))
-        copied._positions = _to_device(self._response_positions(), device)
+        copied._positions = self._response_positions().to(device)
         copied._sampled_positions = copied._positions
         if not torch.equal(self.mask_BT, self.sampled_BT):
-            copied._sampled_positions = _to_device(positions_in(self.sampled_BT), device)
+            copied._sampled_positions = Positions(self.sampled_BT).to(device)
         return copied
 
     def with_all_sampled(self) -> Self:
         """Return the batch with all tokens of the policy in `mask_BT`."""
-        batch = replace(self, mask_BT=self.sampled_BT)
+        batch = copy(self)
+        batch.mask_BT = self.sampled_BT
         batch._positions = self._sampled_positions
         return batch
 
@@ -133,7 +136,10 @@ class TokenBatch:
 
     def split(self, size: int) -> list[Self]:
         """Cut the batch into micro-batches of at most `size` rows."""
-        return [self.rows(rows_N) for rows_N in self.order().split(size)]
+        return self._cut(self.order(), size)
+
+    def _cut(self, order_B: Tensor, size: int) -> list[Self]:
+        return [self.rows(rows_N) for rows_N in order_B.split(size)]
 
     def order(self, last_B: Tensor | None = None) -> Tensor:
         """Return the row indices [B] in an order that suits micro-batches.
@@ -193,9 +199,9 @@ class OldPolicyBatch(RolloutBatch):
 
     def with_old_results(self, logp_BT: Tensor, experts_BSLK: Tensor | None) -> Self:
         """Return the batch with another pass's log-probs and experts as the old policy's."""
-        batch = replace(self, old_logp_BT=logp_BT, experts_BSLK=experts_BSLK)
-        batch._positions = self._positions
-        batch._sampled_positions = self._sampled_positions
+        batch = copy(self)
+        batch.old_logp_BT = logp_BT
+        batch.experts_BSLK = experts_BSLK
         return batch
 
 
@@ -220,8 +226,7 @@ class TrainBatch(OldPolicyBatch):
         Rows whose advantages are all 0 come last. Micro-batches of such rows alone need no backward
         pass.
         """
-        order_B = self.order(~self.adv_BT.any(1))
-        return [self.rows(rows_N) for rows_N in order_B.split(size)]
+        return self._cut(self.order(~self.adv_BT.any(1)), size)
 
 
 def contents_of(batch: TokenBatch) -> dict[str, Any]:
@@ -258,10 +263,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _to_device(positions: Positions, device: torch.device) -> Positions:
-    return Positions(to_device(positions.tokens_N, device), to_device(positions.rows_N, device))
-
-
 def to_cpu(*tensors: Tensor) -> list[Tensor]:
     """Return tensors of a device on the CPU, with a single wait."""
     copied = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -290,12 +291,15 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     by_policy = None
     if any(r.turns for r in responses):
         by_policy = [r.policy_mask for r in responses]
-    rows = [(r.prompt_ids, r.token_ids) for r in responses]
-    batch = layout(rows, pad_id, by_policy)
+    prompts = [r.prompt_ids for r in responses]
+    tokens = [r.token_ids for r in responses]
+    logprobs = [r.logprobs for r in responses]
+    experts = [r.experts for r in responses]
+    batch = layout(prompts, tokens, pad_id, by_policy)
     return RolloutBatch(
         **contents_of(batch),
-        engine_logp_BT=_logprobs([r.logprobs for r in responses], batch),
-        engine_experts_BSLK=_experts(responses, [r.experts for r in responses], batch),
+        engine_logp_BT=_logprobs(logprobs, batch),
+        engine_experts_BSLK=_experts(responses, experts, batch),
     )
 
 
@@ -312,8 +316,8 @@ def pack_recorded(
         if r.old_logprobs is None or len(r.old_logprobs) != len(r.token_ids):
             return None
         logprobs.append(r.old_logprobs)
-    experts_BSLK = _experts(responses, [r.old_experts for r in responses], batch)
-    return _logprobs(logprobs, batch), experts_BSLK
+    experts = [r.old_experts for r in responses]
+    return _logprobs(logprobs, batch), _experts(responses, experts, batch)
 
 
 @dataclass
@@ -330,9 +334,10 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
     A response that is no episode is a single turn, with the verifier's reward."""
     if not any(r.turns for r in responses):
         return None
+    shape = batch.mask_BT.shape
     turns = EpisodeTurns(
-        torch.zeros(batch.mask_BT.shape, dtype=torch.int64),
-        torch.zeros(batch.mask_BT.shape, dtype=torch.float64),
+        index_BT=torch.zeros(shape, dtype=torch.int64),
+        rewards_BT=torch.zeros(shape, dtype=torch.float64),
     )
     for i, r in enumerate(responses):
         end = 0
@@ -377,34 +382,42 @@ def _experts(
 
 
 def layout(
-    rows: Sequence[tuple[list[int], list[int]]],
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
     pad_id: int,
     by_policy: Sequence[np.ndarray] | None = None,
 ) -> TokenBatch:
-    """Lay out rows of (prompt tokens, response tokens) as a batch.
+    """Lay out the tokens of prompts and responses as a batch.
 
-    `by_policy` says for each row which response tokens the policy wrote, bool [T]. None: all.
+    `by_policy` says for each response which tokens the policy wrote, bool [T]. None: all.
     """
-    prompts_B = np.array([len(prompt) for prompt, _ in rows])
-    responses_B = np.array([len(response) for _, response in rows])
-    prompt_width = int(prompts_B.max())
-    width = prompt_width + int(responses_B.max())
-    attention_BS = _columns(prompt_width - prompts_B, prompts_B + responses_B, width)
-    tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
+    prompt_lengths_B = np.array([len(prompt) for prompt in prompts])
+    response_lengths_B = np.array([len(response) for response in responses])
+    lengths_B = prompt_lengths_B + response_lengths_B
+    prompt_width = int(prompt_lengths_B.max())
+    width = prompt_width + int(response_lengths_B.max())
+    attention_BS = _columns(prompt_width - prompt_lengths_B, lengths_B, width)
+
+    rows = zip(prompts, responses, strict=True)
     tokens = chain.from_iterable(chain.from_iterable(rows))
+    tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
     tokens_BS[attention_BS] = np.fromiter(tokens, dtype=np.int64)
+
     mask_BT = attention_BS[:, prompt_width:].copy()
     if by_policy is not None:
         mask_BT[mask_BT] = np.concatenate(by_policy)
+
     indices: dict[tuple[int, ...], int] = {}
-    for prompt, _ in rows:
-        indices.setdefault(tuple(prompt), len(indices))
+    prompt_indices = []
+    for prompt in prompts:
+        index = indices.setdefault(tuple(prompt), len(indices))
+        prompt_indices.append(index)
     return TokenBatch(
         tokens_BS=torch.from_numpy(tokens_BS),
         attention_BS=torch.from_numpy(attention_BS),
         mask_BT=torch.from_numpy(mask_BT),
         sampled_BT=torch.from_numpy(mask_BT.copy()),
-        prompts_B=torch.tensor([indices[tuple(prompt)] for prompt, _ in rows]),
+        prompts_B=torch.tensor(prompt_indices),
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -23,6 +24,16 @@ Number = Tensor | float
 Rows = list[tuple[Number, ...]]
 Sums = dict[str, list[float]]
 T = TypeVar("T")
+
+
+@dataclass
+class StepTotals:
+    """The numbers of a step, over all ranks, by the names of their metrics."""
+
+    sums: Sums  # total, count
+    moments: Sums  # n, sum w, sum w^2
+    extremes: dict[str, float]
+    loads_LE: Tensor | None
 
 
 class MetricAccumulator:
@@ -99,15 +110,18 @@ class MetricAccumulator:
         that every rank has measured alike stays the same. Counts are alike on all ranks, and
         seconds are this rank's.
         """
-        sums, moments, extremes, loads_LE = self._over_ranks(ranks or Ranks())
+        totals = self._over_ranks(ranks or Ranks())
         result: dict[str, float] = {}
-        for name, (total, count) in sums.items():
+        for name, (total, count) in totals.sums.items():
             if count:
                 result[name] = total / count
-        for name, (n, weight_sum, square_sum) in moments.items():
+        for name, (n, weight_sum, square_sum) in totals.moments.items():
             if n and square_sum:
                 result[name] = weight_sum * weight_sum / (n * square_sum)
-        result |= extremes | self._seconds | self._counts
+        result |= totals.extremes
+        result |= self._seconds
+        result |= self._counts
+        loads_LE = totals.loads_LE
         if loads_LE is not None and loads_LE.sum() > 0:
             result["routing/load_entropy"] = load_entropy(loads_LE)
             result["routing/load_max"] = load_max(loads_LE)
@@ -137,8 +151,8 @@ class MetricAccumulator:
         for values in self._extremes.values():
             values[:] = [read(number) for number in values]
 
-    def _over_ranks(self, ranks: Ranks) -> tuple[Sums, Sums, dict[str, float], Tensor | None]:
-        """Return the sums of means and of moments, the extremes and the loads, over all ranks."""
+    def _over_ranks(self, ranks: Ranks) -> StepTotals:
+        """Return the numbers of all ranks together."""
         self._read()
         signed = {
             name: [self._signs[name] * value for value in values]
@@ -157,10 +171,12 @@ class MetricAccumulator:
         for name, values in _by_name(signed_extremes).items():
             extremes[name] = sign_of[name] * max(chain.from_iterable(values))
         present = [loads_LE for loads_LE in loads if loads_LE is not None]
-        total_loads_LE = torch.stack(present).sum(0) if present else None
-        sums_over_ranks = _sum_by_name(_by_name(sums))
-        moments_over_ranks = _sum_by_name(_by_name(moments))
-        return sums_over_ranks, moments_over_ranks, extremes, total_loads_LE
+        return StepTotals(
+            sums=_sum_by_name(_by_name(sums)),
+            moments=_sum_by_name(_by_name(moments)),
+            extremes=extremes,
+            loads_LE=torch.stack(present).sum(0) if present else None,
+        )
 
 
 def _detached(number: Number) -> Number:

@@ -257,7 +257,8 @@ def demonstrations(
             "cold_start.steps=0"
         )
     return layout(
-        [(d.prompt_ids, d.token_ids) for d in batch],
+        [d.prompt_ids for d in batch],
+        [d.token_ids for d in batch],
         policy.pad_id,
         [np.array(d.by_policy) for d in batch],
     )

@@ -248,7 +248,9 @@ class Trainer:
             self.source.update(step)
         except EngineEnded as error:
             self.engine_ended = error
-        metrics = accumulator.result(self.ranks) | rollout.synced | costs
+        metrics = accumulator.result(self.ranks)
+        metrics |= rollout.synced
+        metrics |= costs
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         trained = TrainedStep(step, batch, rollout.responses, metrics)
         return metrics | self.extensions.measure(trained)
@@ -404,7 +406,8 @@ class Trainer:
                         loss = loss + term(output, micro, totals, minibatch, accumulator)
                     if learns:
                         loss.backward()
-                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+                share = len(micro) / len(batch)
+                accumulator.mean("optim/loss", loss.detach(), share)
                 with accumulator.timed("time/diagnostics_s"):
                     self.observe(output, micro, minibatch, accumulator)
         if self.entropy:
@@ -422,10 +425,10 @@ class Trainer:
         # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and
         # nowhere else.
         agreements = [agreement.to(norm) for agreement in self.routes_agreements]
-        norm_value, *agreement_values = torch.stack([norm, *agreements]).tolist()
+        deciding = torch.stack([norm, *agreements]).tolist()
         self.routes_agreements.clear()
-        self.check_routes(agreement_values)
-        finite = math.isfinite(norm_value)
+        self.check_routes(deciding[1:])
+        finite = math.isfinite(deciding[0])
         if finite:
             self.optimizer.step()
             self.state.updates += 1
