@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.data.batch import TrainBatch, pack
+from gspo.data.batch import TrainBatch
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model

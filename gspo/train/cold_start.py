@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.data.batch import TokenBatch, layout
+from gspo.data.batch import TokenBatch
+from gspo.data.pack import layout
 from gspo.data.samples import Problem
 from gspo.data.seeding import generator
 from gspo.io.files import append_to, sync

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gspo.algorithm.advantages import Credit
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch, pack_turns
+from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
+from gspo.data.pack import pack_turns
 from gspo.data.samples import rewards_of
 from gspo.rollout.sources.base import Rollout
 from gspo.train import diagnostics

@@ -29,15 +29,8 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.data.batch import (
-    OldPolicyBatch,
-    RolloutBatch,
-    TokenBatch,
-    TrainBatch,
-    pack,
-    pack_recorded,
-    to_device,
-)
+from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch, to_device
+from gspo.data.pack import pack, pack_recorded
 from gspo.data.samples import Response
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gspo.data.batch import TrainBatch, pack
+from gspo.data.batch import TrainBatch
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE

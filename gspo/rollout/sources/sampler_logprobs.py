@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gspo.data.batch import pack, pack_recorded
 from gspo.data.masked import masked_mean
+from gspo.data.pack import pack, pack_recorded
 from gspo.data.samples import Problem, Response
 
 

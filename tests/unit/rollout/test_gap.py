@@ -24,7 +24,7 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling

@@ -13,7 +13,7 @@ from builders import SMOOTH, assert_same_sums, recorded_gradients
 from games import Echo, Echoes
 from gspo.algorithm.advantages import GroupMean
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings

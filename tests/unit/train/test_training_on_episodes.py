@@ -27,7 +27,7 @@ from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
