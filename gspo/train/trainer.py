@@ -198,10 +198,8 @@ class Trainer:
         epochs = []
         for epoch in range(self.settings.epochs):
             epochs.append(list(self.minibatches(groups, step, epoch)))
-        # a share of every mini-batch, the same in all epochs
-        shares = []
-        for rows_N in epochs[0]:
-            shares.append(rows_N[self.ranks.shard_rows(len(rows_N))])
+        # the rows that this rank passes through the model: a share of every mini-batch
+        shares = [rows_N[self.ranks.shard_rows(len(rows_N))] for rows_N in epochs[0]]
         local_rows_N = torch.cat(shares).sort().values
 
         # log-probs under the old policy, then advantages
@@ -234,9 +232,8 @@ class Trainer:
         self.refresh_reference(step)
         self.state.step = step
         train_s = time.perf_counter() - started
-        costs = flops.account(
-            self.state, self.policy, batch, rollout, self.forward_passes(), train_s
-        )
+        passes = self.forward_passes()
+        costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
         except EngineEnded as error:
