@@ -93,7 +93,7 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
     """
     epsilon = epsilon or Epsilon()
     logp_BT = entry.inputs["logp"].clone().requires_grad_()
-    inputs = loss_inputs(peer, entry, logp_BT)
+    inputs, correction_BT = loss_inputs(peer, entry, logp_BT)
     totals = peer.totals(entry.mask_BT)
     length_B1 = entry.mask_BT.sum(-1, keepdim=True).double()
     share_B1 = shrunk(length_B1) if epsilon.tokens else torch.ones_like(length_B1)
@@ -104,13 +104,11 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
         if epsilon.exponent
         else peer.objective(inputs)
     )
-    loss_BT = (
-        outputs.loss_BT if inputs.correction_BT is None else outputs.loss_BT * inputs.correction_BT
-    )
+    loss_BT = outputs.loss_BT if correction_BT is None else outputs.loss_BT * correction_BT
     weight = shrunk(len(length_B1)) if epsilon.weights else 1.0
     loss = weight * peer.aggregation(loss_BT * share_B1, inputs.mask_BT, totals)
     if peer.kl is not None:
-        loss = loss + kl_term(peer.kl, inputs, totals, share_B1)
+        loss = loss + kl_term(peer.kl, inputs, correction_BT, totals, share_B1)
     if peer.empty_rows_cost:
         loss = loss - entry.inputs["advantages"][~entry.mask_BT.any(-1)].sum() / len(entry.mask_BT)
     (grad_BT,) = torch.autograd.grad(loss, logp_BT)
@@ -148,8 +146,10 @@ def with_exponents_shrunk(peer: PolicyLoss, inputs: LossInputs, share_B1: Tensor
     return objective(replace(inputs, logp_BT=inputs.old_logp_BT + share_B1 * log_BT))
 
 
-def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
-    """Return the entry's tensors, prepared as the peer prepares them."""
+def loss_inputs(
+    peer: PolicyLoss, entry: Entry, logp_BT: Tensor
+) -> tuple[LossInputs, Tensor | None]:
+    """Return the entry's tensors, prepared as the peer prepares them, and the correction."""
     given, mask_BT = entry.inputs, entry.mask_BT
     adv = given["advantages"]
     adv_BT = (adv if adv.ndim == 2 else adv.unsqueeze(-1)).expand_as(logp_BT)
@@ -169,14 +169,19 @@ def loss_inputs(peer: PolicyLoss, entry: Entry, logp_BT: Tensor) -> LossInputs:
     if peer.kl is not None and inputs.ref_logp_BT is None:
         raise Untranslated("a KL term without ref_logp among the inputs")
     if peer.correction is None:
-        return inputs
+        return inputs, None
     if inputs.engine_logp_BT is None:
         raise Untranslated("rollout weights without rollout_logp among the inputs")
-    weights_BT = peer.correction(inputs.old_logp_BT, inputs.engine_logp_BT, mask_BT)
-    return replace(inputs, correction_BT=weights_BT)
+    return inputs, peer.correction(inputs.old_logp_BT, inputs.engine_logp_BT, mask_BT)
 
 
-def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) -> Tensor:
+def kl_term(
+    kl: KLInLoss,
+    inputs: LossInputs,
+    correction_BT: Tensor | None,
+    totals: Totals,
+    share_B1: Tensor,
+) -> Tensor:
     """Return coef * aggregate( estimate [* importance ratio] [* correction] ), as
     gspo.train.loss_terms.KLTerm computes it."""
     kl_BT = kl.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
@@ -185,8 +190,8 @@ def kl_term(kl: KLInLoss, inputs: LossInputs, totals: Totals, share_B1: Tensor) 
         kl_BT = kl_BT * exponent.token_ratio(inputs)[0]
     elif kl.times_ratio == "sequence":
         kl_BT = kl_BT * exponent.sequence_ratio(inputs)[0]
-    if kl.weighted and inputs.correction_BT is not None:
-        kl_BT = kl_BT * inputs.correction_BT
+    if kl.weighted and correction_BT is not None:
+        kl_BT = kl_BT * correction_BT
     return kl.coef * kl.aggregation(kl_BT * share_B1, inputs.mask_BT, totals)
 
 

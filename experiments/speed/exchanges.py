@@ -52,7 +52,7 @@ class Exchanges:
         source = trainer.source
         phases = (
             (source, "next"),
-            (trainer, "remember_old_policy"),
+            (trainer, "add_old_policy"),
             (trainer, "update"),
             (source, "update"),
         )

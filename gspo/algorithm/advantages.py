@@ -58,6 +58,8 @@ class Advantage(Ranged, key="advantage"):
     gamma = 1.0
     std = "none"
     baseline = "none"
+    value_coef = 0.5  # read if `needs_values`
+    value_clip = 0.2  # read if `needs_values`
 
     def __call__(self, credit: Credit) -> Tensor:
         """Compute the advantages, whitened and clipped by the settings. Shape [B, T].
@@ -84,6 +86,10 @@ class Advantage(Ranged, key="advantage"):
     def estimate(self, credit: Credit) -> Tensor:
         """Compute the advantages before whitening: by response [B] or by token [B, T]."""
         raise TypeError(f"advantage {self.name!r} has no formula: choose a concrete one")
+
+    def returns(self, credit: Credit) -> Tensor:
+        """Compute the returns that the critic is trained to predict. Shape [B, T]."""
+        raise TypeError(f"advantage {self.name!r} trains no critic")
 
 
 @dataclass
@@ -190,7 +196,7 @@ class TurnNormalized(GroupAdvantage):
     eps: float = ranged(1e-6, least=0)
     gamma: float = ranged(1.0, least=0, most=1)  # from turn to turn
     per_token: ClassVar[bool] = True
-    std: ClassVar[str] = "group"
+    std = "group"
 
     def __post_init__(self):
         super().__post_init__()
@@ -317,6 +323,8 @@ class GAE(Advantage):
 
     def returns(self, credit: Credit) -> Tensor:
         """Compute R_t = A_t + V_t, the critic's target, from unwhitened advantages. [B, T]."""
+        if credit.values_BT is None:
+            raise ValueError("advantage=gae needs the critic's values")
         return torch.where(credit.mask_BT, self.estimate(credit) + credit.values_BT, 0.0)
 
 

@@ -14,7 +14,7 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.data.lazy_torch import torch
@@ -37,13 +37,20 @@ class KL(Ranged, key="kl"):
     name: str = "none"
     in_loss: ClassVar[bool] = False  # an estimate is added to the loss
     in_reward: ClassVar[bool] = False  # an estimate is subtracted from the rewards
-    # no reference policy to refresh; without an annotation this is not a field
-    refresh_every = 0
+    # The other choices have these settings. They have no annotation, so they are no fields here.
+    coef = 0.0
+    target = cast("float | None", None)
+    horizon = 1.0
+    refresh_every = 0  # there is no reference policy to refresh
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference policy is loaded and KL to it is computed."""
         return self.in_loss or self.in_reward
+
+    def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Compute the estimate for every token, 0 if it is masked. Shape [B, T]."""
+        raise TypeError(f"kl={self.name} has no estimate: choose kl=loss or kl=reward")
 
 
 @dataclass
@@ -77,7 +84,6 @@ class Penalized(KL):
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Compute the estimate for every token, 0 where masked. Shape [B, T]."""
         d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
         if self.value_bound is not None:
@@ -165,7 +171,7 @@ class KLCoefficient:
     n > 5 horizon. Here n / horizon is at most 1.
     """
 
-    def __init__(self, settings: Penalized):
+    def __init__(self, settings: KL):
         self.settings = settings
         self.value = settings.coef
 

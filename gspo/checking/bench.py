@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.data.batch import TrainBatch, pack
+from gspo.data.batch import TrainBatch
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
@@ -182,8 +183,8 @@ def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
     """Return the responses as a batch with random advantages."""
     batch = pack(responses, policy.pad_id)
     generator = torch.Generator().manual_seed(2)
-    batch.adv_BT += torch.randn(len(responses), 1, generator=generator)
-    return batch
+    adv_BT = torch.zeros(batch.mask_BT.shape) + torch.randn(len(responses), 1, generator=generator)
+    return batch.with_old_policy(batch.engine_logp_BT).with_advantages(adv_BT)
 
 
 def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
@@ -203,6 +204,7 @@ def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: 
         mask_BT=mask,
         sampled_BT=mask.clone(),
         engine_logp_BT=zeros,
+        old_logp_BT=zeros,
         adv_BT=torch.randn(rows, 1, generator=generator).expand(rows, response).contiguous(),
         prompts_B=torch.arange(rows) // group,
     )

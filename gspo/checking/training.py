@@ -69,7 +69,7 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             policy = bench.policy(size, precision=dtype, dtype=dtype)
             batch = packed(policy, sampled(policy, 8, 24, record_experts=bool(size.experts)))
             scored = policy.score(batch, 16)
-            batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
+            batch = batch.with_old_results(scored.logp_BT, scored.experts_BSLK)
             accumulator = MetricAccumulator()
             diagnostics.mismatch(batch, accumulator)
             if size.experts:
@@ -266,7 +266,7 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
             batch = packed(policy, [response for group in groups for response in group])
             accumulator = MetricAccumulator()
             with torch.no_grad():
-                batch.old_logp_BT = policy.score(batch, 16).logp_BT
+                batch = batch.with_old_results(policy.score(batch, 16).logp_BT, None)
             diagnostics.mismatch(batch, accumulator)
             yield at_most(name, accumulator.result()["mismatch/logp_abs"], 1e-3, "nats")
             with torch.no_grad():

@@ -101,7 +101,7 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         family = f" ({problem.family})" if problem.family else ""
         print(f"--- {problem.task} {problem.index}{family}\n{group[0].rendered.rstrip()}")
         for r in group:
-            mean_logp = r.logprobs[r.own_tokens].mean() if r.length else math.nan
+            mean_logp = r.logprobs[r.policy_mask].mean() if r.length else math.nan
             reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"
             print(
                 f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob{among} {mean_logp:.2f}]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gspo.config.checks import changed, samples_ahead
-from gspo.data.samples import Response, all_same
+from gspo.data.samples import ScoredResponse, all_same
 from gspo.tracking.rounding import (
     LARGEST_MISMATCH,
     ROUNDING_SHARE,
@@ -79,7 +79,7 @@ def warnings(s: Settings) -> list[str]:
 
 
 def nothing_to_learn(
-    s: Settings, metrics: dict[str, float], responses: list[Response], step: int
+    s: Settings, metrics: dict[str, float], responses: list[ScoredResponse], step: int
 ) -> list[str]:
     """Return the reasons why one of the first steps had (nearly) nothing to learn from.
 
@@ -144,7 +144,7 @@ def rounding_floor(s: Settings, metrics: dict[str, float]) -> list[str]:
     return [f"{floor_in_words(share, metrics['ratio/floor_outside'])}. {remedy}"]
 
 
-def cut_off_pays(s: Settings, responses: list[Response]) -> list[str]:
+def cut_off_pays(s: Settings, responses: list[ScoredResponse]) -> list[str]:
     """Warn if a response that ended by itself earned less than a response that was cut off."""
     truncated = s.reward.truncated
     if truncated is None or not any(r.score.verdict == "truncated" for r in responses):

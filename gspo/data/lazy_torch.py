@@ -1,9 +1,9 @@
-"""PyTorch, imported when one of its attributes is first read.
+"""PyTorch, imported at the first read of an attribute.
 
 Settings are classes that also compute: an objective's fields are its settings, and calling it gives
-the loss. Commands read the settings first. They refuse a wrong one, print help or describe a run,
-for which the 3 seconds of importing PyTorch would be wasted. `from gspo.data.lazy_torch import
-torch` in the place of `import torch` avoids them.
+the loss. Commands read the settings first. Many commands then refuse a wrong setting, print help or
+describe a run, without any tensor. `from gspo.data.lazy_torch import torch` instead of `import
+torch` saves them the 3 seconds of importing PyTorch.
 """
 
 from __future__ import annotations

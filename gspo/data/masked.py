@@ -1,5 +1,6 @@
-"""Reductions under a mask. They use `where` and never multiplication, so that NaN or inf in padding
-cannot spread.
+"""Reductions under a mask.
+
+They use `torch.where` and never multiplication, so NaN or inf in padding cannot spread.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute the sum over the tokens of each response; masked tokens count as 0 and get no
-    gradient. Shape [B].
+    """Compute the sum over the tokens of each response. Shape [B].
+
+    Masked tokens count as 0 and get no gradient.
     """
     return torch.where(mask_BT, x_BT, 0.0).sum(-1)
 
 
 def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute the mean over the tokens of each response; 0 for a response without tokens. Shape
-    [B].
-    """
-    return masked_sum(x_BT, mask_BT) / mask_BT.sum(-1).clamp(min=1)
+    """Compute the mean over the tokens of each response, 0 without tokens. Shape [B]."""
+    tokens_B = mask_BT.sum(-1).clamp(min=1)
+    return masked_sum(x_BT, mask_BT) / tokens_B

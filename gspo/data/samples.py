@@ -1,7 +1,6 @@
-"""The types that all rooms share: a problem, a response to it, and the verifier's score.
+"""The types that all packages share: a problem, a response to it, and the verifier's score.
 
-This module does not import torch, so that tasks, rewards, figures and tests can use it on any
-machine.
+This module does not import torch, so tasks, rewards, figures and tests can use it on any machine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Problem:
-    """One query. The task that makes it computes it from (seed, split, index) alone."""
+    """A query, which its task computes from (seed, split, index) alone."""
 
     task: str  # the task that makes and scores it, for example "math" or "code"
     index: int  # its position in the split
@@ -25,38 +24,41 @@ class Problem:
     rating: float | None = None  # the difficulty on the Elo scale, for sets that have ratings
 
 
-# The verdicts on responses in which the verifier found nothing to judge: no answer, or none of the
-# form that was asked for, a text that is no program, a program without the function. Tasks of one's
-# own may use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
+# The verdicts on responses that the verifier cannot judge: no answer, an answer in another form than
+# the problem requires, a text that is no program, a program without the function. A user's tasks may
+# use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
 NO_ANSWER = frozenset(
     ["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"]
 )
 
 
 class ChatPrompt(str):
-    """A prompt of several messages, such as a system turn and a question. As a text it is their
-    contents, one below the other; `messages` is what a chat template writes."""
+    """A prompt of several messages, such as a system turn and a question.
+
+    As a text it is their contents, separated by empty lines. A chat template writes `messages`."""
 
     messages: list[dict[str, str]]
 
     def __new__(cls, messages: list[dict[str, str]]) -> ChatPrompt:
-        made = super().__new__(cls, "\n\n".join(message["content"] for message in messages))
-        made.messages = messages
-        return made
+        text = "\n\n".join(message["content"] for message in messages)
+        prompt = super().__new__(cls, text)
+        prompt.messages = messages
+        return prompt
 
     def __reduce__(self) -> tuple[type[ChatPrompt], tuple]:
         return ChatPrompt, (self.messages,)
 
 
-# a larger one is a mistake, and its square overflows where deviations are computed
+# a larger reward is a mistake, and its square overflows when deviations are computed
 LARGEST_REWARD = 1e9
-# rewards of a group that differ by less, as a share of the largest, differ by rounding alone
+# rewards of a group that differ by less, relative to the largest, differ by rounding alone
 SAME_REWARD = 1e-6
 
 
 def all_same(rewards: list[float]) -> bool:
-    """Return whether rewards are the same but for rounding: sums of the same numbers in another
-    order are.
+    """Return whether rewards differ by rounding alone.
+
+    Sums of the same numbers in another order do.
 
     >>> all_same([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])
     True
@@ -67,7 +69,7 @@ def all_same(rewards: list[float]) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's judgement of one response."""
+    """A verifier's judgement of a response."""
 
     # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
     reward: float | None
@@ -75,32 +77,31 @@ class Score:
     verdict: str
     # the normal form of the answer that was judged, for majority votes; "" if there is none
     answer: str = ""
-    reason: str = ""  # why there is no reward, in words, where the verifier said it
+    reason: str = ""  # why there is no reward, in words, if the verifier said it
 
 
 @dataclass
 class Turn:
-    """A part of an episode that one side wrote."""
+    """A part of an episode, written by the policy or by the environment."""
 
     author: str  # "policy" or "environment"
     tokens: int
-    # without special tokens; an environment's is what it said, before it is put into the chat's
-    # format
+    # without special tokens; an environment's text is not yet in the chat's format
     text: str
-    reward: float = 0.0  # what the environment gave for a turn of the policy
+    reward: float = 0.0  # the environment's reward for a turn of the policy
 
 
 @dataclass
 class Response:
-    """One sampled response. Arrays are over its T tokens, the end-of-sequence token included.
+    """A sampled response. Arrays are over its T tokens, the end-of-sequence token included.
 
     The response to a problem that is played in an environment is an episode: turns of the policy,
-    with turns of the environment between them. Its tokens are those of all turns, and `turns` says
-    whose they are. Where there are no turns, all tokens are the policy's.
+    with turns of the environment between them. Its tokens are the tokens of all turns, and `turns`
+    says who wrote them. Without turns, the policy wrote all tokens.
     """
 
     problem: Problem
-    sample: int  # its number among the G samples of the group
+    sample: int  # its index in the group
     prompt_ids: list[int]
     token_ids: list[int]
     # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
@@ -114,7 +115,6 @@ class Response:
     policy_step: int
     # [prompt + T - 1, L, K], chosen by the engine at every position it was fed
     experts: np.ndarray | None = None
-    score: Score | None = None
     # the prompt as the policy saw it: after the chat template, special tokens included
     rendered: str = ""
     # (policy step, tokens); empty if there is only one
@@ -128,32 +128,56 @@ class Response:
 
     @property
     def length(self) -> int:
-        """How many tokens the policy wrote."""
-        return (
-            sum(turn.tokens for turn in self.turns if turn.author == "policy")
-            if self.turns
-            else len(self.token_ids)
-        )
+        """The number of tokens that the policy wrote."""
+        if not self.turns:
+            return len(self.token_ids)
+        return sum(turn.tokens for turn in self.turns if turn.author == "policy")
 
     @property
     def written_ids(self) -> list[int]:
         """The tokens that the policy wrote."""
         if not self.turns:
             return self.token_ids
-        return [i for i, own in zip(self.token_ids, self.own_tokens, strict=True) if own]
+        return [
+            i for i, by_policy in zip(self.token_ids, self.policy_mask, strict=True) if by_policy
+        ]
 
     @property
-    def own_tokens(self) -> np.ndarray:
-        """Whose the tokens are: bool [T], True where the policy wrote them."""
+    def policy_mask(self) -> np.ndarray:
+        """Which tokens the policy wrote: bool [T]."""
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)
-        return np.repeat(
-            [turn.author == "policy" for turn in self.turns], [turn.tokens for turn in self.turns]
-        )
+        by_policy = [turn.author == "policy" for turn in self.turns]
+        return np.repeat(by_policy, [turn.tokens for turn in self.turns])
+
+    def scored(self, score: Score) -> ScoredResponse:
+        """Return the response with its verifier's score."""
+        return ScoredResponse(**vars(self), score=score)
 
 
-def rewards_of(group: list[Response]) -> list[float]:
-    """Return the rewards of a group's responses. Rewards that are the same but for rounding become
-    the first of them, so that no advantage is made of rounding."""
-    rewards = [response.score.reward for response in group]
-    return rewards[:1] * len(rewards) if all_same(rewards) else rewards
+@dataclass(kw_only=True)
+class ScoredResponse(Response):
+    """A response with its verifier's score."""
+
+    score: Score
+
+    @property
+    def reward(self) -> float:
+        """The verifier's reward. Raises ValueError if the verifier could not grade the response."""
+        if self.score.reward is None:
+            raise ValueError(
+                f"response {self.sample}, problem {self.problem.index} has no reward: "
+                f"{self.score.reason or self.score.verdict}"
+            )
+        return self.score.reward
+
+
+def rewards_of(group: list[ScoredResponse]) -> list[float]:
+    """Return the rewards of a group's responses.
+
+    Rewards that differ by rounding alone all become the first of them, so no advantage is made of
+    rounding."""
+    rewards = [response.reward for response in group]
+    if all_same(rewards):
+        return [rewards[0] for _ in rewards]
+    return rewards

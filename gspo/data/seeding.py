@@ -1,8 +1,8 @@
 """Randomness as a function of position.
 
-Every random number of a run is determined by (run seed, purpose, place where it is needed). There
-is no generator whose state would have to be saved or advanced: a resumed run, a run with another
-batch size and a response with other neighbours in its batch get the same numbers.
+Run seed, purpose and position determine every random number of a run. No generator has a state that
+must be saved or advanced. So the numbers are the same in a resumed run, in a run with another batch
+size, and for a response with other neighbours in its batch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ def seed_for(*position: int | str) -> int:
     False
     """
     text = "\x1f".join(f"{type(item).__name__}:{item}" for item in position)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def generator(*position: int | str) -> random.Random:
-    """Make a Python generator that is seeded by a position; tasks build problems with it."""
+    """Return a Python generator seeded by a position, with which tasks build problems."""
     return random.Random(seed_for(*position))
 
 
 def uniforms(count: int, *position: int | str) -> np.ndarray:
-    """Draw `count` float64 numbers in [0, 1) for a position; the i-th does not depend on `count`."""
+    """Draw `count` float64 numbers in [0, 1) for a position. The i-th is the same for any count."""
     return uniform_rows(count, [position])[0]
 
 
@@ -41,16 +42,17 @@ def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> np.n
     rows = np.empty((len(positions), count))
     bits = np.random.Philox(key=0)
     generator = np.random.Generator(bits)
-    # A new key starts the same generator anew. Making a generator takes several times as long, as
+    # A new key restarts the generator. Making a generator would take several times as long, because
     # NumPy asks the system for random bits that the key then replaces.
-    start = bits.state
+    state = bits.state
     for row, position in zip(rows, positions, strict=True):
-        start["state"]["key"][0] = seed_for(*position)
-        bits.state = start
+        state["state"]["key"][0] = seed_for(*position)
+        bits.state = state
         generator.random(out=row)
     return rows
 
 
 def permutation(count: int, *position: int | str) -> np.ndarray:
     """Draw a permutation of range(count) for a position."""
-    return np.random.Generator(np.random.Philox(key=seed_for(*position))).permutation(count)
+    bits = np.random.Philox(key=seed_for(*position))
+    return np.random.Generator(bits).permutation(count)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, ScoredResponse
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.base import Engine
@@ -100,12 +100,12 @@ def evaluate(
     max_new_tokens: int,
     step: int,
     stop: Sequence[str] = (),
-) -> tuple[dict[str, float], list[list[Response]]]:
+) -> tuple[dict[str, float], list[list[ScoredResponse]]]:
     """Sample and score responses to every set. Return the metrics, and the groups of all sets.
 
     `stop` are the strings that end a response."""
     metrics: dict[str, float] = {}
-    all_groups: list[list[Response]] = []
+    all_groups: list[list[ScoredResponse]] = []
     sampling = settings.sampling(max_new_tokens, stop)
     for full_set in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(full_set, engine, max_new_tokens)
@@ -118,7 +118,7 @@ def evaluate(
     return metrics, all_groups
 
 
-def rows(group: list[Response]) -> list[dict]:
+def rows(group: list[ScoredResponse]) -> list[dict]:
     """Return the responses to one problem as rows for `summarise`, ready for JSON."""
     rows_of_group = []
     for r in group:

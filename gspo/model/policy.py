@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.data.batch import NOT_RECORDED, TrainBatch, to_device, wait_for_copies
+from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device, wait_for_copies
 from gspo.model.adapter import Adapter
 from gspo.model.chat.control_tokens import check_readable
 from gspo.model.chat.prompts import PromptFormat
@@ -291,7 +291,7 @@ class Policy:
         """Return a prompt's token ids as text, special tokens included: what the policy sees."""
         return self.tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
 
-    def forward(self, batch: TrainBatch, entropy: bool = True) -> PolicyOutput:
+    def forward(self, batch: TokenBatch, entropy: bool = True) -> PolicyOutput:
         """Compute log-probs of the response tokens, 0 at padding. If the batch has `replay_BSLK`,
         the tokens go through those experts. `entropy` says whether to compute the entropy too."""
         self.routing.begin_forward()
@@ -308,7 +308,7 @@ class Policy:
         ranks it is an order that suits all of them, and None stands for `idle`."""
         return self.shards.lockstep(learns) if self.shards else enumerate(learns)
 
-    def idle(self, batch: TrainBatch, learns: bool) -> None:
+    def idle(self, batch: TokenBatch, learns: bool) -> None:
         """Pass a row through the model to no effect, so that other ranks can gather weights for a
         pass of theirs.
         """
@@ -317,7 +317,7 @@ class Policy:
             if learns:
                 logp_BT.backward(torch.zeros_like(logp_BT))
 
-    def _through_network(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+    def _through_network(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
         """Use our own forward (gspo.model.forward.network), and compute logits at response tokens only. The
         layout is found where the batch lies, on the CPU: reading its sizes from a GPU would wait
         for all the work that this has."""
@@ -374,7 +374,7 @@ class Policy:
         here = self.network and not self.shards
         return self.network.frozen() if here and self.precision == torch.float32 else nullcontext()
 
-    def _through_model(self, batch: TrainBatch, entropy: bool) -> PolicyOutput:
+    def _through_model(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
         batch = batch.to(self.device)
         rows = PaddedRows(batch, self.padding_side)
@@ -418,7 +418,7 @@ class Policy:
 
     @torch.no_grad()
     def score(
-        self, batch: TrainBatch, micro_batch_size: int, rows_N: Tensor | None = None
+        self, batch: TokenBatch, micro_batch_size: int, rows_N: Tensor | None = None
     ) -> PolicyOutput:
         """Compute log-probs, experts and values of a whole batch under the current weights, in
         micro-batches.
@@ -427,8 +427,8 @@ class Policy:
         alone are computed: log-probs and values of the others are 0, and their experts not
         recorded."""
         logp_BT, values_BT = (
-            torch.zeros_like(batch.engine_logp_BT),
-            torch.zeros_like(batch.engine_logp_BT),
+            torch.zeros(batch.mask_BT.shape),
+            torch.zeros(batch.mask_BT.shape),
         )
         experts_BSLK = None
         if self.routing.layers:
@@ -439,9 +439,9 @@ class Policy:
             if rows_N is not None:
                 order = order[torch.isin(order, rows_N)]
             chunks = order.split(micro_batch_size) if len(order) else ()
-            copied: list[tuple[Tensor, TrainBatch, PolicyOutput]] = []
+            copied: list[tuple[Tensor, TokenBatch, PolicyOutput]] = []
 
-            def store(rows: Tensor, chunk: TrainBatch, output: PolicyOutput) -> None:
+            def store(rows: Tensor, chunk: TokenBatch, output: PolicyOutput) -> None:
                 logp_BT[rows, : chunk.mask_BT.shape[1]] = output.logp_BT
                 if self.value_head:
                     values_BT[rows, : chunk.mask_BT.shape[1]] = output.values_BT

@@ -333,6 +333,7 @@ def batch(work: Work, rows: int) -> TrainBatch:
         mask_BT=torch.ones(rows, work.response, dtype=torch.bool),
         sampled_BT=torch.ones(rows, work.response, dtype=torch.bool),
         engine_logp_BT=torch.zeros(rows, work.response),
+        old_logp_BT=torch.zeros(rows, work.response),
         adv_BT=torch.ones(rows, work.response),
         prompts_B=torch.arange(rows) // work.group,
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from gspo.data.samples import Response
+from gspo.data.samples import Response, ScoredResponse
 from gspo.distributed.ranks import Ranks
 from gspo.rollout.engines.base import Engine, Groups, OnFinished
 from gspo.rollout.engines.engine_process import EngineEnded
@@ -23,13 +23,14 @@ from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.episodes.sampling import play
 from gspo.tasks.base import Task
 
+ScoredGroups = list[list[ScoredResponse]]
 # groups, and the futures that must be done before the groups are scored
 Unscored = deque[tuple[Groups, list[Future[None]]]]
 
 
 def scored_chunks(
     engine: Engine, task: Task, request: SamplingRequest, seconds: Seconds | None = None
-) -> Iterator[Groups]:
+) -> Iterator[ScoredGroups]:
     """Sample and score the responses of a request, and yield their groups chunk by chunk, in order.
 
     A chunk has as many problems as the engines of all ranks sample at once. Each rank samples and
@@ -83,7 +84,7 @@ def stream(
         yield sample(engine, task, chunk, on_finished)
 
 
-def scored_stream(engine: Engine, task: Task, request: SamplingRequest) -> Iterator[Groups]:
+def scored_stream(engine: Engine, task: Task, request: SamplingRequest) -> Iterator[ScoredGroups]:
     """Sample and score the responses of a request, and yield groups in the order of `stream`.
 
     The engine waits for the verifiers only if they are more than a whole batch behind it. If Ctrl-C
@@ -101,11 +102,11 @@ def scored_stream(engine: Engine, task: Task, request: SamplingRequest) -> Itera
                     all(future.done() for future in unscored[0][1])
                     or count_responses(unscored) > engine.batch_rows
                 ):
-                    yield pop_scored(unscored)
+                    yield pop_scored(unscored, grading)
         except (KeyboardInterrupt, EngineEnded) as error:
             interruption = error
         while unscored:
-            yield pop_scored(unscored)
+            yield pop_scored(unscored, grading)
         if interruption:
             raise interruption
     finally:
@@ -117,13 +118,13 @@ def count_responses(unscored: Unscored) -> int:
     return sum(len(group) for groups, _ in unscored for group in groups)
 
 
-def pop_scored(unscored: Unscored) -> Groups:
+def pop_scored(unscored: Unscored, grading: Grading) -> ScoredGroups:
     """Wait until the first groups are scored, and return them. Raises a verifier's exception."""
     groups, futures = unscored[0]
     for future in futures:
         future.result()
     unscored.popleft()
-    return groups
+    return grading.pop_scored(groups)
 
 
 class Grading:
@@ -137,6 +138,7 @@ class Grading:
         self.seconds = seconds
         self.ended: SimpleQueue[Response] = SimpleQueue()
         self.futures: list[Future[None]] = []
+        self.scored: dict[int, ScoredResponse] = {}  # by the id() of the response
 
     def add(self, responses: list[Response]) -> None:
         """Let the thread score responses that have ended. The thread that samples calls this."""
@@ -151,7 +153,8 @@ class Grading:
             batch.append(self.ended.get())
         if batch:
             started = time.perf_counter()
-            score(self.task, batch)
+            for response, scored in zip(batch, score(self.task, batch), strict=True):
+                self.scored[id(response)] = scored
             self.seconds.scoring += time.perf_counter() - started
 
     def pop_futures(self) -> list[Future[None]]:
@@ -160,8 +163,12 @@ class Grading:
         self.futures = []
         return futures
 
+    def pop_scored(self, groups: Groups) -> ScoredGroups:
+        """Return groups, all of whose responses have been scored, with their scores."""
+        return [[self.scored.pop(id(response)) for response in group] for group in groups]
 
-def gathered(grading: Grading, groups: Groups, ranks: Ranks) -> Groups:
+
+def gathered(grading: Grading, groups: Groups, ranks: Ranks) -> ScoredGroups:
     """Wait until this rank's groups are scored, and return the groups of all ranks.
 
     Raises the exception of a verifier."""
@@ -169,25 +176,33 @@ def gathered(grading: Grading, groups: Groups, ranks: Ranks) -> Groups:
     try:
         for future in grading.futures:
             future.result()
-        return ranks.unshard(groups)
+        return ranks.unshard(grading.pop_scored(groups))
     finally:
         grading.seconds.waited += time.perf_counter() - started
 
 
-def score(task: Task, responses: list[Response], ranks: Ranks | None = None) -> None:
-    """Give every response its verifier's score. Episodes have theirs from their environments.
+def score(
+    task: Task, responses: Sequence[Response], ranks: Ranks | None = None
+) -> list[ScoredResponse]:
+    """Return the responses with their verifier's scores.
 
-    All `ranks` must have these responses. Each scores its share."""
+    Episodes have scores from their environments. All `ranks` must have these responses. Each scores
+    its share."""
     ranks = ranks or Ranks()
-    unscored = [r for r in responses if r.score is None]
+    unscored = [r for r in responses if not isinstance(r, ScoredResponse)]
     # without a reward for truncated responses, the verifier judges them like complete ones
     judges_truncated = task.truncated_reward is None
     answers = [
         (r.problem, r.text, judges_truncated or r.finish_reason == "stop")
         for r in ranks.shard(unscored)
     ]
-    scores = ranks.unshard(task.score(answers))
-    for response, verdict in zip(unscored, scores, strict=True):
-        if verdict.verdict == "truncated" and not judges_truncated:
-            verdict = replace(verdict, reward=task.truncated_reward)
-        response.score = verdict
+    scores = iter(ranks.unshard(task.score(answers)))
+    scored = []
+    for response in responses:
+        if not isinstance(response, ScoredResponse):
+            verdict = next(scores)
+            if verdict.verdict == "truncated" and not judges_truncated:
+                verdict = replace(verdict, reward=task.truncated_reward)
+            response = response.scored(verdict)
+        scored.append(response)
+    return scored

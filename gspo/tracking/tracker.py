@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from gspo.data.samples import Response
+from gspo.data.samples import Response, ScoredResponse
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, replace_text
@@ -79,7 +79,9 @@ class Tracker:
         online = self.wandb is not None and not self.wandb.run.offline
         return f", tracked at {self.wandb.run.url}" if online else ""
 
-    def log(self, step: int, metrics: dict[str, float], responses: list[Response] | None) -> None:
+    def log(
+        self, step: int, metrics: dict[str, float], responses: list[ScoredResponse] | None
+    ) -> None:
         """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if
         they are given. Raises KeyError for a metric that the registry lacks."""
         for name in metrics:
@@ -122,7 +124,7 @@ class Tracker:
         return self.wandb.finish(exit_code) if self.wandb else None
 
 
-def rollout_row(response: Response) -> dict:
+def rollout_row(response: ScoredResponse) -> dict:
     """Return what is saved of a response: enough to read it, and to see why it got its reward."""
     return {
         "task": response.problem.task,
@@ -150,7 +152,7 @@ def turns_of(response: Response) -> dict:
     return {"turns": [asdict(turn) for turn in response.turns], "measures": response.measures}
 
 
-def write_rollouts(path: Path, responses: list[Response]) -> None:
+def write_rollouts(path: Path, responses: list[ScoredResponse]) -> None:
     """Write responses to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "".join(json.dumps(rollout_row(r)) + "\n" for r in responses))

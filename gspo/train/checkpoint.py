@@ -1,15 +1,19 @@
-"""Writes and reads checkpoints. A checkpoint is written to an unfinished folder that is renamed at
-the end, so that it is either whole or not there. The file `latest` is changed last.
+"""Writes and reads checkpoints.
 
-checkpoints/step_000100/   model folder (weights, config, tokenizer), optimizer.pt, state.json; with
-                           LoRA, in the place of the model, peft's files of the adapter
-                           (gspo.model.adapter); where there is one, value_head.pt (the critic),
-                           reference/ (a reference policy that was refreshed), held.json and
-                           held.npz (responses that were sampled and not yet trained on) optimizer/
-                           in the place of optimizer.pt where the weights were spread over ranks
-                           checksums.json: of every other file, so that a damaged checkpoint is
-                           noticed and skipped
+A checkpoint is written to an unfinished folder that is renamed at the end, so it is never there in
+part. The file `latest` is changed last.
+
 checkpoints/latest         the name of the newest whole checkpoint
+checkpoints/step_000100/   a checkpoint:
+    weights, config, tokenizer   a model folder, or with LoRA peft's files of the adapter instead
+                                 of the weights (gspo.model.adapter)
+    optimizer.pt                 the optimizer's state, or the folder optimizer/ if the weights are
+                                 sharded over ranks
+    state.json                   the counters of the run
+    value_head.pt                the critic, if there is one
+    reference/                   the reference policy, if it was refreshed
+    held.json, held.npz          responses that were sampled and not yet trained on, if any
+    checksums.json               checksums of all other files, by which damage is noticed
 """
 
 from __future__ import annotations
@@ -40,16 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainState:
-    """Holds what a resumed run needs beside weights and optimizer state. All counts are of the
-    whole run.
-    """
+    """The state of a run beside weights and optimizer state. All counts are of the whole run."""
 
     step: int = 0
     updates: int = 0
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
-    skipped: int = 0  # the number of latest updates in a row whose gradient was not finite
+    skipped: int = 0  # updates in a row, up to the latest, whose gradient was not finite
     kl_coef: float | None = None  # the adaptive coefficient of the KL term
     # the coefficient of the entropy bonus, and the entropy of the latest update
     entropy_coef: list[float | None] | None = None
@@ -61,19 +63,15 @@ class TrainState:
 
     @staticmethod
     def from_json(content: dict) -> TrainState:
-        """Build the state from the content of state.json; keys that are no fields are ignored."""
-        state = TrainState(
-            **{f.name: content[f.name] for f in fields(TrainState) if f.name in content}
-        )
-        state.rewards = RunningMoments(**content["rewards"])
-        return state
+        """Build the state from the content of state.json. Keys that are no fields are ignored."""
+        known = {f.name: content[f.name] for f in fields(TrainState) if f.name in content}
+        known["rewards"] = RunningMoments(**content["rewards"])
+        return TrainState(**known)
 
 
 @dataclass
 class Snapshot:
-    """Holds copies of everything that goes into a checkpoint, so that training can continue while
-    they are written.
-    """
+    """Copies of the contents of a checkpoint. Training continues while they are written."""
 
     step: int
     model: dict[str, Tensor]  # with LoRA the adapter's tensors alone
@@ -81,14 +79,13 @@ class Snapshot:
     state: str  # the content of state.json
     value_head: dict[str, Tensor] | None
     reference: dict[str, Tensor] | None
-    spared: int  # the newest checkpoint of this step or before is not deleted
+    spared: int  # the newest checkpoint up to this step is not deleted
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run in a second thread while training continues, at most one at a
-    time.
+    """Writes the checkpoints of a run in a thread while training continues, at most one at a time.
 
-    An error while writing one is raised by the next `check`, `save` or `wait`.
+    The next `check`, `save` or `wait` raises an error of the thread.
     """
 
     def __init__(
@@ -100,11 +97,18 @@ class CheckpointWriter:
         settings: str,
         cleans: bool = True,
     ):
-        self.folder, self.policy, self.optimizer = run / "checkpoints", policy, optimizer
-        self.keep, self.settings = keep, settings
-        # left by a run that was killed while it wrote them
-        for unfinished in self.folder.glob("*.unfinished") if cleans else ():
-            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+        self.folder = run / "checkpoints"
+        self.policy = policy
+        self.optimizer = optimizer
+        self.keep = keep
+        self.settings = settings
+        if cleans:
+            # a run that was killed while it wrote them has left these
+            for unfinished in self.folder.glob("*.unfinished"):
+                if unfinished.is_dir():
+                    shutil.rmtree(unfinished)
+                else:
+                    unfinished.unlink()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
 
@@ -115,16 +119,17 @@ class CheckpointWriter:
         pending: PendingRollouts | None = None,
         spared: int = -1,
     ) -> None:
-        """Copy weights, optimizer state, counters and the hash of the settings, and begin to write
-        them.
+        """Copy weights, optimizer state, counters and the settings' hash, and begin to write them.
 
-        `reference` is given if the reference policy is no longer the one that the run started from,
-        `pending` if there are responses that wait for later steps. Beside the `keep` newest
-        checkpoints, the newest one of step `spared` or before is kept.
+        `reference` is the reference policy if it has changed since the run's start, `pending` the
+        responses that wait for later steps. Besides the `keep` newest checkpoints, the newest
+        checkpoint up to step `spared` is kept.
         """
         self.wait()
-        unfinished = self._begin(state.step, pending)
-        head, adapter = self.policy.value_head, self.policy.adapter
+        unfinished = self._unfinished(state.step)
+        self._begin(unfinished, pending)
+        head = self.policy.value_head
+        adapter = self.policy.adapter
         snapshot = Snapshot(
             step=state.step,
             model=copies(adapter.tensors() if adapter else self.policy.model.state_dict()),
@@ -136,20 +141,21 @@ class CheckpointWriter:
         )
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
-    def _begin(self, step: int, pending: PendingRollouts | None) -> Path:
-        """Make the unfinished folder of a checkpoint and write into it the responses that wait, if
-        any.
-        """
-        unfinished = self.folder / f"step_{step:06d}.unfinished"
+    def _unfinished(self, step: int) -> Path:
+        """Return the unfinished folder of a checkpoint."""
+        return self.folder / f"step_{step:06d}.unfinished"
+
+    def _begin(self, unfinished: Path, pending: PendingRollouts | None) -> None:
+        """Make the unfinished folder, and write the responses that wait into it."""
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         if pending:
             save_pending(pending, unfinished)
-        return unfinished
 
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
         """Write the snapshot into the unfinished folder and rename it."""
-        model, tokenizer = self.policy.model, self.policy.tokenizer
+        model = self.policy.model
+        tokenizer = self.policy.tokenizer
         if self.policy.adapter:
             self.policy.adapter.save(unfinished, snapshot.model)
             tokenizer.save_pretrained(unfinished)
@@ -165,8 +171,9 @@ class CheckpointWriter:
         self._finish(unfinished, snapshot.spared)
 
     def _finish(self, unfinished: Path, spared: int) -> None:
-        """Rename a folder that is whole; then delete all but the `keep` newest and the newest of
-        step `spared`.
+        """Rename a whole folder, and delete old checkpoints.
+
+        The `keep` newest are kept, and the newest up to step `spared`.
         """
         folder = unfinished.with_suffix("")
         if folder.exists():
@@ -175,28 +182,28 @@ class CheckpointWriter:
         sync(self.folder)
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
-            whole = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
-            kept = [p for p in whole if p.name <= f"step_{spared:06d}"][-1:]
-            for old in whole[: -self.keep]:
-                if old not in kept:
+            folders = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
+            spared_folders = [p for p in folders if p.name <= f"step_{spared:06d}"][-1:]
+            for old in folders[: -self.keep]:
+                if old not in spared_folders:
                     shutil.rmtree(old)
 
     def check(self) -> None:
-        """Raise the error of writing the last checkpoint, if that has ended with one already."""
+        """Raise the error of writing the last checkpoint, if it has already failed."""
         if self.writing and self.writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is whole. Raises the error of writing it,
-        if any.
-        """
-        writing, self.writing = self.writing, None
+        """Wait until the checkpoint is written, and raise the error of writing it, if any."""
+        writing = self.writing
+        self.writing = None
         if writing:
             writing.result()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is whole and end the thread. An error is logged, not
-        raised, because another error may be the reason for closing."""
+        """Wait until the last checkpoint is written, and end the thread.
+
+        An error is logged, not raised, because another error may be the reason for closing."""
         self.thread.shutdown()
         if self.writing and self.writing.exception():
             log.error("the last checkpoint could not be written", exc_info=self.writing.exception())
@@ -208,44 +215,44 @@ def save_tensors(content: Any, path: Path) -> None:
         torch.save(content, file)
 
 
-def copies(content: Any, made: dict[tuple, Tensor] | None = None) -> Any:
-    """Copy nested dicts and lists with their tensors to the CPU; one that occurs twice (tied
-    weights) only once.
+def copies(content: Any, copied: dict[tuple, Tensor] | None = None) -> Any:
+    """Copy nested dicts and lists with their tensors to the CPU.
+
+    A tensor that occurs twice (tied weights) is copied once. `copied` holds the copies so far.
     """
-    made = {} if made is None else made
+    copied = {} if copied is None else copied
     if isinstance(content, Tensor):
-        place = (content.data_ptr(), content.shape, content.stride())
-        if place not in made or not content.numel():
-            made[place] = content.detach().to("cpu", copy=True)
-        return made[place]
+        memory = (content.data_ptr(), content.shape, content.stride())
+        if memory not in copied or not content.numel():
+            copied[memory] = content.detach().to("cpu", copy=True)
+        return copied[memory]
     if isinstance(content, dict):
-        return {key: copies(value, made) for key, value in content.items()}
+        return {key: copies(value, copied) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [copies(value, made) for value in content]
+        return [copies(value, copied) for value in content]
     return content
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer, policy: Policy) -> TrainState:
-    """Load a checkpoint's optimizer state into the policy's `optimizer` and return its counters.
-    Another number of ranks may have written it, with weights spread over them or not.
+    """Load a checkpoint's optimizer state into the policy's `optimizer`, and return its counters.
 
-    The weights are not loaded here: a checkpoint is a model folder, which gspo.model.loading opens,
-    or an adapter's.
+    Another number of ranks may have written it, with sharded weights or not. The weights are not
+    loaded here: gspo.model.loading opens the model folder, gspo.model.adapter an adapter's.
     """
     state = TrainState.from_json(read_state(folder))
-    whole = folder / "optimizer.pt"
-    if whole.exists():
-        stored = torch.load(whole, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
+    file = folder / "optimizer.pt"
+    if file.exists():
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(policy.shards))
         # its groups keep their order but may be cut (gspo.train.optimizer.parameter_groups)
         if policy.shards:
             stored["param_groups"] = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(stored)
-    if whole.exists() and not policy.shards:
-        return state
+        if not policy.shards:
+            return state
     from gspo.train import sharded_optimizer  # its imports take a second
 
-    if whole.exists():
-        sharded_optimizer.spread_state(optimizer)
+    if file.exists():
+        sharded_optimizer.shard_state(optimizer)
     else:
         sharded_optimizer.load_shards(folder, policy, optimizer)
     return state

@@ -1,6 +1,4 @@
-"""Finds the checkpoints of a run and tells whether they are whole. The content of their tensors is
-not read here.
-"""
+"""Finds the checkpoints of a run and checks whether they are whole, without reading tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,57 +17,65 @@ log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"  # SHA-256 of every other file of a checkpoint or a cold start
 
 
-def seal(folder: Path, known: dict[str, str] | None = None) -> None:
-    """Write the checksums of a folder's files into it, but for the `known` ones by computing them,
-    and wait until everything in it is on the disk."""
-    known = known or {}
-    names = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    sums = {name: known.get(name) or checksum(path) for name, path in names.items()}
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+def seal(folder: Path, checksums: dict[str, str] | None = None) -> None:
+    """Write the checksums of a folder's files into it, and wait until it is on the disk.
+
+    Checksums that are not in `checksums` are computed."""
+    checksums = checksums or {}
+    sealed = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            sealed[name] = checksums.get(name) or checksum(path)
+    content = json.dumps(sealed, indent=1)
+    (folder / CHECKSUMS).write_text(content, encoding="utf-8")
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest whole checkpoint of a run directory, up to the one that `latest` names;
-    None if it has none.
+    """Return the newest whole checkpoint of a run directory, None if there are no checkpoints.
 
-    It warns if newer checkpoints are damaged. Raises ValueError if there are checkpoints and none
-    of them is whole.
+    Checkpoints newer than `latest` are left out. A warning names newer checkpoints that are
+    damaged. Raises ValueError if all checkpoints are damaged.
     """
     pointer = run / "checkpoints" / "latest"
+    newest = ""
     with permission_needed(run):
-        newest = read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else ""
-    found = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
-    found = [folder for folder in found if folder.name <= newest] or found
-    wrong = []
-    for folder in found:
+        if pointer.exists():
+            newest = read_bytes(pointer).decode(errors="replace").strip()
+    folders = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
+    folders = [folder for folder in folders if folder.name <= newest] or folders
+    problems = []
+    for folder in folders:
         problem = damage(folder)
         if not problem:
-            if wrong:
-                text = f"{'; '.join(wrong)}; going back to {folder.name}"
+            if problems:
+                text = f"{'; '.join(problems)}; going back to {folder.name}"
                 log.warning(text)
                 print(f"warning: {text}", file=sys.stderr)
             return folder
-        wrong.append(f"{folder} is damaged: {problem}")
-    if found:
+        problems.append(f"{folder} is damaged: {problem}")
+    if folders:
         raise ValueError(
-            f"{'; '.join(wrong)}; no whole checkpoint is left: move {run} away to start it from the beginning"
+            f"{'; '.join(problems)}; no whole checkpoint is left: move {run} away to start it from "
+            "the beginning"
         )
     return None
 
 
 def damage(folder: Path) -> str | None:
-    """Describe what is wrong with a folder that `seal` completed; None if it is whole.
+    """Describe the damage of a folder that `seal` completed, None if it is whole.
 
     It is damaged if a file is missing or not as it was written. Raises ValueError for a file that
-    this user may not read, as nothing is known of its content.
+    this user may not read, because its content is unknown.
     """
     with permission_needed(folder):
         return _damage(folder)
 
 
 def _damage(folder: Path) -> str | None:
+    """Do the work of `damage`. Raises PermissionError for a file that this user may not read."""
     try:
         sums = read_json(folder / CHECKSUMS)
     except PermissionError:
@@ -86,36 +92,33 @@ def _damage(folder: Path) -> str | None:
             return f"{name} is missing"
         except PermissionError:
             raise
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # an error of the disk, a link, a folder, a path outside the folder
+        # an error of the disk, a link, a folder, a path outside the folder
+        except (OSError, ValueError) as error:
             return f"{name} cannot be read ({error})"
     return None
 
 
 @contextmanager
-def permission_needed(folder: Path) -> Iterator[None]:
+def permission_needed(folder: Path) -> Generator[None]:
     """Turn a PermissionError inside the block into a ValueError of one line that names the file."""
     try:
         yield
     except PermissionError as error:
-        what = error.filename or folder
+        path = error.filename or folder
         raise ValueError(
-            f"{what} may not be read by this user: ask its owner for the permission to read it"
+            f"{path} may not be read by this user: ask its owner for the permission to read it"
         ) from None
 
 
 def checksum(path: Path) -> str:
     """Compute the SHA-256 of a file's content, in hexadecimal digits."""
     with open_plain_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        # its stub lacks BinaryIO
+        return hashlib.file_digest(file, "sha256").hexdigest()  # ty: ignore[no-matching-overload]
 
 
 def check_belongs(folder: Path, settings: str) -> None:
-    """Raise ValueError if a checkpoint was written under other settings, whatever directory it lies
-    in now.
-    """
+    """Raise ValueError if a checkpoint was written under other settings, also if it was moved."""
     written = read_state(folder)["settings"]
     if written != settings:
         raise ValueError(
@@ -127,8 +130,7 @@ def read_state(folder: Path) -> dict:
     """Read a checkpoint's state.json. Raises ValueError if its content is not the state of a run."""
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
-        if type(state.get(name)) is not kind or (name == "step" and not is_step(state[name])):
-            raise ValueError(
-                f"{folder / 'state.json'} is damaged: {name}={str(state.get(name))[:40]}"
-            )
+        value = state.get(name)
+        if type(value) is not kind or (name == "step" and not is_step(value)):
+            raise ValueError(f"{folder / 'state.json'} is damaged: {name}={str(value)[:40]}")
     return state

@@ -1,12 +1,11 @@
-"""The cold start: supervised training on demonstrations, so that reinforcement learning has
-something to improve.
+"""The cold start: supervised training on demonstrations, which reinforcement learning then improves.
 
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here
-demonstrations contain wrong steps at a set rate, so that the model learns the format and most of
-the skill but answers only about half of the problems. The result is a normal model folder, named by
-the hash of everything it depends on. It is made only once, also when several runs of a sweep need
-it at the same time. All seeds of a study start from it, so it is written as carefully as a
-checkpoint, with checksums and a rename at the end, and checked each time it is used.
+demonstrations contain wrong steps at a set rate. The model learns the format and most of the skill,
+but answers only about half of the problems. The result is a normal model folder, named by the hash
+of everything it depends on. It is trained only once, also if several runs of a sweep need it at the
+same time. All seeds of a study start from it, so it is written as carefully as a checkpoint, with
+checksums and a rename at the end, and checked each time it is used.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.data.batch import TrainBatch, layout
+from gspo.data.batch import TokenBatch
+from gspo.data.pack import layout
 from gspo.data.samples import Problem
 from gspo.data.seeding import generator
 from gspo.io.files import append_to, sync
@@ -47,10 +48,10 @@ from gspo.train.checkpoint_files import damage, seal
 from gspo.train.settings import ColdStartSettings
 
 RECORD = "cold_start.json"
-# the reward recorded with a cold start is the mean over this many problems, with responses of at
-# most this many tokens
-CHECKED_PROBLEMS, CHECKED_TOKENS = 512, 128
-# of the squared distance from cold_start.log_normalizer, beside nats per token
+# The reward recorded with a cold start is the mean over this many problems.
+CHECKED_PROBLEMS = 512
+MAX_CHECKED_TOKENS = 128  # of each response to these problems
+# of the squared distance from cold_start.log_normalizer, added to nats per token
 NORMALIZER_WEIGHT = 1e-3
 
 
@@ -63,8 +64,7 @@ def cold_start(
     device: str = "cpu",
     prompts: PromptFormat | None = None,
 ) -> Path:
-    """Return the folder of the cold-started model in `cache`, which is trained first if it does not
-    exist yet.
+    """Return the folder of the cold-started model in `cache`, and train the model if it is missing.
 
     `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the
     folder is damaged.
@@ -74,10 +74,12 @@ def cold_start(
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with append_to(folder.with_suffix(".lock")) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits here until the first has made it
+            # a second run waits here until the first has trained the model
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
-                _make(model, task, settings, prompts, folder, on_step, device)
-    if problem := damage(folder):
+                _train_into(folder, model, task, settings, prompts, on_step, device)
+    problem = damage(folder)
+    if problem:
         raise ValueError(
             f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew"
         )
@@ -91,23 +93,25 @@ def folder_of(
     cache: Path,
     prompts: PromptFormat,
 ) -> Path:
-    """Return the folder that the cold start has, or will have, in `cache`."""
-    key = json.dumps([as_hashed(part) for part in (model, task, settings, prompts)], sort_keys=True)
-    return cache / f"{model.name}-{task.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+    """Return the folder of the cold start in `cache`, whether it exists or not."""
+    hashed = [as_hashed(part) for part in (model, task, settings, prompts)]
+    key = json.dumps(hashed, sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+    return cache / f"{model.name}-{task.name}-{digest}"
 
 
-def _make(
+def _train_into(
+    folder: Path,
     model: ModelSettings,
     task: Task,
     settings: ColdStartSettings,
     prompts: PromptFormat,
-    folder: Path,
     on_step: Callable[[int, int, float], None],
     device: str,
 ) -> None:
     """Train the model into an unfinished folder, then rename it.
 
-    The untrained model is written there first: if the disk is full, this shows before the training.
+    The untrained model is written first: a full disk then shows before the training.
     """
     unfinished = folder.with_suffix(".unfinished")
     if unfinished.exists():  # left by a process that was killed
@@ -117,13 +121,14 @@ def _make(
     try:
         save(network, tokenizer, unfinished)
         started = time.perf_counter()
-        # On a GPU experts in float32 are multiplied one by one, and each is waited for.
+        # On a GPU, experts in float32 are multiplied one by one, and the CPU waits for each.
         precision = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
         policy = Policy(network.to(device), tokenizer, prompts=prompts, precision=precision)
-        losses = _train(policy, task, settings, on_step)
+        losses = _train(policy, task, settings, on_step)  # changes `network`
         save(network, tokenizer, unfinished)
         record = {
-            "settings": [asdict(group) for group in (model, task, settings, prompts)],
+            # every task is a dataclass
+            "settings": [asdict(part) for part in (model, task, settings, prompts)],  # ty: ignore[invalid-argument-type]
             "seconds": time.perf_counter() - started,
             "reward": sampled_reward(policy, task, settings.seed),
             "losses": losses[::10],
@@ -138,9 +143,7 @@ def _make(
 
 
 def recorded_reward(folder: Path) -> float:
-    """Read the mean reward that was sampled when the cold start was made. Raises ValueError if it
-    cannot be read.
-    """
+    """Return the mean reward recorded with a cold start. Raises ValueError if it cannot be read."""
     try:
         return float(read_json(folder / RECORD)["reward"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,99 +153,122 @@ def recorded_reward(folder: Path) -> float:
 
 
 def _train(
-    policy: Policy, task: Task, settings: ColdStartSettings, on_step: Callable
+    policy: Policy,
+    task: Task,
+    settings: ColdStartSettings,
+    on_step: Callable[[int, int, float], None],
 ) -> list[float]:
     """Train next-token prediction on the demonstrations and return the loss of every step.
 
-    The optimizer is AdamW; after a linear warm-up the learning rate follows a cosine to zero.
+    The optimizer is AdamW. After a linear warm-up the learning rate follows a cosine to zero.
     """
     if not settings.steps:
         return []
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
     )
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, max(settings.warmup_steps, 1))
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, max(settings.steps - settings.warmup_steps, 1)
-    )
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer, [warm_up, decay], [max(settings.warmup_steps, 1)]
-    )
+    warmup_steps = max(settings.warmup_steps, 1)
+    decay_steps = max(settings.steps - settings.warmup_steps, 1)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, warmup_steps)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, decay_steps)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [warmup_steps])
     losses = []
     for step in range(settings.steps):
         batch = demonstrations(policy, task, settings, step)
-        totals, batch_loss = Totals.of(batch.mask_BT), 0.0
+        totals = Totals.of(batch.mask_BT)
+        batch_loss = 0.0
         for micro in batch.split(settings.micro_batch_size):
             logp_BT = policy.forward(micro).logp_BT
             loss = Aggregation("token-mean")(-logp_BT, micro.mask_BT.to(policy.device), totals)
             batch_loss += loss.item()
             if settings.log_normalizer is not None:
-                loss = loss + NORMALIZER_WEIGHT * _distance(policy, micro, settings.log_normalizer)
+                distance = _squared_distance(policy, micro, settings.log_normalizer)
+                loss = loss + NORMALIZER_WEIGHT * distance
             loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(batch_loss)
-        on_step(step + 1, settings.steps, losses[-1])
+        on_step(step + 1, settings.steps, batch_loss)
     return losses
 
 
-def _distance(policy: Policy, micro: TrainBatch, log_normalizer: float) -> Tensor:
-    """Return the mean squared distance of log sum exp(logits) from a number, over the response
-    tokens of a micro-batch."""
+def _squared_distance(policy: Policy, micro: TokenBatch, log_normalizer: float) -> Tensor:
+    """Return the mean squared distance of log sum exp(logits) from `log_normalizer`.
+
+    The mean is over the response tokens of a micro-batch."""
     micro = micro.to(policy.device)
     logits_BSV = policy.model(
         input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()
     ).logits
-    predicting_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
-    return (predicting_BT[micro.mask_BT] - log_normalizer).square().mean()
+    normalizer_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
+    return (normalizer_BT[micro.mask_BT] - log_normalizer).square().mean()
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
-    """Sample one response to each of 512 training problems and return the mean reward.
+    """Return the mean reward of one response to each of 512 training problems.
 
     Reinforcement learning starts from this level.
     """
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
-    sampling = Sampling(max_new_tokens=engine.room(problems, CHECKED_TOKENS))
+    sampling = Sampling(max_new_tokens=engine.room(problems, MAX_CHECKED_TOKENS))
     groups = sample(engine, task, SamplingRequest(problems, 1, sampling, (seed, "cold start")))
-    score(task, [r for group in groups for r in group])
-    rewards = [group[0].score.reward for group in groups if group[0].score.reward is not None]
+    scored = score(task, [response for group in groups for response in group])
+    rewards = [r.score.reward for r in scored if r.score.reward is not None]
     return sum(rewards) / len(rewards)
+
+
+@dataclass
+class Demonstration:
+    """The tokens of a demonstrated response or episode."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    by_policy: list[bool]  # for each token, whether the policy writes it
 
 
 def demonstrations(
     policy: Policy, task: Task, settings: ColdStartSettings, step: int
-) -> TrainBatch:
-    """Build the batch of a supervised step, a pure function of the settings and the step.
+) -> TokenBatch:
+    """Return the batch of a supervised step, a pure function of the settings and the step.
 
     Raises ValueError if a demonstration is longer than the model's positions.
     """
-    rows = []
+    batch: list[Demonstration] = []
     conversations: dict[str, Conversation] = {}
     for i in range(settings.batch_size):
         index = step * settings.batch_size + i
         problem = task.problem(settings.seed, "cold_start", index)
         rng = generator(settings.seed, "demonstration", index)
-        played = task.environments().get(problem.task)
-        if played:
-            rows.append(_episode(policy, played, problem, settings, rng, conversations))
+        environment_task = task.environments().get(problem.task)
+        if isinstance(environment_task, EnvironmentTask):
+            batch.append(_episode(policy, environment_task, problem, settings, rng, conversations))
         else:
             text = task.demonstration(problem, settings.wrong_step_rate, rng)
-            rows.append((policy.encode_prompt(problem.prompt), *demonstrated(policy, [text])))
-    longest = max(len(prompt_ids) + len(response_ids) for prompt_ids, response_ids, _ in rows)
+            prompt_ids = policy.encode_prompt(problem.prompt)
+            token_ids = _turn_ids(policy, text)
+            batch.append(Demonstration(prompt_ids, token_ids, [True for _ in token_ids]))
+    longest = max(len(d.prompt_ids) + len(d.token_ids) for d in batch)
     if policy.positions and longest > policy.positions:
         raise ValueError(
-            f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the model's "
-            f"{policy.positions} positions; use a model with more of them, or cold_start.steps=0"
+            f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the "
+            f"model's {policy.positions} positions; use a model with more of them, or "
+            "cold_start.steps=0"
         )
-    batch = layout([row[:2] for row in rows], policy.pad_id)
-    for i, (_, _, own) in enumerate(rows):
-        batch.mask_BT[i, : len(own)] &= torch.tensor(own)
-    batch.sampled_BT = batch.mask_BT.clone()
-    return batch
+    return layout(
+        [d.prompt_ids for d in batch],
+        [d.token_ids for d in batch],
+        policy.pad_id,
+        [np.array(d.by_policy) for d in batch],
+    )
+
+
+def _turn_ids(policy: Policy, text: str) -> list[int]:
+    """Return the tokens of a turn of the policy, which ends with the end-of-sequence token."""
+    token_ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [*token_ids, policy.tokenizer.eos_token_id]
 
 
 def _episode(
@@ -252,19 +278,21 @@ def _episode(
     settings: ColdStartSettings,
     rng: random.Random,
     conversations: dict[str, Conversation],
-) -> tuple[list[int], list[int], list[bool]]:
-    """Return the tokens of a demonstrated episode, as it would be played: the prompt, the turns,
-    and which tokens of these are the policy's. What the policy reads first and whose turn an
-    observation is, the environment says. Raises ValueError if it fails."""
+) -> Demonstration:
+    """Return the tokens of a demonstrated episode, as if it were played.
+
+    The environment gives the first messages and the role of its observations. An observation keeps
+    its first `task.observation_tokens` tokens, as in an episode. Raises ValueError if the
+    environment fails."""
     position = (settings.seed, "cold_start", problem.task, problem.index, 0)
     player = Player(lambda: task.environment(problem, position), task.step_seconds)
     try:
         beginning = player.finish(player.begin("reset", problem))
         prompt = prompt_text(policy, beginning, policy.positions)
     except EnvironmentFailed as error:
-        where = f"problem {problem.index} of task {problem.task!r}"
         raise ValueError(
-            f"cold_start.steps={settings.steps}: {where} does not begin: {error}"
+            f"cold_start.steps={settings.steps}: problem {problem.index} of task "
+            f"{problem.task!r} does not begin: {error}"
         ) from error
     finally:
         all_closed([player.close()])
@@ -272,27 +300,17 @@ def _episode(
         conversations[beginning.role] = Conversation(
             policy.tokenizer, policy.prompts, policy.stop_ids, beginning.role
         )
-    turns = task.demonstrated_turns(problem, settings.wrong_step_rate, rng)
-    own = demonstrated(policy, turns, conversations[beginning.role], task.observation_tokens)
-    return policy.prompts.encode_written(policy.tokenizer, prompt), *own
-
-
-def demonstrated(
-    policy: Policy, turns: list[str], conversation: Conversation | None = None, most: int = 0
-) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a demonstration's turns, the policy's and the environment's in turn, and
-    which of them are the policy's: each of its turns ends with the end-of-sequence token. Of what
-    the environment says `most` tokens are kept, as in an episode."""
+    conversation = conversations[beginning.role]
     token_ids: list[int] = []
-    own: list[bool] = []
+    by_policy: list[bool] = []
+    turns = task.demonstrated_turns(problem, settings.wrong_step_rate, rng)
     for number, text in enumerate(turns):
-        if number % 2:
-            new = conversation.reply(text, token_ids[-1], most).token_ids
+        is_policy = number % 2 == 0
+        if is_policy:
+            turn_ids = _turn_ids(policy, text)
         else:
-            new = [
-                *policy.tokenizer(text, add_special_tokens=False)["input_ids"],
-                policy.tokenizer.eos_token_id,
-            ]
-        token_ids += new
-        own += [number % 2 == 0] * len(new)
-    return token_ids, own
+            turn_ids = conversation.reply(text, token_ids[-1], task.observation_tokens).token_ids
+        token_ids += turn_ids
+        by_policy += [is_policy for _ in turn_ids]
+    prompt_ids = policy.prompts.encode_written(policy.tokenizer, prompt)
+    return Demonstration(prompt_ids, token_ids, by_policy)

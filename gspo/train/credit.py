@@ -1,10 +1,8 @@
 """Computes the advantage of every token from scored responses.
 
     verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
-    (reward.turns=each: every
-                                                                  turn's own reward -> its last
-                                                                  token)
-    - beta KL of every token, where KL is in the reward          -> estimator, whitening, clip
+    (reward.turns=each: every turn's own reward -> its last token)
+    - beta KL of every token, if KL is in the reward -> estimator, whitening, clip
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -15,54 +13,70 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.advantages import Credit
-from gspo.algorithm.kl import KLCoefficient
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.data.batch import TrainBatch
+from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
+from gspo.data.pack import pack_turns
+from gspo.data.samples import rewards_of
+from gspo.rollout.sources.base import Rollout
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm
 
 
 def assign_credit(
-    batch: TrainBatch,
-    rewards_B: Tensor,
-    groups_B: Tensor,
+    batch: OldPolicyBatch,
+    values_BT: Tensor | None,
+    rollout: Rollout,
     *,
-    limit: int,
     algorithm: Algorithm,
-    coefficient: KLCoefficient | None,
+    kl_coefficient: float,
     running: RunningMoments,
     accumulator: MetricAccumulator,
-) -> None:
-    """Set the batch's advantages, and its returns if there is a critic. The computation is in
-    float64.
+) -> TrainBatch:
+    """Return the batch with advantages, and with returns if there is a critic.
 
-    `limit` is the largest number of tokens a response may have, and `running` holds the moments of
+    The computation is in float64. `values_BT` are the critic's, and `running` holds the moments of
     all rewards so far.
     """
-    mask_BT, advantage = batch.mask_BT, algorithm.advantage
-    lengths_B = mask_BT.sum(-1)
-    penalty_B = algorithm.reward.overlong(lengths_B, limit).double()
+    mask_BT = batch.mask_BT
+    rewards = [reward for group in rollout.groups for reward in rewards_of(group)]
+    rewards_B = torch.tensor(rewards)
+    group_sizes = torch.tensor([len(group) for group in rollout.groups])
+    groups_B = torch.arange(len(group_sizes)).repeat_interleave(group_sizes)
+
+    penalty_B = algorithm.reward.overlong(mask_BT.sum(-1), rollout.limit).double()
     accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
-    shaped_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
+    last_rewards_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    if algorithm.reward.turns == "each" and batch.turn_rewards_BT is not None:
-        token_rewards_BT, shaped_B = batch.turn_rewards_BT.clone(), penalty_B
-    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += shaped_B
+    turns = pack_turns(rollout.responses, batch)
+    if algorithm.reward.turns == "each" and turns is not None:
+        token_rewards_BT = turns.rewards_BT.clone()
+        last_rewards_B = penalty_B
+    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += last_rewards_B
     if algorithm.kl.in_reward:
+        if batch.ref_logp_BT is None:
+            raise ValueError("KL in the reward needs log-probs of the reference policy")
         kl_BT = algorithm.kl.estimate(
             batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT
         )
-        token_rewards_BT = torch.where(mask_BT, token_rewards_BT - coefficient.value * kl_BT, 0.0)
-    values_BT = None if batch.old_values_BT is None else batch.old_values_BT.double()
-    credit = Credit(token_rewards_BT, mask_BT, groups_B, values_BT, batch.turns_BT)
-    batch.adv_BT = advantage(credit).float()
-    diagnostics.advantages(batch, accumulator)
-    if advantage.needs_values:
-        batch.returns_BT = advantage.returns(credit).float()
-        diagnostics.explained_variance(batch, accumulator)
+        token_rewards_BT = torch.where(mask_BT, token_rewards_BT - kl_coefficient * kl_BT, 0.0)
+
+    credit = Credit(
+        token_rewards_BT,
+        mask_BT,
+        groups_B,
+        values_BT=None if values_BT is None else values_BT.double(),
+        turns_BT=None if turns is None else turns.index_BT,
+    )
+    adv_BT = algorithm.advantage(credit).float()
+    diagnostics.advantages(adv_BT, mask_BT, accumulator)
+    critic = None
+    if algorithm.advantage.needs_values and values_BT is not None:
+        critic = Critic(values_BT, algorithm.advantage.returns(credit).float())
+        diagnostics.explained_variance(critic, mask_BT, accumulator)
+    return batch.with_advantages(adv_BT, critic)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:
-    """Find the column of each response's last token; 0 for a response without tokens. Shape [B]."""
+    """Return the column of each response's last token, 0 for a response without tokens: [B]."""
     return (mask_BT * torch.arange(mask_BT.shape[1])).amax(-1)

@@ -1,5 +1,4 @@
-"""What a user's own package may add to a run beside objective, advantages and task: metrics, and
-callbacks.
+"""Metrics and callbacks that a user's package adds to a run.
 
 For example, with this in my_pkg/extras.py, `metrics.long.path=my_pkg.extras:Long
 metrics.long.tokens=50` measures `custom/long` at every step:
@@ -21,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gspo.data.samples import Response
+from gspo.data.samples import ScoredResponse
 from gspo.io.ranges import Ranged
 
 if TYPE_CHECKING:
@@ -32,26 +31,26 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """Holds what a metric may read of a step, after its last update."""
+    """The contents of a step that a metric may read, after the last update."""
 
     step: int
     # every response of the step as tensors: tokens, mask_BT, old_logp_BT (log-probs before the
     # updates), adv_BT
     batch: TrainBatch
-    responses: list[Response]  # the rows of the batch: texts, scores, the engine's log-probs
+    responses: list[ScoredResponse]  # the rows of the batch: texts, scores, engine's log-probs
     metrics: dict[str, float]  # the step's other metrics
 
 
 @dataclass
 class CustomMetric(Ranged, key="metrics"):
-    """The base of a user's own metric: its fields are settings, and calling it computes the number
-    of one step.
+    """The base of a user's metric: its fields are settings, and calling it computes one number.
 
     Its name in a run is `custom/<name>`, from the setting metrics.<name>. A metric that raises an
-    exception or is not finite is left out of the step's row; the first time a warning says why.
+    exception or is not finite is left out of the step's row. The first time, a warning gives the
+    reason.
     """
 
-    path: str = ""  # where the class is, for example my_pkg.extras:Long
+    path: str = ""  # the class, for example my_pkg.extras:Long
     unit: ClassVar[str] = ""
     meaning: ClassVar[str] = ""
 
@@ -62,58 +61,59 @@ class CustomMetric(Ranged, key="metrics"):
 
 @dataclass
 class Callback(Ranged, key="callbacks"):
-    """The base of a user's own code around the steps; all methods may be left out.
+    """The base of a user's code around the steps. All methods are optional.
 
-    `trainer` is the gspo.train.trainer.Trainer. What a callback changes in it, such as
-    `trainer.optim.lr`, acts from that moment on. An exception in a callback ends the run, which
-    then goes on from its last checkpoint.
+    `trainer` is the gspo.train.trainer.Trainer. A callback may change it: a new value of
+    `trainer.optim.lr` acts from then on. An exception in a callback ends the run, which then goes
+    on from its last checkpoint.
     """
 
-    path: str = ""  # where the class is, for example my_pkg.extras:StopEarly
+    path: str = ""  # the class, for example my_pkg.extras:StopEarly
 
     def before_step(self, step: int, trainer: Any) -> None:
         """Act before the responses of a step are sampled."""
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool | None:
-        """Act after the step's updates and its row of metrics. Returns True to end the run after
-        this step.
-        """
+        """Act after the step's updates and metrics. Return True to end the run after this step."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of the callback; ready for JSON."""
+        """Return the callback's state for a checkpoint, ready for JSON."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned, when a run is resumed."""
+        """Restore the result of `state` when a run is resumed."""
 
 
 class Extensions:
-    """Holds the metrics and callbacks of one run, by the names that the settings give them."""
+    """The metrics and callbacks of a run, by their names in the settings."""
 
     def __init__(self, metrics: dict[str, CustomMetric], callbacks: dict[str, Callback]):
-        self.metrics, self.callbacks = metrics, dict(callbacks)  # a run adds its own
-        self.warned: set[str] = set()  # metrics that were left out of a row already
-        # what the user was not told yet; whoever tells it clears the list
+        self.metrics = metrics
+        self.callbacks = dict(callbacks)  # a run adds callbacks to this copy
+        self.warned: set[str] = set()  # metrics that have had a warning
+        # new warnings for the user; the run's loop prints them and clears the list
         self.warnings: list[str] = []
 
     def measure(self, trained: TrainedStep) -> dict[str, float]:
         """Compute the user's metrics of a step."""
-        found = {}
+        values = {}
         for name, metric in self.metrics.items():
             try:
                 value = float(metric(trained))
-                why = "" if math.isfinite(value) else f"it is {value}"
-            except Exception as error:  # a metric of the user's may raise anything; that must not end a run of days
-                value, why = math.nan, f"{type(error).__name__}: {error}"
-            if why and name not in self.warned:
+                problem = "" if math.isfinite(value) else f"it is {value}"
+            # a user's metric may raise anything, which must not end a run of days
+            except Exception as error:
+                value = math.nan
+                problem = f"{type(error).__name__}: {error}"
+            if not problem:
+                values[f"custom/{name}"] = value
+            elif name not in self.warned:
                 self.warned.add(name)
-                LOG.info("custom/%s", name, exc_info=True)  # where in the user's code it was
+                LOG.info("custom/%s", name, exc_info=True)  # the line in the user's code
                 self.warnings.append(
-                    f"step {trained.step}: custom/{name} is left out where it fails: {why}"
+                    f"step {trained.step}: custom/{name} is left out where it fails: {problem}"
                 )
-            if not why:
-                found[f"custom/{name}"] = value
-        return found
+        return values
 
     def before_step(self, step: int, trainer: Any) -> None:
         """Call every callback before a step."""
@@ -121,19 +121,18 @@ class Extensions:
             callback.before_step(step, trainer)
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool:
-        """Call every callback after a step; tell whether one of them ends the run."""
-        return any(
-            [callback.after_step(step, trainer, metrics) for callback in self.callbacks.values()]
-        )
+        """Call every callback after a step, and return whether one of them ends the run."""
+        # a list, because `any` of a generator would leave out the callbacks after a True
+        ends = [callback.after_step(step, trainer, metrics) for callback in self.callbacks.values()]
+        return any(ends)
 
     def state(self) -> dict[str, dict]:
-        """Return the states of the callbacks that have one."""
-        return {
-            name: state for name, callback in self.callbacks.items() if (state := callback.state())
-        }
+        """Return the states of the callbacks, without empty states."""
+        states = {name: callback.state() for name, callback in self.callbacks.items()}
+        return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: dict[str, dict]) -> None:
-        """Restore what `state` returned; callbacks that are new keep the state they start with."""
+        """Restore the result of `state`. New callbacks keep the state they start with."""
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state(states[name])

@@ -1,10 +1,10 @@
-"""Counts what training costs: FLOPs, tokens and seconds, of each step and of the whole run."""
+"""Counts the FLOPs, tokens and seconds of each step and of the whole run."""
 
 from __future__ import annotations
 
 import torch
 
-from gspo.data.batch import TrainBatch
+from gspo.data.batch import TokenBatch
 from gspo.model.policy import Policy
 from gspo.rollout.sources.base import Rollout
 from gspo.train.checkpoint import TrainState
@@ -13,7 +13,7 @@ from gspo.train.checkpoint import TrainState
 def account(
     state: TrainState,
     policy: Policy,
-    batch: TrainBatch,
+    batch: TokenBatch,
     rollout: Rollout,
     passes: int,
     train_s: float,
@@ -21,31 +21,30 @@ def account(
     """Add the step to the run's counters, and return the metrics of the step and of the run so far.
 
     A prompt is prefilled once per group. A response is generated, then passed through the model
-    `passes` times; a backward pass counts as two. Groups that were sampled and dropped cost their
-    generation. `compute/flops` is left out for a model whose number of active parameters is not
-    known.
+    `passes` times. A backward pass counts as two. Groups that were sampled and dropped cost their
+    generation. `compute/flops` is left out if the number of active parameters is not known.
     """
-    counts_flops = policy.active_parameters is not None
     sampled = [r for group in rollout.sampled for r in group]
-    generated = sum(r.length for r in sampled) + sum(r.length for r in rollout.ungraded)
+    generated_responses = [*sampled, *rollout.ungraded]
+    generated = sum(r.length for r in generated_responses)
     trained = sum(r.length for r in rollout.responses)
     state.tokens += generated
-    if counts_flops:
+    metrics: dict[str, float] = {}
+    if policy.active_parameters is not None:
         flops = policy.forward_flops
-        whole = torch.tensor(
-            [len(r.prompt_ids) + len(r.token_ids) for r in [*sampled, *rollout.ungraded]]
-        )
-        repeated = torch.tensor([len(r.prompt_ids) for group in rollout.sampled for r in group[1:]])
-        state.flops += flops(whole) - flops(repeated) + flops(batch.attention_BS.sum(1)) * passes
+        lengths = [len(r.prompt_ids) + len(r.token_ids) for r in generated_responses]
+        repeated_prompts = [len(r.prompt_ids) for group in rollout.sampled for r in group[1:]]
+        generation = flops(torch.tensor(lengths)) - flops(torch.tensor(repeated_prompts))
+        state.flops += generation + flops(batch.attention_BS.sum(1)) * passes
+        metrics["compute/flops"] = state.flops
     synced_s = rollout.synced.get("time/sync_s", 0.0)
     sampling_s = rollout.rollout_s + rollout.score_s + rollout.behaviour_s + synced_s
     if rollout.waited_s is not None:  # the rest of the sampling ran while the trainer worked
         sampling_s = rollout.waited_s
     state.seconds += sampling_s + train_s
-    some = {"compute/flops": state.flops} if counts_flops else {}
     if rollout.environment_s:
-        some["time/environment_s"] = rollout.environment_s
-    return some | {
+        metrics["time/environment_s"] = rollout.environment_s
+    return metrics | {
         "compute/tokens": state.tokens,
         "compute/dropped_tokens": generated - trained,
         "compute/seconds": state.seconds,

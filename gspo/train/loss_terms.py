@@ -1,9 +1,8 @@
-"""The terms of the loss. The total is their sum; each aggregates by itself and measures its own
-metrics.
+"""The terms of the loss. The loss is their sum. Each term aggregates by itself and has its metrics.
 
-A term is called with the tensors of a micro-batch and the counts of the whole optimizer step, and
-returns its share of the step's loss. The trainer adds up the terms of a list, so a further term is
-a further object in it, not a branch.
+A term gets a micro-batch, the result of its forward pass, and the counts of the whole optimizer
+step. It returns its share of the step's loss. The trainer adds up the terms of a list, so a new
+term is a new object in the list, not a branch.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -16,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from gspo.algorithm.advantages import GAE
+from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
@@ -31,7 +30,7 @@ from gspo.train.settings import Algorithm
 
 
 class Term(Protocol):
-    """Describes one addend of the loss."""
+    """An addend of the loss."""
 
     @property
     def needs_every_row(self) -> bool:
@@ -39,10 +38,17 @@ class Term(Protocol):
         ...
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        """Compute the micro-batch's share of the term, a scalar. `minibatch` counts the updates of
-        the step from 1.
+        """Compute the micro-batch's share of the term, a scalar.
+
+        `output` is the result of the forward pass over the micro-batch `batch`. `minibatch` counts
+        the updates of the step from 1.
         """
         ...
 
@@ -56,22 +62,29 @@ class PolicyTerm:
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether the objective's gradient is not 0 where the advantage is."""
+        """Whether the objective has a gradient at advantage 0."""
         return self.objective.needs_every_row
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
+        inputs = loss_inputs(output, batch)
         outputs = self.objective(inputs)
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, inputs, minibatch, accumulator)
-        return self.aggregation(corrected(outputs.loss_BT, inputs), inputs.mask_BT, totals)
+        return self.aggregation(corrected(outputs.loss_BT, batch), batch.mask_BT, totals)
 
 
 @dataclass
 class KLTerm:
-    """The KL term, beta * aggregate( KL estimate ), see KLInLoss. It raises ValueError without
-    reference log-probs.
+    """The KL term, beta * aggregate( KL estimate ), see KLInLoss.
+
+    It raises ValueError without reference log-probs.
     """
 
     settings: KLInLoss
@@ -79,27 +92,30 @@ class KLTerm:
     needs_every_row: ClassVar[bool] = True
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        if inputs.ref_logp_BT is None:
+        settings = self.settings
+        mask_BT = batch.mask_BT
+        if batch.ref_logp_BT is None:
             raise ValueError(
-                f"kl.coef={self.settings.coef} without reference policy: ref_logp_BT is missing"
+                f"kl.coef={settings.coef} without reference policy: ref_logp_BT is missing"
             )
-        kl_BT = self.settings.estimate(inputs.logp_BT, inputs.ref_logp_BT, inputs.mask_BT)
-        if self.settings.times_ratio != "none":
-            exponent = RatioObjective(log_ratio_bound=self.settings.log_ratio_bound)
-            ratio = (
-                exponent.token_ratio
-                if self.settings.times_ratio == "token"
-                else exponent.sequence_ratio
-            )
-            kl_BT = kl_BT * ratio(inputs)[0]
-        if self.settings.weighted:
-            kl_BT = corrected(kl_BT, inputs)
-        loss = self.coefficient.value * self.settings.aggregation(kl_BT, inputs.mask_BT, totals)
-        accumulator.mean(
-            "kl/loss", loss.detach(), inputs.mask_BT.any(-1).sum() / max(totals.sequences, 1)
-        )
+        kl_BT = settings.estimate(output.logp_BT, batch.ref_logp_BT, mask_BT)
+        bounded = RatioObjective(log_ratio_bound=settings.log_ratio_bound)
+        if settings.times_ratio == "token":
+            kl_BT = kl_BT * bounded.token_ratio(loss_inputs(output, batch))[0]
+        elif settings.times_ratio == "sequence":
+            kl_BT = kl_BT * bounded.sequence_ratio(loss_inputs(output, batch))[0]
+        if settings.weighted:
+            kl_BT = corrected(kl_BT, batch)
+        loss = self.coefficient.value * settings.aggregation(kl_BT, mask_BT, totals)
+        share = mask_BT.any(-1).sum() / max(totals.sequences, 1)
+        accumulator.mean("kl/loss", loss.detach(), share)
         return loss
 
 
@@ -108,111 +124,144 @@ class ValueTerm:
     """The critic's term, see GAE: value_coef * the mean over tokens of
 
     1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
+
+    It raises ValueError without values.
     """
 
-    settings: GAE
+    settings: Advantage
     needs_every_row: ClassVar[bool] = True
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        mask_BT, clip = inputs.mask_BT, self.settings.value_clip
-        values_BT, old_BT, returns_BT = (
-            torch.where(mask_BT, x, 0.0)
-            for x in (inputs.values_BT, inputs.old_values_BT, inputs.returns_BT)
-        )
-        clipped_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
-        error_BT = (
-            torch.maximum((values_BT - returns_BT).square(), (clipped_BT - returns_BT).square()) / 2
-        )
+        if output.values_BT is None or batch.critic is None:
+            raise ValueError(f"advantage={self.settings.name} needs the critic's values")
+        mask_BT = batch.mask_BT
+        clip = self.settings.value_clip
+        values_BT = torch.where(mask_BT, output.values_BT, 0.0)
+        old_values_BT = torch.where(mask_BT, batch.critic.old_values_BT, 0.0)
+        returns_BT = torch.where(mask_BT, batch.critic.returns_BT, 0.0)
+        clipped_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+        error_BT = (values_BT - returns_BT).square()
+        clipped_error_BT = (clipped_BT - returns_BT).square()
+        loss_BT = torch.maximum(error_BT, clipped_error_BT) / 2
         with torch.no_grad():
-            diagnostics.values(inputs, clip, accumulator)
-        return self.settings.value_coef * Aggregation("token-mean")(error_BT, mask_BT, totals)
+            diagnostics.values(output.values_BT, batch.critic, mask_BT, clip, accumulator)
+        return self.settings.value_coef * Aggregation("token-mean")(loss_BT, mask_BT, totals)
 
 
 @dataclass
 class BalanceTerm:
-    """The auxiliary loss that balances the loads of the experts (arXiv:2101.03961, equation 4),
-    mean over MoE layers:
+    """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers:
 
-    router_aux_loss_coef * E * sum_e f_e P_e
+    router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
 
     P_e is the mean over the response tokens of the probability that the router gives expert e. f_e
-    is the share of the mini-batch's choices that fell on e under the old policy: fixed for the
-    whole optimizer step, so that the gradient does not depend on the micro-batches. The sum is 1
-    where all experts are used equally.
+    is the share of expert e in the mini-batch's choices under the old policy. It is fixed for the
+    whole optimizer step, so the gradient does not depend on the micro-batches. The sum is 1 if all
+    experts are used equally. The term raises ValueError outside Routing.balancing.
     """
 
     coef: float
     needs_every_row: ClassVar[bool] = True
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        balance = Aggregation("token-mean")(inputs.balance_BT, inputs.mask_BT, totals)
-        accumulator.mean(
-            "routing/balance", balance.detach(), inputs.mask_BT.sum() / max(totals.tokens, 1)
-        )
+        if output.balance_BT is None:
+            raise ValueError("the auxiliary loss needs the routers' loads: balance_BT is missing")
+        balance = Aggregation("token-mean")(output.balance_BT, batch.mask_BT, totals)
+        share = batch.mask_BT.sum() / max(totals.tokens, 1)
+        accumulator.mean("routing/balance", balance.detach(), share)
         return self.coef * balance
 
 
 class EntropyTerm:
-    """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation, as in verl
-    and ROLL.
+    """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation.
 
-    H = -sum_v pi_v log pi_v is the entropy of the whole distribution at the sampling temperature,
-    of which the ratio is too. alpha is the coefficient that acts in this update, see
-    EntropyCoefficient.
+    verl and ROLL have it too. H = -sum_v pi_v log pi_v is the entropy of the whole distribution at
+    the sampling temperature, as is the ratio. alpha is the coefficient that acts in this update,
+    see EntropyCoefficient. The term raises ValueError without the entropy of every token.
     """
 
     needs_every_row: ClassVar[bool] = True
 
     def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):
-        self.coefficient, self.aggregation = coefficient, aggregation
+        self.coefficient = coefficient
+        self.aggregation = aggregation
         # nats: the sum over the tokens of the mini-batch that have been passed so far
-        self.passed = 0.0
+        self.entropy_sum: Tensor | float = 0.0
 
     def __call__(
-        self, inputs: LossInputs, totals: Totals, minibatch: int, accumulator: MetricAccumulator
+        self,
+        output: PolicyOutput,
+        batch: TrainBatch,
+        totals: Totals,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> Tensor:
-        """Compute the micro-batch's share. Raises ValueError without inputs.entropy_BT."""
-        if inputs.entropy_BT is None:
+        mask_BT = batch.mask_BT
+        if output.entropy_BT is None:
             raise ValueError(
                 "the entropy bonus needs the entropy of every token: entropy_BT is missing"
             )
-        own_BT = torch.where(inputs.mask_BT, inputs.entropy_BT.detach(), 0.0)
-        self.passed = self.passed + own_BT.double().sum()
-        share, alpha = inputs.mask_BT.sum() / max(totals.tokens, 1), self.coefficient.acting
+        entropy_BT = torch.where(mask_BT, output.entropy_BT.detach(), 0.0)
+        self.entropy_sum = self.entropy_sum + entropy_BT.double().sum()
+        share = mask_BT.sum() / max(totals.tokens, 1)
+        alpha = self.coefficient.acting
         accumulator.mean("policy/entropy_coef", alpha * share, share)
-        return -alpha * self.aggregation(inputs.entropy_BT, inputs.mask_BT, totals)
+        return -alpha * self.aggregation(output.entropy_BT, mask_BT, totals)
 
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
-        """Adapt the coefficient by the entropy of the whole mini-batch, of which each rank has
-        passed a share. A fixed one reads no number, for which a GPU would have to be waited for."""
-        passed, self.passed = self.passed, 0.0
+        """Adapt the coefficient by the entropy of the whole mini-batch.
+
+        Each rank has passed a share of it. With a fixed coefficient no number is read, because that
+        would wait for a GPU."""
+        entropy_sum = self.entropy_sum
+        self.entropy_sum = 0.0
         if totals.tokens and self.coefficient.target is not None:
-            total = torch.tensor(float(passed), dtype=torch.float64)
+            total = torch.tensor(float(entropy_sum), dtype=torch.float64)
             self.coefficient.update(float(ranks.all_reduce(total)) / totals.tokens)
 
+    def state(self) -> list[float | None]:
+        """Return the state of the coefficient, ready for JSON."""
+        return [self.coefficient.value, self.coefficient.measured]
 
-def corrected(loss_BT: Tensor, inputs: LossInputs) -> Tensor:
-    """Multiply the loss of every token by the correction for the mismatch of engine and trainer, if
-    there is one.
-    """
-    return loss_BT if inputs.correction_BT is None else loss_BT * inputs.correction_BT.detach()
+    def load_state(self, state: list[float | None]) -> None:
+        """Restore the result of `state`."""
+        value, measured = state
+        if value is not None:
+            self.coefficient.value = value
+        self.coefficient.measured = measured
+
+
+def corrected(loss_BT: Tensor, batch: TrainBatch) -> Tensor:
+    """Multiply the loss of every token by the batch's correction, if any."""
+    return loss_BT if batch.correction_BT is None else loss_BT * batch.correction_BT.detach()
 
 
 def loss_terms(
     algorithm: Algorithm,
     aggregation: Aggregation,
-    coefficient: KLCoefficient | None,
+    coefficient: KLCoefficient,
     router_aux_loss_coef: float,
 ) -> list[Term]:
-    """List the addends of the loss: the policy term, the KL and value terms of algorithms that have
-    them, and the auxiliary loss of the routers if its coefficient is not 0. The trainer adds the
-    entropy term."""
+    """Return the addends of the loss.
+
+    They are the policy term, the KL and value terms of algorithms that have them, and the auxiliary
+    loss of the routers if its coefficient is not 0. The trainer adds the entropy term."""
     terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
-    if algorithm.kl.in_loss:
+    if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
         terms.append(ValueTerm(algorithm.advantage))
@@ -222,9 +271,7 @@ def loss_terms(
 
 
 def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
-    """Collect what the loss terms may read: the results of this forward pass and what the batch
-    holds.
-    """
+    """Collect the tensors that an objective may read."""
     return LossInputs(
         logp_BT=output.logp_BT,
         old_logp_BT=batch.old_logp_BT,
@@ -232,11 +279,5 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         mask_BT=batch.mask_BT,
         engine_logp_BT=batch.engine_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
-        correction_BT=batch.correction_BT,
-        values_BT=output.values_BT,
-        old_values_BT=batch.old_values_BT,
-        returns_BT=batch.returns_BT,
-        balance_BT=output.balance_BT,
-        entropy_BT=output.entropy_BT,
         lengths_B=batch.attention_BS[:, batch.prompt_width :].sum(-1),
     )

@@ -1,5 +1,4 @@
-"""The trainer's settings: the optimizer, how a rollout batch becomes updates, what the ratio
-divides by, checkpoints, the cold start, and the algorithm of an update."""
+"""The trainer's settings: optimizer, updates, old policy, ranks, checkpoints, cold start, algorithm."""
 
 from __future__ import annotations
 
@@ -30,21 +29,21 @@ PRECISIONS = ("float32", "bfloat16")
 
 @dataclass
 class OptimSettings(Ranged, key="optim"):
-    """The settings of AdamW, and how its learning rate changes with the number of updates."""
+    """The settings of AdamW and of its learning-rate schedule."""
 
     # adamw | adamw_8bit, paged_adamw_8bit: with moments of 8 bits, by bitsandbytes
     # (gspo.train.optimizer)
     name: str = choice("adamw", OPTIMIZERS, metadata=HASHED_IF_CHANGED)
-    lr: float = ranged(1e-6, least=0)  # the largest that it becomes
-    warmup_updates: int = ranged(20, least=0)  # over so many it rises linearly
-    # then it stays (none), or falls over `decay_updates` updates to `final_lr_factor` times lr: on
-    # a straight line (linear) or on half a wave (cosine)
+    lr: float = ranged(1e-6, least=0)  # the maximum of the schedule
+    warmup_updates: int = ranged(20, least=0)  # updates over which it rises linearly
+    # after the warm-up: none (constant), or over `decay_updates` updates to `final_lr_factor` times
+    # lr, linear or cosine
     decay: str = choice("none", ("none", "linear", "cosine"), metadata=HASHED_IF_CHANGED)
     decay_updates: int = ranged(0, least=0, metadata=HASHED_IF_CHANGED)
     final_lr_factor: float = ranged(0.0, least=0, most=1, metadata=HASHED_IF_CHANGED)
     beta1: float = ranged(0.9, least=0, below=1)
     beta2: float = ranged(0.95, least=0, below=1)
-    # gradients of RL can be as small as 1e-18, so that the usual 1e-8 would stop learning
+    # gradients of RL can be as small as 1e-18, and the usual 1e-8 would stop learning
     # (arXiv:2506.13585)
     eps: float = ranged(1e-15, least=0)
     weight_decay: float = ranged(0.0, least=0)
@@ -59,8 +58,9 @@ class OptimSettings(Ranged, key="optim"):
         super().__post_init__()
         if (self.decay == "none") != (self.decay_updates == 0):
             raise ValueError(
-                f"optim.decay={self.decay} with optim.decay_updates={self.decay_updates}: the learning rate falls over "
-                "a number of updates; set both, or neither (a step has trainer.minibatches x trainer.epochs updates)"
+                f"optim.decay={self.decay} with optim.decay_updates={self.decay_updates}: the "
+                "learning rate falls over a number of updates; set both, or neither (a step has "
+                "trainer.minibatches x trainer.epochs updates)"
             )
         if self.decay == "none" and self.final_lr_factor:
             raise ValueError(
@@ -68,21 +68,25 @@ class OptimSettings(Ranged, key="optim"):
             )
 
     def lr_of(self, update: int) -> float:
-        """Return the learning rate of an update; the first has the number 1.
+        """Return the learning rate of an update, counted from 1.
 
-        lr min(1, n / warmup) (f + (1 - f) d(p)) with p = (n - warmup) / decay_updates in [0, 1], f
-        = final_lr_factor, and d(p) = 1, 1 - p or (1 + cos(pi p)) / 2."""
+            lr min(1, n / warmup) (f + (1 - f) d(p))
+
+        with p = (n - warmup) / decay_updates in [0, 1], f = final_lr_factor, and d(p) = 1, 1 - p or
+        (1 + cos(pi p)) / 2."""
         lr = self.lr * min(1.0, update / max(self.warmup_updates, 1))
         if self.decay == "none":
             return lr
-        past = min(1.0, max(0, update - self.warmup_updates) / self.decay_updates)
-        left = 1 - past if self.decay == "linear" else (1 + math.cos(math.pi * past)) / 2
-        return lr * (self.final_lr_factor + (1 - self.final_lr_factor) * left)
+        progress = min(1.0, max(0, update - self.warmup_updates) / self.decay_updates)
+        factor = 1 - progress
+        if self.decay == "cosine":
+            factor = (1 + math.cos(math.pi * progress)) / 2
+        return lr * (self.final_lr_factor + (1 - self.final_lr_factor) * factor)
 
 
 @dataclass
 class TrainerSettings(Ranged, key="trainer"):
-    """The settings that say how a rollout batch becomes updates."""
+    """The settings of the updates on a rollout batch."""
 
     # optimizer updates per rollout batch and epoch; 4 in the paper, section 5.1
     minibatches: int = ranged(4, least=1)
@@ -91,18 +95,18 @@ class TrainerSettings(Ranged, key="trainer"):
     micro_batch_size: int = ranged(64, least=1, cost_only=True)
     # from the loss of every token to one number
     aggregation: Aggregation = field(default_factory=Aggregation)
-    # leave responses that a limit has cut off out of the loss, since their rewards are no fair ones
-    # (overlong filtering, DAPO, arXiv:2503.14476): at max_new_tokens, at the model's positions, at
-    # an episode's last turn. Their rewards stay in the baseline
+    # leave truncated responses out of the loss, because their rewards are not fair (overlong
+    # filtering, DAPO, arXiv:2503.14476). A response is truncated at max_new_tokens, at the model's
+    # last position or at an episode's last turn. Its reward stays in the baseline
     mask_truncated: bool = False
     # coefficient of the auxiliary loss that balances the loads of the experts (BalanceTerm). The
     # GSPO paper's formula has none. transformers' router_aux_loss_coef is 0.001 for Qwen3-MoE and
-    # Mixtral and 0.01 for OLMoE; its loss is K times as large as ours.
+    # Mixtral and 0.01 for OLMoE. Its loss is K times our loss.
     router_aux_loss_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
     # coefficient of the entropy bonus (EntropyTerm), which the GSPO paper does not have; with
-    # entropy_target the first
+    # entropy_target its value in the first update
     entropy_coef: float = ranged(0.0, least=0, metadata=HASHED_IF_CHANGED)
-    # nats per token at which the entropy is held: after each update the coefficient moves by
+    # nats per token, the target of the entropy: after each update the coefficient moves by
     # entropy_coef_delta, within [entropy_coef_min, entropy_coef_max] (gspo.algorithm.entropy).
     # null: the coefficient is fixed
     entropy_target: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
@@ -117,19 +121,20 @@ class TrainerSettings(Ranged, key="trainer"):
         if self.entropy_target is not None:
             if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
                 raise ValueError(
-                    f"trainer.entropy_coef={self.entropy_coef} must lie between trainer.entropy_coef_min="
-                    f"{self.entropy_coef_min} and trainer.entropy_coef_max={self.entropy_coef_max}"
+                    f"trainer.entropy_coef={self.entropy_coef} must lie between "
+                    f"trainer.entropy_coef_min={self.entropy_coef_min} and "
+                    f"trainer.entropy_coef_max={self.entropy_coef_max}"
                 )
             return
         for f in fields(self):
             if f.name.startswith("entropy_coef_") and getattr(self, f.name) != f.default:
                 raise ValueError(
-                    f"trainer.{f.name}={getattr(self, f.name)} is not read with trainer.entropy_target=null (a fixed "
-                    "coefficient)"
+                    f"trainer.{f.name}={getattr(self, f.name)} is not read with "
+                    "trainer.entropy_target=null (a fixed coefficient)"
                 )
 
     def entropy_coefficient(self) -> EntropyCoefficient | None:
-        """Return the coefficient of the entropy bonus at the start of a run; None without bonus."""
+        """Return the entropy bonus's coefficient at the start of a run, None without bonus."""
         if not self.entropy_coef and self.entropy_target is None:
             return None
         return EntropyCoefficient(
@@ -143,38 +148,35 @@ class TrainerSettings(Ranged, key="trainer"):
 
 @dataclass
 class PolicySettings(Ranged, key="policy"):
-    """The settings that say which policy the ratio divides by, and whether that policy's routing is
-    replayed.
-    """
+    """The settings of the policy: old log-probs, routing replay, precision, memory and LoRA."""
 
     # none | r2: gradient steps go through the experts that the trainer chose under the old policy
-    #      | r3: old log-probs and gradient steps go through those that the engine chose
+    #      | r3: old log-probs and gradient steps go through the experts that the engine chose
     routing_replay: str = choice("none", ("none", "r2", "r3"))
-    # leave the routers of an MoE model as they were when the run began
+    # keep the routers of an MoE model as they are at the start of the run
     freeze_router: bool = field(default=False, metadata=HASHED_IF_CHANGED)
-    # step_start: recomputed under the weights of the step's start | behaviour: under those that
-    # sampled
-    #            | engine: as the engine reported. The first two differ where responses are older
-    #            than the step.
+    # step_start: recomputed under the weights of the step's start
+    # behaviour:  recomputed under the weights that sampled, which differs if responses are older
+    #             than the step
+    # engine:     as the engine reported
     old_logprobs: str = choice("step_start", ("step_start", "behaviour", "engine"))
-    # auto: skip the pass over the batch before the updates if the engine has just computed the same
-    # (`skips_old_pass`); the engine's experts are recorded for that. always: never skip it. Results
-    # differ by rounding. With auto, mismatch/* and routing/engine_agreement are measured on the
-    # first mini-batch alone.
+    # auto:   skip the pass before the updates if the engine has just computed the same, with the
+    #         trainer's weights and in its precision (`skips_old_pass`). The engine's experts
+    #         are recorded for that. mismatch/* and routing/engine_agreement are then measured on
+    #         the first mini-batch alone
+    # always: never skip it. Results differ by rounding
     old_pass: str = choice("auto", ("auto", "always"), metadata=CHANGEABLE)
     device: str = cost_only("auto")  # auto | cpu | cuda ...
-    # bfloat16: the trainer's matrix products; weights, optimizer, norms, routers and the logits'
-    # softmax stay float32
+    # of the trainer's matrix products; weights, optimizer, norms, routers and the logits' softmax
+    # are always float32
     precision: str = choice("float32", PRECISIONS)
-    # of the product that makes logits, and so of log-probs, in the trainer and in every engine.
-    # bfloat16: it is rounded as the layers are, which moves GSPO's ratios by more than its clip
-    # range (docs/recipes.md)
+    # of the product that computes logits, in the trainer and in every engine. bfloat16 rounds it,
+    # like the layers, which moves GSPO's ratios by more than its clip range (docs/recipes.md)
     head_dtype: str = choice("float32", PRECISIONS, metadata=HASHED_IF_CHANGED)
-    # sum in the same order each time on a GPU too, so that a resumed run equals an uninterrupted
-    # one to the bit, as it does on a CPU. It is slower, and an operation that has no such order
-    # ends the run
+    # sum in the same order each time on a GPU too. A resumed run then equals an uninterrupted run
+    # to the bit, as on a CPU. It is slower, and an operation without a fixed order ends the run
     deterministic: bool = cost_only(False)
-    # keep only the layers' inputs for the backward pass, and compute the rest again
+    # keep only the layers' inputs for the backward pass, and recompute the rest
     checkpointing: bool = cost_only(False)
     # train a low-rank adapter on the model's layers instead of its weights
     lora: LoraSettings = field(default_factory=LoraSettings, metadata=HASHED_IF_CHANGED)
@@ -197,25 +199,22 @@ class PolicySettings(Ranged, key="policy"):
 
 @dataclass
 class ParallelSettings(Ranged, key="parallel"):
-    """The settings that say how several processes train one policy together. Numbers depend on them
-    by rounding.
-    """
+    """The settings of training with several ranks. Numbers depend on them by rounding."""
 
-    # none: one process | replicate: each of the processes that torchrun starts holds the whole
-    # model, takes its share of the responses, and makes the same updates | shard: the same, with
-    # weights, gradients and optimizer state spread over the processes (FSDP)
+    # none:      one process
+    # replicate: each of the processes that torchrun starts holds the whole model, passes its share
+    #            of the responses through it, and makes the same updates
+    # shard:     the same, with weights, gradients and optimizer state sharded over ranks (FSDP)
     mode: str = choice("none", ("none", "replicate", "shard"))
-    # with mode=shard: how many processes hold one copy of the weights between them; 0 stands for
-    # all of them
+    # with mode=shard: the number of ranks over which a copy of the weights is sharded; 0: all
     shard_size: int = ranged(0, least=0)
-    # with mode=shard: to how many of those the experts of a layer are dealt, whose tokens then
-    # travel to them; it divides their number and that of the experts. 1: experts are gathered as
-    # all other weights
+    # with mode=shard: the number of these ranks over which a layer's experts are divided (expert
+    # parallelism). It divides the number of these ranks and the number of experts. 1: experts are
+    # all-gathered like all other weights
     experts: int = ranged(1, least=1)
-    # how many processes the run is for, as `gspo plan` reads it; another number is refused. 0: as
-    # many as are started
+    # the number of processes of the run, which `gspo plan` reads; another number is refused. 0: any
     ranks: int = ranged(0, least=0)
-    # how long the processes wait for one that does not answer
+    # minutes that the processes wait for a process that does not answer
     timeout_minutes: float = ranged(30.0, above=0)
 
     def __post_init__(self):
@@ -228,40 +227,33 @@ class ParallelSettings(Ranged, key="parallel"):
 
 @dataclass
 class CheckpointSettings(Ranged, key="checkpoint"):
-    """The settings of checkpoints. One is always written at the end of a run and when the run is
-    stopped.
-    """
+    """The settings of checkpoints. A checkpoint is always written at the end or stop of a run."""
 
-    every: int = ranged(10, least=1)  # the number of steps from one checkpoint to the next
-    keep: int = ranged(2, least=0)  # the number of newest checkpoints that are kept; 0 keeps all
+    every: int = ranged(10, least=1)  # steps from a checkpoint to the next
+    keep: int = ranged(2, least=0)  # the number of newest checkpoints to keep; 0: all
 
 
 @dataclass
 class ColdStartSettings(Ranged, key="cold_start"):
-    """The settings of supervised training before reinforcement learning; steps=0 starts from the
-    model as it is.
-    """
+    """The settings of supervised training before reinforcement learning. steps=0: none."""
 
     steps: int = ranged(0, least=0)
     batch_size: int = ranged(64, least=1)
     micro_batch_size: int = ranged(16, least=1)  # it changes speed and memory, not the gradient
     lr: float = ranged(3e-3, above=0)
     warmup_steps: int = ranged(50, least=0)
-    # share of demonstration steps that are wrong
+    # the share of demonstration steps that are wrong
     wrong_step_rate: float = ranged(0.12, least=0, below=1)
-    # nats: draw log sum exp(logits) to this number, which adds a constant to all logits and leaves
-    # the probabilities alone. 25 makes them as large as those of public models; null: they stay as
-    # they come
+    # nats: pull log sum exp(logits) to this number. That adds a constant to all logits and leaves
+    # the probabilities alone. 25 is the size in public models. null: no pull
     log_normalizer: float | None = ranged(None, above=0, metadata=HASHED_IF_CHANGED)
-    # it is not the run's seed, so that all seeds of a study share one cold start
+    # not the run's seed, because all seeds of a study share a cold start
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
 
 
 @dataclass
 class Algorithm:
-    """Names everything that the mathematics of an update depends on: objective, credit, KL term and
-    correction.
-    """
+    """The mathematics of an update: objective, advantages, reward shaping, KL term and correction."""
 
     objective: Objective = field(default_factory=GSPO)
     advantage: Advantage = field(default_factory=GroupNormalized)

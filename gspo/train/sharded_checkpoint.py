@@ -1,7 +1,8 @@
-"""Writes checkpoints of a model that is spread over ranks. No rank holds all of it: each writes
-some of the model's files, and its share of the optimizer's state. The folder is that of any
-checkpoint (gspo.train.checkpoint), but that `optimizer/` takes the place of optimizer.pt
-(gspo.train.sharded_optimizer).
+"""Writes checkpoints of a model that is sharded over ranks.
+
+No rank holds all of the model. Each rank writes some of the model's files, and its share of the
+optimizer's state. The folder has the files of any checkpoint (gspo.train.checkpoint), but
+`optimizer/` replaces optimizer.pt (gspo.train.sharded_optimizer).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gspo.train.sharded_optimizer import begin_writing
 
 @dataclass
 class Shard:
-    """Holds what one rank is to write."""
+    """The part of a checkpoint that a rank writes."""
 
     state: str  # the content of state.json
     files: Files
@@ -40,10 +41,10 @@ class Shard:
 
 
 class ShardedCheckpointWriter(CheckpointWriter):
-    """Writes the checkpoints of a run together with the writers of the other ranks: every rank has
-    one, and all of them must save at the same steps.
+    """Writes the checkpoints of a run together with the writers of the other ranks.
 
-    Rank 0 renames the folder once all have written their parts. An error of one is raised by all.
+    Every rank has a writer, and all of them must save at the same steps. Rank 0 renames the folder
+    once all have written their parts. All of them raise an error of any of them.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class ShardedCheckpointWriter(CheckpointWriter):
         ranks: Ranks,
     ):
         super().__init__(run, policy, optimizer, keep, settings, cleans=ranks.rank == 0)
-        self.ranks, self.exchange, self.of_dcp = ranks, ranks.new_group(), ranks.new_group()
+        self.ranks = ranks
+        self.thread_ranks = ranks.new_group()  # of the thread that writes
+        self.dcp_ranks = ranks.new_group()  # of PyTorch's distributed checkpoint
 
     def save(
         self,
@@ -66,8 +69,10 @@ class ShardedCheckpointWriter(CheckpointWriter):
         spared: int = -1,
     ) -> None:
         self.wait()
-        unfinished = self._begin(state.step, pending) if self.ranks.rank == 0 else None
-        unfinished = self.ranks.broadcast(unfinished)
+        unfinished = self._unfinished(state.step)
+        if self.ranks.rank == 0:
+            self._begin(unfinished, pending)
+        unfinished = self.ranks.broadcast(unfinished)  # it exists now
         files, index = own_files(self.policy.model, self.ranks)
         head = self.policy.value_head
         shard = Shard(
@@ -76,25 +81,26 @@ class ShardedCheckpointWriter(CheckpointWriter):
             index=index,
             value_head=copies(head.state_dict()) if head else None,
             reference=own_files(reference.model, self.ranks) if reference else None,
-            optimizer=begin_writing(self.policy, self.optimizer, unfinished, self.of_dcp),
+            optimizer=begin_writing(self.policy, self.optimizer, unfinished, self.dcp_ranks),
             spared=spared,
         )
         self.writing = self.thread.submit(self._write_shard, shard, unfinished)
 
     def _write_shard(self, shard: Shard, unfinished: Path) -> None:
-        """Write this rank's part; then, as rank 0, what there is one of, and rename the folder."""
+        """Write this rank's part. Rank 0 then writes the undivided files and renames the folder."""
+        ranks = self.thread_ranks
         problem = ""
         try:
             self._write_files(shard, unfinished)
         except (OSError, CheckpointException) as error:
-            problem = f"rank {self.ranks.rank}: {str(error).strip().splitlines()[-1]}"
-        if problem := next((text for text in self.exchange.all_gather(problem) if text), ""):
-            raise OSError(problem)
-        files = self.exchange.shard(sorted(path for path in unfinished.rglob("*.safetensors")))
-        sums = self.exchange.all_gather(
-            {str(path.relative_to(unfinished)): checksum(path) for path in files}
-        )
-        if self.ranks.rank == 0:
+            problem = f"rank {ranks.rank}: {str(error).strip().splitlines()[-1]}"
+        problems = [text for text in ranks.all_gather(problem) if text]
+        if problems:
+            raise OSError(problems[0])
+        files = ranks.shard(sorted(unfinished.rglob("*.safetensors")))
+        checksums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
+        checksums_of_ranks = ranks.all_gather(checksums)
+        if ranks.rank == 0:
             model, tokenizer = self.policy.model, self.policy.tokenizer
             write_rest(model, tokenizer, shard.index, unfinished)
             if shard.value_head:
@@ -102,11 +108,14 @@ class ShardedCheckpointWriter(CheckpointWriter):
             if shard.reference:
                 write_rest(model, tokenizer, shard.reference[1], unfinished / "reference")
             (unfinished / "state.json").write_text(shard.state, encoding="utf-8")
-            seal(unfinished, {name: found for some in sums for name, found in some.items()})
+            for other in checksums_of_ranks:
+                checksums |= other
+            seal(unfinished, checksums)
             self._finish(unfinished, shard.spared)
-        self.exchange.all_gather(None)  # whole for all
+        ranks.all_gather(None)  # the checkpoint is whole for all
 
     def _write_files(self, shard: Shard, unfinished: Path) -> None:
+        """Write this rank's files, and wait until they are on the disk."""
         written = write_files(shard.files, unfinished)
         if shard.reference:
             (unfinished / "reference").mkdir(exist_ok=True)

@@ -7,7 +7,13 @@ update      micro-batches -> sum of loss terms -> backward -> clip the gradient 
 
 The paper (arXiv:2507.18071) leaves some choices open. Here the optimizer is AdamW with linear
 warm-up, mini-batches are made of whole groups, gradients are clipped by their norm, and there is no
-KL term unless one is chosen.
+KL term by default.
+
+With several ranks each rank has the whole batch and makes the same updates, but passes only its
+share of the rows, the local rows, through the model.
+
+Shape suffixes: B responses, T response tokens, S all tokens, N row indices, L MoE layers, K experts
+per token, E experts.
 """
 
 from __future__ import annotations
@@ -23,8 +29,9 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.data.batch import TrainBatch, pack, to_device
-from gspo.data.samples import rewards_of
+from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch, to_device
+from gspo.data.pack import pack, pack_recorded
+from gspo.data.samples import Response
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy, PolicyOutput
@@ -43,11 +50,10 @@ from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, Traine
 
 
 class Trainer:
-    """Trains one policy by one algorithm.
+    """Trains a policy by an algorithm.
 
-    `reference` is the policy to which a KL term is measured; `extensions` are the user's own
-    metrics and callbacks. `ranks` are the processes that train the policy together: each has the
-    whole batch, passes its share of the rows through the model, and makes the same updates.
+    `reference` is the policy to which a KL term is measured. `extensions` are the user's own
+    metrics and callbacks. `ranks` are the processes that train the policy together.
     """
 
     def __init__(
@@ -64,15 +70,20 @@ class Trainer:
         extensions: Extensions | None = None,
         ranks: Ranks | None = None,
     ):
-        self.policy, self.source, self.algorithm, self.reference = (
-            policy,
-            source,
-            algorithm,
-            reference,
-        )
-        self.ranks = ranks or Ranks()
-        self.optim, self.settings, self.seed = optim, settings, seed
+        if algorithm.kl.needs_reference and not reference:
+            raise ValueError(
+                f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to "
+                "measure KL to"
+            )
+        self.policy = policy
+        self.source = source
+        self.algorithm = algorithm
+        self.reference = reference
+        self.optim = optim
+        self.settings = settings
+        self.seed = seed
         self.extensions = extensions or Extensions({}, {})
+        self.ranks = ranks or Ranks()
         self.replay = policy_settings.routing_replay
         if self.replay != "none":
             policy.routing.check_replay()
@@ -89,18 +100,15 @@ class Trainer:
         self.state = TrainState()
         # measured, and not compared with rollout.routes_floor yet
         self.routes_agreements: list[Tensor] = []
-        # set when its end is noticed after the last update of a step
+        # set if the end of the engine's process is noticed after the last update of a step
         self.engine_ended: EngineEnded | None = None
-        self.coefficient = KLCoefficient(algorithm.kl) if algorithm.kl.needs_reference else None
-        if self.coefficient and not reference:
-            raise ValueError(
-                f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to measure KL to"
-            )
+        self.coefficient = KLCoefficient(algorithm.kl)
         self.terms = loss_terms(
             algorithm, settings.aggregation, self.coefficient, settings.router_aux_loss_coef
         )
         self.entropy: EntropyTerm | None = None
-        if entropy_coefficient := settings.entropy_coefficient():
+        entropy_coefficient = settings.entropy_coefficient()
+        if entropy_coefficient:
             self.entropy = EntropyTerm(entropy_coefficient, settings.aggregation)
             self.terms.append(self.entropy)
         policy.learns_entropy = bool(self.entropy)
@@ -109,23 +117,29 @@ class Trainer:
         self.optimizer = make_optimizer(groups, optim)
 
     def _starts_at_old_policy(self) -> bool:
-        """Tell whether the old log-probs are those of the weights that the step begins with,
-        whoever computed them, and the objective's ratio divides by them."""
+        """Return whether the first ratios of a step must be 1.
+
+        They must if the ratio divides by log-probs of the weights that the step begins with,
+        computed by the trainer or by the engine."""
         samples_ahead = self.source.settings.samples_ahead
         divides_by_old = self.algorithm.objective.ratio_to == "old"
         return divides_by_old and (self.old_logprobs == "step_start" or not samples_ahead)
 
     def restore(self, state: TrainState) -> None:
-        """Continue from a checkpoint's counters. Weights, optimizer and reference must have been
-        loaded before.
+        """Continue from a checkpoint's counters.
+
+        Weights, optimizer and reference must have been loaded before.
         """
         self.state = state
         self.extensions.load_state(state.callbacks)
         self.source.load_state(state.source, state.step)
-        if self.coefficient and state.kl_coef is not None:
+        if self.algorithm.kl.needs_reference and state.kl_coef is not None:
             self.coefficient.value = state.kl_coef
         if self.entropy and state.entropy_coef is not None:
-            self.entropy.coefficient.value, self.entropy.coefficient.measured = state.entropy_coef
+            self.entropy.load_state(state.entropy_coef)
+
+    # ----------------------------------------------------------------------------------------------
+    # the loop
 
     def fit(
         self,
@@ -135,13 +149,14 @@ class Trainer:
         checkpoint: Callable[[int, bool], None],
         stop: Callable[[], bool],
     ) -> None:
-        """Train from the current step up to step `steps`; when `stop()` is true on any rank,
-        training ends after the current step.
+        """Train from the current step up to step `steps`.
 
-        `evaluate(step)` returns the metrics of held-out problems at steps where they are due, else
-        nothing. `checkpoint(step, last)` writes a checkpoint where one is due, and always after the
-        last step. Raises EngineEnded if the engine's process has ended: after the current step if
-        that no longer needs the engine, else with the state of the step before.
+        Training ends after the current step if `stop()` is true on any rank. `evaluate(step)`
+        returns the metrics of held-out problems at steps at which they are due, else nothing.
+        `checkpoint(step, last)` writes a checkpoint if it is due, and always after the last step.
+
+        Raises EngineEnded if the engine's process has ended: after the current step if that no
+        longer needs the engine, else with the state of the step before.
         """
         if self.state.step == 0:
             log(0, evaluate(0), None)
@@ -150,214 +165,237 @@ class Trainer:
             rollout = self.source.next(step)
             metrics = self.train_step(step, rollout) | evaluate(step)
             log(step, metrics, rollout)
-            stopping = self.ranks.any(self.extensions.after_step(step, self, metrics) or stop())
+            ends = self.extensions.after_step(step, self, metrics) or stop()
+            stopping = self.ranks.any(ends)
             checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
             if self.engine_ended and step < steps:
                 raise self.engine_ended
             if stopping:
                 return
 
+    # ----------------------------------------------------------------------------------------------
+    # the step
+
     def train_step(self, step: int, rollout: Rollout) -> dict[str, float]:
-        """Train on one batch of scored groups: old log-probs, advantages, N updates. Returns the
-        step's metrics.
-        """
-        started, accumulator = time.perf_counter(), MetricAccumulator()
-        batch = pack(rollout.responses, self.policy.pad_id)
-        groups = torch.arange(len(batch)).split([len(group) for group in rollout.groups])
-        updates = [
-            list(self.minibatches(groups, step, epoch)) for epoch in range(self.settings.epochs)
-        ]
-        own_N = (
-            torch.cat([rows[self.ranks.shard_rows(len(rows))] for rows in updates[0]]).sort().values
-        )
+        """Train on a batch of scored groups, and return the step's metrics."""
+        started = time.perf_counter()
+        accumulator = MetricAccumulator()
+
+        # the rows of each mini-batch, epoch by epoch
+        rollout_batch = pack(rollout.responses, self.policy.pad_id)
+        group_sizes = [len(group) for group in rollout.groups]
+        groups = torch.arange(len(rollout_batch)).split(group_sizes)
+        epochs = []
+        for epoch in range(self.settings.epochs):
+            epochs.append(list(self.minibatches(groups, step, epoch)))
+        # the rows that this rank passes through the model: a share of every mini-batch
+        shares = [rows_N[self.ranks.shard_rows(len(rows_N))] for rows_N in epochs[0]]
+        local_rows_N = torch.cat(shares).sort().values
+
+        # log-probs under the old policy, then advantages
         with accumulator.timed("time/old_logprobs_s"):
-            self.remember_old_policy(batch, own_N, accumulator)
-        measured_kl = self.credit(batch, rollout, accumulator)
+            old_batch, values_BT = self.add_old_policy(
+                rollout_batch, rollout.responses, local_rows_N, accumulator
+            )
+        batch, measured_kl = self.add_advantages(old_batch, values_BT, rollout, accumulator)
         diagnostics.rollout(
             rollout.sampled, rollout.ungraded, rollout.filtered, rollout.limit, accumulator
         )
         diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
-        for epoch in updates:
-            accumulator.count("optim/missing_updates", self.settings.minibatches - len(epoch))
-        for number, rows in enumerate(chain.from_iterable(updates), start=1):
-            self.update(batch.rows(rows), torch.isin(rows, own_N), number, accumulator)
-        if self.coefficient:  # after the updates, which used the coefficient that is logged
+
+        # one update per mini-batch
+        for minibatches in epochs:
+            missing = self.settings.minibatches - len(minibatches)
+            accumulator.count("optim/missing_updates", missing)
+        for number, rows_N in enumerate(chain.from_iterable(epochs), start=1):
+            is_local_B = torch.isin(rows_N, local_rows_N)
+            self.update(batch.rows(rows_N), is_local_B, number, accumulator)
+
+        # after the updates, which used the coefficients that are logged
+        if self.algorithm.kl.needs_reference:
             self.coefficient.update(measured_kl, len(batch))
             self.state.kl_coef = self.coefficient.value
         if self.entropy:
-            self.state.entropy_coef = [
-                self.entropy.coefficient.value,
-                self.entropy.coefficient.measured,
-            ]
+            self.state.entropy_coef = self.entropy.state()
         with accumulator.timed("time/diagnostics_s"):
-            self.routing_after_step(batch, own_N, step, accumulator)
+            self.routing_after_step(batch, local_rows_N, step, accumulator)
         self.refresh_reference(step)
         self.state.step = step
-        # passes for old and reference log-probs; an update costs three, as a backward pass costs
-        # two forward passes, or one with LoRA, where no gradient of the weights is computed
-        update = 2 if self.policy.adapter else 3
-        passes = (
-            (not self.skips_old_pass) + (self.reference is not None) + update * self.settings.epochs
-        )
         train_s = time.perf_counter() - started
+        passes = self.forward_passes()
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
         except EngineEnded as error:
             self.engine_ended = error
-        lr = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
-        metrics = dict(accumulator.result(self.ranks)) | rollout.synced | costs | lr
-        return metrics | self.extensions.measure(
-            TrainedStep(step, batch, rollout.responses, metrics)
-        )
+        metrics = accumulator.result(self.ranks)
+        metrics |= rollout.synced
+        metrics |= costs
+        metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
+        trained = TrainedStep(step, batch, rollout.responses, metrics)
+        return metrics | self.extensions.measure(trained)
 
     def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> Iterator[Tensor]:
-        """Yield the rows of each mini-batch of an epoch: whole groups, in an order that is drawn
-        anew in each epoch.
-        """
-        order = torch.from_numpy(permutation(len(groups), self.seed, "minibatches", step, epoch))
-        # fewer where too many groups could not be graded
+        """Yield the rows of each mini-batch of an epoch: whole groups, in a new random order."""
+        order = permutation(len(groups), self.seed, "minibatches", step, epoch)
+        # fewer if too many groups could not be graded
         count = min(self.settings.minibatches, len(groups))
-        for chosen in order.tensor_split(count):
+        for chosen in torch.from_numpy(order).tensor_split(count):
             yield torch.cat([groups[i] for i in chosen])
 
-    def score(self, policy: Policy, batch: TrainBatch, own_N: Tensor) -> PolicyOutput:
-        """Compute log-probs and values of a batch, each rank those of its own rows, and experts of
-        these alone.
-        """
-        alone = self.ranks.world_size == 1
-        scored = policy.score(batch, self.settings.micro_batch_size, None if alone else own_N)
-        if alone:
-            return scored
-        values_BT = None if scored.values_BT is None else self.ranks.all_reduce(scored.values_BT)
-        return replace(scored, logp_BT=self.ranks.all_reduce(scored.logp_BT), values_BT=values_BT)
+    def forward_passes(self) -> int:
+        """Return the cost of a step's passes over the batch, in forward passes.
+
+        These are the passes for old and reference log-probs, and the updates. A backward pass costs
+        two forward passes. With LoRA it costs one, because no gradient of the weights is computed."""
+        update = 2 if self.policy.adapter else 3
+        old = 0 if self.skips_old_pass else 1
+        reference = 1 if self.reference else 0
+        return old + reference + update * self.settings.epochs
+
+    def score(self, policy: Policy, batch: TokenBatch, local_rows_N: Tensor) -> PolicyOutput:
+        """Compute log-probs and values of a batch, and the experts of the local rows."""
+        if self.ranks.world_size == 1:
+            return policy.score(batch, self.settings.micro_batch_size)
+        local = policy.score(batch, self.settings.micro_batch_size, local_rows_N)
+        values_BT = local.values_BT
+        if values_BT is not None:
+            values_BT = self.ranks.all_reduce(values_BT)
+        return replace(local, logp_BT=self.ranks.all_reduce(local.logp_BT), values_BT=values_BT)
 
     @torch.no_grad()
-    def remember_old_policy(
-        self, batch: TrainBatch, own_N: Tensor, accumulator: MetricAccumulator
-    ) -> None:
-        """Record in the batch the old policy's log-probs, routing and values, and the reference
-        policy's log-probs.
+    def add_old_policy(
+        self,
+        batch: RolloutBatch,
+        responses: Sequence[Response],
+        local_rows_N: Tensor,
+        accumulator: MetricAccumulator,
+    ) -> tuple[OldPolicyBatch, Tensor | None]:
+        """Add log-probs and routing of the old policy, and log-probs of the reference policy.
 
-        They are computed under the weights of the step's start. Where the source kept log-probs and
-        routing under the weights that sampled (old_logprobs=behaviour or engine, with responses
-        older than the step), these are used. `own_N` are this rank's rows.
+        Returns the batch and the critic's values. All are computed under the weights of the step's
+        start, unless the source has kept log-probs and routing under the weights that sampled
+        (old_logprobs=behaviour or engine, with responses older than the step).
         """
-        if self.skips_old_pass:
-            batch.old_logp_BT, batch.experts_BSLK = batch.engine_logp_BT, batch.engine_experts_BSLK
         if self.replay == "r3":
-            batch.replay_BSLK = batch.engine_experts_BSLK
-        if batch.old_logp_BT is None or self.policy.value_head:
-            scored = self.score(self.policy, batch, own_N)
-            batch.old_values_BT = scored.values_BT
-            if batch.old_logp_BT is None:
-                batch.old_logp_BT, batch.experts_BSLK = scored.logp_BT, scored.experts_BSLK
-        if not self.skips_old_pass and len(own_N):
-            self.compare(batch if self.ranks.world_size == 1 else batch.rows(own_N), accumulator)
+            batch = replace(batch, replay_BSLK=batch.engine_experts_BSLK)
+        if self.skips_old_pass:
+            results = batch.engine_logp_BT, batch.engine_experts_BSLK
+        else:
+            results = pack_recorded(responses, batch)
+        values_BT = None
+        if results is None or self.policy.value_head:
+            scored = self.score(self.policy, batch, local_rows_N)
+            values_BT = scored.values_BT
+            results = results or (scored.logp_BT, scored.experts_BSLK)
+        old_logp_BT, experts_BSLK = results
+        if not self.skips_old_pass and len(local_rows_N):
+            scored_batch = batch.with_old_policy(old_logp_BT, experts_BSLK)
+            if self.ranks.world_size > 1:
+                scored_batch = scored_batch.rows(local_rows_N)
+            self.compare(scored_batch, accumulator)
         if self.old_logprobs == "engine":
-            batch.old_logp_BT = batch.engine_logp_BT
+            old_logp_BT = batch.engine_logp_BT
+
+        ref_logp_BT = None
         if self.reference:
             # with r3 this pass replays the engine's experts, as all passes do
-            batch.ref_logp_BT = self.score(self.reference, batch, own_N).logp_BT
-            diagnostics.reference(batch, accumulator)
+            ref_logp_BT = self.score(self.reference, batch, local_rows_N).logp_BT
+            diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
+        correction_BT = None
         if self.algorithm.correction.name != "none":
-            batch.correction_BT = self.algorithm.correction(
-                batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT
+            correction_BT = self.algorithm.correction(
+                old_logp_BT, batch.engine_logp_BT, batch.mask_BT
             )
-            diagnostics.correction(batch, accumulator)
+            diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
         if self.replay == "r2":
-            batch.replay_BSLK = batch.experts_BSLK
-
-    def compare(self, batch: TrainBatch, accumulator: MetricAccumulator) -> None:
-        """Measure how far the engine's log-probs and experts are from the trainer's. The next
-        update reads the share of experts that agree."""
-        diagnostics.mismatch(batch, accumulator)
-        if batch.engine_experts_BSLK is not None:
-            self.routes_agreements.append(diagnostics.engine_routes(batch, accumulator))
-
-    def check_routes(self, agreements: list[float]) -> None:
-        """Raise RuntimeError if the engine's experts cannot be those of the same tokens under the
-        same weights.
-        """
-        floor = self.source.settings.routes_floor
-        for agreement in agreements:
-            if agreement < floor:
-                raise RuntimeError(
-                    f"routing/engine_agreement={agreement:.3f} is below rollout.routes_floor={floor}: the routes that "
-                    "the engine returned are not those of these tokens, or its weights are far from the trainer's"
-                )
+            batch = replace(batch, replay_BSLK=experts_BSLK)
+        old_batch = batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+        return old_batch, values_BT
 
     @torch.no_grad()
-    def credit(
-        self, batch: TrainBatch, rollout: Rollout, accumulator: MetricAccumulator
-    ) -> float | None:
-        """Set the batch's advantages. Returns the KL to the reference policy in nats per token, by
-        which an adaptive coefficient is updated; None without KL term."""
-        responses, kl = rollout.responses, self.algorithm.kl
-        rewards_B = torch.tensor(
-            [reward for group in rollout.groups for reward in rewards_of(group)]
-        )
-        sizes = torch.tensor([len(group) for group in rollout.groups])
-        groups_B = torch.arange(len(sizes)).repeat_interleave(sizes)
-        assign_credit(
-            batch,
-            rewards_B,
-            groups_B,
-            limit=rollout.limit,
+    def add_advantages(
+        self,
+        old_batch: OldPolicyBatch,
+        values_BT: Tensor | None,
+        rollout: Rollout,
+        accumulator: MetricAccumulator,
+    ) -> tuple[TrainBatch, float]:
+        """Add advantages, and leave truncated responses out of the loss if the settings say so.
+
+        Returns the batch and the KL to the reference policy in nats per token, which adapts the KL
+        coefficient. It is 0 without a KL term."""
+        batch = assign_credit(
+            old_batch,
+            values_BT,
+            rollout,
             algorithm=self.algorithm,
-            coefficient=self.coefficient,
+            kl_coefficient=self.coefficient.value,
             running=self.state.rewards,
             accumulator=accumulator,
         )
-        measured_kl = None
-        if self.coefficient:
+        kl = self.algorithm.kl
+        measured_kl = 0.0
+        if kl.needs_reference and batch.ref_logp_BT is not None:
             kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
             measured_kl = float(kl_BT.sum() / batch.mask_BT.sum())
             accumulator.mean("kl/ref", measured_kl, 1)
             accumulator.mean("kl/coef", self.coefficient.value, 1)
         if self.settings.mask_truncated:
-            cut_B = torch.tensor([r.finish_reason in CUT for r in responses])
-            batch.mask_BT &= ~cut_B.unsqueeze(-1)
+            cut_B = torch.tensor([r.finish_reason in CUT for r in rollout.responses])
+            batch = replace(batch, mask_BT=batch.mask_BT & ~cut_B.unsqueeze(-1))
             accumulator.mean("filter/truncated", cut_B.sum(), len(cut_B))
-        return measured_kl
+        return batch, measured_kl
+
+    # ----------------------------------------------------------------------------------------------
+    # the update
 
     def update(
-        self, batch: TrainBatch, own_B: Tensor, minibatch: int, accumulator: MetricAccumulator
+        self,
+        batch: TrainBatch,
+        is_local_B: Tensor,
+        minibatch: int,
+        accumulator: MetricAccumulator,
     ) -> None:
-        """Take one optimizer step on a mini-batch, of which this rank passes the rows in `own_B`
-        through the model. The loss is normalised by the counts of the whole mini-batch."""
+        """Take an optimizer step on a mini-batch, with the loss of the local rows of each rank.
+
+        The loss is normalised by the counts of the whole mini-batch, over all ranks."""
         totals = Totals.of(batch.mask_BT)
+        local = batch
+        if not is_local_B.all():
+            local = batch.rows(is_local_B) if is_local_B.any() else None
+        loads_LE = None
+        if self.settings.router_aux_loss_coef:
+            loads_LE = old_loads(local, self.policy, self.ranks)
+        micros = local.split(self.settings.micro_batch_size) if local else []
+        # if all advantages are 0 the gradient is exactly 0
         every_row = self.every_row or not batch.adv_BT.any()
-        own = batch if own_B.all() else batch.rows(own_B) if own_B.any() else None
-        loads_LE = (
-            old_loads(own, self.policy, self.ranks) if self.settings.router_aux_loss_coef else None
-        )
-        micros = own.split(self.settings.micro_batch_size) if own else []
+        needs_backward = [every_row or bool(micro.adv_BT.any()) for micro in micros]
         with self.policy.casts_kept():
-            # where all advantages are 0 the gradient is exactly 0
-            for i, learns in self.policy.lockstep(
-                [every_row or bool(micro.adv_BT.any()) for micro in micros]
-            ):
+            for i, learns in self.policy.lockstep(needs_backward):
                 if i is None:
                     self.policy.idle(batch, learns)
                     continue
                 micro = micros[i].to(self.policy.device)
-                with self.policy.routing.balancing(loads_LE):
-                    with torch.set_grad_enabled(learns):
-                        output = self.policy.forward(micros[i])
-                        if minibatch == 1 and self.starts_at_old_policy:
-                            self.start_at_old_policy(output, micro, accumulator)
-                        inputs = loss_inputs(output, micro)
-                        loss = sum(
-                            term(inputs, totals, minibatch, accumulator) for term in self.terms
-                        )
+                with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
+                    output = self.policy.forward(micros[i])
+                    if minibatch == 1 and self.starts_at_old_policy:
+                        micro = self.start_at_old_policy(output, micro, accumulator)
+                    loss = torch.zeros((), device=self.policy.device)
+                    for term in self.terms:
+                        loss = loss + term(output, micro, totals, minibatch, accumulator)
                     if learns:
                         loss.backward()
-                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+                share = len(micro) / len(batch)
+                accumulator.mean("optim/loss", loss.detach(), share)
                 with accumulator.timed("time/diagnostics_s"):
                     self.observe(output, micro, minibatch, accumulator)
         if self.entropy:
             self.entropy.end_update(totals, self.ranks)
+        self.step_optimizer(accumulator)
+
+    def step_optimizer(self, accumulator: MetricAccumulator) -> None:
+        """Sum the gradients of all ranks, clip their norm, and step unless it is not finite."""
         lr = self.optim.lr_of(self.state.updates + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
@@ -366,9 +404,8 @@ class Trainer:
         norm = clip_grad_norm(parameters, self.optim.max_grad_norm)
         # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and
         # nowhere else.
-        deciding = torch.stack(
-            [norm, *(share.to(norm) for share in self.routes_agreements)]
-        ).tolist()
+        agreements = [agreement.to(norm) for agreement in self.routes_agreements]
+        deciding = torch.stack([norm, *agreements]).tolist()
         self.routes_agreements.clear()
         self.check_routes(deciding[1:])
         finite = math.isfinite(deciding[0])
@@ -383,27 +420,30 @@ class Trainer:
     @torch.no_grad()
     def start_at_old_policy(
         self, output: PolicyOutput, micro: TrainBatch, accumulator: MetricAccumulator
-    ) -> None:
-        """Measure what rounding does to the ratios of a first mini-batch, then make them exactly 1.
+    ) -> TrainBatch:
+        """Measure the effect of rounding on the first ratios, then make them exactly 1.
 
-        The policy still is the old policy there, and this pass has just computed its log-probs.
-        Those of the pass under the old policy differ by rounding alone, because other matrix shapes
-        round otherwise. The engine's log-probs stay what they are with policy.old_logprobs=engine:
-        then the ratio is to the engine.
+        The policy still is the old policy in the first mini-batch, and this pass has just computed
+        its log-probs. The log-probs of the pass under the old policy differ from these by rounding
+        alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
+        log-probs as its old log-probs. With policy.old_logprobs=engine the ratio is to the engine, and
+        the micro-batch stays as it is.
         """
         objective = self.algorithm.objective
-        clip_range = (
-            min(objective.clip_low, objective.clip_high) if objective.clips_sequence_ratio else None
-        )
+        clip_range = None
+        if objective.clips_sequence_ratio:
+            clip_range = min(objective.clip_low, objective.clip_high)
         inputs = loss_inputs(output, micro)
         diagnostics.rounding_floor(objective(inputs), inputs, clip_range, accumulator)
-        if self.old_logprobs != "engine":
-            micro.old_logp_BT = output.logp_BT.detach()
+        if self.old_logprobs == "engine":
+            return micro
+        return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)
 
     def count_skipped(self, skipped: bool, accumulator: MetricAccumulator) -> None:
         """Count the updates in a row that were skipped because the gradient was not finite.
 
-        Raises RuntimeError after too many of them, because their cause will not go away by itself.
+        Raises RuntimeError after more than optim.max_skipped of them, because their cause will not
+        go away by itself.
         """
         self.state.skipped = self.state.skipped + 1 if skipped else 0
         accumulator.count("optim/skipped", skipped)
@@ -413,6 +453,34 @@ class Trainer:
                 f"(optim.max_skipped={self.optim.max_skipped})"
             )
 
+    # ----------------------------------------------------------------------------------------------
+    # measurements, and the reference policy
+
+    def compare(self, batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
+        """Measure the distance of the engine's log-probs and experts from the old policy's.
+
+        The next update checks the share of experts that agree."""
+        diagnostics.mismatch(batch, accumulator)
+        if batch.engine_experts_BSLK is not None and batch.experts_BSLK is not None:
+            agreement = diagnostics.engine_routes(
+                batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator
+            )
+            self.routes_agreements.append(agreement)
+
+    def check_routes(self, agreements: list[float]) -> None:
+        """Raise RuntimeError if the engine's experts agree too little with the trainer's.
+
+        They then are experts of other tokens or of other weights.
+        """
+        floor = self.source.settings.routes_floor
+        for agreement in agreements:
+            if agreement < floor:
+                raise RuntimeError(
+                    f"routing/engine_agreement={agreement:.3f} is below "
+                    f"rollout.routes_floor={floor}: the routes that the engine returned are not "
+                    "those of these tokens, or its weights are far from the trainer's"
+                )
+
     @torch.no_grad()
     def observe(
         self,
@@ -421,60 +489,62 @@ class Trainer:
         minibatch: int,
         accumulator: MetricAccumulator,
     ) -> None:
-        """Measure what the update's forward pass shows. In the first mini-batch that is a pass
-        under the old policy.
-        """
+        """Measure the update's forward pass, which is under the old policy in the first mini-batch."""
         if self.skips_old_pass and minibatch == 1:
-            compared = micro.with_all_sampled()
-            compared.old_logp_BT = output.logp_BT
-            compared.experts_BSLK = output.experts_BSLK
-            self.compare(compared, accumulator)
-        diagnostics.ratios(
-            output.logp_BT, micro, self.algorithm.objective.log_ratio_bound, accumulator
-        )
-        diagnostics.entropy(output.entropy_BT, micro, accumulator)
-        if output.experts_BSLK is not None:
+            sampled = micro.with_all_sampled()
+            self.compare(sampled.with_old_results(output.logp_BT, output.experts_BSLK), accumulator)
+        bound = self.algorithm.objective.log_ratio_bound
+        diagnostics.ratios(output.logp_BT, micro, bound, accumulator)
+        if output.entropy_BT is not None:
+            diagnostics.entropy(output.entropy_BT, micro, accumulator)
+        if output.experts_BSLK is not None and micro.experts_BSLK is not None:
             diagnostics.routing(
-                output.experts_BSLK, micro, self.policy.routing.experts, minibatch, accumulator
+                output.experts_BSLK,
+                micro.experts_BSLK,
+                micro,
+                self.policy.routing.experts,
+                minibatch,
+                accumulator,
             )
 
     @torch.no_grad()
     def routing_after_step(
-        self, batch: TrainBatch, own_N: Tensor, step: int, accumulator: MetricAccumulator
+        self, batch: TrainBatch, local_rows_N: Tensor, step: int, accumulator: MetricAccumulator
     ) -> None:
         """Measure routing consistency after the last update, on a sample of the step's responses."""
         if batch.experts_BSLK is None:
             return
-        chosen = permutation(len(batch), self.seed, "consistency", step)[
-            : self.settings.consistency_sample
-        ]
-        rows = torch.from_numpy(chosen)
-        own_B = torch.isin(rows, own_N)  # the others are other ranks'
-        sample = batch.rows(rows)
-        sample.mask_BT = sample.mask_BT & own_B.unsqueeze(-1)
-        # the record was made without replay, while that of r3 was made with one
+        order = permutation(len(batch), self.seed, "consistency", step)
+        rows_N = torch.from_numpy(order[: self.settings.consistency_sample])
+        is_local_B = torch.isin(rows_N, local_rows_N)
+        sample = batch.rows(rows_N)
+        sample = replace(sample, mask_BT=sample.mask_BT & is_local_B.unsqueeze(-1))
+        # the record was made without replay, while the record of r3 was made with one
         if self.replay == "r2":
-            sample.replay_BSLK = None
-        own_rows = own_B.nonzero().squeeze(-1)
-        own_BSLK = self.policy.score(sample, self.settings.micro_batch_size, own_rows).experts_BSLK
-        diagnostics.routing(own_BSLK, sample, self.policy.routing.experts, None, accumulator)
+            sample = replace(sample, replay_BSLK=None)
+        local_sample_N = is_local_B.nonzero().squeeze(-1)
+        output = self.policy.score(sample, self.settings.micro_batch_size, local_sample_N)
+        if output.experts_BSLK is not None and sample.experts_BSLK is not None:
+            diagnostics.routing_after_step(
+                output.experts_BSLK, sample.experts_BSLK, sample, accumulator
+            )
 
     def refresh_reference(self, step: int) -> None:
-        """Copy the current weights to the reference policy when kl.refresh_every says so."""
+        """Copy the current weights to the reference policy if kl.refresh_every says so."""
         every = self.algorithm.kl.refresh_every
         if self.reference and every and step % every == 0:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
 
 
-def old_loads(own: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
-    """Return the share of a mini-batch's choices of experts that fell on each, under the old
-    policy: [L, E], on the policy's device. Each rank counts its own rows; None stands for no rows.
+def old_loads(local: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
+    """Return the share of each expert in a mini-batch's choices under the old policy: [L, E].
+
+    Each rank counts its local rows, None stands for no rows. The result is on the policy's device.
     """
     routing = policy.routing
     counts_LE = torch.zeros(routing.layers, routing.experts, dtype=torch.int64)
-    if own:
-        counts_LE = diagnostics.expert_counts(own.experts_BSLK, own, routing.experts)
+    if local and local.experts_BSLK is not None:
+        counts_LE = diagnostics.expert_counts(local.experts_BSLK, local, routing.experts)
     counts_LE = ranks.all_reduce(counts_LE)
-    return to_device(
-        counts_LE.float() / counts_LE.sum(-1, keepdim=True).clamp(min=1), policy.device
-    )
+    total_L1 = counts_LE.sum(-1, keepdim=True).clamp(min=1)
+    return to_device(counts_LE.float() / total_L1, policy.device)

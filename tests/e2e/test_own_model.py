@@ -229,7 +229,7 @@ def test_a_response_keeps_the_prompt_as_the_policy_saw_it(folder):
         assert response.rendered == text and response.finish_reason == "budget"
         (longer,) = engine.extend([response], SamplingRequest([], 1, Sampling(1.0, 8), seed))
         assert longer.rendered == text, "also where a response is continued"
-        longer.score = Score(0.0, "truncated")
+        longer = longer.scored(Score(0.0, "truncated"))
         assert rollout_row(longer)["rendered"] == text and rollout_row(longer)["prompt"] == "1+1?"
 
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gspo.data.batch import TrainBatch, pack
+from gspo.data.batch import TrainBatch
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
@@ -53,14 +54,9 @@ def sample(policy: Policy, group_size: int = 3, tokens: int = 12, **options) -> 
 def batch_of(policy: Policy, responses: list[Response]) -> TrainBatch:
     g = torch.Generator().manual_seed(2)
     batch = pack(responses, policy.tokenizer.pad_token_id)
-    batch.adv_BT += torch.randn(len(responses), 1, generator=g)
+    adv_BT = torch.zeros(batch.mask_BT.shape) + torch.randn(len(responses), 1, generator=g)
     scored = policy.score(batch, micro_batch_size=4)
-    batch.old_logp_BT, batch.experts_BSLK, batch.old_values_BT = (
-        scored.logp_BT,
-        scored.experts_BSLK,
-        scored.values_BT,
-    )
-    return batch
+    return batch.with_old_policy(scored.logp_BT, scored.experts_BSLK).with_advantages(adv_BT)
 
 
 def fed(batch: TrainBatch) -> torch.Tensor:

@@ -88,7 +88,7 @@ MOMENTS = {
     "rollout.some_token": lambda: wrap(decode.NetworkDecoder, "step", before=anything, calls=5),
     "rollout.rows_dropped": lambda: wrap(decode.NetworkDecoder, "keep", after=True),
     "rollout.scored": lambda: wrap(Trainer, "train_step", before=anything),
-    "update.old_policy": lambda: wrap(Trainer, "remember_old_policy", after=True),
+    "update.old_policy": lambda: wrap(Trainer, "add_old_policy", after=True),
     "update.in_a_layer": lambda: wrap(network, "experts", after=True, when=torch.is_grad_enabled),
     "update.backward": lambda: wrap(torch.Tensor, "backward", after=True),
     "update.gradient_clipped": lambda: wrap(trainer, "clip_gradients", after=True, calls=2),

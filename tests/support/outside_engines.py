@@ -10,7 +10,8 @@ import torch
 
 from builders import problems, small_policy
 from games import Echo, Echoes
-from gspo.data.batch import NOT_RECORDED, pack
+from gspo.data.batch import NOT_RECORDED
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy

@@ -74,12 +74,12 @@ def pause() -> None:
 TABLES = """
 import sys
 from pathlib import Path
-from gspo.data.samples import Problem, Response, Score
+from gspo.data.samples import Problem, Score, ScoredResponse
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(step, n):
     problem, score = Problem("math", n, f"{n}+1=?", "2"), Score(1.0, "correct")
-    return Response(problem, n, [1], [1, 2], [0.0, 0.0], "stop", f"answer {n} of step {step}", step, score=score)
+    return ScoredResponse(problem, n, [1], [1, 2], [0.0, 0.0], "stop", f"answer {n} of step {step}", step, score=score)
 first, last = int(sys.argv[2]), int(sys.argv[3])
 tracker = Tracker(Path(sys.argv[1]), TrackingSettings(table_rows=2), {"study": "s"}, "study", ["own"])
 for step in range(first, last + 1):

@@ -53,6 +53,7 @@ NO_TORCH = (
 )
 TENSORS = (
     "data/batch.py",
+    "data/pack.py",
     "data/lazy_torch.py",
     "data/masked.py",
 )

@@ -1,5 +1,4 @@
-"""The parts that objectives share: inputs and outputs, importance ratios, the clip and the dual
-clip.
+"""The parts that objectives share: inputs, outputs, importance ratios, the clip and the dual clip.
 
 Shape suffixes: B responses, T response tokens, 1 an axis that is broadcast over tokens. All
 log-probabilities are natural logarithms, in float32 or better.
@@ -24,8 +23,7 @@ LOG_RATIO_FLOOR = -20.0
 
 @dataclass
 class LossInputs:
-    """Holds everything that an objective or another term of the loss may read. Masked entries can
-    be NaN.
+    """The tensors that an objective may read. Masked entries can be NaN.
 
     Raises ValueError for log-probs in half precision: bfloat16 resolves them to 0.4 %, and GSPO's
     clip range is only 0.07 % wide.
@@ -35,20 +33,11 @@ class LossInputs:
     old_logp_BT: Tensor  # log pi_old(y_t | x, y_<t), without gradient
     adv_BT: Tensor  # the advantage of every token
     mask_BT: Tensor  # bool, True on response tokens
-    # log mu of the policy that sampled, as the engine reported it
+    # log mu of the policy that sampled, as the engine reported it; a trainer always gives it
     engine_logp_BT: Tensor | None = None
-    ref_logp_BT: Tensor | None = None  # log pi_ref of the reference policy
-    # weights for the mismatch of engine and trainer; None: all 1
-    correction_BT: Tensor | None = None
-    values_BT: Tensor | None = None  # the critic's V(x, y_<t), with gradient
-    old_values_BT: Tensor | None = None  # the critic's values at the start of the step
-    returns_BT: Tensor | None = None  # the returns, which the critic is trained to predict
-    # what the auxiliary loss of an MoE model is the mean of, with gradient
-    balance_BT: Tensor | None = None
-    # -sum_v pi log pi, with gradient where there is an entropy bonus
-    entropy_BT: Tensor | None = None
-    # how many tokens each response has, those of an environment included; None: as many as the mask
-    # has
+    ref_logp_BT: Tensor | None = None  # log pi_ref; None without a reference policy
+    # the number of tokens of each response, the environment's tokens included; None: as many as the
+    # mask has
     lengths_B: Tensor | None = None
 
     def __post_init__(self):
@@ -56,48 +45,48 @@ class LossInputs:
             value = getattr(self, name)
             if value is not None and value.dtype not in (torch.float32, torch.float64):
                 raise ValueError(
-                    f"{name} is {value.dtype}: log-probs must be float32 or better, convert the logits first"
+                    f"{name} is {value.dtype}: log-probs must be float32 or better, convert the "
+                    "logits first"
                 )
 
     @property
     def advantage_BT(self) -> Tensor:
-        """The advantages A_it, 0 where masked."""
+        """The advantages A_it, 0 at masked tokens."""
         return torch.where(self.mask_BT, self.adv_BT, 0.0)
 
 
 @dataclass
 class LossOutputs:
-    """Holds the loss and the clip statistics of every token. They are meaningful where the mask is
-    True.
-    """
+    """The loss and the clip statistics of every token, meaningful if the mask is True."""
 
     loss_BT: Tensor
-    # the factor of A_it grad log pi(y_it) in the gradient, 0 where it is clipped; without gradient
+    # the factor of A_it grad log pi(y_it) in the gradient, 0 if it is clipped; without gradient
     weight_BT: Tensor
-    active_BT: Tensor  # bool, True where the clip or a mask removed the token's gradient
-    # bool, True where the ratio lies outside the clip range, whatever the sign of the advantage
+    active_BT: Tensor  # bool, True if the clip or a mask removed the token's gradient
+    # bool, True if the ratio lies outside the clip range, for either sign of the advantage
     outside_BT: Tensor
-    bounded_BT: Tensor  # bool, True where the log-ratio lies beyond its numerical bound
-    # bool, True where the dual clip removed the gradient, a part of active_BT
+    bounded_BT: Tensor  # bool, True if the log-ratio lies beyond its numerical bound
+    # bool, True if the dual clip removed the gradient, a part of active_BT; None without dual clip
     dual_BT: Tensor | None = None
 
 
 @dataclass
 class Objective(Ranged, key="objective"):
-    """The base of all objectives: the fields of a subclass are its settings, and calling it
-    computes the loss.
+    """The base of all objectives: the fields of a subclass are its settings, and it is callable.
 
     The class attributes are facts about the formula. gspo.config.checks reads them to refuse
-    settings that would do nothing with this objective, or something else than they say.
+    settings that would do nothing with this objective, or that would not do as they say.
     """
 
     name: str = ""
-    # for diagnostics; objectives with a ratio have it as a setting
-    log_ratio_bound: ClassVar[float] = 20.0
-    # what trainer.aggregation.mode=auto stands for
+    # Some objectives have these settings. They have no annotation, so they are no fields here.
+    log_ratio_bound = 20.0  # for diagnostics
+    clip_low = 0.0
+    clip_high = 0.0
+    # the meaning of trainer.aggregation.mode=auto
     aggregation: ClassVar[str] = "seq-mean-token-mean"
     fixed_aggregation: ClassVar[bool] = False  # the formula holds with that aggregation alone
-    # the policy that the ratio divides by: old | engine (it sampled) | none: no ratio
+    # the policy that the ratio divides by: old | engine (the policy that sampled) | none: no ratio
     ratio_to: ClassVar[str] = "old"
     sequence_level: ClassVar[bool] = False  # there is one ratio per response
     # at the sequence level, tokens of a response may differ in advantage
@@ -117,7 +106,7 @@ class RatioObjective(Objective):
     """The base of the objectives that use an importance ratio.
 
     Log-ratios are kept within [-max(20, log_ratio_bound), log_ratio_bound] before exp. A token
-    whose log-ratio lies outside has no gradient and is counted in `clip/log_ratio_bounded`; for all
+    whose log-ratio lies outside has no gradient and is counted in `clip/log_ratio_bounded`. For all
     others the formulas are exact.
     """
 
@@ -126,42 +115,38 @@ class RatioObjective(Objective):
     def token_ratio(
         self, inputs: LossInputs, denominator_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute w_it = pi(y_it) / pi_old(y_it), and which tokens are beyond the bound. Both [B,
-        T].
+        """Compute w_it = pi(y_it) / pi_old(y_it), and whether it is beyond the bound. Both [B, T].
 
-        `denominator_BT` gives log-probs to take in place of the old policy's.
+        `denominator_BT` replaces the old policy's log-probs.
         """
-        return self.bounded_exp(
-            log_ratio(
-                inputs.logp_BT,
-                inputs.old_logp_BT if denominator_BT is None else denominator_BT,
-                inputs.mask_BT,
-            )
-        )
+        if denominator_BT is None:
+            denominator_BT = inputs.old_logp_BT
+        return self.bounded_exp(log_ratio(inputs.logp_BT, denominator_BT, inputs.mask_BT))
 
     def sequence_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Compute s_i = exp( 1/|y_i| sum_t log w_it ), and which responses are beyond the bound.
-        Both [B, 1].
+        """Compute s_i = exp( 1/|y_i| sum_t log w_it ), and whether it is beyond the bound.
+
+        Both have the shape [B, 1].
         """
         return self.bounded_exp(
             sequence_log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
         )
 
     def bounded_exp(self, log: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute exp of bounded log-ratios, and which of them are beyond the bound."""
+        """Compute exp of bounded log-ratios, and whether each of them is beyond the bound."""
         lowest = min(LOG_RATIO_FLOOR, -self.log_ratio_bound)
-        return log.clamp(lowest, self.log_ratio_bound).exp(), (log < lowest) | (
-            log > self.log_ratio_bound
-        )
+        ratio = log.clamp(lowest, self.log_ratio_bound).exp()
+        return ratio, (log < lowest) | (log > self.log_ratio_bound)
 
 
 @dataclass
 class Clipped(RatioObjective):
-    """The base of the objectives with PPO's clip, -min(r A, clip(r, 1 - clip_low, 1 + clip_high)
-    A).
+    """The base of the objectives with PPO's clip:
 
-    The dual clip (arXiv:1912.09729) is off by default. With it the loss is at most dual_clip |A|
-    where A < 0, so that a ratio above dual_clip has no gradient either.
+        -min( r A, clip(r, 1 - clip_low, 1 + clip_high) A )
+
+    The dual clip (arXiv:1912.09729) is off by default. With it the loss is at most dual_clip |A| if
+    A < 0, so a ratio above dual_clip has no gradient either.
     """
 
     clip_low: float = ranged(0.2, above=0, below=1, why="the band starts at 1 - clip_low > 0")
@@ -169,17 +154,13 @@ class Clipped(RatioObjective):
     dual_clip: float | None = ranged(None, above=1, why="at 1 it would clip every update")  # c
 
     def clipped(self, ratio_BT: Tensor, bounded_BT: Tensor, inputs: LossInputs) -> LossOutputs:
-        """Compute the loss -min(r A, clip(r) A), at most dual_clip |A| where A < 0, and its clip
-        masks.
-        """
+        """Compute the clipped loss, with the dual clip if it is on, and the clip masks."""
         adv_BT = inputs.advantage_BT
         gain_BT = ratio_BT * adv_BT
         clipped_gain_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high) * adv_BT
-        loss_BT, active_BT, dual_BT = (
-            -torch.minimum(gain_BT, clipped_gain_BT),
-            clipped_gain_BT < gain_BT,
-            None,
-        )
+        loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
+        active_BT = clipped_gain_BT < gain_BT
+        dual_BT = None
         if self.dual_clip is not None:
             dual_BT = (adv_BT < 0) & (loss_BT > -self.dual_clip * adv_BT)
             loss_BT = torch.where(dual_BT, -self.dual_clip * adv_BT, loss_BT)
@@ -195,14 +176,16 @@ class Clipped(RatioObjective):
 
 
 def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute log( pi / pi_old ) of every token, 0 where masked; no gradient reaches the old
-    log-probs. [B, T].
+    """Compute log( pi / pi_old ) of every token, 0 at masked tokens. Shape [B, T].
+
+    No gradient reaches the old log-probs.
     """
     return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
 
 
 def sequence_log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute the mean of log( pi / pi_old ) over each response's tokens; 0 for one without tokens.
-    Shape [B, 1].
+    """Compute the mean of log( pi / pi_old ) over each response's tokens. Shape [B, 1].
+
+    It is 0 for a response without tokens.
     """
     return masked_mean(log_ratio(logp_BT, old_logp_BT, mask_BT), mask_BT).unsqueeze(-1)

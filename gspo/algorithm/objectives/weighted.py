@@ -193,8 +193,9 @@ class SAPO(RatioObjective):
     tau_negative: float = ranged(1.05, above=0)
     level: str = choice("token", ("token", "sequence"))
 
+    # a setting here, a fact of the class in all others
     @property
-    def sequence_level(self) -> bool:
+    def sequence_level(self) -> bool:  # ty: ignore[incompatible-property-override]
         """Whether a response has a single ratio: a setting of this objective."""
         return self.level == "sequence"
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.data.batch import NOT_RECORDED, TrainBatch, to_device
+from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device
 from gspo.model.forward.variable_lengths import VariableLengths
 
 BUCKET_TOKENS = 512  # tokens per bucket: fewer waste less on padding, more need fewer calls
@@ -32,7 +32,7 @@ BUCKET_TOKENS = 512  # tokens per bucket: fewer waste less on padding, more need
 WORTH_SHARING = 0.1
 
 
-def lay_out(batch: TrainBatch) -> Sequences:
+def lay_out(batch: TokenBatch) -> Sequences:
     """Return the layout of the batch that computes less: `Sequences` or `SharedPrompts`."""
     tokens = int(batch.attention_BS.sum())
     distinct_G, group_B = batch.prompts_B.unique(return_inverse=True)
@@ -46,7 +46,7 @@ def lay_out(batch: TrainBatch) -> Sequences:
     return SharedPrompts(batch, first_G, group_B)
 
 
-def _same_replay(batch: TrainBatch, first_B: Tensor) -> bool:
+def _same_replay(batch: TokenBatch, first_B: Tensor) -> bool:
     """Return whether rows with the same prompt replay the same experts on it. They may not: engines
     may route the same prompt differently each time."""
     if batch.replay_BSLK is None:
@@ -59,7 +59,7 @@ class Sequences:
     """Lays out every row by itself, prompt and response. `at_BS` is the place of each position of
     the batch in the flat list, -1 if it is not in the list."""
 
-    def __init__(self, batch: TrainBatch):
+    def __init__(self, batch: TokenBatch):
         self.attention_BS, self.prompt_width = batch.attention_BS, batch.prompt_width
         self.width, self.device = batch.attention_BS.shape[1], batch.attention_BS.device
         self.prompts_B = self.attention_BS[:, : self.prompt_width].sum(1)
@@ -176,7 +176,7 @@ class SharedPrompts(Sequences):
     buckets.
     """
 
-    def __init__(self, batch: TrainBatch, first_G: Tensor, group_B: Tensor):
+    def __init__(self, batch: TokenBatch, first_G: Tensor, group_B: Tensor):
         self.first_G, self.group_B = first_G, group_B
         # rows, columns of the queries, and columns of the prompts
         self.buckets: list[tuple[int, int, int]] = []

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from gspo.data.batch import TrainBatch
+from gspo.data.batch import TokenBatch
 from gspo.model.forward.network import PROBE_TOLERANCE
 from gspo.model.sharding.dtensors import architecture
 
@@ -30,11 +30,11 @@ PROBE_LENGTHS = (12, 7)  # tokens of the rows that are compared
 class PaddedRows:
     """The tokens of a batch as a model's own forward takes them, with padding on one side.
 
-    A `TrainBatch` has padding on the left of its prompts and on the right of its responses. For a
+    A `TokenBatch` has padding on the left of its prompts and on the right of its responses. For a
     model that needs all padding on the right, each row is moved to the left until its prompt begins
     in the first column."""
 
-    def __init__(self, batch: TrainBatch, side: Side):
+    def __init__(self, batch: TokenBatch, side: Side):
         self.tokens_BS = batch.tokens_BS
         self.attention_BS = batch.attention_BS
         self.replay_BSLK = batch.replay_BSLK

@@ -264,7 +264,7 @@ class Play:
 
     def response(self, episode: Episode) -> Response:
         """Return an episode that has ended as a response."""
-        return Response(
+        response = Response(
             problem=episode.problem,
             sample=episode.sample,
             prompt_ids=episode.prompt_ids,
@@ -274,8 +274,8 @@ class Play:
             text=self.policy.text(episode.token_ids),
             policy_step=self.request.policy_step,
             experts=episode.experts,
-            score=episode.score,
             rendered=self.policy.rendered(episode.prompt_ids),
             turns=episode.turns if episode.task else [],
             measures=episode.measures,
         )
+        return response.scored(episode.score) if episode.score else response

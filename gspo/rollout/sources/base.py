@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gspo.data.samples import Response
+from gspo.data.samples import Response, ScoredResponse
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.settings import RolloutSettings
 from gspo.tasks.base import Task
@@ -21,15 +21,15 @@ from gspo.tasks.base import Task
 class Rollout:
     """The scored groups of one training step, and how many seconds they took."""
 
-    groups: list[list[Response]]
+    groups: list[list[ScoredResponse]]
     rollout_s: float  # seconds that the engine sampled
     # seconds that the step waited for verifiers, after the engine had sampled
     score_s: float
     limit: int  # the largest number of response tokens at this step
     # groups that were scored but are not trained on
-    dropped: list[list[Response]] = field(default_factory=list)
+    dropped: list[list[ScoredResponse]] = field(default_factory=list)
     # responses that are left out because their verifier itself failed
-    ungraded: list[Response] = field(default_factory=list)
+    ungraded: list[ScoredResponse] = field(default_factory=list)
     # counts of filtered groups, responses and problems, by reason: see the sources
     filtered: dict[str, float] = field(default_factory=dict)
     # seconds that recomputing log-probs under the weights that sampled took
@@ -43,12 +43,12 @@ class Rollout:
     synced: dict[str, float] = field(default_factory=dict)
 
     @property
-    def responses(self) -> list[Response]:
+    def responses(self) -> list[ScoredResponse]:
         """The responses that the step trains on."""
         return [r for group in self.groups for r in group]
 
     @property
-    def sampled(self) -> list[list[Response]]:
+    def sampled(self) -> list[list[ScoredResponse]]:
         """All groups, trained on or dropped. They all count in measures of the policy's quality."""
         return self.groups + self.dropped
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, Response, ScoredResponse
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.cuda_streams import SideStream
@@ -64,11 +64,11 @@ class PartialSource(OnPolicySource):
         while True:
             self._round(begun, step, rollout)
             begun = []
-            complete = [i for i, (_, group) in enumerate(self.unfinished) if ended(group)]
+            complete = [i for i, (_, group) in enumerate(self.unfinished) if scored_group(group)]
             if len(complete) >= self.settings.prompts_per_step:
                 break
         oldest = complete[: self.settings.prompts_per_step]
-        groups = [self.unfinished[i][1] for i in oldest]
+        groups = [scored_group(self.unfinished[i][1]) for i in oldest]
         self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in oldest]
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
@@ -101,7 +101,7 @@ class PartialSource(OnPolicySource):
         ranks = self.engine.ranks
         sampled: list[Response] = []
         # one draw at a time: the random key of a query set's problem depends on the draw
-        for draw in sorted({draw for draw, group in self.unfinished if not ended(group)}):
+        for draw in sorted({draw for draw, group in self.unfinished if not scored_group(group)}):
             groups = [group for d, group in self.unfinished if d == draw]
             cut = [r for group in groups for r in group if r.finish_reason == "budget"]
             request = self.request([], step, self.random_key(draw, 0))
@@ -121,7 +121,15 @@ class PartialSource(OnPolicySource):
         rollout.rollout_s += time.perf_counter() - started
         self.keep_behaviour_logprobs(sampled, rollout)
         started = time.perf_counter()
-        score(self.task, [r for r in sampled if r.finish_reason != "budget"], ranks)
+        ended = [
+            (group, i)
+            for _, group in self.unfinished
+            for i, r in enumerate(group)
+            if r.finish_reason != "budget" and not isinstance(r, ScoredResponse)
+        ]
+        scored = score(self.task, [group[i] for group, i in ended], ranks)
+        for (group, i), response in zip(ended, scored, strict=True):
+            group[i] = response
         rollout.score_s += time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
@@ -146,9 +154,10 @@ class PartialSource(OnPolicySource):
         self.unfinished = pending.groups
 
 
-def ended(group: list[Response]) -> bool:
-    """Return whether no response of a group was cut at the token budget."""
-    return all(r.finish_reason != "budget" for r in group)
+def scored_group(group: list[Response]) -> list[ScoredResponse]:
+    """Return a group if all its responses have been scored, else an empty list."""
+    scored = [r for r in group if isinstance(r, ScoredResponse)]
+    return scored if len(scored) == len(group) else []
 
 
 class StaleSource:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo.data.samples import Problem, Response, all_same
+from gspo.data.samples import Problem, Response, ScoredResponse, all_same
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import RandomKey, SamplingRequest
@@ -104,7 +104,7 @@ class OnPolicySource:
         self.engine.rest()
         return rollout
 
-    def why_ungraded(self, responses: list[Response]) -> str:
+    def why_ungraded(self, responses: list[ScoredResponse]) -> str:
         """Return in words why no response could be graded: the reasons, the commonest first."""
         counts = Counter(r.score.reason or r.score.verdict for r in responses)
         reasons = [f"{reason} ({count} times)" for reason, count in counts.most_common(MAX_REASONS)]
@@ -114,7 +114,7 @@ class OnPolicySource:
             f"on: {'; '.join(reasons)}. The first was to {first}"
         )
 
-    def keep_behaviour_logprobs(self, responses: list[Response], rollout: Rollout) -> None:
+    def keep_behaviour_logprobs(self, responses: Sequence[Response], rollout: Rollout) -> None:
         """Store the trainer's log-probs of new tokens under the engine's present weights."""
         if self.behaviour_logprobs:
             started = time.perf_counter()
@@ -281,12 +281,12 @@ def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | Non
     return room, reason
 
 
-def without_ungraded(groups: list[list[Response]]) -> list[list[Response]]:
+def without_ungraded(groups: list[list[ScoredResponse]]) -> list[list[ScoredResponse]]:
     """Return the groups without ungraded responses, and without groups that are then empty."""
     graded = [[r for r in group if r.score.reward is not None] for group in groups]
     return [group for group in graded if group]
 
 
-def has_signal(group: list[Response]) -> bool:
+def has_signal(group: list[ScoredResponse]) -> bool:
     """Return whether a group's rewards differ. If they do not, all its advantages are 0."""
-    return not all_same([response.score.reward for response in group])
+    return not all_same([response.reward for response in group])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response, Score, Turn
+from gspo.data.samples import Problem, Response, Score, ScoredResponse, Turn
 from gspo.io.untrusted import MAX_ROWS_FILE_BYTES, parse_json, read_bytes
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 
@@ -53,7 +53,8 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
         content = {key: value for key, value in vars(response).items() if key not in special}
         content["turns"] = [asdict(turn) for turn in response.turns]
         content["problem"] = response.problem.index
-        content["score"] = asdict(response.score) if response.score else None
+        scored = isinstance(response, ScoredResponse)
+        content["score"] = asdict(response.score) if scored else None
         content["lengths"] = lengths
         return content
 
@@ -95,11 +96,11 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
             own_arrays[name] = arrays[name][first : first + length]
             rows_read[name] += length
         score = fields.pop("score")
-        fields["score"] = Score(**score) if score else None
         fields["segments"] = [tuple(segment) for segment in fields["segments"]]
         fields["turns"] = [Turn(**turn) for turn in fields["turns"]]
         fields["problem"] = problem(fields["problem"])
-        return Response(**({"logprobs": None} | fields | own_arrays))
+        read_response = Response(**({"logprobs": None} | fields | own_arrays))
+        return read_response.scored(Score(**score)) if score else read_response
 
     rollouts = {}
     # responses must be read in the order in which they were written

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task
@@ -300,7 +300,7 @@ class TrainingProblems:
         """Return how many problems with too long prompts were replaced to get these problems."""
         return sum(problem.index // REPLACEMENT for problem in problems)
 
-    def record(self, groups: list[list[Response]]) -> None:
+    def record(self, groups: list[list[ScoredResponse]]) -> None:
         """Update the pass rates with scored groups.
 
         A problem's rate is its first mean reward, then a running mean with weight 0.5."""
@@ -308,7 +308,7 @@ class TrainingProblems:
             return
         for group in groups:
             position = group[0].problem.index % REPLACEMENT
-            mean = sum(response.score.reward for response in group) / len(group)
+            mean = sum(response.reward for response in group) / len(group)
             previous = self.pass_rates.get(position, mean)
             self.pass_rates[position] = previous + RATE_WEIGHT * (mean - previous)
 

@@ -8,11 +8,12 @@ that has other weights (`check_engine`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
@@ -39,7 +40,7 @@ class BehaviourLogprobs:
     micro_batch_size: int = 64
     replay_engine: bool = False
 
-    def __call__(self, responses: list[Response]) -> None:
+    def __call__(self, responses: Sequence[Response]) -> None:
         """Set `old_logprobs` and `old_experts` of tokens that have none yet."""
         fresh = [
             r for r in responses if r.old_logprobs is None or len(r.old_logprobs) < len(r.token_ids)
@@ -48,7 +49,7 @@ class BehaviourLogprobs:
             return
         batch = pack(fresh, self.policy.pad_id)
         if self.replay_engine:
-            batch.replay_BSLK = batch.engine_experts_BSLK
+            batch = replace(batch, replay_BSLK=batch.engine_experts_BSLK)
         scored = self.policy.score(batch, self.micro_batch_size)
         for i, r in enumerate(fresh):
             logprobs = scored.logp_BT[i, : len(r.token_ids)].numpy()

@@ -13,7 +13,8 @@ import naive_credit as naive
 from gspo.algorithm.advantages import Credit, Returns
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.kl import ESTIMATORS, KLCoefficient, KLInLoss, KLInReward, Penalized
-from gspo.algorithm.objectives import LossInputs
+from gspo.data.batch import TrainBatch
+from gspo.model.policy import PolicyOutput
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.loss_terms import KLTerm
 
@@ -185,9 +186,20 @@ def term(settings, logp, old, ref) -> torch.Tensor:
     """What a response of these tokens adds to the loss, with coefficient 1."""
     logp, old, ref = (x.reshape(1, -1) for x in (logp, old, ref))
     mask = torch.ones_like(logp, dtype=torch.bool)
-    inputs = LossInputs(logp, old, torch.zeros_like(logp), mask, ref_logp_BT=ref)
+    batch = TrainBatch(
+        tokens_BS=mask.long(),
+        attention_BS=mask,
+        mask_BT=mask,
+        sampled_BT=mask,
+        prompts_B=torch.zeros(1, dtype=torch.int64),
+        engine_logp_BT=old,
+        old_logp_BT=old,
+        ref_logp_BT=ref,
+        adv_BT=torch.zeros_like(logp),
+    )
+    output = PolicyOutput(logp, entropy_BT=None, experts_BSLK=None)
     return KLTerm(settings, KLCoefficient(settings))(
-        inputs, Totals.of(mask), 1, MetricAccumulator()
+        output, batch, Totals.of(mask), 1, MetricAccumulator()
     )
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gspo.data.batch import pack
 from gspo.data.masked import masked_mean
+from gspo.data.pack import pack, pack_recorded
 from gspo.data.samples import Problem, Response
 
 
@@ -25,7 +25,6 @@ def test_pack_by_hand():
     assert batch.attention_BS.int().tolist() == [[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]]
     assert batch.mask_BT.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch.engine_logp_BT.tolist() == [[-1, -2, 0, 0], [-1, -2, -3, -4]]
-    assert not batch.adv_BT.any()
 
 
 def test_pack_equals_packing_row_by_row():
@@ -49,6 +48,7 @@ def test_pack_equals_packing_row_by_row():
             )
         )
     batch = pack(responses, 77)
+    old_logp_BT, old_experts_BSLK = pack_recorded(responses, batch)
     start = batch.prompt_width
     for i, r in enumerate(responses):
         prompt, length = len(r.prompt_ids), len(r.token_ids)
@@ -59,14 +59,14 @@ def test_pack_equals_packing_row_by_row():
         assert batch.mask_BT[i].sum() == length and batch.mask_BT[i, :length].all()
         for packed_BT, own in (
             (batch.engine_logp_BT, r.logprobs),
-            (batch.old_logp_BT, r.old_logprobs),
+            (old_logp_BT, r.old_logprobs),
         ):
             assert (packed_BT[i, :length].numpy() == own).all() and (
                 packed_BT[i, length:] == 0
             ).all()
         for packed_BSLK, own in (
             (batch.engine_experts_BSLK, r.experts),
-            (batch.experts_BSLK, r.old_experts),
+            (old_experts_BSLK, r.old_experts),
         ):
             recorded = slice(start - prompt, start - prompt + len(own))
             assert (packed_BSLK[i, recorded].numpy() == own).all()
@@ -87,8 +87,9 @@ def test_all_sampled_tokens_are_selected_also_those_not_trained_on():
 
 def test_rows_cuts_only_padding():
     batch = pack([response([5, 6, 7], [8, 2]), response([5], [9, 9, 9, 2])], pad_id=0)
-    batch.old_logp_BT = batch.engine_logp_BT * 2
-    batch.experts_BSLK = torch.arange(2 * 7 * 3 * 2).view(2, 7, 3, 2)
+    batch = batch.with_old_policy(
+        batch.engine_logp_BT * 2, torch.arange(2 * 7 * 3 * 2).view(2, 7, 3, 2)
+    )
     second = batch.rows(torch.tensor([1]))
     assert second.tokens_BS.tolist() == [[5, 9, 9, 9, 2]] and second.prompt_width == 1
     assert second.old_logp_BT.tolist() == [[-2, -4, -6, -8]]
@@ -100,7 +101,8 @@ def test_rows_cuts_only_padding():
 def test_split_keeps_every_row_once_and_pads_less():
     rows = [response([1 + i] * (i % 5 + 1), [3] * (1 + (7 * i) % 11), i) for i in range(20)]
     batch = pack(rows, pad_id=0)
-    batch.adv_BT += torch.arange(20.0).unsqueeze(-1)
+    adv_BT = torch.arange(20.0).unsqueeze(-1).expand(batch.mask_BT.shape)
+    batch = batch.with_old_policy(batch.engine_logp_BT).with_advantages(adv_BT)
     parts = batch.split(6)
     assert sorted(a for part in parts for a in part.adv_BT[:, 0].tolist()) == list(range(20))
     assert sum(int(p.attention_BS.sum()) for p in parts) == int(batch.attention_BS.sum())
@@ -111,7 +113,9 @@ def test_rows_with_the_same_prompt_stay_together_and_those_without_advantage_apa
     rows = [response([1 + i % 3], [3] * (1 + (7 * i) % 11), i) for i in range(12)]
     batch = pack(rows, pad_id=0)
     assert batch.prompts_B.tolist() == [0, 1, 2] * 4
-    batch.adv_BT[batch.prompts_B != 1] = 1.0
+    adv_BT = torch.zeros(batch.mask_BT.shape)
+    adv_BT[batch.prompts_B != 1] = 1.0
+    batch = batch.with_old_policy(batch.engine_logp_BT).with_advantages(adv_BT)
     assert [part.prompts_B.tolist() for part in batch.split(4)][-1] == [1] * 4
     assert {tuple(part.prompts_B.tolist()) for part in batch.split(4)} == {
         (0,) * 4,

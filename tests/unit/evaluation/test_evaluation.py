@@ -16,7 +16,7 @@ import pytest
 from builders import small_policy
 from demonstrator import Demonstrator
 from games import Echoes
-from gspo.data.samples import Problem, Response, Score
+from gspo.data.samples import Problem, Score, ScoredResponse
 from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
 from gspo.evaluation.resumable import (
     Folder,
@@ -417,6 +417,6 @@ def test_problems_without_rating_have_no_elo():
     response = groups_of(Graded(), 1, 1)[0][0]
     unrated = Problem("math", 1, "1+1=?", 2)
     group = rows(
-        [Response(unrated, 0, [1], [2], np.zeros(1), "stop", "#2", 0, score=response.score)]
+        [ScoredResponse(unrated, 0, [1], [2], np.zeros(1), "stop", "#2", 0, score=response.score)]
     )
     assert summarise([rows([response]), group], [1])["elo"] is None

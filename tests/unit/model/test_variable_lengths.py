@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import batch_of, sample, small_policy
-from gspo.data.batch import TrainBatch
+from gspo.data.batch import TokenBatch
 from gspo.model.forward import packing, variable_lengths
 from gspo.model.forward.variable_lengths import by_formula, is_used, suits, why_not
 
@@ -31,7 +31,7 @@ def operator(monkeypatch):
     monkeypatch.setattr(variable_lengths, "varlen_operator", lambda: formula)
 
 
-def drawn_batch(seed: int, shared: bool) -> TrainBatch:
+def drawn_batch(seed: int, shared: bool) -> TokenBatch:
     """Prompts of 1 to 9 tokens and responses of 1 to 12, some of a single token; groups of 1 to 4
     rows.
     """
@@ -55,14 +55,11 @@ def drawn_batch(seed: int, shared: bool) -> TrainBatch:
     else:
         group = torch.arange(len(rows))
     mask_BT = attention_BS[:, width:]
-    zeros = torch.zeros(mask_BT.shape)
-    return TrainBatch(
+    return TokenBatch(
         tokens_BS=tokens_BS * attention_BS,
         attention_BS=attention_BS,
         mask_BT=mask_BT,
         sampled_BT=mask_BT,
-        engine_logp_BT=zeros,
-        adv_BT=zeros,
         prompts_B=group,
     )
 
@@ -114,14 +111,11 @@ def test_a_response_attends_to_the_prompt_of_its_group_and_to_itself(monkeypatch
         [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]], dtype=torch.bool
     )
     mask_BT = attention_BS[:, 2:]
-    zeros = torch.zeros(3, 3)
-    batch = TrainBatch(
+    batch = TokenBatch(
         tokens_BS=torch.zeros(3, 5, dtype=torch.int64),
         attention_BS=attention_BS,
         mask_BT=mask_BT,
         sampled_BT=mask_BT,
-        engine_logp_BT=zeros,
-        adv_BT=zeros,
         prompts_B=torch.tensor([0, 0, 1]),
     )
     lengths = packing.lay_out(batch).by_lengths().lengths

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from builders import small_policy
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest

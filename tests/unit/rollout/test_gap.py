@@ -24,7 +24,7 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
@@ -225,9 +225,8 @@ def test_the_gap_by_hand(moe):
     batch = pack(responses, 0)
     assert batch.mask_BT.sum() == 4
     log = torch.tensor([[0.1, -0.3], [1.0, 0.0]])
-    batch.old_logp_BT = batch.engine_logp_BT + log
     accumulator = MetricAccumulator()
-    mismatch(batch, accumulator)
+    mismatch(batch.with_old_policy(batch.engine_logp_BT + log), accumulator)
     metrics = accumulator.result()
     expected = {
         "mismatch/k1": -0.8 / 4,
@@ -247,7 +246,8 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
     batch = batch_of(moe, sample(moe, record_experts=True))
     layers, start = batch.experts_BSLK.shape[2], batch.prompt_width - 1
     accumulator = MetricAccumulator()
-    assert engine_routes(batch, accumulator) == 1, (
+    routes = batch.experts_BSLK, batch.engine_experts_BSLK
+    assert engine_routes(*routes, batch, accumulator) == 1, (
         "the same weights in the same precision choose the same experts"
     )
     one = batch.engine_experts_BSLK[0, start, 1]
@@ -255,7 +255,8 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
     one[0] = next(e for e in range(8) if e not in one)
     accumulator = MetricAccumulator()
     tokens = int(batch.mask_BT.sum())
-    assert engine_routes(batch, accumulator) == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
+    agreement = engine_routes(*routes, batch, accumulator)
+    assert agreement == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
     metrics = accumulator.result()
     assert metrics["routing/engine_changed_any_layer"] == pytest.approx(1 / tokens)
     assert metrics["routing/engine_agreement_layer_0"] == 1
@@ -307,12 +308,13 @@ def test_with_a_rounded_engine_r3_removes_the_routing_part_of_the_gap():
     batch = pack([r for g in groups for r in g], 0)
     gaps = {}
     for replay in ("none", "r3"):
-        batch.replay_BSLK = batch.engine_experts_BSLK if replay == "r3" else None
+        engine_routing = batch.engine_experts_BSLK
+        batch = replace(batch, replay_BSLK=engine_routing if replay == "r3" else None)
         scored = policy.score(batch, 64)
         accumulator = MetricAccumulator()
-        mismatch(replace(batch, old_logp_BT=scored.logp_BT), accumulator)
+        mismatch(batch.with_old_policy(scored.logp_BT), accumulator)
         if replay == "none":
-            share = engine_routes(replace(batch, experts_BSLK=scored.experts_BSLK), accumulator)
+            share = engine_routes(scored.experts_BSLK, engine_routing, batch, accumulator)
         gaps[replay] = accumulator.result()
     assert 0.8 < share < 1, "rounding moves some tokens to other experts"
     assert gaps["r3"]["mismatch/k3"] < 0.5 * gaps["none"]["mismatch/k3"]
@@ -324,7 +326,8 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     rollout = t.source.next(1)
     batch = pack(rollout.responses, 0)
     accumulator = MetricAccumulator()
-    t.remember_old_policy(batch, torch.arange(len(batch)), accumulator)
+    rows = torch.arange(len(batch))
+    batch, _ = t.add_old_policy(batch, rollout.responses, rows, accumulator)
     size = t.settings.micro_batch_size
     by_hand = t.policy.score(
         replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from builders import small_policy
 from games import Echoes
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
@@ -88,7 +88,7 @@ def assert_same(ours, theirs, experts=False) -> None:
             b.measures,
         )
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
-        assert np.array_equal(np.isnan(a.logprobs), ~a.own_tokens)
+        assert np.array_equal(np.isnan(a.logprobs), ~a.policy_mask)
         if experts:
             assert np.array_equal(np.sort(a.experts, -1), np.sort(b.experts, -1))
 
@@ -263,7 +263,7 @@ def test_tokens_stay_as_they_were_sampled_where_the_tokenizer_would_merge_both_s
         assert policy.tokenizer(r.text)["input_ids"] != r.token_ids, (
             "the text would be tokens that nobody sampled"
         )
-        assert r.own_tokens.sum() == r.length == 3 and r.finish_reason == "length"
+        assert r.policy_mask.sum() == r.length == 3 and r.finish_reason == "length"
 
 
 @pytest.mark.parametrize("said", ["t", "h", ""])
@@ -544,7 +544,7 @@ def test_an_environment_that_does_not_begin_has_an_empty_episode_beside_whole_on
                 0,
             )
             assert (
-                "OSError: no board" in r.score.reason and len(r.own_tokens) == len(r.logprobs) == 0
+                "OSError: no board" in r.score.reason and len(r.policy_mask) == len(r.logprobs) == 0
             )
         else:
             assert (

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from gspo.data.samples import Problem, Response, Score
+from gspo.data.samples import Problem, Score, ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.rollout.sources.problem_sampler import (
     REFILL,
@@ -50,12 +50,13 @@ def epoch(
     return [sampler.choose(seed, step, count, chosen, rates or {}) for step in steps]
 
 
-def group(problem: Problem, rewards: list[float]) -> list[Response]:
+def group(problem: Problem, rewards: list[float]) -> list[ScoredResponse]:
     parts = dict(
         prompt_ids=[1], token_ids=[2], logprobs=None, finish_reason="stop", text="", policy_step=0
     )
     return [
-        Response(problem, i, **parts, score=Score(reward, "")) for i, reward in enumerate(rewards)
+        ScoredResponse(problem, i, **parts, score=Score(reward, ""))
+        for i, reward in enumerate(rewards)
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from builders import perturb, problems, small_policy
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem
 from gspo.model.forward.variable_lengths import by_formula
 from gspo.model.settings import LoraSettings, TinyDense

@@ -7,7 +7,7 @@ import torch
 
 from architectures import small_model
 from builders import batch_of, problems, sample, small_policy
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.model.forward.padded_forward import PaddedRows, logits_of_row, padding_side
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer

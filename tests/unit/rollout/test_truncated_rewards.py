@@ -33,13 +33,12 @@ class Penalty(Task):
 def test_the_setting_says_what_a_response_earns_that_was_cut_off(setting, earned):
     responses = sample(small_policy(), group_size=2, tokens=12)
     responses[0].finish_reason, responses[1].finish_reason = "length", "stop"
-    score(Penalty(setting), responses[:2])
-    cut, ended = responses[:2]
+    cut, ended = score(Penalty(setting), responses[:2])
     assert (cut.score.reward, ended.score.reward) == (earned, -1.0)
     assert cut.score.verdict == ("wrong" if setting is None else "truncated")
     composed = settings("task=math", f"reward.truncated={'null' if setting is None else setting}")
     assert composed.task.truncated_reward == setting
-    lines = cut_off_pays(composed, responses[:2])
+    lines = cut_off_pays(composed, [cut, ended])
     assert bool(lines) == (setting == 0.0)
     if lines:
         assert lines[0].startswith(
@@ -55,9 +54,11 @@ def test_rewards_that_would_overflow_are_refused_with_the_number():
 
 
 def test_sums_of_the_same_rewards_in_another_order_are_no_signal():
-    group = sample(small_policy(), group_size=2, tokens=4)[:2]
-    for response, reward in zip(group, (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1), strict=True):
-        response.score = Score(reward, "partial")
+    responses = sample(small_policy(), group_size=2, tokens=4)[:2]
+    rewards = (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1)
+    group = [
+        r.scored(Score(reward, "partial")) for r, reward in zip(responses, rewards, strict=True)
+    ]
     assert group[0].score.reward != group[1].score.reward
     assert not has_signal(group) and len(set(rewards_of(group))) == 1
     group[1].score = Score(0.601, "partial")

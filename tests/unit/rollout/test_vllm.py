@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 import psutil
 
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Response
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE

@@ -124,11 +124,13 @@ def test_the_structure_of_sampled_episodes(engine):
         assert (
             len(r.token_ids)
             == len(r.logprobs)
-            == len(r.own_tokens)
+            == len(r.policy_mask)
             == sum(turn.tokens for turn in r.turns)
         )
-        assert np.array_equal(np.isnan(r.logprobs), ~r.own_tokens)
-        assert r.length == sum(r.own_tokens) <= 20 and (r.length == 20 or r.finish_reason == "stop")
+        assert np.array_equal(np.isnan(r.logprobs), ~r.policy_mask)
+        assert r.length == sum(r.policy_mask) <= 20 and (
+            r.length == 20 or r.finish_reason == "stop"
+        )
         assert len(authors) == 5 or r.finish_reason == "length"
         place = 0
         for turn in r.turns:

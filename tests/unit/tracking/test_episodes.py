@@ -143,12 +143,12 @@ def test_damaged_turns_are_none(damaged):
 TABLE = """
 import sys
 from pathlib import Path
-from gspo.data.samples import Problem, Response, Score, Turn
+from gspo.data.samples import Problem, Score, ScoredResponse, Turn
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(n, turns, measures):
     problem, tokens, score = Problem("t", n, "1+1=?", "2"), [1] * 6, Score(1.0, "correct")
-    made = Response(problem, n, [1], tokens, [0.0] * 6, "stop", "text", 1, None, score)
+    made = ScoredResponse(problem, n, [1], tokens, [0.0] * 6, "stop", "text", 1, score=score)
     made.turns, made.measures = turns, measures
     return made
 turns = [Turn("policy", 3, "<py>1+1"), Turn("environment", 2, "2"), Turn("policy", 1, "2", 1.0)]

@@ -19,7 +19,7 @@ def filled() -> MetricAccumulator:
     for value in (torch.tensor(-2.0), 4.0, torch.tensor(1)):
         accumulator.largest("c", value)
         accumulator.smallest("d", value)
-    accumulator.expert_loads_LE = torch.tensor([[1, 1, 2, 0]])
+    accumulator.expert_loads(torch.tensor([[1, 1, 2, 0]]))
     return accumulator
 
 
@@ -32,7 +32,7 @@ def test_numbers_kept_as_tensors_are_read_at_once_and_are_the_same(monkeypatch):
     assert plain["routing/unused_experts"] == 0.25
 
     monkeypatch.setattr(
-        accumulators, "_kept", lambda x: x.detach() if torch.is_tensor(x) else float(x)
+        accumulators, "_detached", lambda x: x.detach() if torch.is_tensor(x) else float(x)
     )
     accumulator = filled()
     reads = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import SMOOTH, assert_same_sums, recorded_gradients, small_policy
+from builders import SMOOTH, assert_same_sums, batch_of, recorded_gradients, small_policy
 from gspo.algorithm.advantages import (
     GAE,
     Credit,
@@ -17,17 +17,18 @@ from gspo.algorithm.advantages import (
     ReinforcePP,
     Returns,
 )
-from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
-from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken, LossInputs
+from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.tracking.metrics import lookup
-from gspo.train.loss_terms import KLTerm, loss_inputs
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.loss_terms import KLTerm
 from gspo.train.trainer import PolicySettings, Trainer
 from trainers import FirstCharacter, steps, trainer, weights
 
@@ -131,9 +132,9 @@ def test_a_kl_term_without_reference_log_probs_is_refused():
             seed=1,
         )
     term = next(term for term in t.terms if isinstance(term, KLTerm))
-    x = torch.zeros(1, 2)
+    batch = batch_of(t.policy, t.source.next(1).responses)
     with pytest.raises(ValueError, match=r"kl.coef=0.25 without reference policy"):
-        term(LossInputs(x, x, x, torch.ones(1, 2, dtype=torch.bool)), None, 1, None)
+        term(t.policy.forward(batch), batch, Totals.of(batch.mask_BT), 1, MetricAccumulator())
 
 
 def test_kl_in_the_reward_is_taken_off_every_token():
@@ -248,12 +249,14 @@ def test_a_value_head_changes_no_log_prob_and_values_stand_before_their_tokens()
                                     (batch.attention_BS.cumsum(-1) - 1).clamp(min=0)).last_hidden_state  # fmt: skip
         expected = policy.value_head.linear(hidden[:, batch.prompt_width - 1 : -1]).squeeze(-1)
     torch.testing.assert_close(
-        batch.old_values_BT[batch.mask_BT], expected[batch.mask_BT], atol=1e-4, rtol=1e-4
+        batch.critic.old_values_BT[batch.mask_BT], expected[batch.mask_BT], atol=1e-4, rtol=1e-4
     )
     output = policy.forward(batch)
-    again = loss_inputs(output, batch)
     torch.testing.assert_close(
-        again.values_BT[batch.mask_BT], batch.old_values_BT[batch.mask_BT], atol=1e-4, rtol=1e-4
+        output.values_BT[batch.mask_BT],
+        batch.critic.old_values_BT[batch.mask_BT],
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.data.batch import TrainBatch
-from gspo.data.samples import Problem, Response, Score, Turn
+from gspo.data.samples import Problem, Score, ScoredResponse, Turn
 from gspo.tracking.metrics import lookup
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -16,16 +16,15 @@ from gspo.train.accumulator import MetricAccumulator
 def batch(adv, mask, old=None) -> TrainBatch:
     mask = torch.tensor(mask, dtype=torch.bool)
     zeros = torch.zeros(mask.shape)
-    old = zeros if old is None else torch.tensor(old)
     return TrainBatch(
-        mask.long(),
-        mask,
-        mask,
-        mask,
-        zeros,
-        torch.tensor(adv)[:, None].expand(mask.shape),
-        torch.arange(len(mask)),
-        old_logp_BT=old,
+        tokens_BS=mask.long(),
+        attention_BS=mask,
+        mask_BT=mask,
+        sampled_BT=mask,
+        prompts_B=torch.arange(len(mask)),
+        engine_logp_BT=zeros,
+        old_logp_BT=zeros if old is None else torch.tensor(old),
+        adv_BT=torch.tensor(adv)[:, None].expand(mask.shape),
     )
 
 
@@ -127,9 +126,9 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut():
 
 def respond(
     reward: float, tokens: int, finish: str = "stop", task: str = "math", verdict: str = "correct"
-) -> Response:
+) -> ScoredResponse:
     problem = Problem(task, 0, "", "")
-    return Response(
+    return ScoredResponse(
         problem,
         0,
         [1],
@@ -138,8 +137,7 @@ def respond(
         finish,
         "",
         0,
-        None,
-        Score(reward, verdict),
+        score=Score(reward, verdict),
     )
 
 

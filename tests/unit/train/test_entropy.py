@@ -13,7 +13,7 @@ from gspo.algorithm.objectives import GSPO
 from gspo.distributed.ranks import Ranks
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
-from gspo.train.loss_terms import EntropyTerm, loss_inputs
+from gspo.train.loss_terms import EntropyTerm
 from gspo.train.settings import TrainerSettings
 from trainers import steps, trainer
 
@@ -46,7 +46,8 @@ def test_a_fixed_coefficient_stays():
 def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     """Two micro-batches of one update; masked entries are NaN."""
     policy = small_policy()
-    inputs = loss_inputs(policy.forward(batch := batch_of(policy, sample(policy))), batch)
+    batch = batch_of(policy, sample(policy))
+    output = policy.forward(batch)
     mask_BT = torch.tensor([[True, True, True], [True, False, False]])
     entropy_BT = torch.tensor([[1.0, 2.0, 3.0], [0.5, math.nan, math.nan]])
     term = EntropyTerm(
@@ -55,7 +56,8 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     totals, accumulator, loss = Totals.of(mask_BT), MetricAccumulator(), 0.0
     for row in (slice(0, 1), slice(1, 2)):
         loss += term(
-            replace(inputs, entropy_BT=entropy_BT[row], mask_BT=mask_BT[row]),
+            replace(output, entropy_BT=entropy_BT[row]),
+            replace(batch, mask_BT=mask_BT[row]),
             totals,
             1,
             accumulator,
@@ -70,7 +72,7 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     term.end_update(totals, Ranks())
     assert term.coefficient.measured == 0, "the sum began anew"
     with pytest.raises(ValueError, match="entropy_BT is missing"):
-        term(replace(inputs, entropy_BT=None), totals, 1, accumulator)
+        term(replace(output, entropy_BT=None), batch, totals, 1, accumulator)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

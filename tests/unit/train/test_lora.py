@@ -16,7 +16,7 @@ from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GRPO, GSPO, PPO
 from gspo.config.remarks import warnings
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.distributed.ranks import Ranks
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.model.value_head import ValueHead

@@ -13,7 +13,7 @@ from gspo.algorithm.objectives import GSPO
 from gspo.distributed.ranks import Ranks
 from gspo.model.settings import TinyDense, TinyMoE
 from gspo.train.accumulator import MetricAccumulator, load_max
-from gspo.train.loss_terms import BalanceTerm, loss_inputs
+from gspo.train.loss_terms import BalanceTerm
 from gspo.train.optimizer import parameter_groups
 from gspo.train.trainer import old_loads
 from trainers import steps, trainer, weights
@@ -97,11 +97,13 @@ def test_the_auxiliary_loss_is_that_of_transformers_divided_by_k(family):
 
 
 def test_by_hand_and_of_equal_loads():
-    inputs = loss_inputs_of(small_policy())
-    inputs.balance_BT = torch.full_like(inputs.logp_BT, float("nan"))
-    inputs.balance_BT[inputs.mask_BT] = 1.5
+    policy = small_policy()
+    batch = batch_of(policy, sample(policy))
+    output = policy.forward(batch)
+    output.balance_BT = torch.full_like(output.logp_BT, float("nan"))
+    output.balance_BT[batch.mask_BT] = 1.5
     accumulator = MetricAccumulator()
-    loss = BalanceTerm(0.01)(inputs, Totals.of(inputs.mask_BT), 1, accumulator)
+    loss = BalanceTerm(0.01)(output, batch, Totals.of(batch.mask_BT), 1, accumulator)
     assert loss.item() == pytest.approx(0.015) and accumulator.result()[
         "routing/balance"
     ] == pytest.approx(1.5)
@@ -111,11 +113,6 @@ def test_by_hand_and_of_equal_loads():
     batch = batch_of(policy, sample(policy))
     equal = balance(policy, batch, torch.full((3, 8), 1 / 8))
     torch.testing.assert_close(equal, torch.ones_like(equal))
-
-
-def loss_inputs_of(policy):
-    batch = batch_of(policy, sample(policy))
-    return loss_inputs(policy.forward(batch), batch)
 
 
 def test_both_forwards_give_the_same_and_the_same_gradient():

@@ -13,7 +13,7 @@ from builders import SMOOTH, assert_same_sums, recorded_gradients
 from games import Echo, Echoes
 from gspo.algorithm.advantages import GroupMean
 from gspo.algorithm.objectives import GRPO, GSPO, GSPOToken
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
@@ -146,8 +146,9 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     rollout.groups[1].pop()
     rollout.ungraded = [rollout.groups[2].pop(0)]
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
-    t.remember_old_policy(batch, torch.arange(len(batch)), MetricAccumulator())
-    t.credit(batch, rollout, MetricAccumulator())
+    rows = torch.arange(len(batch))
+    old = t.add_old_policy(batch, rollout.responses, rows, MetricAccumulator())
+    batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     by_hand = [2 / 3, -1 / 3, -1 / 3, 1 / 2, -1 / 2, 1 / 2, -1 / 2]
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
     row = t.train_step(1, rollout)

@@ -27,7 +27,7 @@ from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
-from gspo.data.batch import pack
+from gspo.data.pack import pack
 from gspo.data.samples import Problem, Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
@@ -79,7 +79,7 @@ def sampled_once(moe: bool) -> Rollout:
     reasons = [r.finish_reason for r in rollout.responses]
     assert len(rollout.responses) == 16 and {"stop", "length"} <= set(reasons)
     assert max(len(r.turns) for r in rollout.responses) == 5
-    assert sum((~r.own_tokens).sum() for r in rollout.responses) > 100
+    assert sum((~r.policy_mask).sum() for r in rollout.responses) > 100
     return rollout
 
 
@@ -102,7 +102,7 @@ def own_log_probs(model, response) -> torch.Tensor:
     ids = torch.tensor([response.prompt_ids + response.token_ids])
     logits = model(ids).logits[0, len(response.prompt_ids) - 1 : -1]
     chosen = logits.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
-    return (chosen - logits.exp().sum(-1).log())[torch.from_numpy(response.own_tokens)]
+    return (chosen - logits.exp().sum(-1).log())[torch.from_numpy(response.policy_mask)]
 
 
 def loss_by_hand(name: str, o, logps, olds, heldouts, groups) -> torch.Tensor:
@@ -139,8 +139,8 @@ def updated(name: str, model):
     t = echo_trainer(HAND[name], model=model, minibatches=1)
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
-    t.remember_old_policy(batch, everything, MetricAccumulator())
-    t.credit(batch, rollout, MetricAccumulator())
+    old = t.add_old_policy(batch, rollout.responses, everything, MetricAccumulator())
+    batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     with torch.no_grad():
         olds = [own_log_probs(t.policy.model, r) for r in rollout.responses]
     perturb(t.policy, 0.005)
@@ -241,9 +241,9 @@ def trained(make, model, junk: float, experts: bool = False, own: bool = False) 
     environment's tokens; with `own` it is said of a token of the policy too."""
     t, rollout = make(), sampled(model)
     for r in rollout.responses:
-        r.logprobs[~r.own_tokens] = junk
+        r.logprobs[~r.policy_mask] = junk
         if experts and r.experts is not None:
-            r.experts[len(r.prompt_ids) - 1 :][~r.own_tokens] = 0
+            r.experts[len(r.prompt_ids) - 1 :][~r.policy_mask] = 0
     if own:
         rollout.responses[3].logprobs[0] = junk
     for policy in (t.policy, t.reference):
@@ -386,7 +386,7 @@ def test_the_same_number_at_a_token_of_the_policy_would_be_seen():
 
 def test_counts_and_ages_are_of_the_policys_tokens():
     rollout = sampled(DENSE)
-    own = [int(r.own_tokens.sum()) for r in rollout.responses]
+    own = [int(r.policy_mask.sum()) for r in rollout.responses]
     metrics = echo_trainer(GSPO(), DENSE).train_step(3, rollout)
     assert metrics["length/mean"] == sum(own) / 16 and metrics["compute/tokens"] == sum(own)
     assert metrics["staleness/mean"] == 2

@@ -1,0 +1,171 @@
+"""Packs responses into batches (gspo.data.batch).
+
+Shape suffixes: B responses, T response tokens, S prompt and response tokens, L MoE layers, K experts
+per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo.data.batch import NOT_RECORDED, RolloutBatch, TokenBatch, contents_of
+from gspo.data.samples import Response, ScoredResponse
+
+
+def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
+    """Pack responses into a batch.
+
+    The engine's experts are packed if all responses have them. Raises ValueError for a response
+    without tokens, or without a log-prob per token: only a broken engine returns such.
+    """
+    for r in responses:
+        if not r.token_ids or len(r.token_ids) != len(r.logprobs):
+            raise ValueError(
+                f"response {r.sample}, problem {r.problem.index}: {len(r.token_ids)} tokens, "
+                f"{len(r.logprobs)} logprobs"
+            )
+    by_policy = None
+    if any(r.turns for r in responses):
+        by_policy = [r.policy_mask for r in responses]
+    prompts = [r.prompt_ids for r in responses]
+    tokens = [r.token_ids for r in responses]
+    logprobs = [r.logprobs for r in responses]
+    experts = [r.experts for r in responses]
+    batch = layout(prompts, tokens, pad_id, by_policy)
+    return RolloutBatch(
+        **contents_of(batch),
+        engine_logp_BT=_logprobs(logprobs, batch),
+        engine_experts_BSLK=_experts(responses, experts, batch),
+    )
+
+
+def pack_recorded(
+    responses: Sequence[Response], batch: TokenBatch
+) -> tuple[Tensor, Tensor | None] | None:
+    """Pack the log-probs and experts that were recorded under the weights that sampled.
+
+    Returns None if a response lacks the log-prob of a token. The experts are None if a response has
+    none.
+    """
+    logprobs = []
+    for r in responses:
+        if r.old_logprobs is None or len(r.old_logprobs) != len(r.token_ids):
+            return None
+        logprobs.append(r.old_logprobs)
+    experts = [r.old_experts for r in responses]
+    return _logprobs(logprobs, batch), _experts(responses, experts, batch)
+
+
+@dataclass
+class EpisodeTurns:
+    """The turns of a batch of episodes."""
+
+    index_BT: Tensor  # int64, the index of the policy's turn, from 0
+    rewards_BT: Tensor  # float64, the reward of every turn, at its last token
+
+
+def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> EpisodeTurns | None:
+    """Pack the turns and their rewards, None if no response is an episode.
+
+    A response that is no episode is a single turn, with the verifier's reward."""
+    if not any(r.turns for r in responses):
+        return None
+    shape = batch.mask_BT.shape
+    turns = EpisodeTurns(
+        index_BT=torch.zeros(shape, dtype=torch.int64),
+        rewards_BT=torch.zeros(shape, dtype=torch.float64),
+    )
+    for i, r in enumerate(responses):
+        end = 0
+        index = 0
+        for turn in r.turns:
+            begin = end
+            end += turn.tokens
+            if turn.author == "policy":
+                turns.index_BT[i, begin:end] = index
+                turns.rewards_BT[i, end - 1] = turn.reward
+                index += 1
+        if not r.turns:
+            turns.rewards_BT[i, len(r.token_ids) - 1] = r.reward
+    return turns
+
+
+def _logprobs(rows: list[np.ndarray], batch: TokenBatch) -> Tensor:
+    """Pack log-probs of the response tokens, 0 at padding: [B, T], float32."""
+    packed_BT = np.zeros(batch.mask_BT.shape, dtype=np.float32)
+    real_BT = batch.attention_BS[:, batch.prompt_width :].numpy()
+    packed_BT[real_BT] = np.concatenate(rows)
+    return torch.from_numpy(packed_BT)
+
+
+def _experts(
+    responses: Sequence[Response], rows: list[np.ndarray | None], batch: TokenBatch
+) -> Tensor | None:
+    """Pack experts into a tensor [B, S, L, K], int16, None if a row is None.
+
+    Each row holds the experts of a response's positions, from the first prompt token on.
+    """
+    recorded = [experts for experts in rows if experts is not None]
+    if len(recorded) < len(rows):
+        return None
+    shape = (*batch.tokens_BS.shape, *recorded[0].shape[1:])
+    packed_BSLK = np.full(shape, NOT_RECORDED, dtype=np.int16)
+    prompts_B = np.array([len(r.prompt_ids) for r in responses])
+    lengths_B = np.array([len(experts) for experts in recorded])
+    starts_B = batch.prompt_width - prompts_B
+    packed_BSLK[_columns(starts_B, lengths_B, shape[1])] = np.concatenate(recorded)
+    return torch.from_numpy(packed_BSLK)
+
+
+def layout(
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
+    pad_id: int,
+    by_policy: Sequence[np.ndarray] | None = None,
+) -> TokenBatch:
+    """Lay out the tokens of prompts and responses as a batch.
+
+    `by_policy` says for each response which tokens the policy wrote, bool [T]. None: all.
+    """
+    prompt_lengths_B = np.array([len(prompt) for prompt in prompts])
+    response_lengths_B = np.array([len(response) for response in responses])
+    lengths_B = prompt_lengths_B + response_lengths_B
+    prompt_width = int(prompt_lengths_B.max())
+    width = prompt_width + int(response_lengths_B.max())
+    attention_BS = _columns(prompt_width - prompt_lengths_B, lengths_B, width)
+
+    rows = zip(prompts, responses, strict=True)
+    tokens = chain.from_iterable(chain.from_iterable(rows))
+    tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
+    tokens_BS[attention_BS] = np.fromiter(tokens, dtype=np.int64)
+
+    mask_BT = attention_BS[:, prompt_width:].copy()
+    if by_policy is not None:
+        mask_BT[mask_BT] = np.concatenate(by_policy)
+
+    indices: dict[tuple[int, ...], int] = {}
+    prompt_indices = []
+    for prompt in prompts:
+        index = indices.setdefault(tuple(prompt), len(indices))
+        prompt_indices.append(index)
+    return TokenBatch(
+        tokens_BS=torch.from_numpy(tokens_BS),
+        attention_BS=torch.from_numpy(attention_BS),
+        mask_BT=torch.from_numpy(mask_BT),
+        sampled_BT=torch.from_numpy(mask_BT.copy()),
+        prompts_B=torch.tensor(prompt_indices),
+    )
+
+
+def _columns(starts_B: np.ndarray, lengths_B: np.ndarray, width: int) -> np.ndarray:
+    """Mark `lengths_B` columns of each row from column `starts_B` on: bool [B, width]."""
+    columns = np.arange(width)
+    starts_B1 = starts_B[:, None]
+    ends_B1 = starts_B1 + lengths_B[:, None]
+    return (columns >= starts_B1) & (columns < ends_B1)
