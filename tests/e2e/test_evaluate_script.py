@@ -315,7 +315,8 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
             str(int(number)),
             str(responses),
         ]
-        ended = forked.run([*ending, *run(tmp_path, "out=stopped")[2:]], **options)
+        words = run(tmp_path, "out=stopped")[1 + len(EVALUATE) :]
+        ended = forked.run([*ending, *words], **options)
         assert ended.returncode == code, ended.stderr
         assert not (tmp_path / "stopped" / "result.json").exists(), (
             "the signal came too late to show anything"
