@@ -152,6 +152,41 @@ def test_a_test_too_deep_for_the_parser_is_refused_or_read(text, tmp_path):
         assert "line 1" in str(refused)
 
 
+RAISED_LIMIT = """
+import sys
+from gspo.tasks.benchmarks.code_sets import Mbpp
+sys.setrecursionlimit(10**6)  # as torch._dynamo does
+try:
+    Mbpp(path=sys.argv[1]).size("mbpp")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("key", ["code", "test_list"])
+@pytest.mark.parametrize("text", ["f()" + ".a" * 200_000, "-" * 200_000 + "1"])
+def test_a_text_too_deep_is_refused_under_a_raised_recursion_limit(key, text, tmp_path):
+    row = {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": ["f()"]}
+    row[key] = [text] if key == "test_list" else text
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED_LIMIT, lines(tmp_path / "test.jsonl", row)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"line 1: the key '{key}' holds more than 20,000 characters of Python" in done.stdout
+
+
+def test_the_longest_chain_that_is_parsed_does_not_kill_the_process(tmp_path):
+    text = ("f()" + ".a" * 10_000)[:20_000]
+    row = {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": [text]}
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED_LIMIT, lines(tmp_path / "test.jsonl", row)], timeout=120
+    )
+    assert done.returncode == 0
+
+
 def test_a_value_too_deep_is_refused(tmp_path):
     (tmp_path / "test.jsonl").write_text(
         f'{{"problem": "p", "answer": "1", "x": {"[" * 700}{"]" * 700}}}'

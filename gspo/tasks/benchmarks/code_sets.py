@@ -21,7 +21,10 @@ from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests, check_wording
 from gspo.tasks.benchmarks.records_file import Row, Source, writable
 
-HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
+MAX_RATING = 10_000  # the best of all people have 4,000
+# Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
+# does, a long text that is nested deeply overflows the stack and kills the process.
+MAX_PARSED_CHARS = 20_000
 EVALPLUS = 768  # EvalPlus' max_new_tokens for its models (evalplus/provider/base.py)
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
@@ -163,8 +166,8 @@ class RatedPrograms(CodeBenchmark):
         rating = None
         if not training or "rating" in row.values:
             rating = row.get("rating", int, float)
-            if not abs(rating) <= HIGHEST:  # false for NaN too
-                raise row.wrong("rating", f"must be a number up to {HIGHEST}")
+            if not abs(rating) <= MAX_RATING:  # false for NaN too
+                raise row.wrong("rating", f"must be a number up to {MAX_RATING}")
             rating = float(rating)
         rule = output_rule(row)
         several = row.get("several_answers", bool, default=False) or SEVERAL.search(text)
@@ -241,18 +244,24 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
 
 
 def called_function(row: Row, asserts: list[str], code: str) -> str:
-    """Return the function of the reference solution that the asserts call. Raises ValueError if
-    there is none.
+    """Return the name of the reference solution's function that the asserts call.
+
+    Raises ValueError if a text is too long or is not Python, or if no such function is called.
     """
+    for key, texts in (("code", [code]), ("test_list", asserts)):
+        if max(map(len, texts), default=0) > MAX_PARSED_CHARS:
+            raise row.wrong(key, f"holds more than {MAX_PARSED_CHARS:,} characters of Python")
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]
+            statements = ast.parse(code).body
+            tests = [ast.parse(test) for test in asserts]
     # the last two are raised for code that is nested too deeply
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
-    defined = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    calls = [node.func for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]
-    names = [called.id for called in calls if isinstance(called, ast.Name) and called.id in defined]
-    if not names:
-        raise row.wrong("test_list", "calls no function that 'code' defines")
-    return names[0]
+    defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for test in tests:
+        for node in ast.walk(test):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id in defined:
+                    return node.func.id
+    raise row.wrong("test_list", "calls no function that 'code' defines")
