@@ -144,7 +144,7 @@ class LiveCodeBench(CodeBenchmark):
             return f"Solution.{tests.entry_point}"
         return tests.entry_point
 
-    def _nothing(self) -> str:
+    def _why_empty(self) -> str:
         return f"no problem has a contest_date from {self.start_date or 'ever'} to {self.end_date or 'ever'}"
 
     def _function(self, row: Row) -> str:
