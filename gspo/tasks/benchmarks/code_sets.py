@@ -260,8 +260,8 @@ def called_function(row: Row, asserts: list[str], code: str) -> str:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for test in tests:
-        for node in ast.walk(test):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id in defined:
-                    return node.func.id
+        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
+        for function in calls:
+            if isinstance(function, ast.Name) and function.id in defined:
+                return function.id
     raise row.wrong("test_list", "calls no function that 'code' defines")
