@@ -321,7 +321,7 @@ VALUES = ["[]," * 100, "{}," * 100, "0,1," * 100, '"","a",' * 100, "[[[[]]]]," *
 
 @pytest.mark.parametrize("body", VALUES)
 def test_tests_of_more_values_than_fit_are_refused_before_there_are_any(body, monkeypatch):
-    monkeypatch.setattr(livecodebench, "PARTS", 150)
+    monkeypatch.setattr(livecodebench, "MAX_VALUES", 150)
     outer = packed(pickle.dumps(f"[{body}0]"))
     functional = json.dumps([{"input": f"[{body}0]", "output": "1", "testtype": "functional"}])
     for public, private in ((f"[{body}0]", "[]"), ("[]", outer), (functional, "[]")):
