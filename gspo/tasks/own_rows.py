@@ -1,6 +1,6 @@
 """A task from the user's own file or data set, scored by the user's own reward function.
 
-    gspo train task=rows task.train_path=problems.jsonl task.columns.prompt=question \
+    gspo train task=rows task.train_path=problems.jsonl task.columns.prompt=question \\
         task.reward=my_pkg.rewards:score model=hf model.path=MODEL
 
 With `task.path` the problems of that file are held out. Without it 1 in 8 problems of the training
