@@ -45,7 +45,7 @@ class Mixture(Task):
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of the task that has the split.
 
-        In training, the index decides by a random number which task that is."""
+        In training, a random number for the index chooses the task."""
         check_split(split, self.evaluation_sets())
         if split in self.math.evaluation_sets():
             return self.math.problem(seed, split, index)

@@ -23,7 +23,7 @@ from gspo.tasks.benchmarks.records_file import Row
 
 COLUMNS = ("prompt", "family", "rating")
 ROLES = ("system", "user", "assistant")
-MAX_TRIAL_ROWS = 100  # the trial uses one of the first rows
+MAX_TRIAL_ROWS = 100  # the trial uses a row among the first rows
 MAX_SHOWN_CHARS = 160  # of a row in a message
 
 
@@ -39,7 +39,7 @@ class OwnRows(Benchmark):
     name: str = "rows"
     reward: str = outside_code()  # the reward function, for example my_pkg.rewards:score
     seconds: float = ranged(10.0, above=0)  # time limit of one call
-    # processes that call it at the same time, for judges that wait. An async function needs only 1.
+    # processes that call it at the same time, for judges that wait; an async function needs only 1
     workers: int = ranged(1, least=1, most=256, cost_only=True)
     # The column of the prompt (a text, or a chat that ends with the user). The columns of the
     # family and of the rating are optional.

@@ -4,7 +4,7 @@
     uvicorn my_env.server.app:app --port 8000 &
     gspo train task=openenv task.url=http://127.0.0.1:8000 task.text=prompt task.action=message ...
 
-Each episode has its own session. The server must allow one session for each episode that is played
+Each episode has its own session. The server must allow a session for each episode that is played
 at the same time (`max_concurrent_envs` of `create_app`). The policy's text is sent to the server.
 """
 
@@ -125,7 +125,7 @@ class OpenEnv(EnvironmentTask):
 
 
 class OpenEnvSession(Environment):
-    """An environment that plays one game, in a session with the server."""
+    """An environment that plays a game, in a session with the server."""
 
     def __init__(self, task: OpenEnv) -> None:
         try:

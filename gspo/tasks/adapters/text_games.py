@@ -113,7 +113,7 @@ class TextGames(EnvironmentTask):
         return self.game()
 
     def game(self) -> TextGame:
-        """Return a new environment for one episode. Raises ValueError if it cannot be used."""
+        """Return a new environment for an episode. Raises ValueError if it cannot be used."""
         try:
             env = self._maker(**self.arguments)
         except TypeError as error:
@@ -143,7 +143,7 @@ class TextGames(EnvironmentTask):
 
 
 class TextGame(Environment):
-    """An environment that plays one game."""
+    """An environment that plays a game."""
 
     def __init__(self, env: Any, task: TextGames) -> None:
         self.env = env

@@ -163,7 +163,7 @@ def identity(row: dict[str, Any]) -> str:
 
 
 def shown(prompt: list[dict[str, Any]]) -> str:
-    """Return the messages of a row's prompt as one text, without the system message."""
+    """Return the text of a row's prompt, without the system message."""
     contents = [message["content"] for message in prompt if message["role"] != "system"]
     return "\n\n".join(map(str, contents))
 

@@ -84,7 +84,7 @@ class Policy(vf.Client):
 
 
 class VfEpisode(Environment):
-    """An environment that plays one rollout of the library."""
+    """An environment that plays a rollout of the library."""
 
     def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
         self.env = env
@@ -279,10 +279,10 @@ def plain(text: str) -> ResponseMessage:
 
 
 def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
-    """Return a turn of the policy, and whether one of its calls of tools is malformed.
+    """Return a turn of the policy, and whether it has a malformed call of a tool.
 
-    A call is <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, after the thoughts. If a
-    call is malformed, the turn calls no tool and is the plain text. vLLM's parser of this form
+    A call is <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, after the thoughts.
+    With a malformed call, the turn is the plain text and calls no tool. vLLM's parser of this form
     (hermes) does the same."""
     begin = text.rfind(END_OF_THOUGHTS) + len(END_OF_THOUGHTS) if END_OF_THOUGHTS in text else 0
     matches = list(CALL.finditer(text, begin))

@@ -1,8 +1,8 @@
 """Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly.
 
 A policy could exploit the library's own scorers. Many give credit for a long text that contains the
-answer, and some run the answer as Python. Here the reward is 0 or 1, and a family of problems is of
-one of four kinds:
+answer, and some run the answer as Python. Here the reward is 0 or 1, and there are four kinds of
+families of problems:
 
 EXACT    one right answer. A response must give the library's answer, except for spaces, quotes,
          case and trailing zeros of decimals.
@@ -246,7 +246,7 @@ def has_shape(family: str, answer: str) -> bool:
 def normal_form(answer: str) -> str:
     """Return the answer in one spelling.
 
-    It has no spaces at the ends of lines, beside signs or doubled, one kind of quote, no capital
+    It has no spaces at the ends of lines, beside signs or doubled, no " quotes, no capital
     letters, and 5 for 5.0."""
     lines = answer.strip().replace('"', "'").casefold().split("\n")
     lines = [" ".join(line.split()) for line in lines]

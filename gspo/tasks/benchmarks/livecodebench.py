@@ -6,8 +6,8 @@ of a model's training data.
 Records, as released: {question_content, platform, contest_date, starter_code, difficulty,
 public_test_cases, metadata, private_test_cases}. Tests are a JSON list of {input, output, testtype:
 stdin or functional}. Functional tests call the function metadata["func_name"], or the method of
-this name if the program has a class `Solution`. Their input has one JSON value per line, for each
-argument a line.
+this name if the program has a class `Solution`. Each line of their
+input is the JSON value of an argument.
 
 Private tests may be base64 of zlib of a pickle of the JSON text. Unpickling could run any code, so
 nothing is unpickled. Instead the opcodes are read, and all opcodes are refused that a pickle of a
@@ -117,7 +117,9 @@ class LiveCodeBench(CodeBenchmark):
         return Item(text, prompt, packed, family)
 
     def tests(self, answer: Packed) -> Tests:
-        """Return the decoded tests. Raises ValueError naming the record if they cannot be decoded."""
+        """Return the decoded tests.
+
+        Raises ValueError, which names the record, if they cannot be decoded."""
         tests = read_tests(answer.public, answer.where, "public_test_cases")
         tests += read_tests(answer.private, answer.where, "private_test_cases")
         row = Row(answer.where, {})

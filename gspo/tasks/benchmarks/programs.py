@@ -1,10 +1,10 @@
 """The base of programming benchmarks: from a response to its program, and to the score.
 
-The answer of a chat model is one of its fenced blocks (``` or ~~~) with the language python, py or
-none. If the tests call a function, it is the last block that defines the function. Otherwise it is
-the last block that is Python and does more than name values. If there is no such block, it is the
-last block. A block that is still open at the end of the response counts too. A block that is
-indented under a list item loses that indentation. Without a block the verdict is "no-answer".
+The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. If
+the tests call a function, it is the last block that defines the function. Otherwise it is the last
+block that is Python and does more than name values. If there is no such block, it is the last
+block. A block that is still open at the end of the response counts too. A block that is indented
+under a list item loses that indentation. Without a block the verdict is "no-answer".
 
 A base model's response continues the prompt. It is cut at the beginning of the next definition or
 statement, because base models often continue with another problem. A truncated response scores 0.

@@ -46,7 +46,7 @@ class Row:
     values: dict[str, Any]
 
     def get(self, key: str, *kinds: type, default: Any = NO_DEFAULT) -> Any:
-        """Return the value of a key, which must be of one of the types `kinds`.
+        """Return the value of a key. Its type must be in `kinds`.
 
         Raises ValueError, which names file, line and key."""
         if key not in self.values:
@@ -77,7 +77,7 @@ class Row:
         return [value.replace("\r\n", "\n") for value in values]
 
     def first(self, *keys: str) -> str:
-        """Return the text of the first key that the record has. Raises ValueError if it has none."""
+        """Return the text of the first key that exists. Raises ValueError if none exists."""
         for key in keys:
             if key in self.values:
                 return self.text(key)
@@ -257,7 +257,7 @@ class BoundedFile:
         self.file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines. They are split as bytes, because U+2028 in a text must not end a line."""
+        """Yield the lines, split as bytes, because U+2028 in a text must not end a line."""
         for _ in range(MAX_LINES):
             line = self._bounded(self.file.readline, "a line")
             if not line:

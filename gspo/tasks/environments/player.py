@@ -67,7 +67,7 @@ class Beginning:
 
 
 class Player:
-    """The caller of one environment, whose methods may be async or not.
+    """The caller of an environment, whose methods may be async or not.
 
     Python cannot end the thread of a call that hangs. The thread stays, but it does not keep the
     process from ending."""
@@ -167,7 +167,7 @@ def still_running(calls: list[Call], limit: int) -> list[Call]:
 
 
 def all_closed(closing: list[Call]) -> int:
-    """Wait until environments are closed, and return the number of those that are not.
+    """Wait until environments are closed, and return how many are not.
 
     Each call of `close` has until its deadline. A call that has raised counts as closed."""
     for call in closing:
@@ -210,7 +210,7 @@ async def awaited(awaitable: Any, seconds: float) -> Any:
 
 
 def failure(error: BaseException) -> EnvironmentFailed:
-    """Return an error of an environment as a failure, in one line."""
+    """Return an error of an environment as a failure, in a line."""
     if isinstance(error, EnvironmentFailed):
         return error
     try:

@@ -8,9 +8,9 @@ For example, with a tool that runs Python:
     policy               The answer is 14080507.
     step                                              reward 1, done
 
-One object plays one episode. Its methods may be `async` or not. Each episode has a thread, which
-makes its calls one after another. Different episodes are played at the same time. All randomness of
-an environment must come from the seed that it was made with. Then an episode can be sampled again
+An object plays a single episode. Its methods may be `async` or not. Each episode has a thread,
+which makes its calls in turn. Different episodes are played at the same time. All randomness of an
+environment must come from the seed that it was made with. Then an episode can be sampled again
 exactly.
 """
 
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 class Outcome:
     """The environment's reply to one turn of the policy.
 
-    The reward of an episode is the sum of the rewards of its turns. `verdict` is one word for the
+    The reward of an episode is the sum of the rewards of its turns. `verdict` is a word for the
     end of the episode, and is read only if `done` is true. An environment should have few verdicts,
     because each is a metric. The first 1000 characters of `answer` are kept. `measures` are numbers
     about the turn, for example {"tool_errors": 1}. Their sums over an episode are the metrics
@@ -42,7 +42,8 @@ class Outcome:
     reserved for numbers that every episode has.
 
     An invalid outcome is a failure of the environment. Examples are a reward that is no number
-    within +-1e9, a verdict of more than one word or 40 characters, and a field of another type.
+    within +-1e9, a verdict of several words or more than 40
+    characters, and a field of another type.
     """
 
     observation: str = ""  # the text that the policy reads next; unused if `done` is true
@@ -54,7 +55,7 @@ class Outcome:
 
 
 class Environment(ABC):
-    """An environment that plays one episode."""
+    """An environment that plays a single episode."""
 
     # The functions that the policy may call, each as {"type": "function", "function": {"name": ...,
     # "description": ..., "parameters": JSON schema}}. Chat templates that support tools write them
@@ -101,7 +102,7 @@ class EnvironmentTask(Task):
     replays: int = ranged(1, least=0)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
-        """Return a new environment for one episode.
+        """Return a new environment for an episode.
 
         gspo.data.seeding makes a seed from `position`, which is (run seed, purpose, ..., task,
         problem, sample)."""
@@ -112,7 +113,7 @@ class EnvironmentTask(Task):
         """The number of its environments that may run `step` at the same time, 0 for no limit.
 
         A task needs a limit if its environments share a resource that serves only a few at a time.
-        Otherwise a slow turn of one episode could make another episode exceed its time limit."""
+        Otherwise a slow turn could make another episode exceed its time limit."""
         return 0
 
     def environments(self) -> dict[str, Task]:

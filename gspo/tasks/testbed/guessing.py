@@ -114,10 +114,11 @@ class _Game(Environment):
         best_reward = self.task.best_reward if self.guesses == 1 else 0.0
         measures = {"guesses": 1, "invalid": int(not valid), "regret": best_reward - reward}
         if right or not valid or self.guesses == self.task.turns:
-            verdict = "not-found"
             if right:
                 verdict = "found"
-            elif not valid:
+            elif valid:
+                verdict = "not-found"
+            else:
                 verdict = "invalid"
             return Outcome("", reward, True, verdict, text[:9], measures)
         guess = int(text)

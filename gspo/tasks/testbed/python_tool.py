@@ -8,8 +8,8 @@
 A turn with `<py>...</py>` calls the tool. So does the usual form of chat models,
 <tool_call>{"name": "python", "arguments": {"code": "..."}}</tool_call>. The code is one expression
 or a few lines. Like Python's prompt, the tool prints the value of a last expression. A turn without
-a call ends the episode. Its reward is 1 if the text after its `#` is the right number. The tool runs
-in the same sandbox as graded code, within the same limits.
+a call ends the episode. Its reward is 1 if the text after its `#` is the right number. The tool
+runs in the same sandbox as graded code, within the same limits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class PythonTool(EnvironmentTask):
     def demonstrated_turns(
         self, problem: Problem, wrong_step_rate: float, rng: random.Random
     ) -> list[str]:
-        """Return the turns of an episode with one call of the tool, or with the answer alone.
+        """Return the turns of an episode with a call of the tool, or with the answer alone.
 
         With probability `wrong_step_rate` a digit of the code is wrong. Independently, a digit of
         the answer is wrong with the same probability."""
@@ -251,7 +251,7 @@ def _value(expression: str) -> int:
 
 
 def _slip(text: str, rate: float, rng: random.Random) -> str:
-    """Return the text, in which one digit is wrong with probability `rate`."""
+    """Return the text, in which a digit is wrong with probability `rate`."""
     if rng.random() >= rate:
         return text
     position = rng.choice([i for i, character in enumerate(text) if character.isdigit()])
