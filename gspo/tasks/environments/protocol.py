@@ -42,8 +42,7 @@ class Outcome:
     reserved for numbers that every episode has.
 
     An invalid outcome is a failure of the environment. Examples are a reward that is no number
-    within +-1e9, a verdict of several words or more than 40
-    characters, and a field of another type.
+    within +-1e9, a verdict of two words or of more than 40 characters, and a field of another type.
     """
 
     observation: str = ""  # the text that the policy reads next; unused if `done` is true
