@@ -241,18 +241,18 @@ def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
             "private_test_cases", "or 'public_test_cases' holds a test that is no object"
         )
     inner = Row(f"{row.where}, a test", test)
-    given = inner.get("input", str)
+    input_text = inner.get("input", str)
     expected = inner.get("output", str)
     kind = inner.get("testtype", str)
     if kind == "stdin":
-        return StdinCase(given, expected)
+        return StdinCase(input_text, expected)
     if kind != "functional":
         raise inner.wrong("testtype", f"must be stdin or functional, not {kind[:80]!r}")
     if not function:
         raise row.wrong("metadata", "names no func_name, but there are functional tests")
     if not expected.strip():
         raise inner.wrong("output", "is empty")
-    lines = [line for line in [*given.split("\n"), expected] if line.strip()]
+    lines = [line for line in [*input_text.split("\n"), expected] if line.strip()]
     try:
         values = [json.loads(line, parse_int=_integer) for line in lines]
         if not writable(values):
