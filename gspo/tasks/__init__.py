@@ -1,3 +1,1 @@
-"""Verifiable problems: what the policy is asked, and how its responses are scored. This package
-does not use torch.
-"""
+"""Verifiable problems and the scoring of responses to them. This package does not use torch."""

@@ -1,7 +1,8 @@
-"""What a task is, and the one rule that keeps evaluation problems out of training.
+"""The base class of tasks, and the rule that keeps evaluation problems out of training.
 
-A task makes problems, can write demonstrations for them, and scores responses. Problem i of a split
-is a pure function of (seed, split, i), so every run, worker and resumed run sees the same one.
+A task makes problems and scores responses. Some tasks also write demonstrations. Problem i of a
+split is a pure function of (seed, split, i), so every run, worker and resumed run sees the same
+problem.
 """
 
 from __future__ import annotations
@@ -20,86 +21,84 @@ MAX_DRAWS = 1000
 
 
 class Task(Ranged):
-    """The base of all tasks: a source of verifiable problems. A subclass is a dataclass whose
-    fields are its settings.
+    """A source of verifiable problems. A subclass is a dataclass whose fields are its settings.
 
-    It must have `problem`, `score` and `evaluation_sets`; the other methods say what holds for a
-    simple task. Its field `name` is what `Problem.task` and the metric `reward/<name>` say.
+    It must define `problem`, `score` and `evaluation_sets`. The other methods have defaults that
+    suit a simple task. `Problem.task` and the metric `reward/<name>` use its field `name`.
     """
 
     name: str
-    # the response limit of published evaluations; 0 where there is none
+    # the response limit of published evaluations, 0 if there is none
     max_new_tokens: ClassVar[int] = 0
-    # what a response that was cut off earns; None: `score` is asked about it as about any other. It
-    # is set from reward.truncated
+    # The reward of a truncated response. With None, `score` judges it like any other response. The
+    # setting reward.truncated sets it.
     truncated_reward: ClassVar[float | None] = 0.0
     # `demonstration` writes worked responses, so a cold start is possible
     has_demonstrations: ClassVar[bool] = False
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split, which is "train", "cold_start" or one of
-        `evaluation_sets()`; a pure function."""
+        """Return problem `index` of a split. This is a pure function.
+
+        The split is "train", "cold_start" or one of `evaluation_sets()`."""
         raise NotImplementedError
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Return the scores in the order of `answers` = (problem, response text, whether the
-        response ended by itself).
+        """Return the scores in the order of `answers`.
 
-        A response that was cut off scores 0 with the verdict "truncated", whatever it says so far.
-        With reward.truncated=null it is passed as one that ended by itself.
+        An answer is (problem, response text, whether the response ended by itself). A truncated
+        response scores 0 with the verdict "truncated", whatever its text. With
+        reward.truncated=null it is passed as a response that ended by itself.
         """
         raise NotImplementedError
 
     def evaluation_sets(self) -> list[str]:
-        """Return the names of the held-out sets; each is also a split of `problem`."""
+        """Return the names of the held-out sets. Each is also a split of `problem`."""
         raise NotImplementedError
 
     def size(self, split: str) -> int | None:
-        """Return the number of different problems of a split, or None where they are made without
-        end.
-        """
+        """Return the number of different problems of a split, or None if there is no end."""
         check_split(split, self.evaluation_sets())
         return None
 
     def data(self) -> dict[str, Any]:
-        """Return, for each set that was read from files or from the hub, the number of its problems
-        and a digest of them, and of the training set how many were left out and why. Empty for a
-        task that makes its problems."""
+        """Return facts about each set that was read from files or from the hub.
+
+        They are the number of its problems, a digest of them, and the number of problems left out,
+        by the reason. The result is empty for a task that generates its problems."""
         return {}
 
     def left_out_of_evaluation(self) -> str:
-        """Return, in words, how many records of the evaluation set are no problems here and why, ""
-        if all are.
-        """
+        """Return how many records the evaluation set leaves out and why, "" if it leaves none."""
         return ""
 
     def environments(self) -> dict[str, Task]:
-        """Return the tasks whose problems are played in an environment (gspo.tasks.environments.protocol), by
-        the `task` of their problems: this one, or some of a mixture. Responses to other problems
-        are scored by `score`."""
+        """Return the tasks whose problems are played in an environment, by `Problem.task`.
+
+        They are this task, or some tasks of a mixture. `score` scores the responses to all other
+        problems. See gspo.tasks.environments.protocol."""
         return {}
 
     def in_words(self, problem: Problem) -> str:
-        """Return how a message names a problem."""
+        """Return the words by which a message names a problem."""
         return f"problem {problem.index}"
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return a worked response, without the end-of-sequence token. Each step is wrong with
-        probability `wrong_step_rate`.
+        """Return a worked response, without the end-of-sequence token.
 
-        A response with at least one wrong step scores 0, so its chance to score 1 is (1 -
-        wrong_step_rate)^steps. Raises ValueError for a task that has no demonstrations.
+        Each step is wrong with probability `wrong_step_rate`. A response with a wrong step scores
+        0, so its chance to score 1 is (1 - wrong_step_rate)^steps. Raises ValueError for a task
+        that has no demonstrations.
         """
         raise ValueError(
-            f"task={self.name} has no demonstrations: start from a model that can follow instructions "
-            "(model=hf cold_start.steps=0)"
+            f"task={self.name} has no demonstrations: start from a model that can follow "
+            "instructions (model=hf cold_start.steps=0)"
         )
 
     def ready(self) -> dict[str, str]:
-        """Start what scoring needs. Returns what confines programs here, layer by layer; empty
-        where no programs are run.
+        """Start the processes that scoring needs, and return the layers of the sandbox.
 
-        Raises ValueError if this machine cannot score the task.
+        The result is empty if the task runs no programs. Raises ValueError if this machine cannot
+        score the task.
         """
         return {}
 
@@ -108,21 +107,24 @@ class Task(Ranged):
 
 
 def held_out(prompt: str) -> bool:
-    """Return whether a prompt belongs to evaluation. 1 in 8 prompts do; the text alone decides, so
-    the split is the same for every seed."""
+    """Return whether a prompt belongs to evaluation, as 1 in 8 prompts do.
+
+    The text alone decides, so the split is the same for every seed."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
 def draw_prompt(split: str, make: Callable[[], str]) -> str:
-    """Draw prompts from `make` until one lies on the split's side of `held_out`: outside for
-    training, inside otherwise."""
+    """Call `make` until a prompt belongs to the split, and return that prompt.
+
+    Training splits get prompts that are not held out. Evaluation sets get held-out prompts."""
     for _ in range(MAX_DRAWS):
         prompt = make()
         if held_out(prompt) == (split not in TRAINING_SPLITS):
             return prompt
     raise RuntimeError(
-        f"no prompt for split {split!r} in {MAX_DRAWS} draws: the task has too few different problems"
+        f"no prompt for split {split!r} in {MAX_DRAWS} draws: the task has too few different "
+        "problems"
     )
 
 

@@ -1,4 +1,4 @@
-"""Math and code in one run, as in the paper: each problem belongs to one of the two tasks."""
+"""A mixture of the math task and the code task in one run, as in the paper."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from gspo.tasks.testbed.function_writing import FunctionWriting
 
 @dataclass
 class Mixture(Task):
-    """A mixture in which a share `code_share` of the training problems is code and the rest math.
-    Evaluation sets stay apart."""
+    """A mixture in which a share `code_share` of the training problems is code, the rest math.
+
+    The evaluation sets stay separate."""
 
     name: str = "mixed"
     math: ChainArithmetic = field(default_factory=ChainArithmetic)
@@ -29,7 +30,8 @@ class Mixture(Task):
         super().__post_init__()
         if self.math.name == self.code.name:
             raise ValueError(
-                f"math.name=code.name={self.code.name!r}: the tasks of a mixture need different names"
+                f"math.name=code.name={self.code.name!r}: "
+                "the tasks of a mixture need different names"
             )
 
     def evaluation_sets(self) -> list[str]:
@@ -41,8 +43,9 @@ class Mixture(Task):
         return owners[0].size(split) if owners else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of the task that owns the evaluation set or, in training, of the
-        task drawn for `index`."""
+        """Return problem `index` of the task that has the split.
+
+        In training, a random number for the index chooses the task."""
         check_split(split, self.evaluation_sets())
         if split in self.math.evaluation_sets():
             return self.math.problem(seed, split, index)
@@ -55,11 +58,11 @@ class Mixture(Task):
         return self._owner(problem).demonstration(problem, wrong_step_rate, rng)
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Let each task score its own responses together; the order is kept."""
+        """Return the scores of the math task and of the code task, in the order of the answers."""
         scores: dict[int, Score] = {}
         for task in (self.math, self.code):
-            mine = [i for i, (problem, _, _) in enumerate(answers) if self._owner(problem) is task]
-            scores.update(zip(mine, task.score([answers[i] for i in mine]), strict=True))
+            indices = [i for i, answer in enumerate(answers) if self._owner(answer[0]) is task]
+            scores.update(zip(indices, task.score([answers[i] for i in indices]), strict=True))
         return [scores[i] for i in range(len(answers))]
 
     def ready(self) -> dict[str, str]:
@@ -70,5 +73,5 @@ class Mixture(Task):
         self.code.close()
 
     def _owner(self, problem: Problem) -> ChainArithmetic | FunctionWriting:
-        """Return the task that made a problem. Raises KeyError for a problem of neither."""
+        """Return the task that made a problem. Raises KeyError for a problem of another task."""
         return {self.math.name: self.math, self.code.name: self.code}[problem.task]

@@ -152,6 +152,41 @@ def test_a_test_too_deep_for_the_parser_is_refused_or_read(text, tmp_path):
         assert "line 1" in str(refused)
 
 
+RAISED_LIMIT = """
+import sys
+from gspo.tasks.benchmarks.code_sets import Mbpp
+sys.setrecursionlimit(10**6)  # as torch._dynamo does
+try:
+    Mbpp(path=sys.argv[1]).size("mbpp")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("key", ["code", "test_list"])
+@pytest.mark.parametrize("text", ["f()" + ".a" * 200_000, "-" * 200_000 + "1"])
+def test_a_text_too_deep_is_refused_under_a_raised_recursion_limit(key, text, tmp_path):
+    row = {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": ["f()"]}
+    row[key] = [text] if key == "test_list" else text
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED_LIMIT, lines(tmp_path / "test.jsonl", row)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"line 1: the key '{key}' holds more than 20,000 characters of Python" in done.stdout
+
+
+def test_the_longest_chain_that_is_parsed_does_not_kill_the_process(tmp_path):
+    text = ("f()" + ".a" * 10_000)[:20_000]
+    row = {"task_id": 11, "text": "t", "code": "def f(): 0", "test_list": [text]}
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED_LIMIT, lines(tmp_path / "test.jsonl", row)], timeout=120
+    )
+    assert done.returncode == 0
+
+
 def test_a_value_too_deep_is_refused(tmp_path):
     (tmp_path / "test.jsonl").write_text(
         f'{{"problem": "p", "answer": "1", "x": {"[" * 700}{"]" * 700}}}'
@@ -223,7 +258,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused(name, head, body, tmp
 
 
 def test_lines_without_end_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records_file, "LINES", 10)
+    monkeypatch.setattr(records_file, "MAX_LINES", 10)
     (tmp_path / "test.jsonl").write_text("\n" * 11)
     with pytest.raises(ValueError, match="more than 10 lines"):
         list(file_rows(tmp_path / "test.jsonl"))
@@ -239,7 +274,7 @@ def test_a_well_compressed_file_is_read(tmp_path):
 
 
 def test_a_line_without_end_is_refused_also_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(records_file, "LONGEST", 1000)
+    monkeypatch.setattr(records_file, "MAX_BYTES", 1000)
     lines(tmp_path / "test.jsonl", MATH, MATH | {"problem": "x" * 1000})
     with pytest.raises(
         ValueError, match=r"after line 1: cannot be read: .*more than 1000 bytes in a line"
@@ -256,7 +291,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 
 
 def test_parquet_that_repeats_a_long_text_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records_file, "LONGEST", 1 << 22)
+    monkeypatch.setattr(records_file, "MAX_BYTES", 1 << 22)
     table = pa.table(
         {"problem": pa.array(["x" * (1 << 20)] * 64).dictionary_encode(), "answer": ["1"] * 64}
     )
@@ -286,7 +321,7 @@ VALUES = ["[]," * 100, "{}," * 100, "0,1," * 100, '"","a",' * 100, "[[[[]]]]," *
 
 @pytest.mark.parametrize("body", VALUES)
 def test_tests_of_more_values_than_fit_are_refused_before_there_are_any(body, monkeypatch):
-    monkeypatch.setattr(livecodebench, "PARTS", 150)
+    monkeypatch.setattr(livecodebench, "MAX_VALUES", 150)
     outer = packed(pickle.dumps(f"[{body}0]"))
     functional = json.dumps([{"input": f"[{body}0]", "output": "1", "testtype": "functional"}])
     for public, private in ((f"[{body}0]", "[]"), ("[]", outer), (functional, "[]")):
@@ -338,7 +373,7 @@ def test_a_parquet_file_of_a_kilobyte_does_not_fill_the_memory(tmp_path, kind):
     "nested", ["list", "large list", "fixed", "struct", "map", "list of structs"]
 )
 def test_values_are_counted_however_they_are_nested(tmp_path, monkeypatch, nested):
-    monkeypatch.setattr(records_file, "MOST_ELEMENTS", 100)
+    monkeypatch.setattr(records_file, "MAX_BATCH_VALUES", 100)
     inner = pa.array(range(101))
     column = {
         "list": lambda: pa.array([list(range(101))]),
@@ -351,7 +386,7 @@ def test_values_are_counted_however_they_are_nested(tmp_path, monkeypatch, neste
         "list of structs": lambda: pa.array([[{"a": i} for i in range(60)]]),
     }[nested]()
     assert refused(tmp_path, x=column) == "there are more than 100 values in 16 records"
-    monkeypatch.setattr(records_file, "MOST_ELEMENTS", 300)
+    monkeypatch.setattr(records_file, "MAX_BATCH_VALUES", 300)
     assert len(list(file_rows(tmp_path / "a.parquet"))) == 1
 
 
@@ -364,21 +399,21 @@ def test_dates_that_python_has_no_type_for_are_one_line(tmp_path):
 def test_a_parquet_file_with_too_many_records_is_refused_before_they_are_read(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(records_file, "LINES", 20)
+    monkeypatch.setattr(records_file, "MAX_LINES", 20)
     parquet.write_table(pa.table({"problem": ["x"] * 21}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="there are more than 20 records"):
         list(file_rows(tmp_path / "a.parquet"))
 
 
 def test_values_of_many_columns_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(records_file, "MOST_VALUES", 1000)
+    monkeypatch.setattr(records_file, "MAX_ROW_GROUP_VALUES", 1000)
     columns = {f"x{i}": list_of(100, pa.int8()) for i in range(12)}
     assert refused(tmp_path, **columns).startswith("a row group has 1201 values, more than 1000")
 
 
 def test_a_text_that_a_dictionary_repeats_is_counted_each_time(tmp_path, monkeypatch):
     """A file of 300 bytes may give gigabytes, in batches of which each is small."""
-    monkeypatch.setattr(records_file, "LONGEST", 1 << 22)
+    monkeypatch.setattr(records_file, "MAX_BYTES", 1 << 22)
     texts = pa.array(["x" * 100_000] * 400)
     for problems in (texts, texts.dictionary_encode()):
         table = pa.table({"problem": problems, "answer": ["1"] * 400})

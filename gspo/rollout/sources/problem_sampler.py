@@ -164,7 +164,7 @@ class Grouped(Ranged, key="sampler"):
         order = permutation(query_set.size, seed, "problems", query_set.number, epoch).tolist()
         positions = [query_set.start + i for i in order]
         # sorting is stable: equal keys stay in the order of the permutation
-        positions.sort(key=lambda position: self._key(position, query_set, pass_rates))
+        positions.sort(key=lambda position: self._sort_key(position, query_set, pass_rates))
         if self.order == "shuffled":
             batch = int(permutation(batches, seed, "batches", query_set.number, epoch)[batch])
         elif self.order == "hard_first":
@@ -172,7 +172,7 @@ class Grouped(Ranged, key="sampler"):
         batch = (batch + refill) % batches
         return positions[batch * count : (batch + 1) * count]
 
-    def _key(self, position: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
+    def _sort_key(self, position: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
         """Return the sort key of a problem. The easiest problem has the smallest key."""
         if self.by == "difficulty":
             return -pass_rates.get(position, UNSEEN_PASS_RATE)

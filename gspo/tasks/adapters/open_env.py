@@ -1,12 +1,11 @@
 """Environments behind a server of OpenEnv (github.com/meta-pytorch/OpenEnv), played by its client.
 
-    uvicorn my_env.server.app:app --port 8000 &            the environment's own server; no
-                                                           container is needed
+    # the environment's own server, which needs no container
+    uvicorn my_env.server.app:app --port 8000 &
     gspo train task=openenv task.url=http://127.0.0.1:8000 task.text=prompt task.action=message ...
 
-Each episode is a session of its own, so the server must allow as many at once as episodes are
-played at once (`max_concurrent_envs` of `create_app`). What the policy writes is sent to the
-server.
+Each episode has its own session. The server must allow a session for each episode that is played
+at the same time (`max_concurrent_envs` of `create_app`). The policy's text is sent to the server.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Messa
 
 INSTALL = 'pip install "gspo[openenv]"'
 CONNECT_SECONDS = 10.0
-MOST_MEGABYTES = 8.0  # of one message of the server
-RESERVED = ("seed", "episode_id")  # arguments of `reset` that are ours to give
+MAX_MESSAGE_MB = 8.0  # of one message of the server
+RESERVED = ("seed", "episode_id")  # arguments of `reset` that the user cannot set
 
 
 @dataclass
 class OpenEnv(EnvironmentTask):
-    """Problem i is a game whose seed is a function of (run seed, split, i): `reset(seed=...)`.
+    """Games of a server. `reset` gets the seed of game i, a function of (run seed, split, i).
 
-    url          where the server is
-    text         the field of the observation that the policy reads; "": all fields, as JSON
-    action       the field of the action that is what the policy writes; "": it writes the whole
-                 action, as JSON
+    url          address of the server
+    text         field of the observation that the policy reads. "" is all fields, as JSON.
+    action       field of the action for the policy's text. With "" the policy's text is the whole
+                 action, as JSON.
     values       other fields of every action
     options      other arguments of `reset`
     instruction  text before the first observation
@@ -59,11 +58,14 @@ class OpenEnv(EnvironmentTask):
         super().__post_init__()
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(
-                f"{self.key}.url={self.url!r}: say where the server is, {self.key}.url=http://127.0.0.1:8000"
+                f"{self.key}.url={self.url!r}: say where the server is, "
+                f"{self.key}.url=http://127.0.0.1:8000"
             )
-        if taken := set(RESERVED) & set(self.options):
+        reserved_options = set(RESERVED) & set(self.options)
+        if reserved_options:
             raise ValueError(
-                f"{self.key}.options.{min(taken)}: set by the harness, from the run's seed"
+                f"{self.key}.options.{min(reserved_options)}: set by the harness, from the run's "
+                "seed"
             )
         if self.action in self.values:
             raise ValueError(
@@ -78,55 +80,52 @@ class OpenEnv(EnvironmentTask):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split: its prompt is its beginning, its answer the seed.
+        """Return game `index` of a split. Its prompt is its beginning, its answer the seed.
 
-        Raises ValueError if the server does not begin the first game that it is asked for. Later
-        the reason takes the prompt's place: the episodes ask for the game themselves, and count it
-        as a failure if they do not get it."""
+        Raises ValueError if the server cannot begin the first game. For a later game, the prompt is
+        the reason instead of a beginning. Its episodes then try to begin the game themselves, and
+        count a failure if they cannot."""
         check_split(split, self.evaluation_sets())
-        position = seed_for(seed, self.name, split, index) % 2**31
-        if position in self._beginnings:
-            return Problem(self.name, index, self._beginnings[position], position)
+        game_seed = seed_for(seed, self.name, split, index) % 2**31
+        if game_seed in self._beginnings:
+            return Problem(self.name, index, self._beginnings[game_seed], game_seed)
         try:
-            beginning = asyncio.run(self._beginning(position))
+            beginning = asyncio.run(self._beginning(game_seed))
         except ValueError as error:
             if not self._beginnings:
                 raise
-            return Problem(self.name, index, f"(no beginning: {error})", position)
+            return Problem(self.name, index, f"(no beginning: {error})", game_seed)
         if len(self._beginnings) >= self.evaluation_size:
             self._beginnings.clear()
-        self._beginnings[position] = beginning
-        return Problem(self.name, index, beginning, position)
+        self._beginnings[game_seed] = beginning
+        return Problem(self.name, index, beginning, game_seed)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return OpenEnvSession(self)
 
     @cached_property
     def _beginnings(self) -> dict[int, str]:
-        """What games begin with, by seed: evaluations ask for the same ones again and again."""
+        """The beginnings of games, by seed. Evaluations use the same games again and again."""
         return {}
 
     async def _beginning(self, seed: int) -> str:
-        """Return what a game begins with. Raises ValueError in one line for whatever the server
-        does instead.
-        """
+        """Return the beginning of a game. Raises ValueError, in a line, for any failure."""
         session = OpenEnvSession(self)
         try:
             async with asyncio.timeout(self.step_seconds + CONNECT_SECONDS):
                 return await session.begin(seed)
-        except (
-            Exception
-        ) as error:  # not reached, refused, or an answer from elsewhere that its client cannot read
+        # unreachable, refused, or an answer that the client cannot read
+        except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(f"{self.key}.url={self.url}: {reason}") from error
         finally:
-            with suppress(Exception):  # a session that cannot be ended is the server's to forget
+            with suppress(Exception):  # the server forgets a session that cannot be closed
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await session.close()
 
 
 class OpenEnvSession(Environment):
-    """Plays one game, in a session with the server."""
+    """An environment that plays a game, in a session with the server."""
 
     def __init__(self, task: OpenEnv) -> None:
         try:
@@ -138,72 +137,71 @@ class OpenEnvSession(Environment):
             base_url=task.url,
             connect_timeout_s=CONNECT_SECONDS,
             message_timeout_s=task.step_seconds,
-            max_message_size_mb=MOST_MEGABYTES,
+            max_message_size_mb=MAX_MESSAGE_MB,
         )
 
     async def reset(self, problem: Problem) -> list[Message]:
         return [{"role": "user", "content": await self.begin(problem.answer)}]
 
     async def begin(self, seed: int) -> str:
-        """Begin the game of a seed, and return what the policy reads."""
-        began = await self.client.reset(seed=seed, **self.task.options)
-        return readable(
-            "\n\n".join(filter(None, [self.task.instruction, self._shown(began.observation)]))
-        )
+        """Begin the game of a seed, and return the text that the policy reads."""
+        result = await self.client.reset(seed=seed, **self.task.options)
+        observation = self._shown(result.observation)
+        return readable("\n\n".join(filter(None, [self.task.instruction, observation])))
 
     async def step(self, text: str) -> Outcome:
-        """Send the policy's action, unless it is none."""
+        """Send the policy's action, and return its outcome. An invalid action is not sent."""
         try:
             action = self._action(text)
         except ValueError as error:
             return invalid(str(error))
         try:
-            stepped = await self.client.step(action)
+            result = await self.client.step(action)
         except RuntimeError as error:
-            # the server does not take such an action; the session goes on
+            # the server refuses the action, and the session goes on
             if "VALIDATION_ERROR" in str(error):
                 return invalid(str(error))
             raise
-        reward = 0.0 if stepped.reward is None else float(stepped.reward)
-        shown = "" if stepped.done else self._shown(stepped.observation)
-        return Outcome(shown, reward, bool(stepped.done), measures={"invalid_actions": 0.0})
+        reward = 0.0 if result.reward is None else float(result.reward)
+        observation = "" if result.done else self._shown(result.observation)
+        return Outcome(observation, reward, bool(result.done), measures={"invalid_actions": 0.0})
 
     async def close(self) -> None:
         """End the session."""
         await self.client.close()
 
     def _action(self, text: str) -> dict[str, Any]:
-        """Return what the policy has written as an action. Raises ValueError if it is none."""
+        """Return the action of the policy's text. Raises ValueError if the text is no action."""
         if self.task.action:
             return {**self.task.values, self.task.action: text.strip()}
         try:
-            written = json.loads(text)
+            action = json.loads(text)
         except ValueError:
-            written = None
-        if not isinstance(written, dict):
+            action = None
+        if not isinstance(action, dict):
             raise ValueError("write it as a JSON object, and nothing else")
-        return {**written, **self.task.values}
+        return {**action, **self.task.values}
 
     def _shown(self, observation: dict[str, Any]) -> str:
-        """Return what the policy reads of an observation. Raises ValueError if it is no object, or
-        lacks the field.
-        """
+        """Return the text of an observation that the policy reads.
+
+        Raises ValueError if the observation is no object, or lacks the field."""
         if not isinstance(observation, dict):
             raise ValueError(
                 f"the server's observation is no object but {type(observation).__name__}"
             )
         if not self.task.text:
-            return json.dumps(
-                {k: v for k, v in observation.items() if k != "metadata"}, ensure_ascii=False
-            )
+            fields = {name: value for name, value in observation.items() if name != "metadata"}
+            return json.dumps(fields, ensure_ascii=False)
         if self.task.text not in observation:
             raise ValueError(
-                f"{self.task.key}.text={self.task.text}: the observation has {', '.join(observation)}"
+                f"{self.task.key}.text={self.task.text}: "
+                f"the observation has {', '.join(observation)}"
             )
         value = observation[self.task.text]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def invalid(why: str) -> Outcome:
-    """Return what the policy is told when it has written no action."""
+    """Return the outcome of a turn without a valid action."""
     return Outcome(f"Invalid action: {why}.", measures={"invalid_actions": 1.0})

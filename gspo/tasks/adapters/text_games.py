@@ -1,21 +1,19 @@
-"""Text environments with the interface of Gymnasium: reset(seed) -> observation, step(action) ->
-observation, reward.
+"""Text environments with the interface of Gymnasium.
 
-    gspo train task=text_game task.env=my_pkg.games:Maze 'task.arguments={size: 5}' ...        a
-                                                                                               class
-                                                                                               of
-                                                                                               one's
-                                                                                               own
-    gspo train task=text_game task.id=FrozenLake-v1 'task.arguments={render_mode: ansi, is_slippery:
-    false}' \\
-        task.shows=render 'task.actions=[left, down, right, up]' ...                           one
-                                                                                               of
-                                                                                               gymnasium's
+This interface is reset(seed) -> observation, step(action) -> observation, reward.
 
-What the policy reads is the observation: a text as it is, numbers, lists, mappings and arrays as
-JSON. With `shows=render` it is what `render()` returns, in which characters on a coloured ground
-are put in brackets. What the policy writes is the action, if the environment's action space allows
-it; if not, the policy is told so and the game stands still.
+    # the user's own class
+    gspo train task=text_game task.env=my_pkg.games:Maze 'task.arguments={size: 5}' ...
+
+    # an environment of the package gymnasium
+    gspo train task=text_game task.id=FrozenLake-v1 \\
+        'task.arguments={render_mode: ansi, is_slippery: false}' \\
+        task.shows=render 'task.actions=[left, down, right, up]' ...
+
+The policy reads the observation: a text unchanged, or numbers, lists, mappings and arrays as JSON.
+With `shows=render` it reads the text of `render()`, in which brackets mark characters with a
+background colour. The policy's text is the action, if the environment's action space has it.
+Otherwise the policy gets a message, and the state of the game does not change.
 """
 
 from __future__ import annotations
@@ -37,23 +35,24 @@ from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Messa
 
 INSTALL = 'pip install "gspo[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
-# terminal codes: a coloured ground
-GROUND = re.compile(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
+# terminal codes of a text with a background colour
+BACKGROUND = re.compile(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass
 class TextGames(EnvironmentTask, key="task"):
-    """Problem i is a game whose seed is a function of (run seed, split, i); all samples of it play
-    the same game.
+    """Games of a text environment. The seed of game i is a function of (run seed, split, i).
+
+    All samples of a problem play the same game.
 
     env          MODULE:NAME, a class or function that makes the environment from `arguments`
-    id           instead of it: what `gymnasium.make` knows; needs the package gymnasium
+    id           alternative to `env`: an id for `gymnasium.make`. It needs the package gymnasium.
     instruction  text before the first observation
-    shows        what the policy reads: observation, or render: the text that `render()` returns
+    shows        text that the policy reads: observation, or render (the text of `render()`)
     actions      names of the actions 0, 1, ... of an environment whose actions are numbers
-    form         where the action stands: whole (all that the policy writes) or tags (between
-                 <action> and </action>)
+    form         place of the action: whole (all text of the policy) or tags (between <action> and
+                 </action>)
     """
 
     name: str = "text_game"
@@ -72,8 +71,9 @@ class TextGames(EnvironmentTask, key="task"):
         super().__post_init__()
         if bool(self.env) == bool(self.id):
             raise ValueError(
-                f"{self.key}.env={self.env!r} and {self.key}.id={self.id!r}: give one of them, a class of yours as "
-                f"{self.key}.env=MODULE:NAME or the id of an environment of gymnasium as {self.key}.id=FrozenLake-v1"
+                f"{self.key}.env={self.env!r} and {self.key}.id={self.id!r}: give one of them, a "
+                f"class of yours as {self.key}.env=MODULE:NAME or the id of an environment of "
+                f"gymnasium as {self.key}.id=FrozenLake-v1"
             )
         # gymnasium would import the module before the colon, and no hash would know its source
         if ":" in self.id:
@@ -92,35 +92,35 @@ class TextGames(EnvironmentTask, key="task"):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split: its prompt is its beginning, its answer the seed of the
-        environment.
-        """
+        """Return game `index` of a split.
+
+        Its prompt is the beginning of the game. Its answer is the seed of the environment."""
         check_split(split, self.evaluation_sets())
-        position = seed_for(seed, self.name, split, index) % 2**31
-        if position not in self._beginnings:
+        game_seed = seed_for(seed, self.name, split, index) % 2**31
+        if game_seed not in self._beginnings:
             if len(self._beginnings) >= self.evaluation_size:
                 self._beginnings.clear()
             game = self.game()
-            self._beginnings[position] = game.begin(position)
+            self._beginnings[game_seed] = game.begin(game_seed)
             game.close()
-        return Problem(self.name, index, self._beginnings[position], position)
+        return Problem(self.name, index, self._beginnings[game_seed], game_seed)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return self.game()
 
     def game(self) -> TextGame:
-        """Make the environment of one episode. Raises ValueError for one that cannot be used."""
+        """Return a new environment for an episode. Raises ValueError if it cannot be used."""
         try:
-            made = self._maker(**self.arguments)
+            env = self._maker(**self.arguments)
         except TypeError as error:
             raise ValueError(
                 f"{self.key}.arguments={dict(self.arguments)} does not fit: {error}"
             ) from error
-        return TextGame(made, self)
+        return TextGame(env, self)
 
     @cached_property
     def _beginnings(self) -> dict[int, str]:
-        """What games begin with, by seed: evaluations ask for the same ones again and again."""
+        """The beginnings of games, by seed. Evaluations use the same games again and again."""
         return {}
 
     @cached_property
@@ -139,46 +139,51 @@ class TextGames(EnvironmentTask, key="task"):
 
 
 class TextGame(Environment):
-    """Plays one game."""
+    """An environment that plays a game."""
 
     def __init__(self, env: Any, task: TextGames) -> None:
-        self.env, self.task = env, task
+        self.env = env
+        self.task = task
         self.space = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
             raise ValueError(
-                f"{task.key}: its actions are {self.space}; here they can be texts, or numbers (Discrete)"
+                f"{task.key}: its actions are {self.space}; "
+                "here they can be texts, or numbers (Discrete)"
             )
         count = int(self.space.n) if kind == "Discrete" else 0
         if task.actions and len(task.actions) != count:
             raise ValueError(
-                f"{task.key}.actions={list(task.actions)}: the environment has {count} numbered actions"
+                f"{task.key}.actions={list(task.actions)}: "
+                f"the environment has {count} numbered actions"
             )
 
     def reset(self, problem: Problem) -> list[Message]:
         return [{"role": "user", "content": self.begin(problem.answer)}]
 
     def begin(self, seed: int) -> str:
-        """Begin the game of a seed, and return what the policy reads. Raises ValueError for another
-        interface.
-        """
-        began = self.env.reset(seed=seed)
-        if not isinstance(began, tuple) or len(began) != 2:
-            raise ValueError(f"reset returned {str(began)[:80]!r}, not (observation, info)")
-        return "\n\n".join(filter(None, [self.task.instruction, self._shown(began[0])]))
+        """Begin the game of a seed, and return the text that the policy reads.
+
+        Raises ValueError for an environment with another interface."""
+        result = self.env.reset(seed=seed)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"reset returned {str(result)[:80]!r}, not (observation, info)")
+        observation = self._shown(result[0])
+        return "\n\n".join(filter(None, [self.task.instruction, observation]))
 
     def step(self, text: str) -> Outcome:
-        """Take the policy's action, unless it is none."""
+        """Return the outcome of the policy's action. An invalid action does not change the game."""
         try:
             action = self._action(text)
         except ValueError as error:
             return Outcome(f"Invalid action: {error}.", measures={"invalid_actions": 1.0})
-        stepped = self.env.step(action)
-        if not isinstance(stepped, tuple) or len(stepped) != 5:
+        result = self.env.step(action)
+        if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(
-                f"step returned {str(stepped)[:80]!r}, not (observation, reward, terminated, truncated, info)"
+                f"step returned {str(result)[:80]!r}, not (observation, reward, terminated, "
+                "truncated, info)"
             )
-        observation, reward, terminated, truncated, _ = stepped
+        observation, reward, terminated, truncated, _ = result
         return Outcome(
             self._shown(observation),
             float(reward),
@@ -193,53 +198,48 @@ class TextGame(Environment):
             self.env.close()
 
     def _action(self, text: str) -> Any:
-        """Return what the policy has written as an action. Raises ValueError, which says what is
-        allowed.
-        """
+        """Return the action of the policy's text. Raises ValueError, which names valid actions."""
         if self.task.form == "tags":
-            found = TAG.findall(text)
-            if not found:
+            tagged = TAG.findall(text)
+            if not tagged:
                 raise ValueError("write it between <action> and </action>")
-            text = found[-1]
+            text = tagged[-1]
         text = text.strip()
         if type(self.space).__name__ != "Discrete":
             if self.space is not None and not self.space.contains(text):
                 raise ValueError("the environment does not take this text")
             return text
-        names, first, count = (
-            [name.casefold() for name in self.task.actions],
-            int(self.space.start),
-            int(self.space.n),
-        )
+        names = [name.casefold() for name in self.task.actions]
+        first = int(self.space.start)
+        last = first + int(self.space.n) - 1
         if text.casefold() in names:
             return first + names.index(text.casefold())
-        if re.fullmatch(r"-?\d{1,9}", text) and first <= int(text) < first + count:
+        if re.fullmatch(r"-?\d{1,9}", text) and first <= int(text) <= last:
             return int(text)
-        allowed = (
-            ", ".join(self.task.actions) or f"a whole number from {first} to {first + count - 1}"
-        )
-        raise ValueError(f"the actions are {allowed}")
+        if self.task.actions:
+            raise ValueError(f"the actions are {', '.join(self.task.actions)}")
+        raise ValueError(f"the actions are a whole number from {first} to {last}")
 
     def _shown(self, observation: Any) -> str:
-        """Return what the policy reads."""
+        """Return the text that the policy reads."""
         if self.task.shows == "render":
             observation = self.env.render()
             if not isinstance(observation, str):
                 raise ValueError(
-                    f"{self.task.key}.shows=render: render() returned {type(observation).__name__}, not a text; with "
-                    f"gymnasium give {self.task.key}.arguments.render_mode=ansi"
+                    f"{self.task.key}.shows=render: render() returned "
+                    f"{type(observation).__name__}, not a text; with gymnasium give "
+                    f"{self.task.key}.arguments.render_mode=ansi"
                 )
-            return COLOUR.sub("", GROUND.sub(r"[\1]", observation)).strip("\n")
-        return (
-            observation
-            if isinstance(observation, str)
-            else json.dumps(plain(observation), ensure_ascii=False)
-        )
+            return COLOUR.sub("", BACKGROUND.sub(r"[\1]", observation)).strip("\n")
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(plain(observation), ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
-    """Return an observation as JSON has it. Raises ValueError for anything but texts, numbers, and
-    lists, mappings and arrays of them."""
+    """Return an observation as values of JSON.
+
+    Raises ValueError for anything but texts, numbers, and lists, mappings and arrays of them."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufU":

@@ -1,13 +1,12 @@
-"""Environments of the library verifiers (Prime Intellect), by name: its rollout is played here, its
-rubric rewards it.
+"""Environments of the library verifiers (Prime Intellect), whose rubrics give the rewards.
 
-    gspo train task=vf task.env=my_game 'task.arguments={rounds: 3}' model=hf model.path=MODEL
-    cold_start.steps=0
+    gspo train task=vf task.env=my_game 'task.arguments={rounds: 3}' model=hf model.path=MODEL \\
+        cold_start.steps=0
 
-An environment is a module with a function `load_environment`, which returns a `vf.Environment`: an
-installed package, as those of Prime Intellect's hub are, or a file in the current folder. Nothing
-is downloaded here. The library is imported when the first problem is asked for; what knows it is in
-gspo.tasks.adapters.vf_rollout.
+An environment is a module with a function `load_environment` that returns a `vf.Environment`. The
+module is an installed package, such as the packages of Prime Intellect's hub, or a file in the
+current folder. Nothing is downloaded. The first problem imports the library. Only
+gspo.tasks.adapters.vf_rollout uses it directly.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ if TYPE_CHECKING:
 
 LOADER = "load_environment"
 INSTALL = 'pip install "gspo[vf]"'
-IDENTITY = ("prompt", "answer", "info")  # the columns by which two rows are one problem
+IDENTITY_COLUMNS = ("prompt", "answer", "info")  # rows with the same values are one problem
 
 
 @dataclass
 class VfEnvironments(EnvironmentTask):
-    """Problems are the rows of an environment's data sets, in an order by the run's seed.
+    """Problems from the rows of an environment's data sets, in an order by the run's seed.
 
-    env         the environment: its name, which is that of its module, or MODULE:FUNCTION; what
-                returns it is then another function than load_environment
-    arguments   what that function is called with
+    env         name of the environment's module, or MODULE:FUNCTION for a function other than
+                load_environment
+    arguments   arguments of that function
 
-    It is evaluated on its evaluation data set, in the order of that. Rows of the training set that
-    are also there are left out. Where it has none, 1 in 8 rows is held out, chosen by its text.
+    The evaluation data set keeps its order. Training rows that are also in it are left out. Without
+    an evaluation data set, 1 in 8 rows is held out, chosen by its text.
     """
 
     name: str = "vf"
@@ -57,7 +56,7 @@ class VfEnvironments(EnvironmentTask):
             raise ValueError(
                 f"{self.key}.env is not given: say which environment, {self.key}.env=my_game"
             )
-        # a name as the library writes it: my-game, or OWNER/my-game on the hub
+        # the library writes names as my-game, or OWNER/my-game on the hub
         if ":" not in self.env:
             self.env = f"{self.env.rpartition('/')[2].replace('-', '_')}:{LOADER}"
         if not is_path(self.env):
@@ -67,12 +66,12 @@ class VfEnvironments(EnvironmentTask):
 
     @cached_property
     def loaded(self) -> Loaded:
-        """The environment. Raises ValueError if it, or the library, is not there or cannot be used."""
+        """The environment. Raises ValueError if it or the library is missing or unusable."""
         try:
             # the library is optional, an extra of the installation
             from gspo.tasks.adapters.vf_rollout import load
         except ModuleNotFoundError as error:
-            # newer versions lack the last two
+            # newer versions of verifiers lack the last two
             if error.name not in ("verifiers", "verifiers.types", "datasets"):
                 raise
             raise ValueError(
@@ -83,9 +82,10 @@ class VfEnvironments(EnvironmentTask):
         )
         if loaded.env.max_turns > self.turns:
             raise ValueError(
-                f"{self.key}.turns={self.turns}: {self.env} may take max_turns={loaded.env.max_turns}, and an episode "
-                f"that is ended before is not scored by its rubric; give {self.key}.turns={loaded.env.max_turns}, or "
-                f"fewer to {self.key}.arguments, if it has such an argument"
+                f"{self.key}.turns={self.turns}: {self.env} may take "
+                f"max_turns={loaded.env.max_turns}, and an episode that is ended before is not "
+                f"scored by its rubric; give {self.key}.turns={loaded.env.max_turns}, or fewer to "
+                f"{self.key}.arguments, if it has such an argument"
             )
         return loaded
 
@@ -94,83 +94,81 @@ class VfEnvironments(EnvironmentTask):
 
     def size(self, split: str) -> int:
         """Return the number of problems of a split. Raises ValueError for an unknown split."""
-        return len(self._places(split))
+        return len(self._row_indices(split))
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split. Raises ValueError if the environment has no such rows."""
-        places = self._places(split)
+        """Return problem `index` of a split. Raises ValueError if the split has no rows."""
+        row_indices = self._row_indices(split)
         if split in TRAINING_SPLITS:
-            epoch, place = divmod(index, len(places))
-            place = _order(len(places), seed, self.name, split, epoch)[place]
+            epoch, position = divmod(index, len(row_indices))
+            order = _order(len(row_indices), seed, self.name, split, epoch)
+            row_index = row_indices[order[position]]
         else:
-            place = index
-        row = self._rows(split)[places[place]]
+            row_index = row_indices[index]
+        row = self._rows(split)[row_index]
         return Problem(self.name, index, shown(row["prompt"]), row)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return self.loaded.episode()
 
     def _rows(self, split: str) -> Any:
-        """Return the data set that a split's rows are in."""
-        own = split not in TRAINING_SPLITS and self.loaded.evaluation is not None
-        rows = self.loaded.evaluation if own else self.loaded.train
-        if rows is None:
+        """Return the data set of a split. Raises ValueError if there is none."""
+        if split not in TRAINING_SPLITS and self.loaded.evaluation is not None:
+            return self.loaded.evaluation
+        if self.loaded.train is None:
             raise ValueError(
                 f"{self.key}.env={self.env} has no training data set: it can be evaluated alone"
             )
-        return rows
+        return self.loaded.train
 
-    def _places(self, split: str) -> list[int]:
-        """Return where a split's problems are in their data set. Raises ValueError if there is
-        none.
-        """
+    def _row_indices(self, split: str) -> list[int]:
+        """Return which rows of the data set belong to a split. Raises ValueError if none do."""
         check_split(split, self.evaluation_sets())
         training = split in TRAINING_SPLITS
-        places = self._training_places if training else self._evaluation_places
-        if not places and training:
+        row_indices = self._training_rows if training else self._evaluation_rows
+        if not row_indices and training:
             raise ValueError(
-                f"{self.key}.env={self.env}: each of its training problems is also one to evaluate on"
+                f"{self.key}.env={self.env}: each of its training problems is also one to evaluate "
+                "on"
             )
-        if not places:
+        if not row_indices:
             raise ValueError(
-                f"{self.key}.env={self.env} has no evaluation data set, and of its {len(self._rows('train'))} training "
-                "problems none is among the 1 in 8 that are held out: it needs more of them"
+                f"{self.key}.env={self.env} has no evaluation data set, and of its "
+                f"{len(self._rows('train'))} training problems none is among the 1 in 8 that are "
+                "held out: it needs more of them"
             )
-        return places
+        return row_indices
 
     @cached_property
-    def _evaluation_places(self) -> list[int]:
+    def _evaluation_rows(self) -> list[int]:
         rows = self._rows(self.name)
         if self.loaded.evaluation is not None:
             return list(range(len(rows)))
-        return [place for place in range(len(rows)) if held_out(identity(rows[place]))]
+        return [index for index in range(len(rows)) if held_out(identity(rows[index]))]
 
     @cached_property
-    def _training_places(self) -> list[int]:
+    def _training_rows(self) -> list[int]:
         rows = self._rows("train")
-        kept = self._rows(self.name)
-        evaluated = {identity(kept[place]) for place in self._evaluation_places}
-        return [place for place in range(len(rows)) if identity(rows[place]) not in evaluated]
+        evaluation_rows = self._rows(self.name)
+        evaluated = {identity(evaluation_rows[index]) for index in self._evaluation_rows}
+        return [index for index in range(len(rows)) if identity(rows[index]) not in evaluated]
 
 
 def identity(row: dict[str, Any]) -> str:
-    """Return what makes two rows the same problem, as a text. Prompts alone may be alike, as in
-    games of guessing.
-    """
-    return json.dumps(
-        {name: row[name] for name in IDENTITY if name in row}, sort_keys=True, default=str
-    )
+    """Return a text that is the same for all rows of one problem.
+
+    Different problems may have the same prompt, as in games of guessing."""
+    values = {name: row[name] for name in IDENTITY_COLUMNS if name in row}
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def shown(prompt: list[dict[str, Any]]) -> str:
-    """Return what a row's prompt says, without the system's turn, as one text."""
-    turns = [turn for turn in prompt if turn["role"] != "system"]
-    return "\n\n".join(
-        turn["content"] if isinstance(turn["content"], str) else str(turn["content"])
-        for turn in turns
-    )
+    """Return the text of a row's prompt, without the system message."""
+    contents = [message["content"] for message in prompt if message["role"] != "system"]
+    return "\n\n".join(map(str, contents))
 
 
-@lru_cache(maxsize=16)  # the stream moves on, so a handful of epochs serves a batch that spans two
+# the stream moves on, so a few epochs serve a batch that spans two
+@lru_cache(maxsize=16)
 def _order(count: int, *position: int | str) -> list[int]:
     return permutation(count, *position).tolist()

@@ -1,18 +1,18 @@
-"""Plays rollouts of the library verifiers (0.3: the interface of `vf.load_environment`), turn by
-turn.
+"""Plays rollouts of the library verifiers turn by turn.
 
-The library plays a rollout by itself, and asks a model for each turn. So here it gets a model that
-waits: `Policy` hands over what it was asked, and says what `step` was given. Setup, stop
-conditions, tools, clean-up and the rubric are the library's own.
+This is the interface of `vf.load_environment` of version 0.3. The library plays a whole rollout and
+requests each turn from a model. Here its model is a `Policy`: it passes on the messages of a
+request, and waits for the text that `step` gets. The library does everything else: setup, stop
+conditions, tools, clean-up and the rubric.
 
-    reset   starts the rollout; it asks the policy            -> the messages that it was asked with
-    step    the policy answers; the rollout asks again        -> the messages that were added, as
-            the observation
-            or it ends, and its rubric has scored it          -> reward, metrics, and the stop
-                                                              condition as the verdict
+    reset   starts the rollout, which requests a turn   -> the messages of the request
+    step    passes on the turn
+            and the rollout requests another turn       -> the new messages, as the observation
+            or it ends, and its rubric scores it        -> reward, metrics, and the stop condition
+                                                           as the verdict
 
-All rollouts share one event loop in a thread, since what environments share between theirs
-(clients, locks) is bound to the loop that first used it.
+All rollouts share one event loop in a thread. The environments of several rollouts may share
+clients and locks, which are bound to the first loop that uses them.
 """
 
 from __future__ import annotations
@@ -37,40 +37,36 @@ import verifiers as vf
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from gspo.data.samples import Problem
+from gspo.tasks.environments.player import MAX_MEASURES
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-THOUGHT = "</think>"
-MOST_METRICS = (
-    30  # an environment may name 32 measures (gspo.tasks.environments.player), and two are ours
-)
-# Errors by which an environment ends a rollout for what the policy did; after any other there is no
-# reward.
-OF_POLICY = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
+END_OF_THOUGHTS = "</think>"
+MAX_METRICS = MAX_MEASURES - 2  # two measures are added here
+# Errors that the policy caused. After any other error there is no reward.
+POLICY_ERRORS = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
 class Policy(vf.Client):
-    """Stands where the library expects the client of a model, and waits to be told what the model
-    says.
-    """
+    """A client of a model for the library, which waits until `step` has the model's turn."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.asked: asyncio.Queue[tuple[list[Any], list[Any]]] = asyncio.Queue()  # messages, tools
-        self.said: asyncio.Queue[ResponseMessage] = asyncio.Queue()
+        # messages and tools of the library's requests
+        self.requests: asyncio.Queue[tuple[list[Any], list[Any]]] = asyncio.Queue()
+        self.turns: asyncio.Queue[ResponseMessage] = asyncio.Queue()
 
     async def get_native_response(
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, state: Any = None
     ) -> ResponseMessage:
-        self.asked.put_nowait((list(prompt), list(tools or [])))
-        return await self.said.get()
+        self.requests.put_nowait((list(prompt), list(tools or [])))
+        return await self.turns.get()
 
     async def from_native_response(self, response: ResponseMessage) -> Response:
         return Response(id="", created=0, model="policy", message=response)
 
-    # What is asked and said has the library's own types already, so nothing is left to do for
-    # these.
+    # Requests and turns have the library's own types, so these methods convert nothing.
     def setup_client(self, config: Any) -> None:
         return None
 
@@ -88,26 +84,26 @@ class Policy(vf.Client):
 
 
 class VfEpisode(Environment):
-    """Plays one rollout of an environment."""
+    """An environment that plays a rollout of the library."""
 
     def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
-        self.env, self.metrics = env, metrics
+        self.env = env
+        self.metrics = metrics
         self.policy = Policy()
         self.rollout: asyncio.Task[dict[str, Any]] | None = None
-        self.conversation: list[Any] = []  # what the policy was asked with last
+        self.conversation: list[Any] = []  # the messages of the last request
         self.faults: list[str] = []
 
     def reset(self, problem: Problem) -> list[Message]:
-        """Start the rollout of a row, and return what it asks the policy first."""
-        asked = on_loop(self._start(problem.answer))
-        if asked is None:
-            raise RuntimeError(
-                f"the rollout ended before the first turn: {self._ended(False).verdict}"
-            )
-        self.conversation, tools = asked
-        parts = ("name", "description", "parameters")
+        """Start the rollout of a row, and return the messages of its first request."""
+        request = on_loop(self._start(problem.answer))
+        if request is None:
+            verdict = self._final_outcome(bad_call=False).verdict
+            raise RuntimeError(f"the rollout ended before the first turn: {verdict}")
+        self.conversation, tools = request
+        keys = ("name", "description", "parameters")
         self.tools = tuple(
-            {"type": "function", "function": {part: tool[part] for part in parts}} for tool in tools
+            {"type": "function", "function": {key: tool[key] for key in keys}} for tool in tools
         )
         self.role = "tool" if self.tools else "user"
         return [
@@ -115,69 +111,76 @@ class VfEpisode(Environment):
         ]
 
     def step(self, text: str) -> Outcome:
-        """Let the policy say this, and wait for the next question or the end."""
-        said, bad = spoken(text, len(self.conversation)) if self.tools else (plain(text), False)
-        asked = on_loop(self._say(said))
-        if asked is None:
-            return self._ended(bad)
-        before, (self.conversation, _) = self.conversation, asked
-        if (
-            self.conversation[: len(before)] != before
-            or self.conversation[len(before)].role != "assistant"
-        ):
+        """Pass on the policy's turn, and wait for the next request or the end of the rollout."""
+        turn = plain(text)
+        bad_call = False
+        if self.tools:
+            turn, bad_call = turn_with_calls(text, len(self.conversation))
+        request = on_loop(self._pass_on(turn))
+        if request is None:
+            return self._final_outcome(bad_call)
+        earlier = self.conversation
+        self.conversation, _ = request
+        changed = self.conversation[: len(earlier)] != earlier
+        if changed or self.conversation[len(earlier)].role != "assistant":
             raise RuntimeError(
-                "the environment has changed earlier turns of the conversation, which is not supported"
+                "the environment has changed earlier turns of the conversation, which is not "
+                "supported"
             )
-        added = map(text_of, self.conversation[len(before) + 1 :])
-        return Outcome("\n\n".join(added), measures=self._measures({}, bad))
+        new_texts = map(text_of, self.conversation[len(earlier) + 1 :])
+        return Outcome("\n\n".join(new_texts), measures=self._measures({}, bad_call))
 
     def close(self) -> None:
-        """End the rollout, if it has not ended; the environment cleans up."""
+        """End the rollout, if it has not ended. The environment then cleans up."""
         if self.rollout:
             on_loop(self._cancel())
 
     async def _start(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
         FAULTS.set(self.faults)
         self.rollout = asyncio.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
-        return await self._asked()
+        return await self._next_request()
 
-    async def _say(self, said: ResponseMessage) -> tuple[list[Any], list[Any]] | None:
-        self.policy.said.put_nowait(said)
-        return await self._asked()
+    async def _pass_on(self, turn: ResponseMessage) -> tuple[list[Any], list[Any]] | None:
+        self.policy.turns.put_nowait(turn)
+        return await self._next_request()
 
-    async def _asked(self) -> tuple[list[Any], list[Any]] | None:
-        """Wait until the rollout asks the policy, and return what with; None if it ends."""
-        asked = asyncio.create_task(self.policy.asked.get())
-        await asyncio.wait({asked, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+    async def _next_request(self) -> tuple[list[Any], list[Any]] | None:
+        """Wait for the rollout's next request, and return it, or None if the rollout ends."""
+        request = asyncio.create_task(self.policy.requests.get())
+        await asyncio.wait({request, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            return request.result()
+        request.cancel()
         return None
 
     async def _cancel(self) -> None:
         self.rollout.cancel()
         await asyncio.wait({self.rollout})
 
-    def _ended(self, bad_call: bool) -> Outcome:
-        """Return how the rollout has ended. Raises what it raised, and RuntimeError for an error
-        that it recorded, unless that is the policy's own."""
-        ended = self.rollout.result()
-        error = ended["error"]
-        if error and error["error"] not in OF_POLICY:
+    def _final_outcome(self, bad_call: bool) -> Outcome:
+        """Return the outcome of the last turn.
+
+        Raises the exception of the rollout, if it raised one. Raises RuntimeError if the rollout
+        recorded an error that the policy did not cause."""
+        state = self.rollout.result()
+        error = state["error"]
+        if error and error["error"] not in POLICY_ERRORS:
             raise RuntimeError(error["error_chain_repr"])
-        verdict = error["error"] if error else ended["stop_condition"] or "done"
-        measures = self._measures(ended["metrics"], bad_call)
-        return Outcome("", float(ended["reward"]), done=True, verdict=verdict, measures=measures)
+        verdict = error["error"] if error else state["stop_condition"] or "done"
+        measures = self._measures(state["metrics"], bad_call)
+        return Outcome("", float(state["reward"]), done=True, verdict=verdict, measures=measures)
 
     def _measures(self, metrics: dict[str, float], bad_call: bool) -> dict[str, float]:
-        """Return the rubric's metrics, which are 0 before the end, and ours beside them."""
-        ours = {"malformed_calls": float(bad_call), "rubric_faults": float(len(self.faults))}
-        return {plain_name(name): float(metrics.get(name, 0.0)) for name in self.metrics} | ours
+        """Return the rubric's metrics, which are 0 before the end, and the faults of the turn."""
+        measures = {plain_name(name): float(metrics.get(name, 0.0)) for name in self.metrics}
+        measures["malformed_calls"] = float(bad_call)
+        measures["rubric_faults"] = float(len(self.faults))
+        return measures
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An environment, and its data sets (None where it has none)."""
+    """An environment, and its data sets. A data set that it does not have is None."""
 
     env: Any
     train: Any
@@ -185,14 +188,14 @@ class Loaded:
     metrics: tuple[str, ...]  # the names of the rubric's functions
 
     def episode(self) -> VfEpisode:
-        """Make what plays one rollout."""
+        """Return a new environment for one rollout."""
         return VfEpisode(self.env, self.metrics)
 
 
 def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> Loaded:
-    """Make an environment and its data sets. Raises ValueError, which names `key`, if that fails or
-    cannot be used.
-    """
+    """Call a function that makes an environment, and return the environment and its data sets.
+
+    Raises ValueError, which names `key`, if the call fails or the environment is unusable."""
     quieten()
     try:
         inspect.signature(function).bind(**arguments)
@@ -204,32 +207,34 @@ def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> L
         env = function(**arguments)
         if not isinstance(env, vf.Environment):
             raise TypeError(
-                f"{function.__name__} returned {type(env).__name__}, not an environment of verifiers"
+                f"{function.__name__} returned {type(env).__name__}, "
+                "not an environment of verifiers"
             )
-        train, evaluation = env.build_dataset(), env.build_eval_dataset()
+        train = env.build_dataset()
+        evaluation = env.build_eval_dataset()
     except Exception as error:  # an environment may raise anything
         raise ValueError(
             f"{key}env: {function.__name__} failed: {type(error).__name__}: {error}"
         ) from error
     if env.requires_group_rollouts:
         raise ValueError(
-            f"{key}env: its rubric scores whole groups at once; here each episode is scored by itself"
+            f"{key}env: its rubric scores whole groups at once; "
+            "here each episode is scored by itself"
         )
     if env.message_type != "chat" or not env.score_rollouts:
         raise ValueError(
             f"{key}env: it must be a chat that its rubric scores (message_type, score_rollouts)"
         )
-    metrics = tuple(dict.fromkeys(env.rubric._get_reward_func_names()))[:MOST_METRICS]
+    metrics = tuple(dict.fromkeys(env.rubric._get_reward_func_names()))[:MAX_METRICS]
     event_loop()
     return Loaded(env, train, evaluation, metrics)
 
 
 @cache
 def quieten() -> None:
-    """Keep the library from taking over what is the run's: signals, where the log goes, bars of
-    progress.
-    """
-    # Every environment sets handlers of SIGINT and SIGTERM, which a run needs to end in order.
+    """Keep the library from changing the run's signal handlers, its log and its terminal."""
+    # Every environment sets handlers of SIGINT and SIGTERM. A run needs its own handlers to end in
+    # order.
     stand_in = {
         name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")
     }
@@ -244,25 +249,27 @@ def quieten() -> None:
 
 
 class FaultNote(logging.Handler):
-    """Notes faults of a rubric's functions in the rollout that they belong to. The library logs
-    them and goes on with 0 as the function's value."""
+    """A log handler that notes the faults of a rubric's functions in their rollout.
+
+    The library logs a fault and continues with 0 as the function's value."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        said, faults = record.getMessage(), FAULTS.get(None)
-        if faults is not None and said.startswith("Error calling reward function"):
-            faults.append(said)
+        message = record.getMessage()
+        faults = FAULTS.get(None)
+        if faults is not None and message.startswith("Error calling reward function"):
+            faults.append(message)
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all rollouts, which runs in a thread of its own."""
+    """Return the event loop of all rollouts, which runs in a separate thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
 
 
 def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine on the loop of all rollouts, and return what it returns."""
+    """Run a coroutine on the event loop of all rollouts, and return its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
@@ -271,17 +278,16 @@ def plain(text: str) -> ResponseMessage:
     return ResponseMessage(content=text, is_truncated=False, finish_reason="stop")
 
 
-def spoken(text: str, turn: int) -> tuple[ResponseMessage, bool]:
-    """Return a turn of the policy, which may call tools after its thoughts, and whether a call is
-    malformed.
+def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
+    """Return a turn of the policy, and whether it has a malformed call of a tool.
 
-    A call is written <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>. If one is
-    malformed, none is made, and the turn is the plain text, as vLLM's parser of this form (hermes)
-    has it."""
-    begin = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
-    written = list(CALL.finditer(text, begin))
+    A call is <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, after the thoughts.
+    With a malformed call, the turn is the plain text and calls no tool. vLLM's parser of this form
+    (hermes) does the same."""
+    begin = text.rfind(END_OF_THOUGHTS) + len(END_OF_THOUGHTS) if END_OF_THOUGHTS in text else 0
+    matches = list(CALL.finditer(text, begin))
     calls = []
-    for number, match in enumerate(written):
+    for number, match in enumerate(matches):
         try:
             call = json.loads(match[1])
         except ValueError:
@@ -296,20 +302,21 @@ def spoken(text: str, turn: int) -> tuple[ResponseMessage, bool]:
         )
     if not calls:
         return plain(text), False
-    content = text[: written[0].start()]
-    said = ResponseMessage(
+    content = text[: matches[0].start()]
+    message = ResponseMessage(
         content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls"
     )
-    return said, False
+    return message, False
 
 
 def text_of(message: Any) -> str:
-    """Return the text of a message. Raises ValueError for images, and for calls of tools in the
-    prompt.
-    """
+    """Return the text of a message.
+
+    Raises ValueError for images, and for calls of tools in the prompt."""
     if message.role == "assistant" and message.tool_calls:
         raise ValueError(
-            "the environment's messages contain calls of tools by the assistant, which is not supported"
+            "the environment's messages contain calls of tools by the assistant, which is not "
+            "supported"
         )
     if message.role not in ("system", "user", "assistant", "tool"):
         raise ValueError(
@@ -324,6 +331,6 @@ def text_of(message: Any) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return a function's name as that of a measure."""
+    """Return a function's name as the name of a measure."""
     name = re.sub(r"\W", "_", name)
     return name if name.isidentifier() else f"_{name}"

@@ -1,9 +1,8 @@
-"""Published programming problems: HumanEval, MBPP and rated problem sets. Reward 1 if all tests
-pass, else 0.
+"""Published programming problems: HumanEval, MBPP and rated problem sets.
 
-`wording` is how a program is asked for. "instruct" is an instruction whose answer is a fenced
-block. "completion", for base models (with prompt.format=plain), is a text that the response
-continues. See gspo/tasks/benchmarks/programs.py.
+The reward is 1 if all tests pass, else 0. `wording` chooses the form of the prompt. "instruct" is
+an instruction that asks for a fenced block. "completion", for base models (with
+prompt.format=plain), is a text that the response continues. See gspo/tasks/benchmarks/programs.py.
 """
 
 from __future__ import annotations
@@ -21,19 +20,25 @@ from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
 from gspo.tasks.benchmarks.records_file import Row, Source, writable
 
-HIGHEST = 10_000  # the largest rating accepted; the best of all people have 4,000
-EVALPLUS = 768  # EvalPlus' max_new_tokens for its models (evalplus/provider/base.py)
+MAX_RATING = 10_000  # the best of all people have 4,000
+# Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
+# does, a long text that is nested deeply overflows the stack and kills the process.
+MAX_PARSED_CHARS = 20_000
+EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
 
 # EvalPlus' instruction.
 SCRIPT = (
-    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
-    "```python\n{}\n```"
+    "Please provide a self-contained Python script that solves the following problem in a markdown "
+    "code block:\n```python\n{}\n```"
 )
 # The prompt of Austin et al., arXiv:2108.07732. Chat models are asked for a fenced block instead of
 # [BEGIN] and [DONE].
-MBPP = "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n{}\n"
+MBPP = (
+    "You are an expert Python programmer, and here is your task: {} "
+    "Your code should pass these tests:\n\n{}\n"
+)
 BLOCK = "\nPut the whole program into one ```python code block."
 
 
@@ -41,28 +46,29 @@ BLOCK = "\nPut the whole program into one ```python code block."
 class HumanEval(CodeBenchmark):
     """164 functions from signature and docstring (Chen et al., arXiv:2107.03374).
 
-    Records: {task_id, prompt, entry_point, canonical_solution, test}. Everything before the
-    function in the prompt, its imports and helpers, is put before a program, since the program may
-    rely on it.
+    Records: {task_id, prompt, entry_point, canonical_solution, test}. Programs may rely on the
+    imports and helpers before the function in the prompt, so these are put before each program.
     """
 
     name: str = "humaneval"
     hub: str = "openai/openai_humaneval"
     wording: str = choice("instruct", ("instruct", "completion"))
-    max_new_tokens: ClassVar[int] = EVALPLUS
+    max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
 
     def completes(self) -> bool:
         return self.wording == "completion"
 
     def item(self, row: Row, training: bool) -> Item:
-        prompt, entry = row.text("prompt"), row.text("entry_point")
-        preamble, function, _ = prompt.rpartition(f"def {entry}(")
+        text = row.text("prompt")
+        entry_point = row.text("entry_point")
+        preamble, function, _ = text.rpartition(f"def {entry_point}(")
         if not function:
-            raise row.wrong("prompt", f"does not define {entry}, the entry_point")
-        test = f"{row.text('test')}\ncheck({entry})\n"
-        tests = Tests(entry, (Asserts(test, preamble),), preamble, prompt)
-        return Item(prompt, prompt if self.completes() else SCRIPT.format(prompt.strip()), tests)
+            raise row.wrong("prompt", f"does not define {entry_point}, the entry_point")
+        test = f"{row.text('test')}\ncheck({entry_point})\n"
+        tests = Tests(entry_point, (Asserts(test, preamble),), preamble, text)
+        prompt = text if self.completes() else SCRIPT.format(text.strip())
+        return Item(text, prompt, tests)
 
 
 @dataclass
@@ -70,11 +76,13 @@ class Mbpp(CodeBenchmark):
     """Small programs from one sentence and three asserts (Austin et al., arXiv:2108.07732).
 
     Records: {task_id, text, code, test_list, test_setup_code}, or sanitized {task_id, prompt, code,
-    test_imports, test_list}. Test problems are 11-510, training problems 601-974; 2, 3 and 4 are
-    the examples of the completion prompt. `shown_tests` of the asserts stand in the prompt. Showing
-    all 3, the standard, lets a policy learn to return what they expect; with fewer the others are
-    hidden. The tests of problems 367 and 927 (367 is a test problem) build objects of the program's
-    own class, which no program can hand over, so these two count as not solved.
+    test_imports, test_list}. Test problems are 11-510, training problems 601-974. Problems 2, 3 and
+    4 are the examples of the completion prompt.
+
+    The prompt shows `shown_tests` of the asserts. With all 3, the standard, a policy can learn to
+    return the expected values. With fewer, the remaining asserts are hidden tests. The asserts of
+    problems 367 and 927 (367 is a test problem) build objects of the program's own class. A program
+    cannot pass these objects to the tests, so both problems count as not solved.
     """
 
     name: str = "mbpp"
@@ -85,7 +93,7 @@ class Mbpp(CodeBenchmark):
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
     hub_train_split: ClassVar[str] = "train"
     one_file: ClassVar[bool] = True
-    max_new_tokens: ClassVar[int] = EVALPLUS
+    max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = MBPP_STOPS
 
     def __post_init__(self) -> None:
@@ -99,20 +107,21 @@ class Mbpp(CodeBenchmark):
         number = row.get("task_id", int)
         if not (601 <= number <= 974 if training else 11 <= number <= 510):
             return None
-        text, code, asserts = row.first("text", "prompt"), row.text("code"), row.texts("test_list")
-        setup = "\n".join(
-            [*row.texts("test_imports", default=[]), row.text("test_setup_code", default="")]
-        )
-        tests = Tests(
-            called_function(row, asserts, code), (Asserts("\n".join(asserts), setup.strip()),)
-        )
-        return Item(text, self._prompt(text, asserts), tests)
-
-    def _prompt(self, text: str, asserts: list[str]) -> str:
+        text = row.first("text", "prompt")
+        code = row.text("code")
+        asserts = row.texts("test_list")
+        setup_lines = row.texts("test_imports", default=[])
+        setup = "\n".join([*setup_lines, row.text("test_setup_code", default="")]).strip()
+        entry_point = called_function(row, asserts, code)
+        tests = Tests(entry_point, (Asserts("\n".join(asserts), setup),))
         question = MBPP.format(text, "\n".join(asserts[: self.shown_tests]))
-        return f"{self._shots()}{question}[BEGIN]\n" if self.completes() else question + BLOCK
+        if self.completes():
+            prompt = f"{self._worked_examples()}{question}[BEGIN]\n"
+        else:
+            prompt = question + BLOCK
+        return Item(text, prompt, tests)
 
-    def _shots(self) -> str:
+    def _worked_examples(self) -> str:
         """Return the three worked examples. Raises ValueError if the file does not have them."""
         if not self._examples:
             source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
@@ -120,34 +129,34 @@ class Mbpp(CodeBenchmark):
             missing = [number for number in (2, 3, 4) if number not in rows]
             if missing:
                 raise ValueError(
-                    f"{self.key}.path={self.path or self.hub}: task_id {missing[0]} is missing; 2, 3 and 4 are the "
-                    "examples of wording=completion"
+                    f"{self.key}.path={self.path or self.hub}: task_id {missing[0]} is missing; "
+                    "2, 3 and 4 are the examples of wording=completion"
                 )
             for row in (rows[2], rows[3], rows[4]):
-                question = MBPP.format(
-                    row.first("text", "prompt"), "\n".join(row.texts("test_list"))
-                )
+                asserts = "\n".join(row.texts("test_list"))
+                question = MBPP.format(row.first("text", "prompt"), asserts)
                 self._examples += f"{question}[BEGIN]\n{row.text('code')}\n[DONE]\n\n"
         return self._examples
 
 
 @dataclass
 class RatedPrograms(CodeBenchmark):
-    """Problems with a rating on Codeforces' scale, for an Elo rating of the policy. There is no
-    standard file.
+    """Problems with a rating on Codeforces' scale, for an Elo rating of the policy.
 
-    Records: {id, prompt or statement, rating, tests: [{stdin, stdout}, ...]}; the tests should be
-    the hidden ones. For training the rating may be missing, and instead of tests `input_output` may
-    hold JSON {inputs, outputs} of texts, as in APPS and TACO; problems there that call a function
-    (fn_name) are left out.
+    There is no standard file. Records: {id, prompt or statement, rating, tests: [{stdin, stdout},
+    ...]}. The tests should be the hidden tests. Training records need no rating. Instead of tests
+    they may have `input_output` with JSON {inputs, outputs} of texts, as in APPS and TACO. Such
+    problems are left out if they call a function (fn_name).
 
-    Numbers with a point may be off by `tolerance` (1e-6 if the record does not say), relative or
-    absolute. A record's `checker` (or `generated_checker`) decides where there is one: the name of
-    one of testlib's, such as yesno or rcmp9, or Python that is run in the sandbox, a function
-    check(input, expected, output) or a program that reads three files and prints 1 or 0. A problem
-    that accepts several answers (`several_answers: true`, or a statement such as "if there are
-    multiple answers, print any") and has no checker is left out and counted, because right programs
-    would fail.
+    Numbers with a decimal point may have a relative or absolute error of `tolerance` (default
+    1e-6). A record may have a `checker` (or `generated_checker`), which decides instead. It is the
+    name of a checker of testlib, such as yesno or rcmp9, or Python code that the sandbox runs. The
+    code is a function check(input, expected, output), or a program that reads three files and
+    prints 1 or 0.
+
+    A problem may accept several answers (`several_answers: true`, or a statement such as "if there
+    are multiple answers, print any"). Without a checker right programs would fail, so the problem
+    is left out and counted.
     """
 
     name: str = "codeforces"
@@ -158,20 +167,23 @@ class RatedPrograms(CodeBenchmark):
         rating = None
         if not training or "rating" in row.values:
             rating = row.get("rating", int, float)
-            if not abs(rating) <= HIGHEST:  # false for NaN too
-                raise row.wrong("rating", f"must be a number up to {HIGHEST}")
+            if not abs(rating) <= MAX_RATING:  # false for NaN too
+                raise row.wrong("rating", f"must be a number up to {MAX_RATING}")
             rating = float(rating)
         rule = output_rule(row)
-        several = row.get("several_answers", bool, default=False) or SEVERAL.search(text)
-        if several and not rule.checker:
+        several_answers = row.get("several_answers", bool, default=False) or SEVERAL.search(text)
+        if several_answers and not rule.checker:
             self.skipped[training]["with several answers and no checker"] += 1
             return None
-        cases = apps_cases(row) if training and "tests" not in row.values else self._cases(row)
+        if training and "tests" not in row.values:
+            cases = apps_cases(row)
+        else:
+            cases = self._cases(row)
         if not cases:
             return None
-        cases = tuple(replace(case, rule=rule) for case in cases)
         prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
-        return Item(text, prompt, Tests("", cases), rating=rating)
+        tests = Tests("", tuple(replace(case, rule=rule) for case in cases))
+        return Item(text, prompt, tests, rating=rating)
 
     def _cases(self, row: Row) -> tuple[StdinCase, ...]:
         tests = row.get("tests", list)
@@ -189,15 +201,13 @@ class RatedPrograms(CodeBenchmark):
 
 
 def output_rule(row: Row) -> OutputRule:
-    """Return by which rule a record's outputs are judged. Raises ValueError for values that make no
-    sense.
-    """
+    """Return the rule that compares outputs of a record. Raises ValueError for invalid values."""
     tolerance = row.get("tolerance", int, float, default=CODEFORCES_TOLERANCE)
     if not 0 <= tolerance < 1:
         raise row.wrong("tolerance", "must be a number from 0 to 1")
-    checker = row.get("checker", str, type(None), default=None) or row.get(
-        "generated_checker", str, type(None), default=None
-    )
+    checker = row.get("checker", str, type(None), default=None)
+    if not checker:
+        checker = row.get("generated_checker", str, type(None), default=None)
     if not checker:
         return OutputRule(tolerance)
     name = checker.strip().removeprefix("std::").removesuffix(".cpp")
@@ -212,23 +222,21 @@ def output_rule(row: Row) -> OutputRule:
 
 
 def apps_cases(row: Row) -> tuple[StdinCase, ...]:
-    """Return the tests of `input_output` in the form of APPS and TACO, or none if they call a
-    function.
-    """
+    """Return the tests of `input_output` in the form of APPS and TACO.
+
+    The result is empty if the tests call a function."""
     try:
-        both = json.loads(row.text("input_output"))
-        if both.get("fn_name"):
+        tests = json.loads(row.text("input_output"))
+        if tests.get("fn_name"):
             return ()
-        cases = tuple(StdinCase(i, o) for i, o in zip(both["inputs"], both["outputs"], strict=True))
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        cases = tuple(StdinCase(stdin, stdout) for stdin, stdout in pairs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise row.wrong(
             "input_output", f"must be JSON with inputs and outputs: {error!r}"
         ) from None
-    if not all(
-        isinstance(text, str) and writable(text)
-        for case in cases
-        for text in (case.stdin, case.stdout)
-    ):
+    texts = [text for case in cases for text in (case.stdin, case.stdout)]
+    if not all(isinstance(text, str) and writable(text) for text in texts):
         raise row.wrong(
             "input_output", "must hold texts as inputs and outputs, without half characters"
         )
@@ -236,18 +244,24 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
 
 
 def called_function(row: Row, asserts: list[str], code: str) -> str:
-    """Return the function of the reference solution that the asserts call. Raises ValueError if
-    there is none.
+    """Return the name of the reference solution's function that the asserts call.
+
+    Raises ValueError if a text is too long or is not Python, or if no such function is called.
     """
+    for key, texts in (("code", [code]), ("test_list", asserts)):
+        if max(map(len, texts), default=0) > MAX_PARSED_CHARS:
+            raise row.wrong(key, f"holds more than {MAX_PARSED_CHARS:,} characters of Python")
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            top, tests = ast.parse(code).body, [ast.parse(test) for test in asserts]
+            statements = ast.parse(code).body
+            tests = [ast.parse(test) for test in asserts]
     # the last two are raised for code that is nested too deeply
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
-    defined = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    calls = [node.func for test in tests for node in ast.walk(test) if isinstance(node, ast.Call)]
-    names = [called.id for called in calls if isinstance(called, ast.Name) and called.id in defined]
-    if not names:
-        raise row.wrong("test_list", "calls no function that 'code' defines")
-    return names[0]
+    defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for test in tests:
+        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
+        for function in calls:
+            if isinstance(function, ast.Name) and function.id in defined:
+                return function.id
+    raise row.wrong("test_list", "calls no function that 'code' defines")

@@ -1,21 +1,20 @@
-"""Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly, by
-us.
+"""Problems of the library reasoning-gym (Stojanovski et al., arXiv:2505.24760), scored strictly.
 
-The library's own scores are made to be shown, not to be optimised: many give credit for a long text
-that contains the answer, and some run the answer as Python. So here a family is of one of four
-kinds, and the reward is 0 or 1:
+A policy could exploit the library's own scorers. Many give credit for a long text that contains the
+answer, and some run the answer as Python. Here the reward is 0 or 1, and there are four kinds of
+families of problems:
 
-EXACT    one right answer: it must be the library's, up to spaces, quotes, case and trailing zeros
-         of decimals
-NUMBERS  an arithmetic expression of given numbers with a given value: computed here, exactly, each
-         number used once
-SHAPES   many right answers: one that has the family's form, whole, and for which the library's
-         scorer gives 1.0
-REFUSED  not usable, with the reason. A family that is in no list has not been examined, and is
-         refused too.
+EXACT    one right answer. A response must give the library's answer, except for spaces, quotes,
+         case and trailing zeros of decimals.
+NUMBERS  an arithmetic expression that uses each given number once and has a given value. The value
+         is computed here, exactly.
+SHAPES   many right answers. The whole answer must have the family's form, and the library's scorer
+         must give 1.0.
+REFUSED  not usable, with the reason. A family in no list has not been examined, and is refused too.
 
-A problem belongs to training or to evaluation by its text alone (gspo.tasks.base.held_out), because
-the library numbers its problems by seed + index, so that two seeds share most of their problems.
+The text of a problem alone decides whether it belongs to training or to evaluation
+(gspo.tasks.base.held_out). The library numbers its problems by seed + index, so two seeds share
+most of their problems.
 """
 
 from __future__ import annotations
@@ -33,32 +32,37 @@ from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
 
-ONE_ANSWER = (
-    "ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix bitwise_arithmetic "
-    "caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits "
-    "count_primes course_schedule decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships "
-    "game_of_life game_of_life_halting gcd gsm_symbolic largest_island lcm leg_counting letter_counting letter_jumble "
-    "manipulate_matrix maze mini_sudoku needle_haystack number_filtering number_format number_sequence number_sorting "
-    "prime_factorization products rearc rectangle_count rotate_matrix rotten_oranges self_reference simple_equations "
-    "simple_geometry spell_backward spiral_matrix string_insertion string_manipulation string_splitting "
-    "string_synthesis sudoku syllogism time_intervals word_sequence_reversal word_sorting zebra_puzzles"
-)
-EXACT = frozenset(ONE_ANSWER.split())
+EXACT_FAMILIES = """
+    ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix
+    bitwise_arithmetic caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation
+    complex_arithmetic count_bits count_primes course_schedule decimal_arithmetic decimal_chain_sum
+    dice emoji_mystery family_relationships game_of_life game_of_life_halting gcd gsm_symbolic
+    largest_island lcm leg_counting letter_counting letter_jumble manipulate_matrix maze mini_sudoku
+    needle_haystack number_filtering number_format number_sequence number_sorting
+    prime_factorization products rearc rectangle_count rotate_matrix rotten_oranges self_reference
+    simple_equations simple_geometry spell_backward spiral_matrix string_insertion
+    string_manipulation string_splitting string_synthesis sudoku syllogism time_intervals
+    word_sequence_reversal word_sorting zebra_puzzles
+"""
+EXACT = frozenset(EXACT_FAMILIES.split())
 NUMBERS = frozenset(["countdown", "puzzle24"])
+LISTS_OF_WORDS = r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\]'
+JUG_MOVE = r'"(?:fill|empty|pour) [A-Z](?:->[A-Z])?"'
+HANOI_MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+"
 SHAPES = {
-    family: re.compile(shape)
-    for family, shape in {
+    family: re.compile(pattern)
+    for family, pattern in {
         "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
         "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
-        "group_anagrams": r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\]',
-        "jugs": r'\["(?:fill|empty|pour) [A-Z](?:->[A-Z])?"(?:, ?"(?:fill|empty|pour) [A-Z](?:->[A-Z])?")*\]',
+        "group_anagrams": LISTS_OF_WORDS,
+        "jugs": rf"\[{JUG_MOVE}(?:, ?{JUG_MOVE})*\]",
         "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
         "palindrome_generation": r"[A-Za-z]+",
-        "palindrome_partitioning": r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\]',
+        "palindrome_partitioning": LISTS_OF_WORDS,
         "quantum_lock": r"[A-C]( → [A-C])*",
         "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
         "sokoban": r"[UDLR]+",
-        "tower_of_hanoi": r"Move disk \d+ from Peg \d+ to Peg \d+(\nMove disk \d+ from Peg \d+ to Peg \d+)*",
+        "tower_of_hanoi": rf"{HANOI_MOVE}(\n{HANOI_MOVE})*",
     }.items()
 }
 UNSTABLE = "makes other problems in another process, so that runs could not be repeated"
@@ -67,11 +71,15 @@ REFUSED = {
     "boxnet": "has no answer of its own, and its scorer fails on text that is no plan",
     "codeio": "has many right answers, and its scorer gives credit for likeness",
     "composite": "is a mixture: choose its families one by one",
-    "fraction_simplification": "has a scorer that accepts any text after the answer, and several right spellings",
+    "fraction_simplification": (
+        "has a scorer that accepts any text after the answer, and several right spellings"
+    ),
     "intermediate_integration": EXECUTES,
     "isomorphic_strings": UNSTABLE,
     "knight_swap": UNSTABLE,
-    "knights_knaves": "has a scorer that accepts any text around the answer, and several right spellings",
+    "knights_knaves": (
+        "has a scorer that accepts any text around the answer, and several right spellings"
+    ),
     "polynomial_equations": EXECUTES,
     "polynomial_multiplication": EXECUTES,
     "power_function": "has rounded answers, and no rule for rounding in the question",
@@ -82,12 +90,16 @@ REFUSED = {
     "simple_integration": EXECUTES,
     "word_ladder": UNSTABLE,
 }
-LONGEST = 1 << 16  # most characters of an answer
+MAX_ANSWER_CHARS = 1 << 16
+MAX_EXPRESSION_CHARS = 200
 INSTRUCTIONS = {
-    "tags": "Think step by step. Then give the final answer, and nothing else, between <answer> and </answer>.",
+    "tags": (
+        "Think step by step. Then give the final answer, and nothing else, "
+        "between <answer> and </answer>."
+    ),
     "boxed": "Think step by step, and put the final answer, and nothing else, within \\boxed{}.",
 }
-# the name that a value is given to: A in A=1, "0" in {"0": 1}
+# the name of a value: A in A=1, "0" in {"0": 1}
 KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 INSTALL = 'pip install "gspo[gym]"'
@@ -95,7 +107,7 @@ INSTALL = 'pip install "gspo[gym]"'
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What a problem is scored by: the library's answer and its facts."""
+    """The library's answer to a problem, and the library's facts about the problem."""
 
     answer: str | None
     metadata: dict[str, Any]
@@ -103,9 +115,10 @@ class Entry:
 
 @dataclass
 class GymProblems(Task):
-    """One family, `dataset`, with the library's settings for it in `config`. Training problems are
-    made without end; there are `evaluation_size` evaluation problems. `form` says where the answer
-    stands: between tags, or in a box."""
+    """Problems of the family `dataset`, with the library's settings for it in `config`.
+
+    There is no end of training problems, and there are `evaluation_size` evaluation problems.
+    `form` is the place of the answer in a response: between tags, or in a box."""
 
     name: str = "reasoning_gym"
     dataset: str = "chain_sum"
@@ -126,7 +139,7 @@ class GymProblems(Task):
                 f"config.{key}={self.config[key]}: set by the harness, from the run's seed"
             )
         self._scorer: Any = None
-        # kept, since evaluations ask for the same ones again and again
+        # evaluation problems by (seed, index), because evaluations use them again and again
         self._held_out: dict[tuple[int, int], Problem] = {}
 
     def evaluation_sets(self) -> list[str]:
@@ -137,18 +150,17 @@ class GymProblems(Task):
         return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split. Raises ValueError if the library is missing or refuses
-        `config`.
-        """
+        """Return problem `index` of a split.
+
+        Raises ValueError if the library is missing or refuses `config`."""
         check_split(split, self.evaluation_sets())
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
         drawn: list[dict[str, Any]] = []
 
         def draw() -> str:
-            drawn.append(
-                self._make(seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31)[0]
-            )
+            library_seed = seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31
+            drawn.append(self._make(library_seed)[0])
             return drawn[-1]["question"]
 
         question = draw_prompt(split, draw)
@@ -186,7 +198,7 @@ class GymProblems(Task):
             score = self._scorer.score_answer(
                 answer, {"answer": entry.answer, "metadata": entry.metadata}
             )
-        except Exception:  # a scorer that fails on an answer, in whatever way, has not accepted it
+        except Exception:  # the library's scorers raise many errors for wrong answers
             return False
         return score >= 1.0
 
@@ -207,62 +219,67 @@ class GymProblems(Task):
 
 
 def final_answer(text: str, form: str) -> str:
-    """Return the answer in the last box or between the last tags. Raises UnusableAnswer, with the verdict
-    as its message.
-    """
+    """Return the answer in the last box or between the last tags.
+
+    Raises UnusableAnswer, with the verdict as its message."""
     if form == "boxed":
         return extract(text, "boxed").strip()
-    found = TAG.findall(text)
-    if not found or not found[-1].strip():
+    answers = TAG.findall(text)
+    if not answers or not answers[-1].strip():
         raise UnusableAnswer("no-answer")
-    answer = found[-1].strip().replace("\r\n", "\n")
-    if len(answer) > LONGEST:
+    answer = answers[-1].strip().replace("\r\n", "\n")
+    if len(answer) > MAX_ANSWER_CHARS:
         raise UnusableAnswer("malformed")
     return answer
 
 
 def has_shape(family: str, answer: str) -> bool:
-    """Return whether the whole answer has the form of its family and gives no key two values, of
-    which only the last would count."""
+    """Return whether the whole answer has the form of its family, and has no key twice.
+
+    The library would count only the last value of a repeated key."""
     keys = KEY.findall(answer)
     return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
 
 
 def normal_form(answer: str) -> str:
-    """Return the text in one spelling: no spaces at the ends of lines or between signs, none
-    doubled, one kind of quote, no case, 5 for 5.0."""
-    lines = [
-        " ".join(line.split()) for line in answer.strip().replace('"', "'").casefold().split("\n")
-    ]
+    """Return the answer in one spelling.
+
+    It has no spaces at the ends of lines, beside signs or doubled, no " quotes, no capital
+    letters, and 5 for 5.0."""
+    lines = answer.strip().replace('"', "'").casefold().split("\n")
+    lines = [" ".join(line.split()) for line in lines]
     text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
     return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
 
 
 def reaches(expression: str, numbers: list[int], target: int) -> bool:
-    """Return whether an expression of + - * / and brackets uses exactly these numbers and has
-    exactly this value.
-    """
-    if len(expression) > 200 or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+    """Return whether an expression uses each of the numbers once and has the value `target`.
+
+    It may have the operations + - * / and brackets."""
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        return False
+    if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
     used: list[int] = []
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body, used) == target and Counter(
-            used
-        ) == Counter(numbers)
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _value(tree.body, used) == target and Counter(used) == Counter(numbers)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the exact value and add the numbers found to `used`. Raises ValueError for anything
-    but the four operations."""
+    """Return the exact value of an expression, and append its numbers to `used`.
+
+    Raises ValueError for anything but the four operations."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, used)
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, used), _value(node.right, used)
+        left = _value(node.left, used)
+        right = _value(node.right, used)
         if isinstance(node.op, ast.Add):
             return left + right
         if isinstance(node.op, ast.Sub):

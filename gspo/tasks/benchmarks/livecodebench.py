@@ -1,19 +1,18 @@
-"""LiveCodeBench (Jain et al., arXiv:2403.07974): contest problems by date. Reward 1 if all tests
-pass, else 0.
+"""LiveCodeBench (Jain et al., arXiv:2403.07974): contest problems by date.
 
-A window of dates can be chosen that a model cannot have seen. Both public and private tests must
-pass.
+The reward is 1 if all public and private tests pass, else 0. The dates can be chosen after the end
+of a model's training data.
 
 Records, as released: {question_content, platform, contest_date, starter_code, difficulty,
 public_test_cases, metadata, private_test_cases}. Tests are a JSON list of {input, output, testtype:
-stdin or functional}. Functional tests call the function metadata["func_name"], a method of
-`Solution` where the program has that class; the input is one JSON value per line, one for each
-argument.
+stdin or functional}. Functional tests call the function metadata["func_name"], or the method of
+this name if the program has a class `Solution`. Each line of their
+input is the JSON value of an argument.
 
-Private tests may be base64 of zlib of a pickle of the JSON text. Unpickling would run whatever a
-file says, so nothing is unpickled: the opcodes are read, and all but those that make up one text
-are refused. Tests are decoded when the file is read, to see that they can be, and again when a
-response is judged: all of them decoded would fill the memory.
+Private tests may be base64 of zlib of a pickle of the JSON text. Unpickling could run any code, so
+nothing is unpickled. Instead the opcodes are read, and all opcodes are refused that a pickle of a
+text does not need. Tests are decoded when the file is read, to check them, and again when a
+response is judged. All decoded tests together would fill the memory.
 """
 
 from __future__ import annotations
@@ -34,27 +33,29 @@ from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
 from gspo.tasks.benchmarks.records_file import Row, writable
 
-# most bytes of a record's decompressed tests; a few kB of zlib can hold gigabytes
-LARGEST = 1 << 28
-OPCODES = 16  # most opcodes; a pickled text has five
-# most lists, objects and values in the JSON of a problem's tests; each takes up to 60 bytes of
-# memory
-PARTS = 1 << 23
-STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # a string of JSON
-LONGEST_INTEGER = 30_000  # digits; the grader hands over at most 39,000
-TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+# decompressed tests of a record; a few kB of zlib can hold gigabytes
+MAX_DECOMPRESSED_BYTES = 1 << 28
+MAX_OPCODES = 16  # a pickled text has five
+# lists, objects and values in the JSON of a problem's tests; each takes up to 60 bytes of memory
+MAX_VALUES = 1 << 23
+JSON_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+MAX_INTEGER_DIGITS = 30_000  # the grader accepts at most 39,000
+TEXT_OPCODES = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 # the other opcodes of a pickled text
-HARMLESS = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+HARMLESS_OPCODES = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
 USE_STARTER = (
-    "You will use the following starter code to write the solution to the problem and enclose your code within "
-    "delimiters."
+    "You will use the following starter code to write the solution to the problem and enclose your "
+    "code within delimiters."
 )
 # LiveCodeBench's own grader puts this before every program, lcb_runner/evaluation/testing_util.py.
-STAR = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+MODULES = """
+    string re datetime collections heapq bisect copy math random statistics itertools functools
+    operator io sys json
+"""
 IMPORTS = "".join(
     [
-        *(f"from {name} import *\n" for name in [*STAR.split(), "builtins", "typing"]),
-        *(f"import {name}\n" for name in STAR.split()),
+        *(f"from {name} import *\n" for name in [*MODULES.split(), "builtins", "typing"]),
+        *(f"import {name}\n" for name in MODULES.split()),
         "sys.setrecursionlimit(50000)\n",
     ]
 )
@@ -62,7 +63,7 @@ IMPORTS = "".join(
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The tests of a problem, undecoded, as they stand in the file."""
+    """The tests of a problem, not decoded, as in the file."""
 
     where: str
     function: str
@@ -73,7 +74,9 @@ class Packed:
 
 @dataclass
 class LiveCodeBench(CodeBenchmark):
-    """Problems with start_date <= contest date <= end_date (ISO dates; "" leaves that side open)."""
+    """Problems with start_date <= contest date <= end_date.
+
+    Both are ISO dates, or "" for no bound."""
 
     name: str = "livecodebench"
     hub: str = "hf://datasets/livecodebench/code_generation_lite/test*.jsonl"
@@ -99,18 +102,24 @@ class LiveCodeBench(CodeBenchmark):
             )
         if not training and not (self.start_date or day) <= day <= (self.end_date or day):
             return None
-        text, starter = row.text("question_content"), row.text("starter_code", default="")
-        packed = Packed(row.where, self._function(row), _json_text(row, "public_test_cases"),
-                        _json_text(row, "private_test_cases"))  # fmt: skip
-        prompt = EXPERT.format(
-            text, USE_STARTER if starter else READ_STDIN, starter or "# YOUR CODE HERE"
-        )
+        text = row.text("question_content")
+        starter = row.text("starter_code", default="")
+        function = self._function(row)
+        public = _json_text(row, "public_test_cases")
+        private = _json_text(row, "private_test_cases")
+        packed = Packed(row.where, function, public, private)
+        if starter:
+            prompt = EXPERT.format(text, USE_STARTER, starter)
+        else:
+            prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
         self.tests(packed)
         return Item(text, prompt, packed, family)
 
     def tests(self, answer: Packed) -> Tests:
-        """Return the decoded tests. Raises ValueError naming the record if they cannot be decoded."""
+        """Return the decoded tests.
+
+        Raises ValueError, which names the record, if they cannot be decoded."""
         tests = read_tests(answer.public, answer.where, "public_test_cases")
         tests += read_tests(answer.private, answer.where, "private_test_cases")
         row = Row(answer.where, {})
@@ -123,32 +132,29 @@ class LiveCodeBench(CodeBenchmark):
                 "private_test_cases",
                 "or 'public_test_cases' holds half a character (a lone surrogate)",
             )
-        if sum(map(_parts, tests)) > PARTS:
+        if sum(map(_count_values_of_test, tests)) > MAX_VALUES:
             raise row.wrong(
-                "private_test_cases", f"or 'public_test_cases' holds more than {PARTS} values"
+                "private_test_cases", f"or 'public_test_cases' holds more than {MAX_VALUES} values"
             )
-        return Tests(
-            answer.function,
-            tuple(_case(row, test, answer.function) for test in tests),
-            answer.preamble,
-        )
+        cases = tuple(_case(row, test, answer.function) for test in tests)
+        return Tests(answer.function, cases, answer.preamble)
 
     def called_function(self, answer: Packed) -> str:
         return answer.function
 
     def entry_point(self, tests: Tests, code: str) -> str:
-        """Return what LiveCodeBench calls: a method of `Solution` if the program has that class,
-        else a function.
-        """
+        """Return the function, or the method of `Solution` if the program has that class."""
         if tests.entry_point and "class Solution" in code:
             return f"Solution.{tests.entry_point}"
         return tests.entry_point
 
-    def _nothing(self) -> str:
-        return f"no problem has a contest_date from {self.start_date or 'ever'} to {self.end_date or 'ever'}"
+    def _why_empty(self) -> str:
+        start = self.start_date or "ever"
+        end = self.end_date or "ever"
+        return f"no problem has a contest_date from {start} to {end}"
 
     def _function(self, row: Row) -> str:
-        """Return the function that functional tests call, or "" for tests by standard input."""
+        """Return the name of the function of functional tests, "" if the record has none."""
         metadata = row.get("metadata", str, dict, default="")
         try:
             fields = json.loads(metadata or "{}") if isinstance(metadata, str) else metadata
@@ -161,8 +167,9 @@ class LiveCodeBench(CodeBenchmark):
 
 
 def read_tests(text: str, where: str, key: str) -> list[Any]:
-    """Return the tests of JSON text, or of base64 of zlib of a pickled JSON text. Raises ValueError
-    naming record and key."""
+    """Return the tests of JSON text, or of base64 of zlib of a pickled JSON text.
+
+    Raises ValueError, which names record and key."""
     try:
         tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
     except (ValueError, RecursionError) as error:
@@ -175,79 +182,79 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON. Raises ValueError before parsing if it has so many values that they would fill
-    the memory.
-    """
-    if _values(text) > PARTS:
-        raise ValueError(f"more than {PARTS} values")
+    """Parse JSON. Raises ValueError before parsing if its values would fill the memory."""
+    if _max_values(text) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values")
     return json.loads(text)
 
 
-def _values(text: str) -> int:
-    """Return an upper bound on the values of a JSON text: its commas and brackets outside of
-    strings.
-    """
-    bare = STRING.sub("", text)
-    return sum(map(bare.count, ",[{"))
+def _max_values(text: str) -> int:
+    """Return an upper bound on the number of values of a JSON text.
+
+    It is the number of commas and brackets outside of strings."""
+    without_strings = JSON_STRING.sub("", text)
+    return sum(map(without_strings.count, ",[{"))
 
 
-def _parts(test: Any) -> int:
-    """Return how many values a functional test has, whose input and output are JSON in turn."""
+def _count_values_of_test(test: Any) -> int:
+    """Return an upper bound on the number of values of a test.
+
+    The input and the output of a functional test are JSON themselves."""
     if not isinstance(test, dict) or test.get("testtype") != "functional":
         return 1
-    return sum(
-        _values(text) for key in ("input", "output") if isinstance(text := test.get(key), str)
-    )
+    texts = [test.get("input"), test.get("output")]
+    return sum(_max_values(text) for text in texts if isinstance(text, str))
 
 
 def unpacked(text: str) -> str:
-    """Return the text in base64 of zlib of its pickle. Raises ValueError if it is too large, or
-    anything but one text."""
+    """Return the text in base64 of zlib of its pickle.
+
+    Raises ValueError if the pickle is too large, or is anything but a text."""
     try:
         decoder = zlib.decompressobj()
-        data = decoder.decompress(base64.b64decode(text, validate=True), LARGEST)
+        data = decoder.decompress(base64.b64decode(text, validate=True), MAX_DECOMPRESSED_BYTES)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from None
     if not decoder.eof:
-        raise ValueError(f"cut off, or more than {LARGEST} bytes when decompressed")
-    found = []
+        raise ValueError(f"cut off, or more than {MAX_DECOMPRESSED_BYTES} bytes when decompressed")
+    texts = []
     # this reads the opcodes and runs nothing
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if number == OPCODES:
+        if number == MAX_OPCODES:
             raise ValueError(
-                f"a pickle of more than {OPCODES} opcodes: it must hold one text and nothing else"
+                f"a pickle of more than {MAX_OPCODES} opcodes: "
+                "it must hold one text and nothing else"
             )
-        if opcode.name in TEXTS:
-            found.append(argument)
-        elif opcode.name not in HARMLESS:
+        if opcode.name in TEXT_OPCODES:
+            texts.append(argument)
+        elif opcode.name not in HARMLESS_OPCODES:
             raise ValueError(f"a pickle with {opcode.name}: it must hold one text and nothing else")
-    if len(found) != 1:
-        raise ValueError(f"a pickle with {len(found)} texts instead of one")
-    return found[0]
+    if len(texts) != 1:
+        raise ValueError(f"a pickle with {len(texts)} texts instead of one")
+    return texts[0]
 
 
 def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
-    """Return one test case. Raises ValueError if it is wrong."""
+    """Return the test as a case for the grader. Raises ValueError if it is invalid."""
     if not isinstance(test, dict):
         raise row.wrong(
             "private_test_cases", "or 'public_test_cases' holds a test that is no object"
         )
     inner = Row(f"{row.where}, a test", test)
-    given, expected, kind = (inner.get(key, str) for key in ("input", "output", "testtype"))
+    input_text = inner.get("input", str)
+    expected = inner.get("output", str)
+    kind = inner.get("testtype", str)
     if kind == "stdin":
-        return StdinCase(given, expected)
+        return StdinCase(input_text, expected)
     if kind != "functional":
         raise inner.wrong("testtype", f"must be stdin or functional, not {kind[:80]!r}")
     if not function:
         raise row.wrong("metadata", "names no func_name, but there are functional tests")
     if not expected.strip():
         raise inner.wrong("output", "is empty")
+    lines = [line for line in [*input_text.split("\n"), expected] if line.strip()]
     try:
-        values = [
-            json.loads(line, parse_int=_integer)
-            for line in [*given.split("\n"), expected]
-            if line.strip()
-        ]
+        values = [json.loads(line, parse_int=_integer) for line in lines]
         if not writable(values):
             raise ValueError("half a character (a lone surrogate)")
         return FunctionCase(tuple(values[:-1]), values[-1])
@@ -256,16 +263,16 @@ def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
 
 
 def _integer(digits: str) -> int:
-    """Return an integer, also one longer than the 4,300 digits that int() reads; a few tests have
-    such.
-    """
-    if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"an integer of more than {LONGEST_INTEGER} digits")
+    """Return an integer, which may be longer than the 4,300 digits that int() accepts.
+
+    A few tests have such integers."""
+    if len(digits) > MAX_INTEGER_DIGITS:
+        raise ValueError(f"an integer of more than {MAX_INTEGER_DIGITS} digits")
     return int(Decimal(digits))
 
 
 def _json_text(row: Row, key: str) -> str:
-    """Return a value as JSON text, also where the hub's reader has parsed it already."""
+    """Return a value as JSON text, even if the hub's reader has parsed it."""
     value = row.get(key, str, list)
     return value if isinstance(value, str) else json.dumps(value)
 

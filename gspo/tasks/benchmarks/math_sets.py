@@ -1,7 +1,7 @@
-r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023. Reward 1 if the verdict is
-"correct", else 0.
+r"""Published mathematics: GSM8K, MATH-500, AIME 2024 and 2025, AMC 2023.
 
-`form` is both how the answer is asked for and where it is looked for, so that the two agree:
+The reward is 1 if the verdict is "correct", else 0. `form` chooses both the wording of the prompt
+and the place of the answer in a response:
 
 boxed    problem, then "Please reason step by step, and put your final answer within \boxed{}."
          (Qwen2.5-Math, Qwen3)
@@ -10,8 +10,8 @@ hash     problem, then "Let's think step by step and output the final answer aft
 answer   "Solve the following math problem step by step. ... Answer: $Answer ..."
          (DAPO)
 
-gspo/rewards/math/verifier.py documents what counts as correct. Whether the prompt becomes the
-user's turn of a chat or stays plain text is decided by `prompt.format`, not by the task.
+gspo/rewards/math/verifier.py documents the verdicts. `prompt.format`, not the task, decides whether
+the prompt becomes the user's turn of a chat or stays plain text.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ WORDINGS = {
     "boxed": "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
     "hash": '{} Let\'s think step by step and output the final answer after "####".',
     "answer": (
-        "Solve the following math problem step by step. The last line of your response should be of the form "
-        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+        "Solve the following math problem step by step. The last line of your response should be "
+        "of the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+        "\n\n{}\n\n"
         'Remember to put your answer on its own line after "Answer:".'
     ),
 }
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 # also 025 and 27.0; some copies write 336^\circ
-WHOLE = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")
-QWEN_MATH = 2048  # max_tokens_per_call in Qwen2.5-Math's evaluation (evaluation/math_eval.py)
+INTEGER = re.compile(r"(-?[0-9]{1,12})(?:\.0+)?(?:\^\\circ)?")
+# max_tokens_per_call in Qwen2.5-Math's evaluation (evaluation/math_eval.py)
+QWEN_MATH_MAX_NEW_TOKENS = 2048
 # "the maximum generation length is set to 32,768 tokens" (arXiv:2501.12948, model card)
-DEEPSEEK_R1 = 32_768
+DEEPSEEK_R1_MAX_NEW_TOKENS = 32_768
 # the markers of DeepSeek-R1's chat, which some copies have in the prompt
-R1_MARKERS = "<｜User｜>", "<｜Assistant｜>"
+R1_USER = "<｜User｜>"
+R1_ASSISTANT = "<｜Assistant｜>"
 
 
 @dataclass
 class MathBenchmark(Benchmark):
-    """A set of problems with final answers. Records: {problem or question, answer or solution};
-    more keys are ignored.
+    """A set of problems with final answers.
 
-    `workers` processes compare formulas, each within `seconds` and `memory_mb`; numbers and words
-    need none.
+    Records: {problem or question, answer or solution}. Other keys are ignored. `workers` processes
+    compare formulas, each within `seconds` and `memory_mb`. Numbers and words need no process.
     """
 
     form: str = "boxed"  # boxed | hash | answer
@@ -69,23 +71,25 @@ class MathBenchmark(Benchmark):
         return Item(text, WORDINGS[self.form].format(text), gold, self.family(row))
 
     def read(self, row: Row) -> tuple[str, str]:
-        """Return the problem and its gold (the right answer). Raises ValueError for a record that
-        is wrong.
-        """
+        """Return the problem and its gold (the right answer).
+
+        Raises ValueError for an invalid record."""
         return row.first("problem", "question"), gold_of(row)
 
     def family(self, row: Row) -> str:
-        """Return the kind of problem, where the records say it."""
+        """Return the kind of problem, "" if the record does not have it."""
         return ""
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Score each response as correct or not. A response that was cut off scores 0, whatever it
-        says so far. Where the gold cannot be read there is no reward."""
-        found = self._verifier.verify(
+        """Return reward 1 for correct responses, else 0.
+
+        A truncated response scores 0, whatever its text. An unreadable gold gives no reward."""
+        judgements = self._verifier.verify(
             [(text if ended else "", problem.answer) for problem, text, ended in answers]
         )
         scores = []
-        for (_, _, ended), (verdict, answer) in zip(answers, map(astuple, found), strict=True):
+        for (_, _, ended), judgement in zip(answers, judgements, strict=True):
+            verdict, answer = astuple(judgement)
             if verdict == "unreadable-gold":
                 scores.append(Score(None, verdict))
             elif ended:
@@ -101,13 +105,14 @@ class MathBenchmark(Benchmark):
 
 @dataclass
 class GSM8K(MathBenchmark):
-    """Grade-school word problems, 7473 for training and 1319 for testing (Cobbe et al.,
-    arXiv:2110.14168). Records: {question, answer with "#### N"}."""
+    """Grade-school word problems, 7473 for training and 1319 for testing.
+
+    Cobbe et al., arXiv:2110.14168. Records: {question, answer with "#### N"}."""
 
     name: str = "gsm8k"
     hub: str = "openai/gsm8k"
     hub_config: str = "main"
-    max_new_tokens: ClassVar[int] = QWEN_MATH
+    max_new_tokens: ClassVar[int] = QWEN_MATH_MAX_NEW_TOKENS
     hub_train_split: ClassVar[str] = "train"
 
     def read(self, row: Row) -> tuple[str, str]:
@@ -120,57 +125,60 @@ class GSM8K(MathBenchmark):
 
 @dataclass
 class Math500(MathBenchmark):
-    """500 problems of MATH (Hendrycks et al., arXiv:2103.03874; the split of Lightman et al.,
-    arXiv:2305.20050).
+    """500 problems of MATH (Hendrycks et al., arXiv:2103.03874).
 
-    Records: {problem, answer, subject, level}, as on the hub, or {prompt, reference_solution that
-    ends in "#### gold"}, where DeepSeek-R1's chat markers are removed from the prompt. For training
-    also {problem, solution} with the gold in the last box, as in MATH itself.
+    The split is from Lightman et al., arXiv:2305.20050. Records: {problem, answer, subject, level},
+    as on the hub, or {prompt, reference_solution that ends in "#### gold"}. DeepSeek-R1's chat
+    markers are removed from such a prompt. Training records may also be {problem, solution} with
+    the gold in the last box, as in MATH itself.
     """
 
     name: str = "math500"
     hub: str = "HuggingFaceH4/MATH-500"
-    max_new_tokens: ClassVar[int] = DEEPSEEK_R1
+    max_new_tokens: ClassVar[int] = DEEPSEEK_R1_MAX_NEW_TOKENS
 
     def read(self, row: Row) -> tuple[str, str]:
         if "reference_solution" not in row.values:
             return super().read(row)
-        prompt, solution = row.text("prompt"), row.text("reference_solution")
-        _, _, asked = prompt.partition(R1_MARKERS[0])
-        asked, marked, _ = asked.partition(R1_MARKERS[1])
+        prompt = row.text("prompt")
+        solution = row.text("reference_solution")
+        _, _, after_user = prompt.partition(R1_USER)
+        problem, assistant, _ = after_user.partition(R1_ASSISTANT)
         gold = solution.rpartition("####")[2].strip()
         if "####" not in solution or not gold:
             raise row.wrong("reference_solution", "must end in #### and the answer")
-        return (asked.strip() if marked else prompt), gold
+        return (problem.strip() if assistant else prompt), gold
 
     def family(self, row: Row) -> str:
-        subject = row.get("subject", str, default="") or row.get("type", str, default="")
+        subject = row.get("subject", str, default="")
+        if not subject:
+            subject = row.get("type", str, default="")
         level = row.get("level", int, str, default="")
         return f"{subject} {level}".strip()
 
 
 @dataclass
 class Competition(MathBenchmark):
-    """Competitions whose answers are numbers. For training, golds of other kinds are accepted too."""
+    """A competition whose answers are integers. Training problems may have other answers."""
 
-    max_new_tokens: ClassVar[int] = DEEPSEEK_R1
+    max_new_tokens: ClassVar[int] = DEEPSEEK_R1_MAX_NEW_TOKENS
     largest: ClassVar[int] = 999
 
     def item(self, row: Row, training: bool) -> Item:
         item = super().item(row, training)
         if training:
             return item
-        gold = WHOLE.fullmatch(item.answer)
-        if not gold or int(gold.group(1)) > self.largest:
+        gold = INTEGER.fullmatch(item.answer)
+        if not gold or int(gold[1]) > self.largest:
             raise row.wrong(
                 "answer", f"must be an integer up to {self.largest}, not {item.answer!r}"
             )
-        return Item(item.text, item.prompt, str(int(gold.group(1))))
+        return Item(item.text, item.prompt, str(int(gold[1])))
 
 
 @dataclass
 class AIME24(Competition):
-    """The 30 problems of AIME I and II 2024; answers are integers from 0 to 999."""
+    """The 30 problems of AIME I and II 2024, whose answers are integers from 0 to 999."""
 
     name: str = "aime24"
     hub: str = "HuggingFaceH4/aime_2024"
@@ -179,7 +187,7 @@ class AIME24(Competition):
 
 @dataclass
 class AIME25(Competition):
-    """The 30 problems of AIME I and II 2025; answers are integers from 0 to 999."""
+    """The 30 problems of AIME I and II 2025, whose answers are integers from 0 to 999."""
 
     name: str = "aime25"
     hub: str = "math-ai/aime25"
@@ -187,20 +195,18 @@ class AIME25(Competition):
 
 @dataclass
 class AMC23(Competition):
-    """The 40 problems of AMC 12A and 12B 2023 whose answer is an integer; records hold floats such
-    as 27.0.
-    """
+    """The 40 problems of AMC 12A and 12B 2023 whose answer is an integer.
+
+    Records have floats such as 27.0."""
 
     name: str = "amc23"
     hub: str = "math-ai/amc23"
-    max_new_tokens: ClassVar[int] = QWEN_MATH
+    max_new_tokens: ClassVar[int] = QWEN_MATH_MAX_NEW_TOKENS
     largest: ClassVar[int] = 10**9
 
 
 def gold_of(row: Row) -> str:
-    """Return the gold of a record: `answer` as text or number, else what the last box of `solution`
-    holds.
-    """
+    """Return the gold of a record: its `answer`, or the content of the last box of `solution`."""
     if "answer" in row.values:
         answer = row.get("answer", str, int, float)
         if isinstance(answer, float):

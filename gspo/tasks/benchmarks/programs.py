@@ -1,14 +1,14 @@
-"""What benchmarks of programs share: from a response to a program, and from a program to a score.
+"""The base of programming benchmarks: from a response to its program, and to the score.
 
-The answer of a chat model is one of its fenced blocks (``` or ~~~) whose language is python, py or
-not given: where the tests call a function, the last block that defines it; else the last block that
-is no plain output, which means that it is Python and does more than name values. If no block is
-such, it is the last one. A block that is still open where the response ended counts too, and one
-that is indented under a list item loses that indentation. Without a block the verdict is
-"no-answer". A base model's response continues the prompt and is cut where the next definition or
-statement begins, so that a model which never stops is judged by what it wrote for this problem. A
-response that was cut off by the token limit scores 0. gspo/rewards/code/grader.py documents what
-programs may use, and what counts as equal.
+The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. If
+the tests call a function, it is the last block that defines the function. Otherwise it is the last
+block that is Python and does more than name values. If there is no such block, it is the last
+block. A block that is still open at the end of the response counts too. A block that is indented
+under a list item loses that indentation. Without a block the verdict is "no-answer".
+
+A base model's response continues the prompt. It is cut at the beginning of the next definition or
+statement, because base models often continue with another problem. A truncated response scores 0.
+gspo/rewards/code/grader.py documents the limits on programs and the comparison of outputs.
 """
 
 from __future__ import annotations
@@ -28,33 +28,37 @@ PYTHON = ("", "python", "py", "python3")
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 # LiveCodeBench's prompt, lcb_runner/prompts/code_generation.py.
 EXPERT = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
-    "correct Python program that matches the specification and passes all tests.\n\n"
+    "You are an expert Python programmer. You will be given a question (problem specification) and "
+    "will generate a correct Python program that matches the specification and passes all tests."
+    "\n\n"
     "### Question:\n{}\n\n### Format: {}\n```python\n{}\n```\n\n"
     "### Answer: (use the provided format with backticks)\n\n"
 )
 READ_STDIN = (
-    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample "
-    "inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the "
-    "inputs, runs the algorithm and writes output to STDOUT."
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly "
+    "test on the sample inputs). Enclose your code within delimiters as follows. Ensure that when "
+    "the python program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Tests:
-    """How a problem's programs are put together and judged. There is one object per problem, and
-    the grader tells problems apart by it."""
+    """The tests of a problem, and the parts of a program that the problem gives.
 
-    entry_point: str
+    There is one object per problem. The grader identifies problems by it."""
+
+    entry_point: str  # the function that the tests call, "" for whole programs
     cases: tuple[FunctionCase | StdinCase | Asserts, ...]
-    preamble: str = ""  # code that the problem gives, put before a program
+    preamble: str = ""  # code of the problem, put before a program
     start: str = ""  # the start of the function, which a completion continues
 
 
 @dataclass
 class CodeBenchmark(Benchmark):
-    """Problems whose answers are programs. Up to `slots` run at a time, within limits on CPU
-    seconds, waiting and megabytes."""
+    """A benchmark whose answers are programs.
+
+    Up to `slots` programs run at a time, each within limits on CPU seconds, wall-clock seconds and
+    megabytes."""
 
     slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
@@ -78,44 +82,45 @@ class CodeBenchmark(Benchmark):
         return False
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Score 1 if all tests pass, else 0. A program that could not be run, by no fault of its
-        own, has no reward.
-        """
-        scores: list[Score | None] = []
-        submissions, places = [], []
-        tests: dict[int, Tests] = {}
-        for place, (problem, text, ended) in enumerate(answers):
+        """Return reward 1 for programs that pass all tests, else 0.
+
+        If the sandbox failed, the reward is None."""
+        scores: list[Score | None] = [None] * len(answers)
+        submissions: dict[int, Submission] = {}  # by the index of the answer
+        decoded: dict[int, Tests] = {}  # decoded once for all responses to a problem
+        for index, (problem, text, ended) in enumerate(answers):
             code, verdict = self.program(problem.answer, text, ended)
-            scores.append(Score(0.0, verdict) if verdict else None)
-            if not verdict:
-                if id(problem.answer) not in tests:  # decoded once for all responses to a problem
-                    tests[id(problem.answer)] = self.tests(problem.answer)
-                decoded = tests[id(problem.answer)]
-                submissions.append(Submission(code, self.entry_point(decoded, code), decoded.cases))
-                places.append(place)
-        for place, grade in zip(places, self._grader.grade(submissions), strict=True):
+            if verdict:
+                scores[index] = Score(0.0, verdict)
+                continue
+            if id(problem.answer) not in decoded:
+                decoded[id(problem.answer)] = self.tests(problem.answer)
+            tests = decoded[id(problem.answer)]
+            submissions[index] = Submission(code, self.entry_point(tests, code), tests.cases)
+        grades = self._grader.grade(list(submissions.values()))
+        for index, grade in zip(submissions, grades, strict=True):
             reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
-            scores[place] = Score(reward, grade.verdict)
+            scores[index] = Score(reward, grade.verdict)
         return scores
 
     def program(self, answer: Tests, text: str, ended: bool) -> tuple[str, str]:
-        """Return the program of a response and "", or "" and the verdict if there is no program."""
+        """Return (program, "") of a response, or ("", verdict) if there is no program."""
         text = text.replace("\r\n", "\n")
         if self.completes():
-            places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-            if not ended and not places:
+            ends = [text.index(stop) for stop in self.stops if stop in text]
+            if not ended and not ends:
                 return "", "truncated"
-            text = text[: min(places, default=len(text))]
-            return (answer.start + text, "") if text.strip() else ("", "no-answer")
-        if not ended:
+            code = text[: min(ends, default=len(text))]
+            program = answer.start + code
+        elif not ended:
             return "", "truncated"
-        code = answer_block(text, self.called_function(answer))
-        return (with_preamble(answer.preamble, code), "") if code.strip() else ("", "no-answer")
+        else:
+            code = answer_block(text, self.called_function(answer))
+            program = with_preamble(answer.preamble, code)
+        return (program, "") if code.strip() else ("", "no-answer")
 
     def called_function(self, answer: Tests) -> str:
-        """Return the name of the function that a problem's tests call, "" if they run whole
-        programs.
-        """
+        """Return the function that a problem's tests call, "" if they run whole programs."""
         return answer.entry_point
 
     def tests(self, answer: Tests) -> Tests:
@@ -123,13 +128,13 @@ class CodeBenchmark(Benchmark):
         return answer
 
     def entry_point(self, tests: Tests, code: str) -> str:
-        """Return the name of the function that the tests call in a program."""
+        """Return the name of the function that the tests call in this program."""
         return tests.entry_point
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks
-        on it.
-        """
+        """Start the sandbox and return its layers.
+
+        The first call in a process runs a few attacks on the sandbox."""
         return self._grader.layers()
 
     def close(self) -> None:
@@ -138,65 +143,65 @@ class CodeBenchmark(Benchmark):
 
 
 def answer_block(text: str, entry_point: str = "") -> str:
-    """Return the block of a response that is its answer, "" if there is none. The rule is at the
-    head of this file.
-    """
+    """Return the block of a response that is its answer, "" if there is none.
+
+    The head of this file has the rule."""
     blocks = [code for language, code in code_blocks(text) if language in PYTHON and code.strip()]
     if entry_point:
-        chosen = [code for code in blocks if defines(code, entry_point)]
+        candidates = [code for code in blocks if defines(code, entry_point)]
     else:
-        chosen = [code for code in blocks if not is_plain_output(code)]
-    return (chosen or blocks or [""])[-1]
+        candidates = [code for code in blocks if not is_plain_output(code)]
+    if not candidates:
+        candidates = blocks
+    return candidates[-1] if candidates else ""
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """Return the fenced blocks of a text in their order, each as its language in lower case and its
-    lines.
-    """
-    found: list[tuple[str, str]] = []
-    block: list[str] = []
-    language: str | None = None  # the language of the block that is open
-    fence, indentation = "", 0
+    """Return the fenced blocks of a text in their order, as (language in lower case, lines)."""
+    blocks: list[tuple[str, str]] = []
+    lines: list[str] = []  # of the open block
+    language: str | None = None  # of the open block, None if no block is open
+    fence = ""
+    indentation = 0
     for line in text.split("\n"):
-        mark = line.strip()
+        stripped = line.strip()
         if language is None:
-            opening = re.match(r"(`{3,}|~{3,})(.*)", mark)
-            # otherwise it opens and closes on one line, as a quotation
+            opening = re.match(r"(`{3,}|~{3,})(.*)", stripped)
+            # a quotation opens and closes on one line, and is no block
             if opening and opening[1][:3] not in opening[2]:
-                fence, language, block = opening[1], (opening[2].lower().split() or [""])[0], []
+                fence = opening[1]
+                words = opening[2].lower().split()
+                language = words[0] if words else ""
+                lines = []
                 indentation = len(line) - len(line.lstrip())
-        elif (mark.endswith(fence) or mark.startswith(fence)) and fence in line:
-            block.append(without_indentation(line[: line.index(fence)], indentation))
-            found.append((language, "\n".join(block).rstrip() + "\n"))
+        elif (stripped.endswith(fence) or stripped.startswith(fence)) and fence in line:
+            lines.append(without_indentation(line[: line.index(fence)], indentation))
+            blocks.append((language, "\n".join(lines).rstrip() + "\n"))
             language = None
         else:
-            block.append(without_indentation(line, indentation))
+            lines.append(without_indentation(line, indentation))
     if language is not None:
-        found.append((language, "\n".join(block).rstrip() + "\n"))
-    return found
+        blocks.append((language, "\n".join(lines).rstrip() + "\n"))
+    return blocks
 
 
 def without_indentation(line: str, columns: int) -> str:
-    """Return a line without so many blanks at its head, or without all of them if there are fewer."""
+    """Return a line without its first `columns` blanks, or without all its leading blanks."""
     blanks = len(line) - len(line.lstrip())
     return line[min(columns, blanks) :]
 
 
 def defines(code: str, entry_point: str) -> bool:
-    """Return whether code defines a function, also as a method of a class, or gives a name to one."""
+    """Return whether code defines a function or a method, or gives this name to an object."""
     name = re.escape(entry_point.rpartition(".")[2])
-    return (
-        re.search(
-            rf"^\s*(?:async\s+)?def\s+{name}\b|^{name}\s*=|\bas\s+{name}\b", code, re.MULTILINE
-        )
-        is not None
-    )
+    pattern = rf"^\s*(?:async\s+)?def\s+{name}\b|^{name}\s*=|\bas\s+{name}\b"
+    return re.search(pattern, code, re.MULTILINE) is not None
 
 
 def is_plain_output(code: str) -> bool:
-    """Return whether a block shows what a program prints: it is no Python, or only values such as
-    42 or YES.
-    """
+    """Return whether a block shows the output of a program.
+
+    Such a block is no Python, or has only values such as 42 or YES."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
             statements = ast.parse(code).body
@@ -213,9 +218,14 @@ def is_plain_output(code: str) -> bool:
         ast.UnaryOp,
         ast.BinOp,
     )
-    return all(isinstance(each, ast.Expr) and isinstance(each.value, values) for each in statements)
+    return all(
+        isinstance(statement, ast.Expr) and isinstance(statement.value, values)
+        for statement in statements
+    )
 
 
 def with_preamble(preamble: str, code: str) -> str:
-    """Return the code after the preamble, with imports from __future__ first, as Python demands."""
-    return "".join(FUTURE.findall(code)) + preamble + FUTURE.sub("", code) if preamble else code
+    """Return the preamble and the code, with imports from __future__ first, as Python demands."""
+    if not preamble:
+        return code
+    return "".join(FUTURE.findall(code)) + preamble + FUTURE.sub("", code)

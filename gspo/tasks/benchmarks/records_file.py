@@ -1,14 +1,14 @@
-"""Reads the records of a benchmark from JSONL (also .jsonl.gz), JSON (a list), Parquet, a folder,
-or the hub.
+"""Reads the records of a benchmark from a file, a folder or the hub.
 
-A folder gives the files whose names begin with the split ("test.jsonl", "test2.jsonl",
-"test-00000-of-00002.parquet"), in the order of their names. If none does, it gives those that do
-not begin with another split's name ("math500.jsonl"). The Hugging Face hub needs the package
-datasets, which comes with pip install "gspo[hub]".
+Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder, the files whose names begin
+with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), in the order
+of their names. If there are none, all files are read whose names do not begin with another split
+("math500.jsonl"). The Hugging Face hub needs the package datasets, which comes with pip install
+"gspo[hub]".
 
-Everything that is wrong with a file is a ValueError which says where: setting, file, line, key. A
-file may come from anywhere: what it unpacks to is bounded, and a text that cannot be written again
-as UTF-8 is refused where it is read.
+Every fault of a file raises a ValueError that names the setting, the file, the line and the key. A
+file may come from an untrusted source. Its unpacked size is therefore bounded, and a text that
+cannot be written as UTF-8 is refused at once.
 """
 
 from __future__ import annotations
@@ -25,80 +25,79 @@ from typing import Any
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
 INSTALL = 'pip install "gspo[hub]"'
-NOTHING = object()
-# most bytes of a line, of a JSON list, and of the texts of a batch of Parquet rows
-LONGEST = 1 << 28
-LINES = 1 << 22  # most lines of a file
-# a compressed file may unpack to this many times its size; texts are 3 to 20 times as long
-UNPACKED = 100
-SMALL = 1 << 26  # any compressed file may unpack to this many bytes
-PARQUET_ROWS = 16  # rows that are in memory at a time
-MOST_ELEMENTS = 1 << 22  # most values in these rows, those within lists included
-# most values of all columns in one row group, which pyarrow may decode at once
-MOST_VALUES = 1 << 26
+NO_DEFAULT = object()
+MAX_BYTES = 1 << 28  # of a line, of a JSON list, and of a batch of Parquet rows
+MAX_LINES = 1 << 22  # of a file
+# unpacked size / size of a compressed file; texts have 3 to 20
+MAX_UNPACKING = 100
+ALWAYS_ALLOWED_BYTES = 1 << 26  # unpacked size that any compressed file may have
+PARQUET_BATCH_ROWS = 16  # rows in memory at a time
+MAX_BATCH_VALUES = 1 << 22  # values in these rows, including the values within lists
+MAX_ROW_GROUP_VALUES = 1 << 26  # pyarrow may decode all columns of a row group at once
 # gzip raises these for a file that is cut off, damaged or not compressed
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record, and where it stands."""
+    """A record, and its address in a file."""
 
-    where: str  # for messages, such as "aime24/test.jsonl, line 3"
+    where: str  # the address for messages, such as "aime24/test.jsonl, line 3"
     values: dict[str, Any]
 
-    def get(self, key: str, *kinds: type, default: Any = NOTHING) -> Any:
-        """Return the value of a key, which must be of one of the given types. Raises ValueError
-        naming file, line and key."""
+    def get(self, key: str, *kinds: type, default: Any = NO_DEFAULT) -> Any:
+        """Return the value of a key. Its type must be in `kinds`.
+
+        Raises ValueError, which names file, line and key."""
         if key not in self.values:
-            if default is not NOTHING:
+            if default is not NO_DEFAULT:
                 return default
-            raise ValueError(
-                f"{self.where}: the key {key!r} is missing; there are {', '.join(map(str, self.values))}"
-            )
+            keys = ", ".join(map(str, self.values))
+            raise ValueError(f"{self.where}: the key {key!r} is missing; there are {keys}")
         value = self.values[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise self.wrong(key, f"must be {names}, not {type(value).__name__}")
         return value
 
-    def text(self, key: str, default: Any = NOTHING) -> str:
-        """Return a text, with Windows' line ends made plain ones. It may be empty only where there
-        is a default.
-        """
+    def text(self, key: str, default: Any = NO_DEFAULT) -> str:
+        r"""Return the text of a key, with \n instead of \r\n.
+
+        It may be empty only if there is a default."""
         value = self.get(key, str, default=default).replace("\r\n", "\n")
-        if default is NOTHING and not value.strip():
+        if default is NO_DEFAULT and not value.strip():
             raise self.wrong(key, "is empty")
         return value
 
-    def texts(self, key: str, default: Any = NOTHING) -> list[str]:
-        """Return a list of texts."""
+    def texts(self, key: str, default: Any = NO_DEFAULT) -> list[str]:
+        r"""Return the list of texts of a key, with \n instead of \r\n."""
         values = self.get(key, list, tuple, default=default)
         if not all(isinstance(value, str) for value in values):
             raise self.wrong(key, "must be a list of texts")
         return [value.replace("\r\n", "\n") for value in values]
 
     def first(self, *keys: str) -> str:
-        """Return the text of the first of these keys that is there. Raises ValueError if none is."""
+        """Return the text of the first key that exists. Raises ValueError if none exists."""
         for key in keys:
             if key in self.values:
                 return self.text(key)
         raise ValueError(
-            f"{self.where}: one of the keys {', '.join(keys)} is needed; there are {', '.join(self.values)}"
+            f"{self.where}: one of the keys {', '.join(keys)} is needed; "
+            f"there are {', '.join(self.values)}"
         )
 
-    def wrong(self, key: str, what: str) -> ValueError:
+    def wrong(self, key: str, fault: str) -> ValueError:
         """Return the error to raise about a key."""
-        return ValueError(f"{self.where}: the key {key!r} {what}")
+        return ValueError(f"{self.where}: the key {key!r} {fault}")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where records come from: a file or folder, or the hub where `path` is empty."""
+    """The source of records: a file or folder, or the hub if `path` is empty."""
 
-    setting: str  # the setting that gives the path, for messages, such as "task.path"
+    setting: str  # the name of the setting for messages, such as "task.path"
     path: str
-    split: str  # the split, which chooses the files of a folder
+    split: str  # chooses the files of a folder
     hub: str = ""  # a dataset's name, or files in one: "hf://datasets/OWNER/NAME/test*.jsonl"
     hub_config: str = ""
     hub_split: str = "test"
@@ -112,7 +111,7 @@ class Source:
             yield from file_rows(file)
 
     def files(self) -> list[Path]:
-        """Return the files that hold the split. Raises ValueError if there are none."""
+        """Return the files of the split. Raises ValueError if there are none."""
         path = Path(self.path).expanduser()
         if not path.exists():
             raise ValueError(
@@ -124,13 +123,14 @@ class Source:
                     f"{self.setting}={self.path}: its name must end in {', '.join(SUFFIXES)}"
                 )
             return [path]
-        found = sorted(
+        all_files = sorted(
             file
             for file in path.rglob("*")
             if file.is_file() and file.name.lower().endswith(SUFFIXES)
         )
-        named = [file for file in found if file.name.startswith(self.split)]
-        files = named or [file for file in found if not file.name.startswith(SPLITS)]
+        files = [file for file in all_files if file.name.startswith(self.split)]
+        if not files:
+            files = [file for file in all_files if not file.name.startswith(SPLITS)]
         if not files:
             raise ValueError(
                 f"{self.setting}={self.path}: no file for the split {self.split!r} in this folder: "
@@ -147,7 +147,8 @@ class Source:
             import datasets  # optional, an extra of the installation
         except ImportError:
             raise ValueError(
-                f"{self.setting} is empty, and the hub dataset {self.hub} needs the package datasets. {self._advice()}"
+                f"{self.setting} is empty, and the hub dataset {self.hub} needs the package "
+                f"datasets. {self._advice()}"
             ) from None
         try:
             if self.hub.startswith("hf://"):
@@ -157,28 +158,28 @@ class Source:
                 records = datasets.load_dataset(
                     self.hub, self.hub_config or None, split=self.hub_split
                 )
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # no network, no such dataset or split, or no access
+        # no network, no such dataset or split, or no access
+        except (OSError, ValueError, RuntimeError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
-                f"{self.setting} is empty, and reading {self.hub} from the hub failed: {lines[0]}. {self._advice()}"
+                f"{self.setting} is empty, and reading {self.hub} from the hub failed: "
+                f"{lines[0]}. {self._advice()}"
             ) from error
         for number, values in enumerate(records, 1):
             yield checked(f"{self.hub}, record {number}", values)
 
     def _advice(self) -> str:
-        way = (
-            f", or {INSTALL} and leave it empty to read {self.hub} from the hub" if self.hub else ""
-        )
-        return f"Give {self.setting}=FILE or FOLDER{way}."
+        advice = f"Give {self.setting}=FILE or FOLDER"
+        if self.hub:
+            advice += f", or {INSTALL} and leave it empty to read {self.hub} from the hub"
+        return f"{advice}."
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """Yield the records of one file. Blank lines of JSONL are skipped. A .json file whose first
-    line is a record has one per line too, as many published data sets do."""
+    """Yield the records of one file. Blank lines of JSONL are skipped.
+
+    If the first line of a .json file is a record, the file is read as JSONL. Many published data
+    sets have such files."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         rows = _parquet(path)
@@ -193,28 +194,29 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 def _begins_with_a_record(path: Path) -> bool:
-    """Return whether the first line of a file of JSON that is not blank is one record."""
+    """Return whether the first line of a JSON file, without blank lines, is a record."""
     try:
-        with Opened(path) as file:
+        with BoundedFile(path) as file:
             for line in file.lines():
-                if text := line.removeprefix(codecs.BOM_UTF8).strip():
+                text = line.removeprefix(codecs.BOM_UTF8).strip()
+                if text:
                     return text.startswith(b"{") and text.endswith(b"}")
     except UNREADABLE:
-        pass  # the reader says what is wrong with it
+        pass  # reading the records raises the error again
     return False
 
 
 def checked(where: str, values: dict[str, Any]) -> Row:
-    """Return the record. Raises ValueError for a key or value that cannot be written to a run's
-    files.
-    """
+    """Return the record.
+
+    Raises ValueError for a key or a value that cannot be written to a run's files."""
     row = Row(where, values)
     for key, value in values.items():
         try:
-            whole = writable(key) and writable(value)
+            is_writable = writable(key) and writable(value)
         except RecursionError:
             raise row.wrong(key, "is too deep: lists in lists in lists") from None
-        if not whole:
+        if not is_writable:
             raise row.wrong(
                 key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): mend its text"
             )
@@ -222,9 +224,9 @@ def checked(where: str, values: dict[str, Any]) -> Row:
 
 
 def writable(value: Any) -> bool:
-    """Return whether all texts in a value can be written as UTF-8, which some of JSON's escapes
-    prevent.
-    """
+    """Return whether all texts in a value can be written as UTF-8.
+
+    JSON can escape half a surrogate pair, which cannot be written."""
     if isinstance(value, str):
         try:
             return value.isascii() or bool(value.encode())
@@ -232,56 +234,62 @@ def writable(value: Any) -> bool:
             return False
     if isinstance(value, dict):
         return all(writable(key) and writable(inner) for key, inner in value.items())
-    return not isinstance(value, list | tuple) or all(map(writable, value))
+    if isinstance(value, list | tuple):
+        return all(map(writable, value))
+    return True
 
 
-class Opened:
-    """A file's bytes, unpacked if it is compressed. Reading raises OSError beyond what may be read."""
+class BoundedFile:
+    """A file's bytes, unpacked if it is compressed. Reading too many bytes raises OSError."""
 
     def __init__(self, path: Path):
-        packed = path.suffix == ".gz"
-        # None for no bound
-        self.room = max(SMALL, UNPACKED * path.stat().st_size) if packed else None
-        self.file = gzip.open(path, "rb") if packed else path.open("rb")  # noqa: SIM115, closed by __exit__
+        self.bytes_left: int | None = None  # None for no bound
+        if path.suffix == ".gz":
+            self.bytes_left = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING * path.stat().st_size)
+            self.file = gzip.open(path, "rb")  # noqa: SIM115, closed by __exit__
+        else:
+            self.file = path.open("rb")
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> BoundedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines. They are split as bytes, so that U+2028 inside a text does not end a
-        line.
-        """
-        for _ in range(LINES):
-            if not (line := self._bounded(self.file.readline, "a line")):
+        """Yield the lines, split as bytes, because U+2028 in a text must not end a line."""
+        for _ in range(MAX_LINES):
+            line = self._bounded(self.file.readline, "a line")
+            if not line:
                 return
             yield line
-        raise OSError(f"there are more than {LINES} lines")
+        raise OSError(f"there are more than {MAX_LINES} lines")
 
-    def whole(self) -> bytes:
+    def read(self) -> bytes:
+        """Return all bytes of the file."""
         return self._bounded(
             self.file.read, "one list; as .jsonl, with one record per line, it can be"
         )
 
-    def _bounded(self, read: Callable[[int], bytes], what: str) -> bytes:
-        data = read(1 + (LONGEST if self.room is None else min(LONGEST, self.room)))
-        if self.room is not None:
-            self.room -= len(data)
-            if self.room < 0:
+    def _bounded(self, read: Callable[[int], bytes], unit: str) -> bytes:
+        max_bytes = MAX_BYTES if self.bytes_left is None else min(MAX_BYTES, self.bytes_left)
+        data = read(max_bytes + 1)
+        if self.bytes_left is not None:
+            self.bytes_left -= len(data)
+            if self.bytes_left < 0:
                 raise OSError(
-                    f"it unpacks to more than {UNPACKED} times its size: unpack it, if that is meant"
+                    f"it unpacks to more than {MAX_UNPACKING} times its size: "
+                    "unpack it, if that is meant"
                 )
-        if len(data) > LONGEST:
-            raise OSError(f"there are more than {LONGEST} bytes in {what}")
+        if len(data) > MAX_BYTES:
+            raise OSError(f"there are more than {MAX_BYTES} bytes in {unit}")
         return data
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
-        with Opened(path) as file:
+        with BoundedFile(path) as file:
             for number, line in enumerate(file.lines(), 1):
                 if line.strip():
                     yield f"{path}, line {number}", _json(line, f"{path}, line {number}")
@@ -291,13 +299,14 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _list(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with Opened(path) as file:
-            values = _json(file.whole(), str(path))
+        with BoundedFile(path) as file:
+            values = _json(file.read(), str(path))
     except UNREADABLE as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, list):
         raise ValueError(
-            f"{path}: must hold a list of records, not {type(values).__name__}; one per line is .jsonl"
+            f"{path}: must hold a list of records, not {type(values).__name__}; "
+            "one per line is .jsonl"
         )
     for number, value in enumerate(values, 1):
         yield f"{path}, record {number}", value
@@ -319,29 +328,30 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         file = parquet.ParquetFile(path)
         check_counts(file.metadata)
-        room = max(LONGEST, UNPACKED * path.stat().st_size)
-        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
-            size = sum(map(bytes_of, batch.columns))
-            if size > LONGEST:
-                raise OSError(f"there are more than {LONGEST} bytes in {PARQUET_ROWS} records")
-            room -= size
-            if room < 0:
+        bytes_left = max(MAX_BYTES, MAX_UNPACKING * path.stat().st_size)
+        for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            batch_bytes = sum(map(bytes_of, batch.columns))
+            if batch_bytes > MAX_BYTES:
                 raise OSError(
-                    f"it unpacks to more than {UNPACKED} times its size: if that is meant, write it as .jsonl"
+                    f"there are more than {MAX_BYTES} bytes in {PARQUET_BATCH_ROWS} records"
                 )
-            if sum(map(elements, batch.columns)) > MOST_ELEMENTS:
+            bytes_left -= batch_bytes
+            if bytes_left < 0:
                 raise OSError(
-                    f"there are more than {MOST_ELEMENTS} values in {PARQUET_ROWS} records"
+                    f"it unpacks to more than {MAX_UNPACKING} times its size: "
+                    "if that is meant, write it as .jsonl"
+                )
+            if sum(map(count_values, batch.columns)) > MAX_BATCH_VALUES:
+                raise OSError(
+                    f"there are more than {MAX_BATCH_VALUES} values in {PARQUET_BATCH_ROWS} records"
                 )
             try:
                 records = batch.to_pylist()
-            except (
-                ValueError,
-                OverflowError,
-            ) as error:  # a date before the year 1 or after 9999, for example
-                place = f"records {number + 1} to {number + len(batch)}"
+            # a date before the year 1 or after 9999, for example
+            except (ValueError, OverflowError) as error:
                 raise OSError(
-                    f"{place} hold a value that Python has no type for: {error}"
+                    f"records {number + 1} to {number + len(batch)} hold a value that Python has "
+                    f"no type for: {error}"
                 ) from None
             for values in records:
                 number += 1
@@ -351,40 +361,42 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def check_counts(metadata: Any) -> None:
-    """Raise OSError if a Parquet file says that it unpacks to more than is read. A list of 4e8
-    nulls takes a few bytes in the file and gigabytes in memory."""
-    if metadata.num_rows > LINES:
-        raise OSError(f"there are more than {LINES} records")
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = list(map(group.column, range(group.num_columns)))
-        if (values := sum(column.num_values for column in columns)) > MOST_VALUES:
-            most = max(columns, key=lambda column: column.num_values)
+    """Raise OSError if the metadata of a Parquet file announce too many values or bytes.
+
+    A list of 4e8 nulls takes a few bytes in the file and gigabytes in memory."""
+    if metadata.num_rows > MAX_LINES:
+        raise OSError(f"there are more than {MAX_LINES} records")
+    for group_index in range(metadata.num_row_groups):
+        group = metadata.row_group(group_index)
+        columns = [group.column(column_index) for column_index in range(group.num_columns)]
+        values = sum(column.num_values for column in columns)
+        if values > MAX_ROW_GROUP_VALUES:
+            largest = max(columns, key=lambda column: column.num_values)
             raise OSError(
-                f"a row group has {values} values, more than {MOST_VALUES}, and most of them are of "
-                f"{most.path_in_schema}: write the file with smaller row groups, or without this column"
+                f"a row group has {values} values, more than {MAX_ROW_GROUP_VALUES}, and most of "
+                f"them are of {largest.path_in_schema}: write the file with smaller row groups, or "
+                "without this column"
             )
         for column in columns:
-            if column.total_uncompressed_size > max(SMALL, UNPACKED * column.total_compressed_size):
+            max_bytes = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING * column.total_compressed_size)
+            if column.total_uncompressed_size > max_bytes:
                 raise OSError(
-                    f"{column.path_in_schema} unpacks to more than {UNPACKED} times its size"
+                    f"{column.path_in_schema} unpacks to more than {MAX_UNPACKING} times its size"
                 )
 
 
 def bytes_of(array: Any) -> int:
-    """Return how many bytes the values of an array of pyarrow take as Python gets them: a text that
-    a dictionary holds once counts for each row that refers to it. Raises OSError for such
+    """Return the number of bytes that the values of a pyarrow array have in Python.
+
+    A text that a dictionary holds once counts for each row that refers to it. Raises OSError for
     dictionaries within lists or structs."""
     import pyarrow
     from pyarrow import compute
 
     if pyarrow.types.is_dictionary(array.type):
-        kind = array.type.value_type
-        if kind not in (
-            pyarrow.string(),
-            pyarrow.large_string(),
-            pyarrow.binary(),
-            pyarrow.large_binary(),
-        ):
+        texts = (pyarrow.string(), pyarrow.large_string())
+        binaries = (pyarrow.binary(), pyarrow.large_binary())
+        if array.type.value_type not in (*texts, *binaries):
             return array.nbytes
         return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
     if "dictionary<" in str(array.type):
@@ -392,9 +404,10 @@ def bytes_of(array: Any) -> int:
     return array.nbytes
 
 
-def elements(array: Any) -> int:
-    """Return how many values an array of pyarrow has, those within its lists and structs included.
-    Values that nothing refers to count too, since they are in memory."""
+def count_values(array: Any) -> int:
+    """Return the number of values of a pyarrow array, including those in its lists and structs.
+
+    Values without a reference count too, because they are in memory."""
     import pyarrow
 
     kind = array.type
@@ -410,4 +423,4 @@ def elements(array: Any) -> int:
         inner = [array.field(i) for i in range(kind.num_fields)]
     else:
         inner = []
-    return len(array) + sum(map(elements, inner))
+    return len(array) + sum(map(count_values, inner))

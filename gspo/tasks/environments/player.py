@@ -1,8 +1,7 @@
-"""Plays episodes: calls an environment's methods in a thread of its own, within a time limit.
+"""Plays episodes: calls an environment's methods in a separate thread, within a time limit.
 
-An environment is code from elsewhere, perhaps with a network behind it. It may raise, hang or
-return nonsense, and none of that may end a run: its episode ends, is counted, and is left out of
-its group.
+An environment is foreign code, and may use a network. It may raise, hang or return nonsense. None
+of these may end a run. The episode ends instead, is counted, and is left out of its group.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 from gspo.data.samples import LARGEST_REWARD
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
 
-MEASURES = 32  # an environment may name at most so many
-# The names of numbers that every episode has: gspo.tracking.episodes has those that are not the
-# player's own.
-TAKEN = re.compile(
+MAX_MEASURES = 32
+# the names of the numbers that every episode has (gspo.tracking.episodes)
+RESERVED_MEASURES = re.compile(
     r"turns|turns_max|environment_tokens|(finish|reward_turns)_\w+|escaped|cut|replay_differs"
 )
-NAME = re.compile(r"[A-Za-z_]\w{0,39}", re.ASCII)  # of a measure; it becomes a metric's
-# characters of an answer that are kept: it is compared with others, and saved with every response
-ANSWER = 1000
-NO_NAME = re.compile(r"[^\w.-]")  # what is no part of a metric's name, such as a verdict is in
+MEASURE_NAME = re.compile(r"[A-Za-z_]\w{0,39}", re.ASCII)  # it becomes a part of a metric's name
+MAX_ANSWER_CHARS = 1000  # answers are compared with each other, and saved with every response
+MAX_VERDICT_CHARS = 40
+# characters of a verdict that cannot be part of a metric's name
+NOT_IN_METRIC_NAME = re.compile(r"[^\w.-]")
 CANCELLED_AFTER = 1.0  # seconds after the time limit
 
 
 class EnvironmentFailed(Exception):
-    """Says in one line why an episode could not go on. `verdict` is the reason in one word."""
+    """The reason why an episode could not go on, in a line. `verdict` is the reason in one word."""
 
     def __init__(self, verdict: str, reason: str):
         super().__init__(reason)
@@ -54,29 +52,31 @@ class Call:
     deadline: float  # on the monotonic clock
 
     @property
-    def left(self) -> float:
-        """The seconds until its deadline; 0 after it."""
+    def seconds_left(self) -> float:
+        """The seconds until its deadline, 0 after it."""
         return max(self.deadline - time.monotonic(), 0.0)
 
 
 @dataclass
 class Beginning:
-    """How an episode begins."""
+    """The beginning of an episode."""
 
     messages: list[Message]
     tools: tuple[dict[str, Any], ...]
-    role: str  # whose turn the observations are
+    role: str  # the chat role of the observations
 
 
 class Player:
-    """Calls one environment, whose methods may be async or not. A call that hangs leaves its thread
-    behind: Python cannot end it, and it does not keep the process from ending."""
+    """The caller of an environment, whose methods may be async or not.
+
+    Python cannot end the thread of a call that hangs. The thread stays, but it does not keep the
+    process from ending."""
 
     def __init__(self, make: Callable[[], Environment], seconds: float):
         self.seconds = seconds
-        # digests of how the episode began, and of the answer to each turn
+        # digests of the beginning and of the outcome of each turn
         self.answers: list[bytes] = []
-        self._given_up = False  # whether nobody waits any more for a call that may still run
+        self._given_up = False  # whether a call has timed out, which may still run
         self._calls: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
@@ -86,31 +86,33 @@ class Player:
         self._thread.start()
 
     def begin(self, method: str, *arguments: Any) -> Call:
-        """Begin a call; `finish` waits for what it returns."""
+        """Begin a call, and return it for `finish`."""
         call = Call(Future(), time.monotonic() + self.seconds)
         self._calls.put((call.future, method, arguments))
         return call
 
     def finish(self, call: Call) -> Any:
-        """Return what a call has returned. Raises EnvironmentFailed if it raised, returned what it
-        may not, or takes too long."""
+        """Wait for a call, and return its result.
+
+        Raises EnvironmentFailed if the call raises, returns an invalid result, or takes too long.
+        """
         try:
-            found = call.future.result(call.left)
-        except (
-            TimeoutError
-        ) as error:  # of the waiting: what an environment raises is an EnvironmentFailed
+            result = call.future.result(call.seconds_left)
+        # only the wait raises this: errors of an environment become EnvironmentFailed
+        except TimeoutError as error:
             self._given_up = True
             raise EnvironmentFailed(
                 "environment-timeout",
                 f"the environment took longer than step_seconds={self.seconds:g}",
             ) from error
-        self.answers.append(digest(found))
-        return found
+        self.answers.append(digest(result))
+        return result
 
     def close(self) -> Call:
-        """Begin to let the environment free what it holds; `all_closed` waits for it. Behind a call
-        that was given up it is waited for only until that one would have been cancelled, because it
-        may never return."""
+        """Begin to close the environment, and return the call for `all_closed`.
+
+        A call that has timed out may never return, and this call comes after it. The deadline is
+        then the time at which the earlier call has certainly been cancelled."""
         call = self.begin("close")
         self._calls.put(None)
         if self._given_up:
@@ -118,64 +120,74 @@ class Player:
         return call
 
     def _work(self, make: Callable[[], Environment]) -> None:
-        """Make the environment and do its calls, one after another. All that could run the
-        environment's code is done here, the checks of what it returns too."""
+        """Make the environment and do its calls, one after another.
+
+        This thread runs all code of the environment, including code that the checks of its results
+        may run."""
         environment: Environment | None = None
-        # made when it is needed: it takes longer than most environments do
+        # made when it is needed: making it takes longer than most environments do
         runner: asyncio.Runner | None = None
-        with ExitStack() as opened:
-            while call := self._calls.get():
+        with ExitStack() as stack:
+            while True:
+                call = self._calls.get()
+                if call is None:
+                    return
                 future, method, arguments = call
                 if method == "close" and environment is None:
                     future.set_result(None)
                     continue
                 try:
-                    environment = make() if environment is None else environment
-                    found = getattr(environment, method)(*arguments)
-                    if inspect.isawaitable(found):
-                        runner = runner or opened.enter_context(
-                            asyncio.Runner(loop_factory=new_loop)
-                        )
-                        found = runner.run(awaited(found, self.seconds + CANCELLED_AFTER))
-                    checked = {"reset": partial(beginning, environment), "step": outcome}.get(
-                        method, lambda it: it
-                    )
-                    future.set_result(checked(found))
-                except (
-                    BaseException
-                ) as error:  # whatever code from elsewhere raises, SystemExit too
+                    if environment is None:
+                        environment = make()
+                    result = getattr(environment, method)(*arguments)
+                    if inspect.isawaitable(result):
+                        if runner is None:
+                            runner = stack.enter_context(asyncio.Runner(loop_factory=new_loop))
+                        result = runner.run(awaited(result, self.seconds + CANCELLED_AFTER))
+                    if method == "reset":
+                        result = beginning(environment, result)
+                    elif method == "step":
+                        result = outcome(result)
+                    future.set_result(result)
+                # foreign code may raise anything, SystemExit too
+                except BaseException as error:
                     future.set_exception(failure(error))
 
 
-def still_running(calls: list[Call], most: int) -> list[Call]:
-    """Wait until fewer than `most` of some calls are running, and return these. One past its
-    deadline does not count: it may never end."""
-    while len(calls := [call for call in calls if call.left and not call.future.done()]) >= most:
-        wait([call.future for call in calls], min(call.left for call in calls), FIRST_COMPLETED)
-    return calls
+def still_running(calls: list[Call], limit: int) -> list[Call]:
+    """Wait until fewer than `limit` of the calls are running, and return the running calls.
+
+    A call past its deadline does not count, because it may never end."""
+    while True:
+        running = [call for call in calls if call.seconds_left and not call.future.done()]
+        if len(running) < limit:
+            return running
+        seconds = min(call.seconds_left for call in running)
+        wait([call.future for call in running], seconds, FIRST_COMPLETED)
 
 
 def all_closed(closing: list[Call]) -> int:
-    """Wait until environments are closed, each until its deadline. Returns how many are not; one
-    whose `close` has raised is."""
+    """Wait until environments are closed, and return how many are not.
+
+    Each call of `close` has until its deadline. A call that has raised counts as closed."""
     for call in closing:
-        wait([call.future], call.left)
+        wait([call.future], call.seconds_left)
     return sum(not call.future.done() for call in closing)
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`: one for each call, which does not keep the process from
-    ending.
-    """
+    """The threads of `asyncio.to_thread`, one for each call.
+
+    They do not keep the process from ending."""
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Begin a call in a thread."""
+        """Begin a call in a new thread."""
         future: Future[Any] = Future()
 
         def work() -> None:
             try:
                 future.set_result(call(*arguments, **named))
-            except BaseException as error:  # it is raised where the call is awaited
+            except BaseException as error:  # whoever awaits the call gets the error
                 future.set_exception(error)
 
         threading.Thread(target=work, name="environment-call", daemon=True).start()
@@ -189,20 +201,21 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def awaited(found: Any, seconds: float) -> Any:
-    """Await anything that can be awaited. It is cancelled when nobody waits for it any more, so
-    that the environment can be closed."""
+async def awaited(awaitable: Any, seconds: float) -> Any:
+    """Await anything that can be awaited, and cancel it after `seconds`.
+
+    Nobody waits for it by then. After the cancellation the environment can be closed."""
     async with asyncio.timeout(seconds):
-        return await found
+        return await awaitable
 
 
 def failure(error: BaseException) -> EnvironmentFailed:
-    """Return what an environment has raised as a failure, in one line."""
+    """Return an error of an environment as a failure, in a line."""
     if isinstance(error, EnvironmentFailed):
         return error
     try:
         text = str(error)[:1000]
-    except Exception:  # an exception from elsewhere, whose text is made by code from elsewhere
+    except Exception:  # foreign code makes the text of its exception
         text = "(it cannot be written)"
     return EnvironmentFailed(
         "environment-error", f"{type(error).__name__}: {' '.join(text.split())}"[:300]
@@ -210,14 +223,17 @@ def failure(error: BaseException) -> EnvironmentFailed:
 
 
 def beginning(environment: Environment, messages: Any) -> Beginning:
-    """Return how an episode begins, of what `reset` returned. Raises EnvironmentFailed if that is
-    no beginning, and TypeError where a message or a tool is no plain data."""
+    """Return the beginning of an episode from the result of `reset`.
+
+    Raises EnvironmentFailed if the result is invalid, and TypeError if a message or a tool is not
+    plain data."""
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise EnvironmentFailed(
             "environment-error",
             f"reset returned {repr(messages)[:80]}, not a list of messages with a role and a text",
         )
-    tools, role = environment.tools, environment.role
+    tools = environment.tools
+    role = environment.role
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
         raise EnvironmentFailed(
             "environment-error", f"tools={repr(tools)[:80]}, not a tuple of JSON objects"
@@ -226,37 +242,36 @@ def beginning(environment: Environment, messages: Any) -> Beginning:
         raise EnvironmentFailed(
             "environment-error", f"role={repr(role)[:80]}; it must be 'user' or 'tool'"
         )
-    messages, tools = json.loads(
-        readable(json.dumps([messages, tools], allow_nan=False, ensure_ascii=False))
-    )
+    as_json = json.dumps([messages, tools], allow_nan=False, ensure_ascii=False)
+    messages, tools = json.loads(readable(as_json))
     return Beginning(messages, tuple(tools), role)
 
 
-def outcome(found: Any) -> Outcome:
-    """Return a copy of what `step` returned, which the environment may change, with a verdict that
-    can be part of a metric's name and an answer that is not too long. Raises EnvironmentFailed if
-    it is no outcome."""
-    if fault := fault_of(found):
+def outcome(result: Any) -> Outcome:
+    """Return a copy of the result of `step`, because the environment may change the result.
+
+    The copy has a verdict that can be part of a metric's name, and a shortened answer. Raises
+    EnvironmentFailed if the result is invalid."""
+    fault = fault_of(result)
+    if fault:
         raise EnvironmentFailed("environment-error", f"step returned {fault}")
     return Outcome(
-        readable(found.observation),
-        float(found.reward),
-        found.done,
-        NO_NAME.sub("_", found.verdict),
-        readable(found.answer[:ANSWER]),
-        {name: float(value) for name, value in found.measures.items()},
+        readable(result.observation),
+        float(result.reward),
+        result.done,
+        NOT_IN_METRIC_NAME.sub("_", result.verdict),
+        readable(result.answer[:MAX_ANSWER_CHARS]),
+        {name: float(value) for name, value in result.measures.items()},
     )
 
 
-def digest(said: Beginning | Outcome) -> bytes:
-    """Return what tells beginnings or outcomes apart, in every field and in little memory: a text
-    may be long.
-    """
-    return hashlib.blake2b(repr(astuple(said)).encode(), digest_size=16).digest()
+def digest(value: Beginning | Outcome) -> bytes:
+    """Return a hash of all fields. It needs less memory than a long text."""
+    return hashlib.blake2b(repr(astuple(value)).encode(), digest_size=16).digest()
 
 
 def readable(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which cannot be encoded."""
+    """Return a text with "?" for halves of surrogate pairs, which cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 
@@ -268,34 +283,31 @@ def is_message(message: Any) -> bool:
 
 
 def fault_of(outcome: Any) -> str:
-    """Return in words what is wrong with what `step` returned, "" if nothing is."""
+    """Return in words why a result of `step` is invalid, "" if it is valid."""
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
-    for name, kind in (
-        ("observation", str),
-        ("verdict", str),
-        ("answer", str),
-        ("done", bool),
-        ("measures", dict),
-    ):
+    types = {"observation": str, "verdict": str, "answer": str, "done": bool, "measures": dict}
+    for name, kind in types.items():
         if not isinstance(getattr(outcome, name), kind):
             return f"{name}={repr(getattr(outcome, name))[:80]}, not {kind.__name__}"
-    if len(outcome.verdict.split()) != 1 or len(outcome.verdict) > 40:
-        return f"verdict={outcome.verdict[:80]!r}, not one word of up to 40 characters"
-    if not _number(outcome.reward):
+    if len(outcome.verdict.split()) != 1 or len(outcome.verdict) > MAX_VERDICT_CHARS:
+        verdict = outcome.verdict[:80]
+        return f"verdict={verdict!r}, not one word of up to {MAX_VERDICT_CHARS} characters"
+    if not _is_number(outcome.reward):
         return f"reward={repr(outcome.reward)[:80]}, not a number within +-{LARGEST_REWARD:g}"
-    if len(outcome.measures) > MEASURES:
-        return f"{len(outcome.measures)} measures; {MEASURES} is the most"
+    if len(outcome.measures) > MAX_MEASURES:
+        return f"{len(outcome.measures)} measures; {MAX_MEASURES} is the most"
     for name, value in outcome.measures.items():
-        if not isinstance(name, str) or not NAME.fullmatch(name) or not _number(value):
+        is_name = isinstance(name, str) and MEASURE_NAME.fullmatch(name)
+        if not is_name or not _is_number(value):
             measure = f"{{{repr(name)[:40]}: {repr(value)[:40]}}}"
             return f"measures={measure}, not a name and a number within +-{LARGEST_REWARD:g}"
-        if TAKEN.fullmatch(name):
+        if RESERVED_MEASURES.fullmatch(name):
             return (
                 f"a measure {name!r}, but every episode has a number of this name: choose another"
             )
     return ""
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and -LARGEST_REWARD <= value <= LARGEST_REWARD

@@ -1,4 +1,4 @@
-"""The protocol of environments: the other side of an episode of several turns.
+"""The protocol of environments, with which the policy plays episodes of several turns.
 
 For example, with a tool that runs Python:
 
@@ -8,10 +8,10 @@ For example, with a tool that runs Python:
     policy               The answer is 14080507.
     step                                              reward 1, done
 
-One object plays one episode. Its methods may be `async` or not; each episode's calls are made one
-after another, in a thread of its own, and those of different episodes at the same time. What an
-environment draws at random must be a function of the seed that it was made with, so that an episode
-can be sampled again exactly.
+An object plays a single episode. Its methods may be `async` or not. Each episode has a thread,
+which makes its calls in turn. Different episodes are played at the same time. All randomness of an
+environment must come from the seed that it was made with. Then an episode can be sampled again
+exactly.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Message = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """What an environment returns for one turn of the policy.
+    """The environment's reply to one turn of the policy.
 
-    The reward of an episode is the sum of those of its turns. `verdict` says in one word how the
-    episode has ended, and is read where `done` is true; it should be one of a few, since each is a
-    metric. Of `answer` the first 1000 characters are kept. `measures` are numbers about the turn,
-    for example {"tool_errors": 1}; their sums over an episode are the metrics `episode/<name>`, so
-    every turn should name the same ones. Names that every episode has a number of, such as `turns`,
-    are taken.
+    The reward of an episode is the sum of the rewards of its turns. `verdict` is a word for the
+    end of the episode, and is read only if `done` is true. An environment should have few verdicts,
+    because each is a metric. The first 1000 characters of `answer` are kept. `measures` are numbers
+    about the turn, for example {"tool_errors": 1}. Their sums over an episode are the metrics
+    `episode/<name>`, so every turn should name the same measures. Some names, such as `turns`, are
+    reserved for numbers that every episode has.
 
-    An outcome that does not fit is a failure of the environment: a reward that is no number within
-    +-1e9, a verdict of more than one word or 40 characters, a field of another type.
+    An invalid outcome is a failure of the environment. Examples are a reward that is no number
+    within +-1e9, a verdict of two words or of more than 40 characters, and a field of another type.
     """
 
-    observation: str = ""  # what the policy reads next; nobody reads it where `done` is true
+    observation: str = ""  # the text that the policy reads next; unused if `done` is true
     reward: float = 0.0
     done: bool = False
     verdict: str = "done"
@@ -54,42 +54,45 @@ class Outcome:
 
 
 class Environment(ABC):
-    """Plays one episode."""
+    """An environment that plays a single episode."""
 
     # The functions that the policy may call, each as {"type": "function", "function": {"name": ...,
-    # "description": ..., "parameters": JSON schema}}: chat templates that know tools write them
+    # "description": ..., "parameters": JSON schema}}. Chat templates that support tools write them
     # into the prompt.
     tools: tuple[dict[str, Any], ...] = ()
-    role = "user"  # whose turn an observation is, in a chat: "user" or "tool"
+    role = "user"  # the chat role of observations: "user" or "tool"
 
     def reset(self, problem: Problem) -> list[Message] | Awaitable[list[Message]]:
-        """Begin the episode, and return the messages that the policy reads first. They must be the
-        same for all samples of a problem, since a group is made of responses to one prompt."""
+        """Begin the episode, and return the messages that the policy reads first.
+
+        They must be the same for all samples of a problem: the responses of a group share their
+        prompt."""
         return [{"role": "user", "content": problem.prompt}]
 
     @abstractmethod
     def step(self, text: str) -> Outcome | Awaitable[Outcome]:
-        """Take what the policy wrote in its turn: its text, without special tokens."""
+        """Return the outcome of the policy's turn. `text` has no special tokens."""
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode holds. It is called once, also after `step` has raised, and waited
-        for at most `step_seconds`."""
+        """Free the resources of the episode. It may take `step_seconds`.
+
+        It is called once, also after `step` has raised."""
         return None
 
 
 @dataclass
 class EnvironmentTask(Task):
-    """The base of tasks whose problems are played in an environment. Its fields are the limits of
-    an episode.
+    """The base of tasks whose problems are played in an environment.
 
-    turns               the most turns of the policy; an episode that needs more ends as "turns"
-    observation_tokens  longer observations are cut to their first so many tokens, and counted
-    step_seconds        an environment whose `reset` or `step` takes longer has failed; of those
-                        that wait until others have answered (`at_once`) the time begins when `step`
-                        does
-    replays             how many of the episodes that a process samples together
-                        (`rollout.batch_rows`) are played a second time, with the same words of the
-                        policy, to see whether the environment says the same
+    Its fields are the limits of an episode.
+
+    turns               maximum number of turns of the policy. A longer episode ends as "turns".
+    observation_tokens  maximum length of an observation. The rest is cut off, and cuts are counted.
+    step_seconds        time limit of `reset` and of `step`, after which the environment has failed.
+                        It does not include the wait for other environments (see `at_once`).
+    replays             number of episodes that are played a second time with the same turns of the
+                        policy, to check that the environment replies the same. It is per group of
+                        episodes that a process samples together (`rollout.batch_rows`).
     """
 
     turns: int = ranged(8, least=1)
@@ -98,16 +101,18 @@ class EnvironmentTask(Task):
     replays: int = ranged(1, least=0)
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
-        """Make the environment of one episode. `position` is the place of its random numbers: (run
-        seed, purpose, ..., task, problem, sample), from which gspo.data.seeding makes a seed."""
+        """Return a new environment for an episode.
+
+        gspo.data.seeding makes a seed from `position`, which is (run seed, purpose, ..., task,
+        problem, sample)."""
         raise NotImplementedError
 
     @property
     def at_once(self) -> int:
-        """How many of its environments answer (`step`) at the same time; 0 is all of them. A task
-        whose environments share what serves only a few at a time says so here, so that none fails
-        because it had to wait for the others: what a policy makes slow must not be the failure of
-        another's episode."""
+        """The number of its environments that may run `step` at the same time, 0 for no limit.
+
+        A task needs a limit if its environments share a resource that serves only a few at a time.
+        Otherwise a slow turn could make another episode exceed its time limit."""
         return 0
 
     def environments(self) -> dict[str, Task]:
@@ -116,22 +121,24 @@ class EnvironmentTask(Task):
     def demonstrated_turns(
         self, problem: Problem, wrong_step_rate: float, rng: random.Random
     ) -> list[str]:
-        """Return the turns of a worked episode, the policy's and the environment's in turn, without
-        end-of-sequence tokens; the last is the policy's. Each step of the policy is wrong with
-        probability `wrong_step_rate`.
+        """Return the turns of a worked episode, without end-of-sequence tokens.
+
+        The policy's turns alternate with the environment's. The first and the last turn are the
+        policy's. Each step of the policy is wrong with probability `wrong_step_rate`.
 
         Raises ValueError for a task that has no demonstrations."""
         raise ValueError(
-            f"task={self.name} has no demonstrations: start from a model that can follow instructions "
-            "(model=hf cold_start.steps=0)"
+            f"task={self.name} has no demonstrations: start from a model that can follow "
+            "instructions (model=hf cold_start.steps=0)"
         )
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Score nothing: the environments give the rewards. Raises RuntimeError for responses that
-        were not played.
-        """
+        """Return [], because the environments give the rewards.
+
+        Raises RuntimeError for responses that were not played in an episode."""
         if answers:
             raise RuntimeError(
-                f"task {self.name!r} gives its rewards in episodes: responses were not played in one"
+                f"task {self.name!r} gives its rewards in episodes: "
+                "responses were not played in one"
             )
         return []

@@ -1,1 +1,1 @@
-"""The generated tasks of the testbeds, and the environments of studies."""
+"""The testbed: tasks that generate their problems, some of them played in an environment."""

@@ -22,23 +22,22 @@ from gspo.tasks.base import Task, check_split, draw_prompt, held_out
 
 # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-SMALL = 99  # up to this largest number the sums of two are listed
+MAX_LISTED = 99  # up to this largest number, all sums of two numbers are listed
 SIGNED = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass
 class ChainArithmetic(Task):
-    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`, with one step fewer
-    than operands.
+    """Chains of `min_operands` to `max_operands` numbers from 1 to `largest`.
 
-    Held out are chains of the shorter half of these lengths (math_easy), of the greatest length
-    (math_hard), and of up to two operands more (rated). Of chains of two small numbers there are so
-    few that math_easy holds each once."""
+    A chain has one step fewer than operands. The evaluation sets are math_easy (the shorter half of
+    these lengths), math_hard (the greatest length) and rated (up to two operands more). There are
+    few chains of two small numbers, so math_easy then holds each of them once."""
 
     name: str = "math"
     min_operands: int = ranged(2, least=2, most=20)
     max_operands: int = ranged(6, least=2, most=20)
-    # with less than 5 there are too few problems to hold some out
+    # below 5 there are too few problems to hold some out
     largest: int = ranged(9, least=5, most=999)
     has_demonstrations: ClassVar[bool] = True
 
@@ -57,9 +56,10 @@ class ChainArithmetic(Task):
         return len(sums_of_two(self.largest)) if self._is_small(split) else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split. Rated problems have the rating 1000 + 200 (operands -
-        2) Elo points: 1000 for two operands, 1800 for six (the longest of training by default),
-        2200 for eight."""
+        """Return problem `index` of a split.
+
+        Rated problems have 1000 + 200 (operands - 2) Elo points: 1000 for two operands, 1800 for
+        six (the longest of training by default), 2200 for eight."""
         check_split(split, self.evaluation_sets())
         low, high = self._operands(split)
         if self._is_small(split):
@@ -79,21 +79,19 @@ class ChainArithmetic(Task):
         )
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the worked chain. After a wrong step the following steps are right sums of the
-        wrong value.
-        """
+        """Return the worked chain. The steps after a wrong step are right sums of a wrong value."""
         terms = _terms(problem.prompt)
-        truth = value = terms[0]
+        truth = terms[0]
+        value = truth
         steps = []
         for term in terms[1:]:
             truth += term
             result = value + term
             if rng.random() < wrong_step_rate:
-                # A wrong step never leads back to the true sum, so that a demonstration with one
-                # has a wrong answer.
-                result = rng.choice(
-                    [result + slip for slip in (-2, -1, 1, 2) if result + slip != truth]
-                )
+                # A wrong step never leads back to the true sum. A demonstration with a wrong step
+                # therefore has a wrong answer.
+                nearby = [result - 2, result - 1, result + 1, result + 2]
+                result = rng.choice([number for number in nearby if number != truth])
             steps.append(f"{value}{term:+d}={result};")
             value = result
         return "".join(steps) + f"#{value}"
@@ -105,19 +103,20 @@ class ChainArithmetic(Task):
         ]
 
     def _operands(self, split: str) -> tuple[int, int]:
-        """Return the fewest and the most operands of a split."""
+        """Return the smallest and the largest number of operands in a split."""
         if split == "math_easy":
             return self.min_operands, (self.min_operands + self.max_operands) // 2
         if split == "math_hard":
             return self.max_operands, self.max_operands
-        # from the easiest to beyond training, so that a good policy stays on the scale
+        # beyond the longest of training, so that a good policy stays on the scale
         if split == "rated":
             return 2, self.max_operands + 2
         return self.min_operands, self.max_operands
 
     def _is_small(self, split: str) -> bool:
-        """Return whether a set has so few problems that draws would often give one twice."""
-        return split == "math_easy" and self._operands(split) == (2, 2) and self.largest <= SMALL
+        """Return whether a set has so few problems that random draws would often repeat them."""
+        is_sum_of_two = split == "math_easy" and self._operands(split) == (2, 2)
+        return is_sum_of_two and self.largest <= MAX_LISTED
 
     def _chain(self, rng: random.Random, operands: int) -> str:
         rest = (rng.choice("+-") + str(rng.randint(1, self.largest)) for _ in range(operands - 1))
@@ -126,16 +125,13 @@ class ChainArithmetic(Task):
 
 @lru_cache(maxsize=8)
 def sums_of_two(largest: int) -> list[str]:
-    """Return all sums of two numbers up to `largest` that are held out, in an order that depends on
-    nothing else.
-    """
+    """Return all held-out sums and differences of two numbers up to `largest`, in a fixed order."""
     numbers = range(1, largest + 1)
     prompts = [
         f"{first}{sign}{second}=?" for first in numbers for sign in "+-" for second in numbers
     ]
-    return sorted(
-        filter(held_out, prompts), key=lambda prompt: hashlib.sha256(prompt.encode()).digest()
-    )
+    held_out_prompts = [prompt for prompt in prompts if held_out(prompt)]
+    return sorted(held_out_prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
 
 
 def _terms(prompt: str) -> list[int]:
@@ -144,13 +140,14 @@ def _terms(prompt: str) -> list[int]:
 
 
 def judge(problem: Problem, text: str) -> Score:
-    """Judge what follows the only `#`. Numbers are compared as text, so a million digits cost
-    nothing.
-    """
+    """Return the score of a response, whose answer is the text after its only `#`.
+
+    Numbers are compared as text, so a million digits cost nothing."""
     if "#" not in text:
         return Score(0.0, "no-answer")
     answer = text.partition("#")[2]
-    if not INTEGER.fullmatch(answer):  # rejects a second `#`, trailing text and hedges
+    # this rejects a second `#`, trailing text and hedges
+    if not INTEGER.fullmatch(answer):
         return Score(0.0, "malformed")
     right = answer == str(problem.answer)
     return Score(float(right), "correct" if right else "wrong", answer)

@@ -1,5 +1,4 @@
-"""The code task: write the body of a small Python function from a description. The program is run
-on hidden tests.
+"""The code task: write the body of a small Python function, which is run on hidden tests.
 
     prompt      #times 3, add 4, mod 7      response     x=x*3
                 def f(x):                                x=x+4
@@ -37,11 +36,11 @@ MAX_DRAWS = 100
 
 @dataclass
 class FunctionWriting(Task):
-    """Functions of 2-4 operations. `slots` programs run at a time, each within the given CPU
-    seconds and megabytes.
+    """Functions of 2-4 operations on a number, a list or a string.
 
-    `variables` says of what: x numbers, a lists, s strings. Those of numbers are the shortest: 40
-    characters at most.
+    `variables` names the kinds of arguments: x for numbers, a for lists, s for strings. Functions
+    of numbers are the shortest, with at most 40 characters. `slots` programs run at a time, each
+    within the given CPU seconds and megabytes.
     """
 
     name: str = "code"
@@ -71,9 +70,9 @@ class FunctionWriting(Task):
         return ["code", "code_heldout"]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split; "code_heldout" has the families that training never
-        sees.
-        """
+        """Return problem `index` of a split.
+
+        "code_heldout" has the families of functions that training never sees."""
         check_split(split, self.evaluation_sets())
         families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
         families = [family for family in families if family[0] in self.variables]
@@ -89,17 +88,18 @@ class FunctionWriting(Task):
         raise RuntimeError(f"no function with two different outputs in {MAX_DRAWS} draws")
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
-        """Return the body of the function. A wrong step is another operation or another parameter,
-        which the tests catch."""
+        """Return the body of the function.
+
+        A wrong step has another operation or another parameter, which the tests catch."""
         variable, steps = _parse(problem.prompt)
-        wrong = [rng.random() < wrong_step_rate for _ in steps]
-        if not any(wrong):
+        is_wrong = [rng.random() < wrong_step_rate for _ in steps]
+        if not any(is_wrong):
             return _body(variable, steps)
         # some changes have no effect (two that cancel, sort instead of reverse before a sum)
         for _ in range(MAX_DRAWS):
             changed = [
-                wrong_step(variable, step, rng) if bad else step
-                for step, bad in zip(steps, wrong, strict=True)
+                wrong_step(variable, step, rng) if wrong else step
+                for step, wrong in zip(steps, is_wrong, strict=True)
             ]
             if any(reference(changed, value) != expected for (value,), expected in problem.answer):
                 return _body(variable, changed)
@@ -108,19 +108,21 @@ class FunctionWriting(Task):
         )
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Run the programs. The expected outputs never leave this process."""
+        """Run the programs and return their scores.
+
+        The expected outputs never leave this process."""
         scores = [Score(0.0, "no-answer" if ended else "truncated") for _, _, ended in answers]
         to_run = [i for i, (_, text, ended) in enumerate(answers) if ended and text.strip()]
-        grades = self._grader.grade([submission(*answers[i][:2]) for i in to_run])
-        for i, grade in zip(to_run, grades, strict=True):
+        submissions = [submission(answers[i][0], answers[i][1]) for i in to_run]
+        for i, grade in zip(to_run, self._grader.grade(submissions), strict=True):
             reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
             scores[i] = Score(reward, grade.verdict)
         return scores
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks
-        on it.
-        """
+        """Start the sandbox and return its layers.
+
+        The first call in a process runs a few attacks on the sandbox."""
         return self._grader.layers()
 
     def close(self) -> None:

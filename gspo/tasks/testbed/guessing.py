@@ -1,5 +1,4 @@
-"""A game of several turns whose best play is known: find a number by asking whether it is larger or
-smaller.
+"""A game of several turns whose optimal policy is known: guess a number in an interval.
 
     prompt         40-54
     policy         47
@@ -8,11 +7,11 @@ smaller.
     environment    <
     policy         49         found: reward 1 - 2/turns, because two guesses were wasted
 
-A turn that is no number of what is left ends the episode without reward.
+A turn that is no number of the remaining interval ends the episode without reward.
 
-Who halves the interval every time needs the fewest guesses on average. So every episode has a
-regret: the mean reward of that play minus the reward of the episode. Its mean is 0 for the best
-play, and more for any other.
+The optimal policy halves the interval every time: it needs the fewest guesses on average. The
+regret of an episode is the mean reward of the optimal policy minus the reward of the episode. Its
+mean is 0 for the optimal policy, and positive for any other policy.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from gspo.tasks.base import check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import INTEGER
 
+MAX_GUESS_CHARS = 8
+
 
 @dataclass
 class Guessing(EnvironmentTask):
@@ -42,7 +43,7 @@ class Guessing(EnvironmentTask):
         return [self.name]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return problem `index` of a split; the answer is the number to be found."""
+        """Return problem `index` of a split. Its answer is the number to guess."""
         check_split(split, self.evaluation_sets())
         rng = generator(seed, self.name, split, index)
         prompt = draw_prompt(split, lambda: self._interval(rng.randint(1, 100 - self.numbers)))
@@ -61,8 +62,9 @@ class Guessing(EnvironmentTask):
     def demonstrated_turns(
         self, problem: Problem, wrong_step_rate: float, rng: random.Random
     ) -> list[str]:
-        """Return the turns of an episode. A guess is the middle of what is left, or with
-        probability `wrong_step_rate` any number that is left."""
+        """Return the turns of an episode in which each guess is the middle of the interval.
+
+        With probability `wrong_step_rate` a guess is a random number of the interval instead."""
         low, high = bounds(problem.prompt)
         turns: list[str] = []
         for _ in range(self.turns):
@@ -70,19 +72,24 @@ class Guessing(EnvironmentTask):
             turns.append(str(guess))
             if guess == problem.answer:
                 break
-            turns.append(">" if problem.answer > guess else "<")
-            low, high = (guess + 1, high) if problem.answer > guess else (low, guess - 1)
-        return turns if len(turns) % 2 else turns[:-1]
+            if problem.answer > guess:
+                turns.append(">")
+                low = guess + 1
+            else:
+                turns.append("<")
+                high = guess - 1
+        # the last turn is the policy's
+        return turns if len(turns) % 2 == 1 else turns[:-1]
 
     @property
     def best_reward(self) -> float:
-        """The mean reward of the best play, over all numbers of an interval."""
+        """The mean reward of the optimal policy, over all numbers of an interval."""
         return sum(self.reward(guesses) for guesses in best_guesses(self.numbers)) / self.numbers
 
     def reward(self, guesses: int) -> float:
-        """Return the reward for finding the number with so many guesses; 0 for more than there are
-        turns.
-        """
+        """Return the reward of an episode in which the last of `guesses` guesses was right.
+
+        It is 0 for more guesses than `turns`."""
         return max(0.0, 1 - (guesses - 1) / self.turns)
 
     def _interval(self, low: int) -> str:
@@ -91,26 +98,35 @@ class Guessing(EnvironmentTask):
 
 class _Game(Environment):
     def __init__(self, task: Guessing, problem: Problem):
-        self.task, self.answer, self.guesses = task, problem.answer, 0
+        self.task = task
+        self.answer = problem.answer
+        self.guesses = 0
         self.low, self.high = bounds(problem.prompt)
 
     def step(self, text: str) -> Outcome:
         self.guesses += 1
-        valid = (
-            bool(INTEGER.fullmatch(text)) and len(text) < 9 and self.low <= int(text) <= self.high
-        )
-        found, last = valid and int(text) == self.answer, self.guesses == self.task.turns
-        reward = self.task.reward(self.guesses) if found else 0.0
-        # with the first guess, so that an episode that is cut off later has its regret too
-        missed = self.task.best_reward if self.guesses == 1 else 0.0
-        measures = {"guesses": 1, "invalid": int(not valid), "regret": missed - reward}
-        if found or last or not valid:
-            verdict = "found" if found else "not-found" if valid else "invalid"
+        is_number = INTEGER.fullmatch(text) is not None and len(text) <= MAX_GUESS_CHARS
+        valid = is_number and self.low <= int(text) <= self.high
+        right = valid and int(text) == self.answer
+        reward = self.task.reward(self.guesses) if right else 0.0
+        # The first turn counts the whole best reward, so an episode that is cut off later has its
+        # regret too.
+        best_reward = self.task.best_reward if self.guesses == 1 else 0.0
+        measures = {"guesses": 1, "invalid": int(not valid), "regret": best_reward - reward}
+        if right or not valid or self.guesses == self.task.turns:
+            if right:
+                verdict = "found"
+            elif valid:
+                verdict = "not-found"
+            else:
+                verdict = "invalid"
             return Outcome("", reward, True, verdict, text[:9], measures)
         guess = int(text)
-        larger = self.answer > guess
-        self.low, self.high = (guess + 1, self.high) if larger else (self.low, guess - 1)
-        return Outcome(">" if larger else "<", measures=measures)
+        if self.answer > guess:
+            self.low = guess + 1
+            return Outcome(">", measures=measures)
+        self.high = guess - 1
+        return Outcome("<", measures=measures)
 
 
 def bounds(prompt: str) -> tuple[int, int]:
@@ -120,12 +136,13 @@ def bounds(prompt: str) -> tuple[int, int]:
 
 
 def best_guesses(numbers: int) -> list[int]:
-    """Return how many guesses each of so many numbers takes when the interval is halved every time.
+    """Return the number of guesses that halving the interval needs for each number in it.
 
     >>> best_guesses(7)
     [3, 2, 3, 1, 3, 2, 3]
     """
     if numbers < 1:
         return []
-    left, right = (numbers - 1) // 2, numbers // 2
-    return [*(n + 1 for n in best_guesses(left)), 1, *(n + 1 for n in best_guesses(right))]
+    below_middle = best_guesses((numbers - 1) // 2)
+    above_middle = best_guesses(numbers // 2)
+    return [*(n + 1 for n in below_middle), 1, *(n + 1 for n in above_middle)]

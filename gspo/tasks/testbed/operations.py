@@ -1,10 +1,9 @@
-"""The catalogue of the code task: elementary operations, and the families of functions composed of
-them.
+"""The operations of the code task, and the families of functions composed of them.
 
-Each operation is written twice: as the line of code that a demonstration shows, and as the Python
-function that computes expected outputs. The two are independent, so that a slip in one shows up as
-a failing demonstration. Every operation is defined for every value of its kind (0, negative
-numbers, empty lists and strings included).
+Each operation is written twice: as the line of code of a demonstration, and as the Python function
+that computes expected outputs. The two are independent, so a mistake in either makes a
+demonstration fail. Every operation is defined for every value of its kind, including 0, negative
+numbers, empty lists and empty strings.
 """
 
 from __future__ import annotations
@@ -22,16 +21,18 @@ PAIRS = tuple(old + new for old in INPUT_LETTERS for new in INPUT_LETTERS if old
 
 @dataclass(frozen=True)
 class Operation:
-    """One elementary operation on an int `x`, a list of ints `a` or a string `s`."""
+    """An elementary operation on an int `x`, a list of ints `a` or a string `s`."""
 
     word: str  # its name in the prompt
-    code: str  # its line in the program, where {} is the parameter
+    code: str  # its line in the program, with {} for the parameter
     apply: Callable[[Any, Any], Any]  # the reference implementation, (value, parameter) -> value
     parameters: tuple[int | str, ...] = (None,)
-    ends: bool = False  # whether it turns a list or string into a number, and so can only come last
+    # whether it turns a list or a string into a number, and therefore can only come last
+    ends: bool = False
 
     def line(self, parameter: int | str | None) -> str:
-        return ("return " if self.ends else "") + self.code.format(parameter)
+        line = self.code.format(parameter)
+        return f"return {line}" if self.ends else line
 
 
 Step = tuple[Operation, Any]  # an operation and its parameter
@@ -111,12 +112,13 @@ def _families(**words: str) -> list[Family]:
 
 
 FAMILIES = _families(
-    x="times add, add times, times sub mod, square add mod, square sub, times add mod, sub times add, add square mod,"
-    "add div, times neg add, sub abs times, div times add, neg mod times, times add times sub",
-    a="add rev push, times push, sort drop times, rev take add, above times sum, add above len, times add sum,"
-    "push sort take, drop times rev, rev drop push, take add sum, sort rev take add",
-    s="rev end start, swap end, start times, take end rev, drop start upper, swap rev start, end count, swap count,"
-    "start swap times, end start swap len, upper end take times",
+    x="times add, add times, times sub mod, square add mod, square sub, times add mod, "
+    "sub times add, add square mod,add div, times neg add, sub abs times, div times add, "
+    "neg mod times, times add times sub",
+    a="add rev push, times push, sort drop times, rev take add, above times sum, add above len, "
+    "times add sum,push sort take, drop times rev, rev drop push, take add sum, sort rev take add",
+    s="rev end start, swap end, start times, take end rev, drop start upper, swap rev start, "
+    "end count, swap count,start swap times, end start swap len, upper end take times",
 )
 # Training never sees these compositions, though it sees their operations.
 HELD_OUT_FAMILIES = _families(
@@ -133,30 +135,31 @@ def draw_steps(family: Family, rng: random.Random) -> list[Step]:
 
 
 def wrong_step(variable: str, step: Step, rng: random.Random) -> Step:
-    """Return another parameter of the same operation or another operation that fits in its place,
-    each half of the time where both exist."""
+    """Return a step that may replace this step: another parameter, or another operation.
+
+    Each happens half of the time if both exist."""
     operation, parameter = step
-    others = [value for value in operation.parameters if value != parameter]
-    if others and rng.random() < 0.5:
-        return operation, rng.choice(others)
-    fitting = [
-        other
-        for other in CATALOGUE[variable].values()
-        if other.ends == operation.ends and other != operation
+    other_parameters = [value for value in operation.parameters if value != parameter]
+    if other_parameters and rng.random() < 0.5:
+        return operation, rng.choice(other_parameters)
+    other_operations = [
+        candidate
+        for candidate in CATALOGUE[variable].values()
+        if candidate.ends == operation.ends and candidate != operation
     ]
-    other = rng.choice(fitting)
-    return other, rng.choice(other.parameters)
+    replacement = rng.choice(other_operations)
+    return replacement, rng.choice(replacement.parameters)
 
 
 def reference(steps: list[Step], value: Any) -> Any:
-    """Return the output that the composition must give for one input."""
+    """Return the right output of the steps for one input."""
     for operation, parameter in steps:
         value = operation.apply(value, parameter)
     return value
 
 
 def hidden_inputs(variable: str, rng: random.Random) -> list[Any]:
-    """Return eight inputs: the edge cases, then random ones that tell similar functions apart."""
+    """Return eight inputs: edge cases, and random inputs that tell similar functions apart."""
     if variable == "x":
         return [
             0,

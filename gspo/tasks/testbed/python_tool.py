@@ -1,16 +1,15 @@
-"""An environment with a tool: arithmetic that is too long to do by heart, and Python in the sandbox
-to do it.
+"""An environment with a Python tool, for arithmetic that is too long for mental calculation.
 
     prompt         48*73-91=?
     policy         <py>48*73-91</py>
     environment    3413
     policy         #3413
 
-A turn with `<py>...</py>` calls the tool; so does a turn in which a chat model writes the call as
-it was taught to, <tool_call>{"name": "python", "arguments": {"code": "..."}}</tool_call>. The code
-is one expression or a few lines, whose last expression is printed as Python's prompt would. A turn
-without a call ends the episode; the reward is 1 if what follows its `#` is the right number. The
-tool runs in the same sandbox, within the same limits, as code that is graded.
+A turn with `<py>...</py>` calls the tool. So does the usual form of chat models,
+<tool_call>{"name": "python", "arguments": {"code": "..."}}</tool_call>. The code is one expression
+or a few lines. Like Python's prompt, the tool prints the value of a last expression. A turn without
+a call ends the episode. Its reward is 1 if the text after its `#` is the right number. The tool
+runs in the same sandbox as graded code, within the same limits.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from gspo.tasks.testbed.chain_arithmetic import judge
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
 CHAT_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-# programs whose results are kept: the samples of a problem often call the tool with the same code
-REMEMBERED = 4096
-CODE_CHARACTERS = 1 << 16
-OUTPUT_BYTES = 1 << 16
+# results of programs: the samples of a problem often call the tool with the same code
+MAX_CACHED_RESULTS = 4096
+MAX_CODE_CHARS = 1 << 16
+MAX_OUTPUT_BYTES = 1 << 16
 LOG_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-# What runs in the sandbox: the code, whose last expression is printed as Python's prompt would.
+# The program in the sandbox. It runs the code, and prints the value of a last expression.
 PROGRAM = """\
 import _ast, sys  # _ast is built in, while importing ast would take most of the time
 try:
@@ -57,7 +56,10 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "python",
-        "description": "Run Python code and return what it prints; the value of a last expression is printed too.",
+        "description": (
+            "Run Python code and return what it prints; "
+            "the value of a last expression is printed too."
+        ),
         "parameters": {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The code to run."}},
@@ -69,14 +71,15 @@ TOOL = {
 
 @dataclass
 class PythonTool(EnvironmentTask):
-    """Products and sums of numbers of `digits` digits, and a Python tool. `slots` programs run at a
-    time, each within the given CPU seconds and megabytes.
+    """Products and sums of numbers of `digits` digits, and a Python tool.
 
-    factors   how many numbers are multiplied
-    terms     how many numbers are then added or taken off
-    tool      whether there is the tool; without it the first turn must have the answer
-    log       random letters that the tool writes before each result, as "kqzf=3413": they make
-              observations as long as wanted
+    `slots` programs run at a time, each within the given CPU seconds and megabytes.
+
+    factors   number of factors of the product
+    terms     number of numbers that are added to it or subtracted from it
+    tool      whether there is the tool. Without it the first turn must have the answer.
+    log       number of random letters before each result of the tool, as in "kqzf=3413". They make
+              observations of any length.
     """
 
     name: str = "python_tool"
@@ -101,15 +104,17 @@ class PythonTool(EnvironmentTask):
             )
         if self.tool and self.turns < 2:
             raise ValueError(
-                f"turns={self.turns} leaves no turn for the answer after a call of the tool; use 2 or more"
+                f"turns={self.turns} leaves no turn for the answer after a call of the tool; "
+                "use 2 or more"
             )
         if self.tool and self.step_seconds <= self.cpu_seconds + self.wall_seconds:
             raise ValueError(
-                f"step_seconds={self.step_seconds} is not above cpu_seconds={self.cpu_seconds} + wall_seconds="
-                f"{self.wall_seconds}: slow code of the policy would pass for a failure of the environment"
+                f"step_seconds={self.step_seconds} is not above cpu_seconds={self.cpu_seconds} + "
+                f"wall_seconds={self.wall_seconds}: slow code of the policy would pass for a "
+                "failure of the environment"
             )
         limits = Limits(
-            self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, OUTPUT_BYTES
+            self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, MAX_OUTPUT_BYTES
         )
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
         self._results: OrderedDict[str, tuple[str, bool]] = OrderedDict()
@@ -129,8 +134,7 @@ class PythonTool(EnvironmentTask):
 
     @property
     def at_once(self) -> int:
-        """As many as there are slots: so a program's time begins when its call does, and it always
-        ends by its own limits."""
+        """The number of slots. A program then starts at once, and always ends by its own limits."""
         return self.slots
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
@@ -139,52 +143,51 @@ class PythonTool(EnvironmentTask):
     def demonstrated_turns(
         self, problem: Problem, wrong_step_rate: float, rng: random.Random
     ) -> list[str]:
-        """Return the turns of an episode, the policy's first and the environment's in between. With
-        probability `wrong_step_rate` the code, and again the answer, has another digit than it
-        should."""
+        """Return the turns of an episode with a call of the tool, or with the answer alone.
+
+        With probability `wrong_step_rate` a digit of the code is wrong. Independently, a digit of
+        the answer is wrong with the same probability."""
         expression = problem.prompt.removesuffix("=?")
         if not self.tool:
             return [f"#{_slip(str(problem.answer), wrong_step_rate, rng)}"]
-        called = _slip(expression, wrong_step_rate, rng)
-        result = str(_value(called))
-        return [
-            f"<py>{called}</py>",
-            self.said(result, rng),
-            f"#{_slip(result, wrong_step_rate, rng)}",
-        ]
+        code = _slip(expression, wrong_step_rate, rng)
+        result = str(_value(code))
+        observation = self.observation(result, rng)
+        answer = _slip(result, wrong_step_rate, rng)
+        return [f"<py>{code}</py>", observation, f"#{answer}"]
 
     def run(self, code: str) -> tuple[str, bool]:
-        """Run code in the sandbox. Returns what it printed, and whether it went wrong."""
+        """Run code in the sandbox, and return its output and whether it failed."""
         with self._lock:
             if code in self._results:
                 self._results.move_to_end(code)
                 return self._results[code]
-        if len(code) > CODE_CHARACTERS:
+        if len(code) > MAX_CODE_CHARS:
             return "too long", True
         program = PROGRAM.replace("CODE", repr(code), 1)
         output, ended = self._runner.each(_run, [program])[0]
-        found = (
-            output.decode("utf-8", "replace").rstrip("\n"),
-            ended.why != "exit" or ended.code != 0,
-        )
         if ended.why == "sandbox-error":
             raise RuntimeError(f"the sandbox failed: {ended.detail}")
-        if ended.why != "exit":
-            found = ended.why, True
+        if ended.why == "exit":
+            result = output.decode("utf-8", "replace").rstrip("\n"), ended.code != 0
+        else:
+            result = ended.why, True
         with self._lock:
-            self._results[code] = found
-            if len(self._results) > REMEMBERED:
+            self._results[code] = result
+            if len(self._results) > MAX_CACHED_RESULTS:
                 self._results.popitem(last=False)
-        return found
+        return result
 
-    def said(self, result: str, rng: random.Random) -> str:
-        """Return what the policy reads after a call: the log, and the result."""
-        return "".join(rng.choices(LOG_LETTERS, k=self.log)) + "=" * (self.log > 0) + result
+    def observation(self, result: str, rng: random.Random) -> str:
+        """Return the observation after a call: the log, and the result."""
+        if not self.log:
+            return result
+        return "".join(rng.choices(LOG_LETTERS, k=self.log)) + "=" + result
 
     def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers; the first call in a process runs a few attacks
-        on it.
-        """
+        """Start the sandbox and return its layers.
+
+        The first call in a process runs a few attacks on the sandbox."""
         return self._runner.layers() if self.tool else {}
 
     def close(self) -> None:
@@ -192,17 +195,20 @@ class PythonTool(EnvironmentTask):
         self._runner.close()
 
     def _expression(self, rng: random.Random) -> str:
-        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
-        numbers = [str(rng.randint(max(low, 2), high)) for _ in range(self.factors + self.terms)]
-        added = "".join(rng.choice("+-") + number for number in numbers[self.factors :])
-        return "*".join(numbers[: self.factors]) + added
+        low = max(10 ** (self.digits - 1), 2)
+        high = 10**self.digits - 1
+        numbers = [str(rng.randint(low, high)) for _ in range(self.factors + self.terms)]
+        product = "*".join(numbers[: self.factors])
+        terms = [rng.choice("+-") + number for number in numbers[self.factors :]]
+        return product + "".join(terms)
 
 
 class _Episode(Environment):
     role = "tool"
 
     def __init__(self, task: PythonTool, problem: Problem, position: tuple[int | str, ...]):
-        self.task, self.problem = task, problem
+        self.task = task
+        self.problem = problem
         self.rng = generator(*position, "log")
         self.tools = (TOOL,) if task.tool else ()
 
@@ -210,36 +216,28 @@ class _Episode(Environment):
         code = code_of(text) if self.task.tool else None
         if code is None:
             score = judge(self.problem, text)
-            return Outcome(
-                "",
-                score.reward,
-                True,
-                score.verdict,
-                score.answer,
-                {"tool_calls": 0, "tool_errors": 0},
-            )
+            measures = {"tool_calls": 0, "tool_errors": 0}
+            return Outcome("", score.reward, True, score.verdict, score.answer, measures)
         result, failed = self.task.run(code)
-        return Outcome(
-            self.task.said(result, self.rng), measures={"tool_calls": 1, "tool_errors": int(failed)}
-        )
+        measures = {"tool_calls": 1, "tool_errors": int(failed)}
+        return Outcome(self.task.observation(result, self.rng), measures=measures)
 
 
 def code_of(text: str) -> str | None:
-    """Return the code of a turn's first call of the tool; None for a turn without a call."""
-    if found := CALL.search(text):
-        return found[1]
-    if found := CHAT_CALL.search(text):
-        try:
-            code = json.loads(found[1])["arguments"]["code"]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # whatever the policy wrote in place of a call
-            return ""
-        return code if isinstance(code, str) else ""
-    return None
+    """Return the code of a turn's first call of the tool, or None for a turn without a call.
+
+    A malformed call has the code ""."""
+    call = CALL.search(text)
+    if call:
+        return call[1]
+    chat_call = CHAT_CALL.search(text)
+    if not chat_call:
+        return None
+    try:
+        code = json.loads(chat_call[1])["arguments"]["code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return code if isinstance(code, str) else ""
 
 
 def _run(slot: Slot, program: str) -> tuple[bytes, ProgramEnd]:
@@ -247,15 +245,15 @@ def _run(slot: Slot, program: str) -> tuple[bytes, ProgramEnd]:
 
 
 def _value(expression: str) -> int:
-    """Compute the value of a product plus or minus some numbers: of "48*73-91=?" it is 3413."""
-    product, *added = re.findall(r"[+-]?[0-9*]+", expression)
-    return math.prod(map(int, product.split("*"))) + sum(map(int, added))
+    """Compute a product plus or minus some numbers: "48*73-91=?" gives 3413."""
+    product, *terms = re.findall(r"[+-]?[0-9*]+", expression)
+    return math.prod(map(int, product.split("*"))) + sum(map(int, terms))
 
 
 def _slip(text: str, rate: float, rng: random.Random) -> str:
-    """Return the text, with probability `rate` with one digit replaced by another."""
+    """Return the text, in which a digit is wrong with probability `rate`."""
     if rng.random() >= rate:
         return text
-    place = rng.choice([i for i, character in enumerate(text) if character.isdigit()])
-    other = rng.choice([digit for digit in "123456789" if digit != text[place]])
-    return text[:place] + other + text[place + 1 :]
+    position = rng.choice([i for i, character in enumerate(text) if character.isdigit()])
+    digit = rng.choice([digit for digit in "123456789" if digit != text[position]])
+    return text[:position] + digit + text[position + 1 :]

@@ -244,7 +244,7 @@ def test_hostile_pickles_are_read_not_run(packed, message):
 
 
 def test_a_decompression_bomb_is_refused(monkeypatch):
-    monkeypatch.setattr(livecodebench, "LARGEST", 1 << 20)
+    monkeypatch.setattr(livecodebench, "MAX_DECOMPRESSED_BYTES", 1 << 20)
     bomb = pack(pickle.dumps("x" * (1 << 24)))
     assert len(bomb) < 1 << 16
     with pytest.raises(ValueError, match="more than 1048576 bytes"):

@@ -10,7 +10,7 @@ import pytest
 
 import forked
 from commands import environment
-from gspo.tasks.environments.player import TAKEN, fault_of
+from gspo.tasks.environments.player import RESERVED_MEASURES, fault_of
 from gspo.tasks.environments.protocol import Outcome
 from gspo.tracking.episodes import FINISHES, MOST, conversation, few, numbers, readable, turns_of
 
@@ -100,7 +100,7 @@ def test_rewards_of_many_turns_go_together():
 
 def test_an_environment_cannot_measure_under_a_name_of_ours():
     for name in numbers(EPISODES).keys() - {"tool_calls", "tool_errors"}:
-        assert TAKEN.fullmatch(name)
+        assert RESERVED_MEASURES.fullmatch(name)
         assert "every episode has a number of this name" in fault_of(Outcome(measures={name: 1}))
     assert not fault_of(
         Outcome(measures={"tool_calls": 1, "turns_wasted": 1, "cuts": 2, "finished": 1})
