@@ -34,10 +34,10 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
 from gspo.model.forward import kernels, network
-from gspo.model.forward.grouped import Groups
+from gspo.model.forward.grouped import ExpertGroups
 from gspo.model.forward.network import FAMILIES, Network
+from gspo.model.forward.outputs import network_outputs
 from gspo.model.forward.packing import Sequences, lay_out
-from gspo.model.policy import through_network
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
 from gspo.model.sharding.dtensors import run_unsharded
@@ -223,7 +223,7 @@ def alike(
     return torch.empty_like(counts_E).view(count, -1), each, each
 
 
-def grouped(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def grouped(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
     """Stand in for the network's grouped product."""
     return Grouped.apply(rows, weight)
 
@@ -248,12 +248,12 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
 
         def one_pass(sequences: Sequences) -> Tensor:
             return run_unsharded(
-                model, through_network, forward, sequences, None, work.precision, 1.0, True
+                model, network_outputs, forward, sequences, None, work.precision, 1.0, True
             )[0]
 
         allocations = Allocations()
         allocations.known(iter([*model.parameters(), *model.buffers()]))
-        with allocations.counting(), forward.casts_kept():
+        with allocations.counting(), forward.cached_casts():
             with torch.no_grad():
                 one_pass(scored)
                 if shards:
@@ -298,7 +298,7 @@ def without_weights(
             Routing(model).experts,
         )
         if shards:
-            shards.spread(model, work.precision)
+            shards.shard_model(model, work.precision)
         adapter = Adapter(model, work.lora, seed=0) if work.lora.rank else None
     if not plain:
         model._apply(without_content)

@@ -165,7 +165,7 @@ def trainer_on_engine(
 # ------------------------------------------------------------------------------------------- policy
 # and reference
 def make_shards(settings: Settings, ranks: Ranks) -> Shards | None:
-    """Return the ranks over which the weights are to be spread, None where each has all of them."""
+    """Return the ranks over which the weights are to be sharded, None where each has all of them."""
     if settings.parallel.mode != "shard":
         return None
     from gspo.model.sharding.fsdp import Shards  # PyTorch's part of it takes a second to import
@@ -185,7 +185,7 @@ def open_policy(
     """Open the policy of a checkpoint, or the one that reinforcement learning starts from; with a
     critic if the advantage estimator needs values. Makes the cold start if it is not there yet.
     With LoRA a checkpoint is an adapter of the model that the run started from."""
-    if settings.model.made_here:
+    if settings.model.built_from_settings:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
     lora = settings.policy.lora
     whole = None if lora.rank else checkpoint
@@ -207,11 +207,10 @@ def open_policy(
         head_dtype=head_precision(settings),
         checkpointing=settings.policy.checkpointing,
         shards=shards,
+        initial_weights_digest="" if whole or shards else fingerprint(model),
     )
     policy.stop_at(settings.rollout.stop, "rollout.stop")
-    if not whole and not shards:
-        policy.loaded_weights = fingerprint(model)
-    if folder is None and not settings.model.made_here and not shards:
+    if folder is None and not settings.model.built_from_settings and not shards:
         check_can_be_written(model, tokenizer)
     if lora.rank:
         policy.adapt(lora, settings.seed, base_of(settings, folder), checkpoint)
@@ -243,17 +242,15 @@ def open_reference(
     has_refreshed = refreshed and refreshed.exists()
     folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
-    reference = Policy(
+    return Policy(
         model.requires_grad_(False),
         tokenizer,
         settings.rollout.temperature,
         precision=training_precision(settings),
         head_dtype=head_precision(settings),
         shards=shards,
+        initial_weights_digest="" if has_refreshed or shards else fingerprint(model),
     )
-    if not has_refreshed and not shards:
-        reference.loaded_weights = fingerprint(model)
-    return reference
 
 
 def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
@@ -288,15 +285,15 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
     device = training_device(settings)
     source = str(folder) if folder else settings.model.source()
     if shards and source:
-        from gspo.model.sharding.sharded_files import load_spread
+        from gspo.model.sharding.sharded_files import load_sharded
 
-        return load_spread(
+        return load_sharded(
             source, settings.model.attention, shards, device, training_precision(settings)
         )
     model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
     model.to(device)
     if shards:
-        shards.spread(model, training_precision(settings))
+        shards.shard_model(model, training_precision(settings))
     return model, tokenizer
 
 
@@ -307,7 +304,7 @@ def check_positions(settings: Settings, available: int | None) -> None:
     limit = settings.rollout.longest_limit
     if not available or limit < available:
         return
-    if settings.model.made_here:
+    if settings.model.built_from_settings:
         raise ValueError(
             f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: lower it, for "
             f"example to {available // 2}"
@@ -392,7 +389,7 @@ def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
     # vLLM is an installation of its own: imported only where it is used
     from gspo.rollout.engines.vllm import check_start
 
-    check_start(rollout, model.hidden // model.heads if model.made_here else None)
+    check_start(rollout, model.hidden // model.heads if model.built_from_settings else None)
 
 
 def check_routing(settings: Settings, policy: Policy) -> None:

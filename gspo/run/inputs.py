@@ -20,9 +20,10 @@ def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if data := settings.task.data():
         found["data"] = data
-    weights = [policy.loaded_weights for policy in policies if policy and policy.loaded_weights]
-    if weights:
-        found["model"] = weights[0]
+    digests = [policy.initial_weights_digest for policy in policies if policy]
+    known_digests = [digest for digest in digests if digest]
+    if known_digests:
+        found["model"] = known_digests[0]
     return found
 
 

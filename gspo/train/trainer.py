@@ -27,7 +27,8 @@ from gspo.data.batch import TrainBatch, pack, to_device
 from gspo.data.samples import rewards_of
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
-from gspo.model.policy import Policy, PolicyOutput
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import clip_grad_norm
 from gspo.rollout.engines.process import EngineEnded
 from gspo.rollout.episodes.episode import CUT
@@ -100,7 +101,7 @@ class Trainer:
         if entropy_coefficient := settings.entropy_coefficient():
             self.entropy = EntropyTerm(entropy_coefficient, settings.aggregation)
             self.terms.append(self.entropy)
-        policy.learns_entropy = bool(self.entropy)
+            policy.enable_entropy_gradient()
         self.every_row = any(term.needs_every_row for term in self.terms)
         groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
         self.optimizer = make_optimizer(groups, optim)
@@ -341,7 +342,7 @@ class Trainer:
             old_loads(own, self.policy, self.ranks) if self.settings.router_aux_loss_coef else None
         )
         micros = own.split(self.settings.micro_batch_size) if own else []
-        with self.policy.casts_kept():
+        with self.policy.cached_casts():
             # where all advantages are 0 the gradient is exactly 0
             for i, learns in self.policy.lockstep(
                 [every_row or bool(micro.adv_BT.any()) for micro in micros]

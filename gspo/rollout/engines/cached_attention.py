@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.model.forward.variable_lengths import suits
+from gspo.model.forward.variable_lengths import is_flash_attention_size
 
 
 @dataclass
@@ -80,7 +80,7 @@ def counts_are_used(
     """Return whether `by_counts` is used on this device. It is tried once on a few tokens: where it
     refuses them or computes something else, a mask is used, which a warning says."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if not suits(capability, dtype, head_dim):
+    if not is_flash_attention_size(capability, dtype, head_dim):
         return False
     reason = why_not(device, dtype, heads, key_heads, head_dim)
     if reason:
