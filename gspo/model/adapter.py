@@ -49,7 +49,11 @@ class Adapter:
     """
 
     def __init__(
-        self, model: transformers.PreTrainedModel, settings: LoraSettings, seed: int, base: str = ""
+        self,
+        model: transformers.PreTrainedModel,
+        settings: LoraSettings,
+        seed: int,
+        base: str = "",
     ):
         peft = installed()
         linear, experts = targets(model, settings.targets)
@@ -117,7 +121,8 @@ class Adapter:
 
     def adapted_bytes(self) -> int:
         """Return the number of bytes of the model's weights that are adapted."""
-        return sum(tensor.nbytes for name, tensor in self._base_tensors() if name in self._wrappers)
+        adapted = [tensor for name, tensor in self._base_tensors() if name in self._wrappers]
+        return sum(tensor.nbytes for tensor in adapted)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the merged tensors by name."""
@@ -167,14 +172,15 @@ class Adapter:
         stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
         if stored_shapes != {name: tensor.shape for name, tensor in tensors.items()}:
             raise ValueError(
-                f"{folder} holds an adapter of other layers or of another rank than policy.lora says"
+                f"{folder} holds an adapter of other layers or of another rank "
+                "than policy.lora says"
             )
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])
 
 
 def installed() -> ModuleType:
-    """Return peft. Raises ValueError, in one line, if it is not installed."""
+    """Return peft. Raises ValueError with a single-line message if it is not installed."""
     try:
         import peft
     except ModuleNotFoundError as error:

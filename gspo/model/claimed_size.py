@@ -52,9 +52,9 @@ INDEX_FILE = "model.safetensors.index.json"
 def check_stated_sizes(path: str) -> None:
     """Raise ValueError if a model folder's configuration states an impossible size.
 
-    A size or a number of layers is impossible if it exceeds that of any model, or of the folder's
-    weights. Call this before transformers reads the configuration, because transformers makes lists
-    of so many entries. A name on the hub is not checked."""
+    A size or a number of layers is impossible if it exceeds the maximum of all models, or of the
+    folder's weights. Call this before transformers reads the configuration, because transformers
+    makes lists of so many entries. A name on the hub is not checked."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -87,7 +87,7 @@ def check_stated_sizes(path: str) -> None:
 
 
 def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
-    """Raise ValueError if a folder's configuration makes far more parameters than its weights have."""
+    """Raise ValueError if a configuration makes far more parameters than the weights have."""
     stored = stored_in(path)
     if stored is None:
         return
@@ -120,7 +120,8 @@ def stored_in(path: str) -> tuple[int, int] | None:
         index = json_content(folder / INDEX_FILE)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         names = weight_map.values() if isinstance(weight_map, dict) else ()
-        files = [untrusted.inside(folder, name) for name in sorted({str(name) for name in names})]
+        names = sorted({str(name) for name in names})
+        files = [untrusted.inside(folder, name) for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:

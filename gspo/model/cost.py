@@ -1,4 +1,4 @@
-"""Counts the parameters that one token passes through, and the FLOPs of a forward pass.
+"""Counts the parameters that a token passes through, and the FLOPs of a forward pass.
 
 An MoE model sends a token to K of its E experts. E and K are read from the configuration, under the
 names that the families of transformers use. The experts' parameters are the parameters of the
@@ -16,7 +16,7 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "t
 
 
 def active_parameters(model: transformers.PreTrainedModel) -> int | None:
-    """Return the number of parameters that one token passes through, None if it is unknown.
+    """Return the number of parameters that a token passes through, None if it is unknown.
 
     K of the E routed experts count. Shared experts count in full. The look-up in the input
     embedding does not count. The count is also None for models with recurrent layers, which compute
@@ -42,12 +42,14 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
         return None
     if not all(consists_of_experts(module, experts) for module in routed.values()):
         return None
-    routed_parameters = sum(p.numel() for module in routed.values() for p in module.parameters())
+    routed_parameters = 0
+    for module in routed.values():
+        routed_parameters += sum(p.numel() for p in module.parameters())
     return total - routed_parameters // experts * (experts - top_k)
 
 
 def forward_flops(config: transformers.PretrainedConfig, active: int, lengths: Tensor) -> float:
-    """Return the FLOPs of one forward over sequences of these lengths.
+    """Return the FLOPs of a forward pass over sequences of these lengths.
 
     They are 2 per active parameter and token, plus attention. Attention costs two multiply-adds per
     head dimension and pair of positions: one for the score and one for the weighted value. Half of
@@ -93,7 +95,8 @@ def _has_other_experts(model: transformers.PreTrainedModel, routed: dict[str, nn
     """Return whether the model has experts outside the `routed` modules that are not shared."""
     prefixes = tuple(f"{name}." for name in routed)
     for name, _ in model.named_parameters():
-        is_routed = name.startswith(prefixes)
-        if not is_routed and any("experts" in p and "shared" not in p for p in name.split(".")):
+        if name.startswith(prefixes):
+            continue
+        if any("experts" in part and "shared" not in part for part in name.split(".")):
             return True
     return False

@@ -19,6 +19,7 @@ from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.hub import check_source, nearest_model
 from gspo.model.sharding.dtensors import architecture
+from gspo.model.weights import Loaded
 
 # quantization methods whose weights transformers dequantizes to 16 bits if it has no kernels
 DEQUANTIZED_METHODS = ("mxfp4",)
@@ -36,8 +37,6 @@ TOKENIZER_FILES = (
 MAX_TRIAL_BYTES = 2**28
 # a text on which tokenizers are compared
 SAMPLE_TEXT = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."
-# In quotes: transformers imports a class and its dependencies when the class's name is first read.
-Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
 
 # Otherwise every checkpoint would draw a progress bar over the run's own.
 transformers.utils.logging.disable_progress_bar()
@@ -46,7 +45,7 @@ transformers.utils.logging.disable_progress_bar()
 def load(path: str, attention: str = "sdpa") -> Loaded:
     """Load model and tokenizer from a folder or by a hub name.
 
-    Raises ValueError, in one line, if that fails."""
+    Raises ValueError with a single-line message if that fails."""
     check_stated_sizes(path)
     check_tokenizer_files(path)
     with one_line(path):
@@ -71,7 +70,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
 def load_outline(path: str, attention: str) -> Loaded:
     """Load a tokenizer, and build its model on the meta device, without the weights' content.
 
-    Raises ValueError, in one line, if that fails."""
+    Raises ValueError with a single-line message if that fails."""
     check_tokenizer_files(path)
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -83,7 +82,9 @@ def load_outline(path: str, attention: str) -> Loaded:
 
 
 def check_not_quantized(
-    config: transformers.PretrainedConfig, path: str, allowed: tuple[str, ...] = DEQUANTIZED_METHODS
+    config: transformers.PretrainedConfig,
+    path: str,
+    allowed: tuple[str, ...] = DEQUANTIZED_METHODS,
 ) -> None:
     """Raise ValueError if a model's weights are quantized with a method that is not `allowed`."""
     quantization = getattr(config, "quantization_config", None)
@@ -93,8 +94,8 @@ def check_not_quantized(
     method = getattr(as_dict.get("quant_method"), "value", as_dict.get("quant_method"))
     if method not in allowed:
         raise ValueError(
-            f"model.path={path!r}: its weights are quantized ({method}), and such weights cannot be "
-            "trained, not with policy.lora either; use the folder of 16 or 32 bits that it was "
+            f"model.path={path!r}: its weights are quantized ({method}), and such weights cannot "
+            "be trained, not with policy.lora either; use the folder of 16 or 32 bits that it was "
             "made from"
         )
 
@@ -194,7 +195,7 @@ def usable(
 
 @contextmanager
 def one_line(path: str) -> Iterator[None]:
-    """Turn any error of reading a model inside the block into a ValueError of one line."""
+    """Turn any error of reading a model in this context into a ValueError of a single line."""
     is_folder = Path(path).is_dir()
     # a name on the hub is NAME or OWNER/NAME
     could_be_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
@@ -208,8 +209,8 @@ def one_line(path: str) -> Iterator[None]:
             )
         # transformers would apply the adapter without a message
         raise ValueError(
-            f"model.path={path!r} holds a LoRA adapter (adapter_config.json) beside a whole model: "
-            "merge the two (docs/algorithms.md), or move the adapter away"
+            f"model.path={path!r} holds a LoRA adapter (adapter_config.json) beside a whole "
+            "model: merge the two (docs/algorithms.md), or move the adapter away"
         )
     check_source(path)
     try:
@@ -223,8 +224,8 @@ def one_line(path: str) -> Iterator[None]:
             ) from None
         if "safetensors" in str(error) and any(Path(path).glob("pytorch_model*.bin")):
             raise ValueError(
-                f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are never "
-                "read: convert them to safetensors"
+                f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are "
+                "never read: convert them to safetensors"
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         if is_folder:
@@ -243,8 +244,8 @@ def check_tokenizer_files(path: str) -> None:
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     if (folder / "config.json").is_file() and not has_tokenizer:
         raise ValueError(
-            f"model.path={path!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy the "
-            "tokenizer's files of the model that it was made from into the folder"
+            f"model.path={path!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy "
+            "the tokenizer's files of the model that it was made from into the folder"
         )
 
 

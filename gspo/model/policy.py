@@ -109,7 +109,11 @@ class Policy(PolicyText):
         return positions(self.model)
 
     def adapt(
-        self, lora: LoraSettings, seed: int, base: str = "", folder: Path | None = None
+        self,
+        lora: LoraSettings,
+        seed: int,
+        base: str = "",
+        folder: Path | None = None,
     ) -> None:
         """Put a LoRA adapter on the model. From now on only the adapter is trained.
 
@@ -204,7 +208,9 @@ class Policy(PolicyText):
         return self.shards.lockstep(needs_gradient) if self.shards else enumerate(needs_gradient)
 
     def idle(self, batch: TrainBatch, needs_gradient: bool) -> None:
-        """Pass a row through the model to no effect, because other ranks gather weights for a pass."""
+        """Pass a row through the model to no effect.
+
+        With sharded weights, a pass of another rank needs all ranks."""
         with torch.set_grad_enabled(needs_gradient):
             logp_BT = self.forward(batch.rows(torch.tensor([0])), entropy=False).logp_BT
             if needs_gradient:
@@ -366,11 +372,11 @@ class Policy(PolicyText):
     # -------------------------------------------------------------------------------------- cost
     @cached_property
     def active_parameters(self) -> int | None:
-        """The number of parameters that one token passes through. None if it is unknown."""
+        """The number of parameters that a token passes through. None if it is unknown."""
         return active_parameters(self.model)
 
     def forward_flops(self, lengths: Tensor) -> float:
-        """Return the FLOPs of one forward over sequences of these lengths.
+        """Return the FLOPs of a forward pass over sequences of these lengths.
 
-        A backward costs twice as much. `active_parameters` must not be None."""
+        A backward pass costs twice as much. `active_parameters` must not be None."""
         return forward_flops(self.model.config, self.active_parameters, lengths)

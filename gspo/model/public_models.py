@@ -22,7 +22,13 @@ QWEN3 = {
 }
 
 
-def _qwen3(hidden: int, width: int, layers: int, heads: int, tied: bool = True) -> Model:
+def _qwen3(
+    hidden: int,
+    width: int,
+    layers: int,
+    heads: int,
+    tied: bool = True,
+) -> Model:
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": width,

@@ -127,8 +127,14 @@ class Routing:
         layers = [chosen_NK.view(rows, -1, chosen_NK.shape[-1]) for chosen_NK in self._chosen_LNK]
         return torch.stack(layers, dim=2).to(torch.int16)
 
-    def _hook(self, layer: int, router: nn.Module, args: tuple, output: tuple) -> tuple | None:
-        """Record a router's choice. During a replay, return an output that replaces the router's."""
+    def _hook(
+        self,
+        layer: int,
+        router: nn.Module,
+        args: tuple,
+        output: tuple,
+    ) -> tuple | None:
+        """Record a router's choice. In a replay, return an output that replaces the router's."""
         logits_NE, weights_NK, chosen_NK = output
         if self._loads_LE is not None:
             p_NE = logits_NE.softmax(-1, dtype=torch.float32)
@@ -138,7 +144,8 @@ class Routing:
         self._chosen_LNK[layer] = chosen_NK.detach()
         if self._replay_BSLK is None:
             return None
-        replay_NK = self._replay_BSLK[:, :, layer].reshape(chosen_NK.shape).to(chosen_NK.dtype)
+        replay_NK = self._replay_BSLK[:, :, layer].reshape(chosen_NK.shape)
+        replay_NK = replay_NK.to(chosen_NK.dtype)
         # padding keeps the router's own choice
         experts_NK = torch.where(replay_NK == NOT_RECORDED, chosen_NK, replay_NK)
         replayed_weights_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
@@ -162,7 +169,8 @@ def _check_gate_formula(router: nn.Module) -> None:
     If the router's weights are sharded, all ranks must call this."""
     parameters = {name: full_tensor(parameter) for name, parameter in router.named_parameters()}
     weight = parameters["weight"]
-    probe = torch.randn(4, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(4, weight.shape[-1], generator=generator).to(weight)
     with torch.no_grad():
         logits_NE, weights_NK, experts_NK = functional_call(router, parameters, (probe,))
         ours_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)

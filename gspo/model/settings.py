@@ -8,17 +8,15 @@ must be read and refused at once.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.io.ranges import LARGEST_SEED, Ranged, ranged
 from gspo.model.public_models import KNOWN
 
 if TYPE_CHECKING:
-    import transformers
-
-    Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
+    from gspo.model.weights import Loaded
 
 # maximum tokens of prompt and response together, for models that are built from their settings
 POSITIONS = 2048
@@ -45,6 +43,12 @@ class ModelSettings(Ranged, key="model"):
     def make(self) -> Loaded:
         """Return model and tokenizer as they are before any of our training."""
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
+
+    def without_name(self) -> dict[str, Any]:
+        """Return all settings but the name, as arguments of the function that builds the model."""
+        settings = asdict(self)
+        del settings["name"]
+        return settings
 
     def outline(self) -> Loaded:
         """Return the model and its tokenizer. Its weights may be without content."""
@@ -77,9 +81,7 @@ class Tiny(ModelSettings):
 
 @dataclass
 class TinyMoE(Tiny):
-    """A Qwen3-MoE of 0.47 M parameters (0.13 M active), with random weights.
-
-    Its tokenizer has one token per character."""
+    """A Qwen3-MoE of 0.47 M parameters (0.13 M active), with random weights."""
 
     name: str = "tiny_moe"
     experts: int = ranged(16, least=1)
@@ -98,14 +100,12 @@ class TinyMoE(Tiny):
     def make(self) -> Loaded:
         from gspo.model.tiny import random_qwen3_moe
 
-        return random_qwen3_moe(self)
+        return random_qwen3_moe(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass
 class TinyDense(Tiny):
-    """A dense Qwen3 with random weights: the control without a router.
-
-    Its tokenizer has one token per character."""
+    """A dense Qwen3 with random weights: the control without a router."""
 
     name: str = "tiny_dense"
     layers: int = 6
@@ -116,7 +116,7 @@ class TinyDense(Tiny):
     def make(self) -> Loaded:
         from gspo.model.tiny import random_qwen3
 
-        return random_qwen3(self)
+        return random_qwen3(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass
@@ -195,7 +195,7 @@ class StandIn(ModelSettings):
     def make(self) -> Loaded:
         from gspo.model.stand_in import random_stand_in
 
-        return random_stand_in(self)
+        return random_stand_in(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass

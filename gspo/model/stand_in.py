@@ -8,18 +8,13 @@ begin and end turns, and tokens that are pieces of words. So all code that depen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gspo.model.chat.chat_formats import ChatFormat, chat_format
 from gspo.model.public_models import known_config
-from gspo.model.settings import POSITIONS
 from gspo.model.tiny import random_model
-
-if TYPE_CHECKING:
-    from gspo.model.settings import Loaded, StandIn
+from gspo.model.weights import Loaded
 
 # Pieces of English that become one token; "Ġ" is a space. All other texts are tokens of one byte
 # each.
@@ -36,23 +31,33 @@ MERGES = [
 ]
 
 
-def random_stand_in(settings: StandIn) -> Loaded:
-    """Return a random model of the architecture of `settings.path`, and a tokenizer for its chats.
+def random_stand_in(
+    *,
+    path: str,
+    attention: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    experts: int,
+    init_seed: int,
+) -> Loaded:
+    """Return a random model of the architecture of `path`, and a tokenizer for its chats.
 
-    A token of an MoE model goes through two of the `settings.experts`."""
-    chat = chat_format(settings.path)
+    A token of an MoE model goes through two of the `experts`."""
+    chat = chat_format(path)
     tokenizer = byte_tokenizer(chat)
-    public_config = known_config(settings.path)
+    public_config = known_config(path)
     queries_per_key = public_config.num_attention_heads // public_config.num_key_value_heads
     sizes = {
         "vocab_size": len(tokenizer),
-        "hidden_size": settings.hidden,
-        "intermediate_size": 2 * settings.hidden,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": max(settings.heads // queries_per_key, 1),
-        "head_dim": settings.hidden // settings.heads,
-        "max_position_embeddings": POSITIONS,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // queries_per_key, 1),
+        "head_dim": hidden // heads,
+        "max_position_embeddings": positions,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -60,16 +65,16 @@ def random_stand_in(settings: StandIn) -> Loaded:
     if hasattr(public_config, "num_experts"):
         # Qwen3-MoE writes num_local_experts
         key = public_config.attribute_map.get("num_experts", "num_experts")
-        sizes[key] = settings.experts
+        sizes[key] = experts
         sizes["num_experts_per_tok"] = 2
-        sizes["moe_intermediate_size"] = settings.hidden
+        sizes["moe_intermediate_size"] = hidden
     values = public_config.to_dict() | sizes
     # it has an entry for each layer of the public model
     values.pop("layer_types", None)
     config = type(public_config).from_dict(values)
-    config._attn_implementation = settings.attention
+    config._attn_implementation = attention
     model_class = getattr(transformers, public_config.architectures[0])
-    model = random_model(model_class, config, settings.init_seed)
+    model = random_model(model_class, config, init_seed)
     if chat.ends_text:
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     return model, tokenizer

@@ -8,6 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
+# In quotes: transformers imports a class and its dependencies when the class's name is first read.
+Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
+
 
 def empty_copy(
     model: transformers.PreTrainedModel, dtype: torch.dtype, device: torch.device

@@ -33,7 +33,7 @@ from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
 from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
-from gspo.model.forward import kernels, network
+from gspo.model.forward import experts, kernels
 from gspo.model.forward.grouped import ExpertGroups
 from gspo.model.forward.network import FAMILIES, Network
 from gspo.model.forward.outputs import network_outputs
@@ -203,7 +203,7 @@ def measure(config: PretrainedConfig, work: Work) -> Measured:
         patch.dict(kernels.CHUNK, cpu=kernels.CHUNK[device]),
         patch.dict(kernels.SPLITS, cpu=kernels.SPLITS[device]),
         patch.object(kernels, "float32_product", product_shape),
-        patch.object(network, "_grouped", grouped),
+        patch.object(experts, "_grouped", grouped),
         patch.object(ExpertRanks, "numbers", alike),
     ):
         shards = (

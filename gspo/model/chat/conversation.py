@@ -87,7 +87,7 @@ class Conversation:
         """Read the chat template, if the prompts are chats.
 
         `role` is the role of an observation: "user" or "tool". If the template writes no turn of a
-        tool alone, "user" is used instead of "tool". Raises ValueError if it writes no such turn."""
+        tool alone, "user" is used instead. Raises ValueError if it writes neither turn."""
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         # Some tokenizers have added tokens of blanks only. These are normal text.
@@ -209,26 +209,28 @@ class Conversation:
         """Return the texts by which the chat template marks turns."""
         texts = list(frame_texts)
         for roles in CHATS:
-            chat = self._render(prompts, [{"role": role, "content": WORDS[role]} for role in roles])
+            turns = [{"role": role, "content": WORDS[role]} for role in roles]
+            chat = self._render(prompts, turns)
             if chat:
                 texts.append(chat)
         written = "\n".join(texts)
         template = str(self.tokenizer.chat_template)
         markers = set(MARKER.findall(template + "".join(chats) + written))
         # lines that the template itself writes, such as "### Response:"
-        for line in re.sub("|".join(WORDS.values()), "\n", written).splitlines():
+        without_words = re.sub("|".join(WORDS.values()), "\n", written)
+        for line in without_words.splitlines():
             if re.search(r"[^\w\s]", line):
                 markers.add(line.strip())
         return markers
 
     def _closing(self, prompts: PromptFormat) -> str:
-        """Return the text that the template writes after the last turn, if it is the assistant's."""
+        """Return the text that the template writes after an assistant's turn that ends a chat."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         chat = self._render(prompts, turns, add_generation_prompt=False) or ""
         return chat.rpartition(ANSWER)[2] if ANSWER in chat else ""
 
     def _render_observation(self, prompts: PromptFormat, role: str) -> str | None:
-        """Render a chat with one observation in this role.
+        """Render a chat with an observation in this role.
 
         Returns None if the template does not know the role, or does not write the observation right
         after the assistant's turn. Some templates do not if no tool was called."""

@@ -73,7 +73,7 @@ class PromptFormat:
             )
 
     def check(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-        """Raise ValueError if the tokenizer has no chat template and these settings need one."""
+        """Raise ValueError if the tokenizer has no chat template and these settings need it."""
         if tokenizer.chat_template is None and self.format == "chat":
             raise ValueError(
                 "prompt.format=chat: this model's tokenizer has no chat template; "

@@ -175,7 +175,12 @@ class BlockProduct(Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, weight: Tensor, slots_R: Tensor, experts_B: Tensor, size: int
+        ctx,
+        rows: Tensor,
+        weight: Tensor,
+        slots_R: Tensor,
+        experts_B: Tensor,
+        size: int,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, slots_R, experts_B)
         ctx.size = size
@@ -202,7 +207,12 @@ class BlockProduct(Function):
         return grad_rows, grad_weight, None, None, None
 
 
-def _padded(rows: Tensor, slots_R: Tensor, experts_B: Tensor, size: int) -> Tensor:
+def _padded(
+    rows: Tensor,
+    slots_R: Tensor,
+    experts_B: Tensor,
+    size: int,
+) -> Tensor:
     """Return the rows in blocks [B, size, in], with zeros at padding."""
     padded = rows.new_zeros(len(experts_B) * size, rows.shape[1])
     return padded.index_copy_(0, slots_R, rows).unflatten(0, (len(experts_B), size))

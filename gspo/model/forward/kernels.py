@@ -35,7 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled():
         return RMSNorm.apply(x, weight, eps)
     # rounded in the same places as in RMSNorm
-    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)
+    unit = (x * _inverse_rms(x, eps)).to(x.dtype)
+    return (unit * weight).to(x.dtype)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,7 +71,8 @@ class RMSNorm(Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         unit, weight, scale = ctx.saved_tensors
         by_unit = grad.float() * unit
-        grad_weight = by_unit.sum(tuple(range(unit.dim() - weight.dim()))).to(weight.dtype)
+        first_dims = tuple(range(unit.dim() - weight.dim()))
+        grad_weight = by_unit.sum(first_dims).to(weight.dtype)
         # the mean of gradient * weight * unit
         if weight.dim() == 1:
             mean = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
@@ -162,7 +164,13 @@ class ToExperts(Function):
     scatter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        top_k: int,
+    ) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
         return x.index_select(0, order // top_k)
@@ -172,7 +180,8 @@ class ToExperts(Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         rows = grad.index_select(0, inverse)
-        return rows.unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+        grad_x = rows.unflatten(0, (-1, ctx.top_k)).sum(1)
+        return grad_x, None, None, None
 
 
 class FromExperts(Function):
@@ -181,7 +190,13 @@ class FromExperts(Function):
     `out` [N K, W] is sorted by expert. `order` and `inverse` are as in ToExperts."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        out: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(out, weights, order, inverse)
         rows = out.index_select(0, inverse).unflatten(0, weights.shape)
         y = rows[:, 0] * weights[:, :1]
@@ -232,7 +247,8 @@ class TokenLogProbs(Function):
         for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(parts(rows, split), head, temperature)
             norm = logits.logsumexp(-1)
-            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            target_logits = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+            logp.append(target_logits - norm)
             if entropy:
                 # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
@@ -297,7 +313,8 @@ def head_product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
     With the parts it changes by 1e-6 (tests/unit/model/test_head.py)."""
     if len(a) == 1:
         return (a[0] @ b[0]).float()
-    small = float32_product(a[0], b[1]).add_(float32_product(a[1], b[0]))
+    small = float32_product(a[0], b[1])
+    small.add_(float32_product(a[1], b[0]))
     return small.add_(float32_product(a[0], b[0]))
 
 
@@ -311,13 +328,14 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _times_p(logits: Tensor, slope: Tensor, entropy_slope: Tensor | None) -> Tensor:
-    """Return p_v (slope + entropy_slope (log p_v + H)) for every token [M, V]; overwrite `logits`."""
+    """Return p_v (slope + entropy_slope (log p_v + H)) for every token [M, V], in place."""
     p = logits.softmax(-1)
     if entropy_slope is None:
         return p.mul_(slope.unsqueeze(-1))
     # log p_v + H = logits_v - sum_u p_u logits_u
     mean = torch.linalg.vecdot(p, logits).unsqueeze(-1)
-    return logits.sub_(mean).mul_(entropy_slope.unsqueeze(-1)).add_(slope.unsqueeze(-1)).mul_(p)
+    logits.sub_(mean).mul_(entropy_slope.unsqueeze(-1))
+    return logits.add_(slope.unsqueeze(-1)).mul_(p)
 
 
 def chunk_rows(x: Tensor, vocabulary: int) -> int:

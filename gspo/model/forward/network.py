@@ -31,34 +31,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo.data.batch import NOT_RECORDED
-from gspo.model.forward.grouped import (
-    CastCache,
-    ExpertGroups,
-    choose_method,
-    into_blocks,
-    is_aligned,
-    multiply_in_blocks,
-)
-from gspo.model.forward.kernels import (
-    FromExperts,
-    ToExperts,
-    float32_product,
-    rms_norm,
-    rotate,
-    swiglu,
-)
-from gspo.model.forward.low_rank import Factors, factors_of_experts, unwrapped
-from gspo.model.forward.packed_weights import LayerWeights, Product, prepare_layer
+from gspo.model.forward.experts import run_experts
+from gspo.model.forward.grouped import CastCache
+from gspo.model.forward.kernels import float32_product, rms_norm, rotate, swiglu
+from gspo.model.forward.packed_weights import LayerWeights, prepare_layer
 from gspo.model.forward.packing import attention
 from gspo.model.routing_replay import gate_weights
-from gspo.model.sharding.dtensors import (
-    architecture,
-    expert_ranks,
-    full_tensor,
-    is_sharded,
-    local_tensor,
-    run_unsharded,
-)
+from gspo.model.sharding.dtensors import architecture, full_tensor, is_sharded, run_unsharded
 
 FAMILIES = (
     "Qwen3ForCausalLM",
@@ -206,14 +185,17 @@ class Network:
             cos, sin = self.body.rotary_emb(torch.empty(0, device=device), positions)
             # both halves of a head rotate by the same angles
             half = cos.shape[-1] // 2
-            self._rotation_table = torch.complex(
-                cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-            )
+            cos = cos[0, :, :half].contiguous()
+            sin = sin[0, :, :half].contiguous()
+            self._rotation_table = torch.complex(cos, sin)
         return self._rotation_table
 
 
 def project_heads(
-    attention: nn.Module, weights: LayerWeights, h_NW: Tensor, rotation: Tensor
+    attention: nn.Module,
+    weights: LayerWeights,
+    h_NW: Tensor,
+    rotation: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v by head, with q and k rotated.
 
@@ -223,8 +205,11 @@ def project_heads(
     k_width = attention.k_proj.out_features
     qk, v = weights.qkv(h_NW).split((q_width + k_width, k_width), -1)
     if len(weights.norms) == 2:
-        pairs = zip(qk.split((q_width, k_width), -1), weights.norms, strict=True)
-        qk = torch.cat([rms_norm(x, w, attention.q_norm.variance_epsilon) for x, w in pairs], -1)
+        q, k = qk.split((q_width, k_width), -1)
+        q_norm, k_norm = weights.norms
+        q = rms_norm(q, q_norm, attention.q_norm.variance_epsilon)
+        k = rms_norm(k, k_norm, attention.q_norm.variance_epsilon)
+        qk = torch.cat([q, k], -1)
     qk = qk.unflatten(-1, (-1, dim))
     if len(weights.norms) == 1:
         qk = rms_norm(qk, weights.norms[0], attention.q_norm.variance_epsilon)
@@ -237,7 +222,7 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate weights, the experts that the tokens go to, and the router's choice, [N, K] each.
 
-    A replay changes the first two. If it holds NOT_RECORDED, the token keeps the router's choice."""
+    A replay changes the first two. At NOT_RECORDED the token keeps the router's choice."""
     # rounded logits would send tokens to other experts
     with torch.autocast(h_NW.device.type, enabled=False):
         logits_NE, weights_NK, chosen_NK = router(h_NW)
@@ -246,102 +231,6 @@ def route(
     experts_NK = torch.where(replay_NK == NOT_RECORDED, chosen_NK, replay_NK.to(chosen_NK.dtype))
     replayed_weights_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
     return replayed_weights_NK, experts_NK, chosen_NK
-
-
-def run_experts(
-    module: nn.Module,
-    h_NW: Tensor,
-    weights_NK: Tensor,
-    experts_NK: Tensor,
-    layer_weights: LayerWeights | None = None,
-    casts: CastCache | None = None,
-) -> Tensor:
-    """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the k-th expert.
-
-    Tokens are sorted by expert. So each expert is one matrix product over its tokens."""
-    module, wrappers = unwrapped(module)
-    device = h_NW.device
-    top_k = experts_NK.shape[1]
-    dtype = h_NW.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    h_NW = h_NW.to(dtype)
-    weights_NK = weights_NK.to(dtype)
-    merged = layer_weights.merged if layer_weights else None
-    up, down = merged or (module.gate_up_proj, module.down_proj)
-    # Weights that are unsharded or merged with an adapter exist only for this pass.
-    cast = casts if casts and not merged and not is_sharded(module) else Tensor.to
-    up = cast(local_tensor(up), dtype)
-    down = cast(local_tensor(down), dtype)
-    if layer_weights and len(h_NW) < layer_weights.all_experts_below:
-        return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
-    up_factors = None if merged else factors_of_experts(wrappers, "gate_up_proj")
-    down_factors = None if merged else factors_of_experts(wrappers, "down_proj")
-    ranks = expert_ranks(module)
-    matrices = [up, down, *(up_factors or ()), *(down_factors or ())]
-    method = choose_method(h_NW, matrices, top_k)
-    if method == "all" and not ranks and not up_factors and not down_factors:
-        return _all_experts(up, down.transpose(1, 2).flatten(0, 1), h_NW, weights_NK, experts_NK)
-    flat = experts_NK.flatten()
-    # a GPU sorts 16 bits in a quarter of the passes
-    order = flat.to(torch.int16).argsort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-    # bincount would wait for a GPU
-    counts_E = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-
-    def apply_experts(rows: Tensor, counts_E: Tensor) -> Tensor:
-        if layer_weights and layer_weights.experts is not None:
-            return _one_by_one(rows, counts_E.tolist(), *layer_weights.experts)
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        blocks = None if method == "grouped" else into_blocks(ends_E, len(rows))
-        groups = ExpertGroups(ends_E, blocks)
-        inner = swiglu(_adapted(rows, up, up_factors, groups))
-        return _adapted(inner, down, down_factors, groups)
-
-    rows = ToExperts.apply(h_NW, order, inverse, top_k)
-    out = ranks.compute(rows, counts_E, apply_experts) if ranks else apply_experts(rows, counts_E)
-    return FromExperts.apply(out, weights_NK, order, inverse)
-
-
-def _adapted(rows: Tensor, weight: Tensor, adapter: Factors | None, groups: ExpertGroups) -> Tensor:
-    """Multiply rows by the transposes of their experts' matrices, with an adapter if it is given."""
-    out = _grouped(rows, weight, groups)
-    if adapter is None:
-        return out
-    b, a = (x.to(rows.dtype) for x in adapter)
-    return out + _grouped(_grouped(rows, a, groups), b, groups)
-
-
-def _grouped(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
-    """Multiply rows by the transposes of their experts' matrices `weight` [E, out, in]."""
-    if groups.blocks:
-        return multiply_in_blocks(rows, weight, groups.blocks)
-    if is_aligned(rows.dtype, weight):
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.ends_E)
-    counts = groups.ends_E.diff(prepend=groups.ends_E.new_zeros(1)).tolist()
-    by_expert = zip(rows.split(counts), weight, strict=True)
-    return torch.cat([F.linear(expert_rows, matrix) for expert_rows, matrix in by_expert])
-
-
-def _one_by_one(
-    rows: Tensor, counts: list[int], ups: list[Product], downs: list[Product]
-) -> Tensor:
-    """Apply each expert to its rows, with products that were prepared for frozen weights."""
-    by_expert = zip(rows.split(counts), ups, downs, strict=True)
-    return torch.cat([down(swiglu(up(part))) for part, up, down in by_expert if len(part)])
-
-
-def _all_experts(
-    up: Tensor, all_down: Tensor, h_NW: Tensor, weights_NK: Tensor, experts_NK: Tensor
-) -> Tensor:
-    """Compute `run_experts` for a few tokens: every expert sees all tokens.
-
-    For a few tokens this costs less than sorting them."""
-    gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
-    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1)))
-    gates_NE1 = gates_NE.unsqueeze(-1)
-    inner_NEI = inner_NEI * gates_NE1 if torch.is_grad_enabled() else inner_NEI.mul_(gates_NE1)
-    return inner_NEI.flatten(1) @ all_down
 
 
 def autocast_to(device: torch.device, precision: torch.dtype) -> AbstractContextManager:
@@ -361,7 +250,12 @@ def _is_moe(layer: nn.Module) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
-def causal_attention(layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+def causal_attention(
+    layer: int,
+    q_NHD: Tensor,
+    k_NJD: Tensor,
+    v_NJD: Tensor,
+) -> Tensor:
     """Compute causal attention within one sequence."""
     return attention(*(x.unsqueeze(0) for x in (q_NHD, k_NJD, v_NJD)))
 
@@ -395,7 +289,7 @@ def is_supported(
 def _same_logits(model: transformers.PreTrainedModel, precision: torch.dtype) -> bool:
     """Return whether both forwards give the same logits on most tokens.
 
-    On single tokens they may differ, because rounding may swap two experts of nearly equal weight."""
+    On single tokens they may differ: rounding may swap two experts of nearly equal weight."""
     tokens_N = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=model.device)
     positions_N = torch.arange(len(tokens_N), device=model.device)
     with autocast_to(model.device, precision):

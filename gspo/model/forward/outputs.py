@@ -18,7 +18,7 @@ from gspo.model.forward.packing import Sequences
 
 @dataclass
 class PolicyOutput:
-    """The results of one forward pass over a batch."""
+    """The results of a forward pass over a batch."""
 
     # float32, log pi(y_t | x, y_<t) at the sampling temperature
     logp_BT: Tensor

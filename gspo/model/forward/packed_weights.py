@@ -40,7 +40,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer as matrix products.
+    """The weights of a layer as matrix products.
 
     If a product is None, transformers' module computes it."""
 
@@ -92,7 +92,10 @@ def prepare_layer(layer: nn.Module, freeze: bool, copy_experts: bool = False) ->
 
 
 def _prepare_experts(
-    prepared: LayerWeights, experts: nn.Module, on_cpu: bool, copy_experts: bool
+    prepared: LayerWeights,
+    experts: nn.Module,
+    on_cpu: bool,
+    copy_experts: bool,
 ) -> None:
     """Prepare an MoE layer's frozen experts, if this is worth a copy of their weights."""
     module, _ = unwrapped(experts)

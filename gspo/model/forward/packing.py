@@ -100,7 +100,11 @@ class Sequences:
             self._append_rectangle(rows, starts_B[rows], lengths_B[rows], positions)
 
     def _append_rectangle(
-        self, rows: Tensor, starts: Tensor, lengths: Tensor, positions: Tensor
+        self,
+        rows: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        positions: Tensor,
     ) -> int:
         """Append one rectangle, and return its first slot.
 
@@ -149,19 +153,28 @@ class Sequences:
             setattr(self, name, to_device(getattr(self, name), device))
         return self
 
-    def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NJD: Tensor,
+        v_NJD: Tensor,
+    ) -> Tensor:
         """Compute causal attention within every row.
 
         Padding is to the right of a row, so no token attends to it."""
         if self.varlen:
             return self.varlen.attend(layer, q_NHD, k_NJD, v_NJD)
         sizes = [rows * columns for rows, columns in self.rectangles]
-        qs, ks, vs = (x_NHD.split(sizes) for x_NHD in (q_NHD, k_NJD, v_NJD))
+        qs = q_NHD.split(sizes)
+        ks = k_NJD.split(sizes)
+        vs = v_NJD.split(sizes)
         mixed = []
         for shape, q, k, v in zip(self.rectangles, qs, ks, vs, strict=True):
-            mixed.append(
-                attention(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape))
-            )
+            q = q.unflatten(0, shape)
+            k = k.unflatten(0, shape)
+            v = v.unflatten(0, shape)
+            mixed.append(attention(q, k, v))
         return torch.cat(mixed)
 
     def flat(self, x_BSLK: Tensor) -> Tensor:
@@ -216,19 +229,22 @@ class SharedPrompts(Sequences):
         offsets = columns - (self.prompt_width - self.prompts_B[:, None])
         slots = self.group_B[:, None] * columns_of_prompts + offsets
         self.slot_BS[:, : self.prompt_width] = torch.where(offsets >= 0, slots, -1)
-        for rows in buckets(self.responses_B, (self.responses_B > 1).nonzero().squeeze(-1)):
+        # a response of one token is left out, as all last tokens are
+        long_enough = (self.responses_B > 1).nonzero().squeeze(-1)
+        for rows in buckets(self.responses_B, long_enough):
             self._append_responses(rows)
 
     def _append_responses(self, rows: Tensor) -> None:
-        """Append the responses of rows as one rectangle, and the slots of the keys that they see."""
+        """Append the responses of rows as one rectangle, and the slots of their keys."""
         prompts = self.prompts_B[rows]
         starts = torch.full_like(rows, self.prompt_width)
         first_slot = self._append_rectangle(rows, starts, self.responses_B[rows] - 1, prompts)
         longest = self.rectangles[-1][1]
         longest_prompt = int(prompts.max())
         slots = first_slot + torch.arange(len(rows) * longest, device=self.device)
+        slots = slots.view(len(rows), longest)
         prompt = self.slot_BS[rows, self.prompt_width - longest_prompt : self.prompt_width]
-        keys = torch.cat([prompt.clamp(min=0), slots.view(len(rows), longest)], 1)
+        keys = torch.cat([prompt.clamp(min=0), slots], 1)
         self._keys.append(keys.flatten())
         self._in_prompt.append((prompt >= 0).flatten())
         self.buckets.append((len(rows), longest, longest_prompt))
@@ -262,7 +278,13 @@ class SharedPrompts(Sequences):
                 )
         return self._masks
 
-    def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NJD: Tensor,
+        v_NJD: Tensor,
+    ) -> Tensor:
         """Compute attention: prompts see themselves, responses see their prompt and themselves."""
         if self.varlen:
             return self.varlen.attend(layer, q_NHD, k_NJD, v_NJD)
@@ -278,21 +300,24 @@ class SharedPrompts(Sequences):
             masks = self.masks(q_NHD.dtype)
             for q, k, v, mask in zip(response_qs, ks, vs, masks, strict=True):
                 shape = (len(mask), -1)
-                q, k, v = (x.unflatten(0, shape) for x in (q, k, v))
+                q = q.unflatten(0, shape)
+                k = k.unflatten(0, shape)
+                v = v.unflatten(0, shape)
                 mixed.append(attention(q, k, v, mask))
         return torch.cat(mixed)
 
 
 def response_mask(in_prompt: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the attention mask of responses [rows, 1, queries, keys]: 0 for a visible key, else -inf.
+    """Return the mask of responses [rows, 1, queries, keys]: 0 for a visible key, else -inf.
 
-    The keys are those of the prompt and of the response. A response sees all tokens of its prompt,
-    and itself causally. `in_prompt` [rows, prompt columns] says which columns are tokens."""
+    The keys belong to the prompt and the response. A response sees all tokens of its prompt, and
+    itself causally. `in_prompt` [rows, prompt columns] says which columns are tokens."""
     rows = len(in_prompt)
     device = in_prompt.device
     causal = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
     prompt_part = in_prompt.unsqueeze(1).expand(-1, columns, -1)
-    visible = torch.cat([prompt_part, causal.expand(rows, -1, -1)], 2).unsqueeze(1)
+    response_part = causal.expand(rows, -1, -1)
+    visible = torch.cat([prompt_part, response_part], 2).unsqueeze(1)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~visible, -torch.inf)
 
@@ -312,11 +337,18 @@ def buckets(lengths_B: Tensor, rows: Tensor) -> list[Tensor]:
     return result
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute attention of q, k and v [rows, columns, heads, D], as a list [rows * columns, heads, D].
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of q, k and v [rows, columns, heads, D] as a list [rows * columns, ...].
 
     Without `mask` it is causal."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     if mask is not None:
         mask = mask.to(q.dtype)
     queries_per_key = q.shape[1] // k.shape[1]

@@ -79,7 +79,8 @@ class PaddedRows:
 
 def at_columns(x_BSX: Tensor, columns_BC: Tensor) -> Tensor:
     """Return the entries [B, C, ...] of the given columns of each row."""
-    return x_BSX[torch.arange(len(x_BSX), device=x_BSX.device)[:, None], columns_BC]
+    rows_B = torch.arange(len(x_BSX), device=x_BSX.device)
+    return x_BSX[rows_B[:, None], columns_BC]
 
 
 def forward_arguments(
@@ -149,20 +150,25 @@ def first_line(error: Exception) -> str:
 def probe_rows(model: transformers.PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return rows of token ids of these lengths, for a comparison of two computations."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [
-        [(start + i) % vocabulary for i in range(length)] for start, length in enumerate(lengths)
-    ]
+    rows = []
+    for first, length in enumerate(lengths):
+        rows.append([(first + i) % vocabulary for i in range(length)])
+    return rows
 
 
 def padded(
-    rows: list[list[int]], side: Side, device: torch.device, pad_id: int = 0
+    rows: list[list[int]],
+    side: Side,
+    device: torch.device,
+    pad_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return token ids and attention mask [B, S] of rows, with padding on one side."""
     width = max(map(len, rows))
     tokens_BS = torch.full((len(rows), width), pad_id)
     attention_BS = torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
-        columns = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        first = width - len(row) if side == "left" else 0
+        columns = slice(first, first + len(row))
         tokens_BS[i, columns] = torch.tensor(row)
         attention_BS[i, columns] = 1
     return tokens_BS.to(device), attention_BS.to(device)
@@ -182,6 +188,7 @@ def largest_difference(computed: list[Tensor], expected: list[Tensor]) -> float:
     expert, and the maximum over rows."""
     medians = []
     for ours_SV, theirs_SV in zip(computed, expected, strict=True):
-        medians.append((ours_SV.float() - theirs_SV.float()).abs().amax(-1).median())
+        differences_S = (ours_SV.float() - theirs_SV.float()).abs().amax(-1)
+        medians.append(differences_S.median())
     largest_logit = max(float(logits_SV.abs().max()) for logits_SV in expected)
     return float(torch.stack(medians).max()) / max(largest_logit, 1.0)

@@ -52,7 +52,13 @@ class VariableLengths:
             setattr(self, name, to_device(getattr(self, name), device))
         return self
 
-    def attend(self, layer: int, q_NHD: Tensor, k_NJD: Tensor, v_NJD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NJD: Tensor,
+        v_NJD: Tensor,
+    ) -> Tensor:
         """Compute causal attention within every sequence. At padding it is 0."""
         if self.in_order:
             return self._attend(q_NHD, k_NJD, v_NJD)
@@ -75,7 +81,8 @@ def _flat(slots_CS: Tensor) -> tuple[Tensor, Tensor, int]:
     The ends are int32 indices of the list, with a 0 before them."""
     is_token = slots_CS >= 0
     lengths = is_token.sum(1)
-    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    zero = lengths.new_zeros(1)
+    ends = torch.cat([zero, lengths.cumsum(0)]).to(torch.int32)
     return slots_CS[is_token], ends, int(lengths.max())
 
 
@@ -130,7 +137,11 @@ def is_flash_attention_size(
 
 @cache
 def uses_varlen(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
 ) -> bool:
     """Return whether attention on this device is computed by `varlen_attention`.
 
@@ -148,7 +159,11 @@ def uses_varlen(
 
 
 def varlen_problem(
-    device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
 ) -> str:
     """Return why the operator cannot be used, "" if it can be used.
 
@@ -180,8 +195,11 @@ def varlen_problem(
         computed = _with_gradients(operator, [q_QHD, k_UJD, v_UJD], slope_QHD)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return f"refuses: {str(error).splitlines()[0]}"
-    pairs = zip(computed, expected, strict=True)
-    difference = max(float((ours - exact).abs().max() / exact.abs().max()) for ours, exact in pairs)
+    differences = []
+    for ours, exact in zip(computed, expected, strict=True):
+        difference = (ours - exact).abs().max() / exact.abs().max()
+        differences.append(float(difference))
+    difference = max(differences)
     if difference < TRIAL_TOLERANCE:
         return ""
     return f"computes something else: off by {difference:.2g}"
@@ -190,16 +208,20 @@ def varlen_problem(
 def _with_gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], slope: Tensor
 ) -> list[Tensor]:
-    """Return a function's value, and the gradients of the sum of value times `slope`, in float64."""
+    """Return a function's value, and the gradients of sum(value * slope), in float64."""
     inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = function(*inputs)
-        gradients = torch.autograd.grad((out * slope.to(out.dtype)).sum(), inputs)
+        loss = (out * slope.to(out.dtype)).sum()
+        gradients = torch.autograd.grad(loss, inputs)
     return [x.detach().double() for x in (out, *gradients)]
 
 
 def by_formula(
-    q_QHD: Tensor, k_UJD: Tensor, v_UJD: Tensor, lengths: tuple[tuple[int, int], ...]
+    q_QHD: Tensor,
+    k_UJD: Tensor,
+    v_UJD: Tensor,
+    lengths: tuple[tuple[int, int], ...],
 ) -> Tensor:
     """Compute `varlen_attention` sequence by sequence.
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gspo.distributed.ranks import Ranks
-from gspo.model.forward.network import run_experts
+from gspo.model.forward.experts import run_experts
 from gspo.model.sharding.expert_parallel import ExpertRanks
 
 # It warns whenever experts' weights or norms are unsharded in two collectives: one among the ranks
@@ -47,10 +47,16 @@ EXPERTS = "experts"
 class Shards:
     """The ranks over which weights are sharded.
 
-    `size` ranks hold one replica of the weights. It divides the number of ranks. `experts`
+    `size` ranks hold a replica of the weights. It divides the number of ranks. `experts`
     neighbouring ranks hold the experts of a layer. It divides the size."""
 
-    def __init__(self, ranks: Ranks, size: int, device: str, experts: int = 1):
+    def __init__(
+        self,
+        ranks: Ranks,
+        size: int,
+        device: str,
+        experts: int = 1,
+    ):
         self.ranks = ranks
         self.experts = experts
         replicas = ranks.world_size // size
@@ -157,7 +163,10 @@ def _run(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
 
 
 def _experts_forward(
-    module: nn.Module, h_NW: Tensor, experts_NK: Tensor, weights_NK: Tensor
+    module: nn.Module,
+    h_NW: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
 ) -> Tensor:
     """Replace the forward of transformers' experts."""
     return run_experts(module, h_NW, weights_NK, experts_NK)

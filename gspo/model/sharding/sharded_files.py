@@ -1,7 +1,7 @@
 """Reads a model's weights from its folder into shards, and writes shards as a model folder.
 
-No rank ever holds the full model. While a rank reads, it holds its own shard and some rows of one
-tensor. While it writes, it holds its shard, one full tensor and, in the CPU's memory, the files that
+No rank ever holds the full model. While a rank reads, it holds its own shard and some rows of a
+tensor. While it writes, it holds its shard, a full tensor and, in the CPU's memory, the files that
 it will write. Rank k writes the files k, k + world_size, and so on.
 
 transformers keeps the experts of a layer in one tensor. Its folders have tensors for each expert:
@@ -49,7 +49,10 @@ STORED_DTYPES = ("F32", "BF16", "F16")
 
 
 def tensors_in_files(
-    architecture_name: str, name: str, rows: range, values: Tensor
+    architecture_name: str,
+    name: str,
+    rows: range,
+    values: Tensor,
 ) -> Iterator[tuple[str, range, Tensor]]:
     """Yield the tensors of files that together are the rows `rows` of a parameter.
 
@@ -71,12 +74,16 @@ def tensors_in_files(
 # -------------------------------------------------------------------------------------------------
 # reading
 def load_sharded(
-    path: str, attention: str, shards: Shards, device: str, precision: torch.dtype
+    path: str,
+    attention: str,
+    shards: Shards,
+    device: str,
+    precision: torch.dtype,
 ) -> Loaded:
     """Load a model from a folder or by a hub name, in float32, with its weights sharded over ranks.
 
-    Raises ValueError, in one line, if the files cannot be read, or if the architecture is not known
-    here."""
+    Raises ValueError with a single-line message if the files cannot be read, or if the architecture
+    is not known here."""
     with one_line(path):
         folder = downloaded(path)
     check_same_files(path, folder, shards.ranks)

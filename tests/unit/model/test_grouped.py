@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import batch_of, sample, small_policy
-from gspo.model.forward import grouped, network
+from gspo.model.forward import experts, grouped
 
 EXPERTS, TOP_K, WIDTH, INNER = 6, 2, 8, 12
 
@@ -45,13 +45,13 @@ def routes(kind: str, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["drawn", "two experts have all"])
 @pytest.mark.parametrize("tokens", [1, 3, 150])
 def test_each_way_is_the_loop_in_float64_forward_and_backward(monkeypatch, way, kind, tokens):
-    monkeypatch.setattr(network, "choose_method", lambda *_: way)
+    monkeypatch.setattr(experts, "choose_method", lambda *_: way)
     torch.manual_seed(tokens)
     own, h = layer(), torch.randn(tokens, WIDTH, requires_grad=True)
     weights, chosen = torch.rand(tokens, TOP_K, requires_grad=True), routes(kind, tokens)
     slopes = torch.randn(tokens, WIDTH)
     inputs = [h, weights, own.gate_up_proj, own.down_proj]
-    out = network.run_experts(own, h, weights, chosen)
+    out = experts.run_experts(own, h, weights, chosen)
     gradients = torch.autograd.grad((out * slopes).sum(), inputs)
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -67,13 +67,13 @@ def test_each_way_is_the_loop_in_float64_forward_and_backward(monkeypatch, way, 
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6 * scale)
     with torch.no_grad():
         torch.testing.assert_close(
-            network.run_experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6
+            experts.run_experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6
         )
 
 
 @pytest.mark.parametrize("way", ["blocks", "all"])
 def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatch, way):
-    monkeypatch.setattr(network, "choose_method", lambda *_: way)
+    monkeypatch.setattr(experts, "choose_method", lambda *_: way)
     own, h, chosen = layer(), torch.randn(40, WIDTH, requires_grad=True), routes("drawn", 40)
     names = set()
 
@@ -83,7 +83,7 @@ def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatc
             return function(*args, **(kwargs or {}))
 
     with Names():
-        network.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
+        experts.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
     assert names and not names & {
         "aten::_local_scalar_dense",
         "aten::nonzero",
@@ -91,7 +91,7 @@ def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatc
         "aten::_grouped_mm",
     }
     monkeypatch.setattr(torch.Tensor, "tolist", None)  # it reads without an operation
-    network.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
+    experts.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 33, 0], [16, 16, 16], [1, 0, 100], [17, 31, 47]])
