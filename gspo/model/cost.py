@@ -27,9 +27,10 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
     total = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
         total -= model.get_input_embeddings().weight.numel()
-    routed = {
-        name: module for name, module in model.named_modules() if name.split(".")[-1] == "experts"
-    }
+    routed = {}
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "experts":
+            routed[name] = module
     experts = number(config, EXPERTS)
     top_k = number(config, TOP_K)
     if not routed and experts == 0:
@@ -66,7 +67,8 @@ def forward_flops(config: transformers.PretrainedConfig, active: int, lengths: T
     attention_layers = sum(kind.endswith("attention") for kind in layer_types)
     flops_per_pair = 1.0 * attention_layers * config.num_attention_heads * (key_dim + value_dim)
     lengths = lengths.double()
-    return float(2.0 * active * lengths.sum() + flops_per_pair * lengths.square().sum())
+    pairs = lengths.square().sum()
+    return float(2.0 * active * lengths.sum() + flops_per_pair * pairs)
 
 
 def number(config: transformers.PretrainedConfig, names: tuple[str, ...]) -> int | None:
@@ -76,9 +78,11 @@ def number(config: transformers.PretrainedConfig, names: tuple[str, ...]) -> int
     integers."""
     values = [getattr(config, name, None) for name in names]
     values = [value for value in values if value is not None]
+    if not values:
+        return 0
     if any(not isinstance(value, int) or value != values[0] for value in values):
         return None
-    return values[0] if values else 0
+    return values[0]
 
 
 def consists_of_experts(module: nn.Module, experts: int) -> bool:

@@ -69,6 +69,8 @@ def nearest_model(path: str) -> str:
     suggestions = get_close_matches(path, siblings, 2) or get_close_matches(path, KNOWN, 2)
     if not suggestions:
         start = Path(path).name.lower()
-        model_names = {name: name.rpartition("/")[2].lower() for name in KNOWN}
-        suggestions = [name for name, short in model_names.items() if short.startswith(start)][:2]
+        for name in KNOWN:
+            model_name = name.rpartition("/")[2].lower()
+            if model_name.startswith(start) and len(suggestions) < 2:
+                suggestions.append(name)
     return f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""

@@ -66,7 +66,8 @@ class ControlTokens:
         if BEGIN not in text:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
         token_ids = []
-        for i, piece in enumerate(re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)):
+        pieces = re.split(f"{BEGIN}(.*?){END}", text, flags=re.DOTALL)
+        for i, piece in enumerate(pieces):
             is_marked = i % 2 == 1
             if is_marked:
                 token_ids += self._encode_plainly(tokenizer, piece)

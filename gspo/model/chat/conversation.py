@@ -31,6 +31,10 @@ from gspo.model.chat.prompts import (
 # words that stand for the texts of turns
 OBSERVATION = "zqobservationqz"
 WORDS = {"system": SYSTEM, "user": QUESTION, "assistant": ANSWER, "tool": OBSERVATION}
+FIRST_TURNS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": ANSWER},
+]
 # Chats in which every role has a turn; templates refuse some of them.
 CHATS = (
     ("user", "assistant", "user"),
@@ -225,8 +229,7 @@ class Conversation:
 
     def _closing(self, prompts: PromptFormat) -> str:
         """Return the text that the template writes after an assistant's turn that ends a chat."""
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
-        chat = self._render(prompts, turns, add_generation_prompt=False) or ""
+        chat = self._render(prompts, FIRST_TURNS, add_generation_prompt=False) or ""
         return chat.rpartition(ANSWER)[2] if ANSWER in chat else ""
 
     def _render_observation(self, prompts: PromptFormat, role: str) -> str | None:
@@ -236,12 +239,8 @@ class Conversation:
         after the assistant's turn. Some templates do not if no tool was called."""
         if role == "tool" and "tool" not in str(self.tokenizer.chat_template):
             return None
-        turns = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": ANSWER},
-            {"role": role, "content": OBSERVATION},
-        ]
-        chat = self._render(prompts, turns)
+        observation = {"role": role, "content": OBSERVATION}
+        chat = self._render(prompts, [*FIRST_TURNS, observation])
         if chat is None or ANSWER not in chat:
             return None
         return chat if chat.rpartition(ANSWER)[2].count(OBSERVATION) == 1 else None

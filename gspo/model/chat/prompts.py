@@ -23,6 +23,10 @@ MAX_CHARS_PER_TOKEN = 64
 ANSWER = "zqanswerqz"
 SYSTEM = "zqsystemqz"
 QUESTION = "zquserqz"
+QUESTION_AND_ANSWER = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": ANSWER},
+]
 # Templates raise these errors if they do not know a role, or find no call before a tool's turn.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, AttributeError, KeyError)
 # They do not begin or end turns, and prompts may contain them.
@@ -130,9 +134,10 @@ class PromptFormat:
         The result is None if there is no such token or no chat."""
         if self.format_for(tokenizer) == "plain":
             return None
-        turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
         try:
-            chat = self.apply_chat_template(tokenizer, turns, add_generation_prompt=False)
+            chat = self.apply_chat_template(
+                tokenizer, QUESTION_AND_ANSWER, add_generation_prompt=False
+            )
         except TEMPLATE_ERRORS:
             return None
         if ANSWER not in chat:
@@ -250,9 +255,10 @@ def around_turns(tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
     """Return the added tokens that a chat template writes around a question and its answer."""
     if tokenizer.chat_template is None:
         return set()
-    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
-        chat = PromptFormat().apply_chat_template(tokenizer, turns, add_generation_prompt=False)
+        chat = PromptFormat().apply_chat_template(
+            tokenizer, QUESTION_AND_ANSWER, add_generation_prompt=False
+        )
     except TEMPLATE_ERRORS:
         return set()
     added = tokenizer.added_tokens_decoder

@@ -61,10 +61,10 @@ def run_experts(
     flat = experts_NK.flatten()
     # a GPU sorts 16 bits in a quarter of the passes
     order = flat.to(torch.int16).argsort(stable=True)
-    index = torch.arange(len(order), device=device)
-    inverse = torch.empty_like(order).scatter_(0, order, index)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     # bincount would wait for a GPU
-    counts_E = flat.new_zeros(module.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    counts_E = flat.new_zeros(module.num_experts)
+    counts_E.scatter_add_(0, flat, torch.ones_like(flat))
 
     def apply_experts(rows: Tensor, counts_E: Tensor) -> Tensor:
         if layer_weights and layer_weights.experts is not None:
@@ -100,7 +100,8 @@ def _grouped(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
         return multiply_in_blocks(rows, weight, groups.blocks)
     if is_aligned(rows.dtype, weight):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=groups.ends_E)
-    counts = groups.ends_E.diff(prepend=groups.ends_E.new_zeros(1)).tolist()
+    zero = groups.ends_E.new_zeros(1)
+    counts = groups.ends_E.diff(prepend=zero).tolist()
     by_expert = zip(rows.split(counts), weight, strict=True)
     return torch.cat([F.linear(expert_rows, matrix) for expert_rows, matrix in by_expert])
 
@@ -131,8 +132,7 @@ def _all_experts(
 
     For a few tokens this costs less than sorting them."""
     gates_NE = h_NW.new_zeros(len(h_NW), len(up)).scatter_(1, experts_NK, weights_NK)
-    gate_up_NEI = F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1))
-    inner_NEI = swiglu(gate_up_NEI)
+    inner_NEI = swiglu(F.linear(h_NW, up.flatten(0, 1)).unflatten(-1, (len(up), -1)))
     gates_NE1 = gates_NE.unsqueeze(-1)
     inner_NEI = inner_NEI * gates_NE1 if torch.is_grad_enabled() else inner_NEI.mul_(gates_NE1)
     return inner_NEI.flatten(1) @ all_down

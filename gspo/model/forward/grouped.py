@@ -215,7 +215,8 @@ def _padded(
 ) -> Tensor:
     """Return the rows in blocks [B, size, in], with zeros at padding."""
     padded = rows.new_zeros(len(experts_B) * size, rows.shape[1])
-    return padded.index_copy_(0, slots_R, rows).unflatten(0, (len(experts_B), size))
+    padded.index_copy_(0, slots_R, rows)
+    return padded.unflatten(0, (len(experts_B), size))
 
 
 def multiply_in_blocks(rows: Tensor, weight: Tensor, blocks: Blocks) -> Tensor:

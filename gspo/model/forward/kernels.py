@@ -35,8 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled():
         return RMSNorm.apply(x, weight, eps)
     # rounded in the same places as in RMSNorm
-    unit = (x * _inverse_rms(x, eps)).to(x.dtype)
-    return (unit * weight).to(x.dtype)
+    return ((x * _inverse_rms(x, eps)).to(x.dtype) * weight).to(x.dtype)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,10 +74,12 @@ class RMSNorm(Function):
         grad_weight = by_unit.sum(first_dims).to(weight.dtype)
         # the mean of gradient * weight * unit
         if weight.dim() == 1:
-            mean = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
+            mean = (by_unit @ weight.float()).unsqueeze(-1)
+            mean.div_(weight.numel())
         else:
             mean = by_unit.mul_(weight).mean(-1, keepdim=True)
-        grad_x = (grad.float() * weight).addcmul_(unit, mean, value=-1).mul_(scale)
+        grad_x = grad.float() * weight
+        grad_x.addcmul_(unit, mean, value=-1).mul_(scale)
         return grad_x.to(unit.dtype), grad_weight, None
 
 
@@ -107,7 +108,8 @@ class Rotate(Function):
 
 def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     """Multiply the pairs of x, as complex numbers, by `rotation`."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = x.float().unflatten(-1, (-1, 2))
+    pairs = torch.view_as_complex(pairs)
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
@@ -247,8 +249,7 @@ class TokenLogProbs(Function):
         for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(parts(rows, split), head, temperature)
             norm = logits.logsumexp(-1)
-            target_logits = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-            logp.append(target_logits - norm)
+            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
             if entropy:
                 # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
@@ -282,8 +283,7 @@ class TokenLogProbs(Function):
         for chunk, slope, entropy_slope in zip(chunks, slopes, entropy_slopes, strict=True):
             rows, tokens = chunk
             row_parts = parts(rows, ctx.split)
-            logits = _logits(row_parts, head, ctx.temperature)
-            grad_logits = _times_p(logits, slope, entropy_slope)
+            grad_logits = _times_p(_logits(row_parts, head, ctx.temperature), slope, entropy_slope)
             grad_logits.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
             # Gradients are multiplied as in every other layer: their rounding averages out, but the
             # rounding of log-probs does not.
@@ -340,7 +340,8 @@ def _times_p(logits: Tensor, slope: Tensor, entropy_slope: Tensor | None) -> Ten
 
 def chunk_rows(x: Tensor, vocabulary: int) -> int:
     """Return the maximum number of tokens whose logits are in memory at once."""
-    return max(1, CHUNK.get(x.device.type, CHUNK["cpu"]) // vocabulary)
+    max_logits = CHUNK.get(x.device.type, CHUNK["cpu"])
+    return max(1, max_logits // vocabulary)
 
 
 def _chunks(x: Tensor, targets: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:

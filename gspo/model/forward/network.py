@@ -135,7 +135,8 @@ class Network:
         tokens go to these experts instead, and the routers' choice is returned all the same.
         `longest` must exceed all positions."""
         x_NW = self.body.embed_tokens(tokens_N)
-        rotation = self._rotations(longest, x_NW.device).index_select(0, positions_N).unsqueeze(1)
+        rotations = self._rotations(longest, x_NW.device)
+        rotation = rotations.index_select(0, positions_N).unsqueeze(1)
         compute = self._layer
         if self.checkpointing and torch.is_grad_enabled():
             compute = partial(checkpoint, self._layer, use_reentrant=False)
@@ -162,8 +163,10 @@ class Network:
     ) -> tuple[Tensor, Tensor | None]:
         """Run one layer. Returns the hidden states and the router's choice (None if dense)."""
         weights = self._frozen[i] if self._frozen else prepare_layer(layer, freeze=False)
-        h_NW = _norm(layer.input_layernorm, x_NW)
-        q_NHD, k_NJD, v_NJD = project_heads(layer.self_attn, weights, h_NW, rotation)
+        # Tensors without a name are freed as soon as they are used.
+        q_NHD, k_NJD, v_NJD = project_heads(
+            layer.self_attn, weights, _norm(layer.input_layernorm, x_NW), rotation
+        )
         x_NW = x_NW + weights.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
         h_NW = _norm(layer.post_attention_layernorm, x_NW)
         if not _is_moe(layer):
@@ -205,11 +208,10 @@ def project_heads(
     k_width = attention.k_proj.out_features
     qk, v = weights.qkv(h_NW).split((q_width + k_width, k_width), -1)
     if len(weights.norms) == 2:
-        q, k = qk.split((q_width, k_width), -1)
+        eps = attention.q_norm.variance_epsilon
         q_norm, k_norm = weights.norms
-        q = rms_norm(q, q_norm, attention.q_norm.variance_epsilon)
-        k = rms_norm(k, k_norm, attention.q_norm.variance_epsilon)
-        qk = torch.cat([q, k], -1)
+        q, k = qk.split((q_width, k_width), -1)
+        qk = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], -1)
     qk = qk.unflatten(-1, (-1, dim))
     if len(weights.norms) == 1:
         qk = rms_norm(qk, weights.norms[0], attention.q_norm.variance_epsilon)

@@ -120,17 +120,21 @@ def _output(layer: nn.Module) -> Product:
 
 def _with_adapter(qkv: Product, attention: nn.Module) -> Product:
     """Add the adapters of q, k and v to the product that gives them side by side."""
-    pairs = [factors(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    pairs = [factors(layer) for layer in layers]
     if not any(pairs):
         return qkv
     (q_b, q_a), (k_b, k_a), (v_b, v_a) = pairs
-    b = (_interleaved(q_b, attention.head_dim), _interleaved(k_b, attention.head_dim), v_b)
+    q_b = _interleaved(q_b, attention.head_dim)
+    k_b = _interleaved(k_b, attention.head_dim)
+    b = (q_b, k_b, v_b)
     a = torch.cat([q_a, k_a, v_a])
 
     def multiply(x: Tensor) -> Tensor:
         inner = F.linear(x, a).chunk(3, -1)
-        deltas = [F.linear(part, matrix) for part, matrix in zip(inner, b, strict=True)]
-        return qkv(x) + torch.cat(deltas, -1)
+        return qkv(x) + torch.cat(
+            [F.linear(part, matrix) for part, matrix in zip(inner, b, strict=True)], -1
+        )
 
     return multiply
 
@@ -144,10 +148,9 @@ def _blocked_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return the product x W^T + b over weights in oneDNN's blocks, if this is faster.
 
     It equals the plain product up to rounding, and has no gradient."""
-    has_blocks = (
-        weight.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
-    )
-    if weight.numel() < MIN_BLOCKED_NUMEL or not has_blocks:
+    if weight.numel() < MIN_BLOCKED_NUMEL or not torch.backends.mkldnn.is_available():
+        return _plain_product(weight, bias)
+    if weight.dtype not in (torch.float32, torch.bfloat16):
         return _plain_product(weight, bias)
     weight = weight.detach()
     blocks = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK_ROWS)
@@ -182,7 +185,9 @@ def _projection(
     weight = torch.cat([_interleaved(q_weight, dim), _interleaved(k_weight, dim), v_weight])
     bias = None
     if q.bias is not None:
-        bias = torch.cat([_interleaved(q.bias, dim), _interleaved(k.bias, dim), v.bias])
+        q_bias = _interleaved(q.bias, dim)
+        k_bias = _interleaved(k.bias, dim)
+        bias = torch.cat([q_bias, k_bias, v.bias])
     if getattr(attention, "q_norm", None) is None:
         return weight, bias, ()
     q_norm = _interleaved(attention.q_norm.weight, dim)
@@ -196,4 +201,5 @@ def _projection(
 
 def _interleaved(x: Tensor, dim: int) -> Tensor:
     """Return the rows of every head in the order 0, D/2, 1, D/2 + 1, ..."""
-    return x.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+    halves = x.unflatten(0, (-1, 2, dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)

@@ -43,7 +43,8 @@ def lay_out(batch: TrainBatch) -> Sequences:
         0, group_B, torch.arange(len(batch), device=group_B.device), "amin"
     )
     prompts_B = batch.attention_BS[:, : batch.prompt_width].sum(1)
-    saved = int(prompts_B.sum()) - int(prompts_B[first_G].sum())
+    prompts_G = prompts_B[first_G]
+    saved = int(prompts_B.sum()) - int(prompts_G.sum())
     if saved < WORTH_SHARING * tokens or not _same_replay(batch, first_G[group_B]):
         return Sequences(batch)
     return SharedPrompts(batch, first_G, group_B)
@@ -95,7 +96,8 @@ class Sequences:
         """Append all rectangles to the list."""
         lengths_B = self.prompts_B + self.responses_B
         starts_B = self.prompt_width - self.prompts_B
-        for rows in buckets(lengths_B, torch.arange(len(lengths_B), device=self.device)):
+        all_rows = torch.arange(len(lengths_B), device=self.device)
+        for rows in buckets(lengths_B, all_rows):
             positions = torch.zeros_like(rows)
             self._append_rectangle(rows, starts_B[rows], lengths_B[rows], positions)
 
@@ -118,7 +120,8 @@ class Sequences:
         index = rows[:, None] * self.width + columns
         self._index.append(index.flatten())
         self._positions.append((positions[:, None] + offsets).flatten())
-        slots = first_slot + torch.arange(index.numel(), device=self.device).view_as(index)
+        slots = torch.arange(index.numel(), device=self.device).view_as(index)
+        slots = first_slot + slots
         self.slot_BS.view(-1)[index[is_token]] = slots[is_token]
         self.rectangles.append((len(rows), longest))
         self.slots += index.numel()
@@ -271,7 +274,8 @@ class SharedPrompts(Sequences):
         if not self._masks or self._masks[0].dtype != dtype:
             sizes = [rows * prompt_columns for rows, _, prompt_columns in self.buckets]
             self._masks = []
-            for in_prompt, shape in zip(self.in_prompt.split(sizes), self.buckets, strict=True):
+            parts = self.in_prompt.split(sizes)
+            for in_prompt, shape in zip(parts, self.buckets, strict=True):
                 rows, columns, prompt_columns = shape
                 self._masks.append(
                     response_mask(in_prompt.view(rows, prompt_columns), columns, dtype)
@@ -288,7 +292,8 @@ class SharedPrompts(Sequences):
         """Compute attention: prompts see themselves, responses see their prompt and themselves."""
         if self.varlen:
             return self.varlen.attend(layer, q_NHD, k_NJD, v_NJD)
-        prompt_q, *response_qs = q_NHD.split([rows * columns for rows, columns in self.rectangles])
+        sizes = [rows * columns for rows, columns in self.rectangles]
+        prompt_q, *response_qs = q_NHD.split(sizes)
         shape = self.rectangles[0]
         prompt_k = k_NJD[: len(prompt_q)].unflatten(0, shape)
         prompt_v = v_NJD[: len(prompt_q)].unflatten(0, shape)

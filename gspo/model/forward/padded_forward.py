@@ -61,7 +61,8 @@ class PaddedRows:
             self.replay_BSLK = at_columns(self.replay_BSLK, source_BS)
         self.kept_columns = columns - int(prompts_B.min()) + 1
         first_kept = columns - self.kept_columns
-        self.predicting_BT = (prompts_B - 1 - first_kept)[:, None] + columns_S[: self.width]
+        last_of_prompt_B = prompts_B - 1 - first_kept
+        self.predicting_BT = last_of_prompt_B[:, None] + columns_S[: self.width]
 
     def predicting(self, x_BCX: Tensor) -> Tensor:
         """Select the tokens that predict response tokens [B, T, X] from the last `kept_columns`."""
@@ -74,7 +75,8 @@ class PaddedRows:
         if self.moved_B is None:
             return x_BSX
         columns_S = torch.arange(x_BSX.shape[1], device=x_BSX.device)
-        return at_columns(x_BSX, (columns_S - self.moved_B[:, None]).clamp(min=0))
+        columns_BS = columns_S - self.moved_B[:, None]
+        return at_columns(x_BSX, columns_BS.clamp(min=0))
 
 
 def at_columns(x_BSX: Tensor, columns_BC: Tensor) -> Tensor:

@@ -62,10 +62,11 @@ class VariableLengths:
         """Compute causal attention within every sequence. At padding it is 0."""
         if self.in_order:
             return self._attend(q_NHD, k_NJD, v_NJD)
-        q_QHD = q_NHD.index_select(0, self.queries_Q)
-        k_UJD = k_NJD.index_select(0, self.keys_U)
-        v_UJD = v_NJD.index_select(0, self.keys_U)
-        mixed_QHD = self._attend(q_QHD, k_UJD, v_UJD)
+        mixed_QHD = self._attend(
+            q_NHD.index_select(0, self.queries_Q),
+            k_NJD.index_select(0, self.keys_U),
+            v_NJD.index_select(0, self.keys_U),
+        )
         return torch.zeros_like(q_NHD).index_copy(0, self.queries_Q, mixed_QHD)
 
     def _attend(self, q_QHD: Tensor, k_UJD: Tensor, v_UJD: Tensor) -> Tensor:

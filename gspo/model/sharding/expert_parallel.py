@@ -48,12 +48,13 @@ class ExpertRanks:
         # They arrive sorted by rank, and by expert within a rank.
         expert_P = torch.arange(counts_RP.shape[1], device=rows.device)
         expert_RP = expert_P.repeat(len(counts_RP))
-        expert_of_row = expert_RP.repeat_interleave(counts_RP.flatten(), output_size=len(received))
-        order = expert_of_row.argsort(stable=True)
-        index = torch.arange(len(order), device=rows.device)
-        inverse = torch.empty_like(order).scatter_(0, order, index)
-        by_expert = ToExperts.apply(received, order, inverse, 1)
-        out = apply_experts(by_expert, counts_RP.sum(0))
+        order = expert_RP.repeat_interleave(counts_RP.flatten(), output_size=len(received)).argsort(
+            stable=True
+        )
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=rows.device)
+        )
+        out = apply_experts(ToExperts.apply(received, order, inverse, 1), counts_RP.sum(0))
         by_rank = ToExperts.apply(out, inverse, order, 1)
         return wait_tensor(all_to_all_single(by_rank, sent_R, received_R, self.group))
 

@@ -2,7 +2,7 @@
 turn.
 
 The library plays a rollout by itself, and asks a model for each turn. So here it gets a model that
-waits: `Policy` hands over what it was asked, and says what `step` was given. Setup, stop
+waits: `PolicyClient` hands over what it was asked, and says what `step` was given. Setup, stop
 conditions, tools, clean-up and the rubric are the library's own.
 
     reset   starts the rollout; it asks the policy            -> the messages that it was asked with
@@ -50,7 +50,7 @@ OF_POLICY = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptErro
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
-class Policy(vf.Client):
+class PolicyClient(vf.Client):
     """Stands where the library expects the client of a model, and waits to be told what the model
     says.
     """
@@ -92,7 +92,7 @@ class VfEpisode(Environment):
 
     def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
         self.env, self.metrics = env, metrics
-        self.policy = Policy()
+        self.policy = PolicyClient()
         self.rollout: asyncio.Task[dict[str, Any]] | None = None
         self.conversation: list[Any] = []  # what the policy was asked with last
         self.faults: list[str] = []
