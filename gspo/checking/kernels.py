@@ -16,8 +16,8 @@ from gspo.checking.bench import Bench
 from gspo.checking.machine import short
 from gspo.checking.report import OK, SKIP, Finding, at_most
 from gspo.model.forward import kernels
+from gspo.model.forward.experts import run_experts
 from gspo.model.forward.kernels import TokenLogProbs, rms_norm, rotate, swiglu
-from gspo.model.forward.network import experts
 from gspo.model.forward.packing import attention
 
 EPS = 1e-6
@@ -214,7 +214,7 @@ class Experts(torch.nn.Module):
 
 def our_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
     weights, chosen = choices(len(h))
-    return experts(Experts(up, down), h, weights.to(h), chosen.to(h.device))
+    return run_experts(Experts(up, down), h, weights.to(h), chosen.to(h.device))
 
 
 def plain_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:

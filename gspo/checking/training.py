@@ -73,7 +73,9 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             accumulator = MetricAccumulator()
             diagnostics.mismatch(batch, accumulator)
             if size.experts:
-                diagnostics.engine_routes(batch, accumulator)
+                diagnostics.engine_routes(
+                    batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator
+                )
             metrics = accumulator.result()
             name = f"{size.name}, {short(dtype)}"
             off = metrics["mismatch/logp_abs"]

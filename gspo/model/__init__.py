@@ -1,5 +1,4 @@
-"""The policy and what it is made of: models, tokenizers, our own forward, Routing Replay, the value
-head.
+"""The policy and its parts: models, tokenizers, our own forward, Routing Replay, the value head.
 
-This room imports transformers. Beside it only gspo.rollout does, for its cache.
+This package imports transformers. Apart from it only gspo.rollout does, for its cache.
 """

@@ -1,8 +1,8 @@
-"""The LoRA adapter of a run: peft defines it, initialises it, and can load its files anywhere else.
+"""The LoRA adapter of a run: peft defines it, initialises it, and can load its files elsewhere.
 
-`policy.lora.rank=8` puts one on the model's layers. It alone is trained and saved; the model's own
-weights stay as they are, so that with the adapter off they are the reference policy. How it takes
-part in the forward pass is in gspo.model.forward.low_rank.
+`policy.lora.rank=8` puts an adapter on the model's layers. Only the adapter is trained and saved.
+The model's own weights do not change, so with the adapter off the model is the reference policy.
+gspo.model.forward.low_rank computes the adapter's part of the forward pass.
 
 LoRA: arXiv:2106.09685. peft's documentation: https://huggingface.co/docs/peft.
 """
@@ -28,34 +28,43 @@ from gspo.io.files import errors_of_the_disk
 from gspo.model.forward.low_rank import NAME, is_wrapped
 from gspo.model.settings import LoraSettings
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names of its files
-# what transformers calls the module that holds q, k, v and o
+# peft's names of its files
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# transformers' names of the module that holds q, k, v and o
 ATTENTION = ("self_attn", "attention", "attn")
-# peft's files have the names that its own class around the model gives them
+# in peft's files, names of tensors begin with the names of peft's class around the model
 PREFIX = "base_model.model."
-SAMPLED = 64  # about how many weights of every parameter `base_sum` looks at
+# about so many weights of every parameter are summed in `base_sum`
+SUMMED_WEIGHTS = 64
 
 
 class Adapter:
-    """A LoRA adapter on a model, which it changes in place: from now on the model's own weights
-    need no gradient.
+    """A LoRA adapter on a model, which it changes in place.
 
-    It begins as one that changes nothing, and its random half depends on `seed` alone. `base` names
-    the model's folder or its place on the hub, for those who load the files elsewhere. Raises
-    ValueError if the model has no such layers, or if peft is not installed.
+    From now on the model's own weights need no gradient. At first the adapter changes nothing, and
+    its random half depends on `seed` alone. `base` is the model's folder or hub name, for users who
+    load the files elsewhere. Raises ValueError if the model has no layers to adapt, or if peft is
+    not installed.
     """
 
     def __init__(
-        self, model: transformers.PreTrainedModel, settings: LoraSettings, seed: int, base: str = ""
+        self,
+        model: transformers.PreTrainedModel,
+        settings: LoraSettings,
+        seed: int,
+        base: str = "",
     ):
         peft = installed()
         linear, experts = targets(model, settings.targets)
+        module_names = {name.rpartition(".")[2] for name in linear}
+        parameter_names = {".".join(name.split(".")[-2:]) for name in experts}
         self.model = model
         self.config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=sorted({name.rpartition(".")[2] for name in linear}),
-            target_parameters=sorted({".".join(name.split(".")[-2:]) for name in experts}) or None,
+            target_modules=sorted(module_names),
+            target_parameters=sorted(parameter_names) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
@@ -63,110 +72,115 @@ class Adapter:
             torch.manual_seed(seed_for(seed, "lora"))
             peft.inject_adapter_in_model(self.config, model, NAME)
         self.layers = [module for module in model.modules() if is_wrapped(module)]
-        self._weights = {name: wrapper for wrapper, name in _adapted_weights(model)}
-        if self._weights.keys() != {f"{name}.weight" for name in linear} | set(experts):
+        self._wrappers = _wrappers_by_weight(model)
+        if self._wrappers.keys() != {f"{name}.weight" for name in linear} | set(experts):
             raise ValueError(
-                f"policy.lora.targets={settings.targets}: peft would adapt other layers of this model than those, "
-                f"{', '.join(sorted(self._weights))}"
+                f"policy.lora.targets={settings.targets}: peft would adapt other layers of this "
+                f"model than those, {', '.join(sorted(self._wrappers))}"
             )
 
     @cached_property
     def base_sum(self) -> float:
-        """A number by which the model's own weights can be told from others: the sum of the
-        absolute values of some evenly spaced ones of every parameter."""
+        """The sum of absolute values of some weights of every parameter of the model.
+
+        The weights are evenly spaced. The sum distinguishes the model's own weights from others."""
         total = 0.0
         for name, parameter in self.model.named_parameters():
-            flat = parameter.detach().flatten()
             if ".lora_" not in name:
-                total += float(flat[:: max(1, len(flat) // SAMPLED)].double().abs().sum())
+                flat = parameter.detach().flatten()
+                spacing = max(1, len(flat) // SUMMED_WEIGHTS)
+                total += float(flat[::spacing].double().abs().sum())
         return total
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return A and B of all adapted layers: what is trained."""
+        """Return the trained parameters: A and B of all adapted layers."""
         return [parameter for name, parameter in self.model.named_parameters() if ".lora_" in name]
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within this context the model computes as if there were no adapter."""
-        on = [layer for layer in self.layers if not layer.disable_adapters]
-        for layer in on:
+        """Switch the adapter off within this context."""
+        enabled_layers = [layer for layer in self.layers if not layer.disable_adapters]
+        for layer in enabled_layers:
             layer.enable_adapters(False)
         try:
             yield
         finally:
-            for layer in on:
+            for layer in enabled_layers:
                 layer.enable_adapters(True)
 
     @torch.no_grad()
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors by the names that they have without an adapter, with the
-        adapter merged in. Of what it does not touch these are the tensors themselves."""
+        """Yield the model's tensors with the adapter merged in, by their names without adapter.
+
+        Tensors that are not adapted are the model's tensors themselves, not copies."""
         for name, tensor in self._base_tensors():
-            wrapper = self._weights.get(name)
-            yield name, tensor if wrapper is None else tensor + wrapper.get_delta_weight(NAME)
+            if name in self._wrappers:
+                yield name, tensor + self._wrappers[name].get_delta_weight(NAME)
+            else:
+                yield name, tensor
 
     def adapted_bytes(self) -> int:
-        """Return how many bytes the model's weights take that the adapter acts on."""
-        return sum(tensor.nbytes for name, tensor in self._base_tensors() if name in self._weights)
+        """Return the number of bytes of the model's weights that are adapted."""
+        adapted = [tensor for name, tensor in self._base_tensors() if name in self._wrappers]
+        return sum(tensor.nbytes for tensor in adapted)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the merged tensors by name."""
         return {name: tensor.shape for name, tensor in self._base_tensors()}
 
     def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's own tensors by the names that they have without an adapter."""
+        """Yield the model's own tensors by their names without adapter."""
         for name, tensor in self.model.state_dict().items():
             if ".lora_" not in name:
                 yield name.replace(".base_layer", ""), tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return A and B of all adapted layers by the names of peft's files. They are the weights
-        themselves.
-        """
-        found = installed().get_peft_model_state_dict(
+        """Return A and B of all adapted layers by their names in peft's files, without copying."""
+        tensors = installed().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
-        return {f"{PREFIX}{name}": tensor for name, tensor in found.items()}
+        return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Write the adapter as peft does; `tensors` are copies of what the function of that name
-        returns. Raises OSError if the disk fails."""
+        """Write the adapter in peft's format. `tensors` are copies of the result of `tensors`.
+
+        Raises OSError if the disk fails."""
         config = copy.copy(self.config)
-        config.inference_mode = True  # for those who load it; we train it whatever stands here
+        # for users who load it elsewhere; `load` ignores it
+        config.inference_mode = True
+        metadata = {"format": "pt", "base_sum": repr(self.base_sum)}
         with errors_of_the_disk(folder):
             config.save_pretrained(folder)
-            save_file(
-                tensors,
-                folder / WEIGHTS,
-                metadata={"format": "pt", "base_sum": repr(self.base_sum)},
-            )
+            save_file(tensors, folder / WEIGHTS, metadata=metadata)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Raises ValueError for an adapter of other layers, another rank,
-        or another model.
-        """
+        """Load the files that `save` wrote.
+
+        Raises ValueError for an adapter of other layers, another rank, or another model."""
         with safe_open(folder / WEIGHTS, "pt") as file:
             base_sum = float((file.metadata() or {}).get("base_sum", "nan"))
-        # rounding on another kind of CPU stays below that
+        # rounding on another kind of CPU changes the sum by less
         if not math.isclose(base_sum, self.base_sum, rel_tol=1e-6):
+            base = self.config.base_model_name_or_path or "this model"
             raise ValueError(
-                f"{folder} holds an adapter of other weights than {self.config.base_model_name_or_path or 'this model'}"
-                " has now (their sums differ): give back the model, or the cold start, that the run began with"
+                f"{folder} holds an adapter of other weights than {base} has now (their sums "
+                "differ): give back the model, or the cold start, that the run began with"
             )
-        stored, own = load_file(folder / WEIGHTS), self.tensors()
-        if {name: x.shape for name, x in stored.items()} != {
-            name: x.shape for name, x in own.items()
-        }:
+        stored = load_file(folder / WEIGHTS)
+        tensors = self.tensors()
+        stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
+        if stored_shapes != {name: tensor.shape for name, tensor in tensors.items()}:
             raise ValueError(
-                f"{folder} holds an adapter of other layers or of another rank than policy.lora says"
+                f"{folder} holds an adapter of other layers or of another rank "
+                "than policy.lora says"
             )
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             tensor.copy_(stored[name])
 
 
 def installed() -> ModuleType:
-    """Return peft. Raises ValueError, in one line, if it is not installed."""
+    """Return peft. Raises ValueError with a single-line message if it is not installed."""
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -177,38 +191,44 @@ def installed() -> ModuleType:
 
 
 def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers that are to be adapted, and those of the experts'
-    stacked tensors. Raises ValueError if there is none."""
-    attention, experts, others, stacked = [], [], [], []
+    """Return the names of the linear layers to adapt, and of the experts' stacked tensors.
+
+    `which` is policy.lora.targets. Raises ValueError if there is nothing to adapt."""
+    attention = []
+    experts = []
+    other_layers = []
+    stacked_experts = []
     for name, module in model.named_modules():
         parts = name.split(".")
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            holder = parts[-2] if len(parts) > 1 else ""
-            (
-                attention if holder in ATTENTION else experts if "experts" in parts else others
-            ).append(name)
+            if len(parts) > 1 and parts[-2] in ATTENTION:
+                attention.append(name)
+            elif "experts" in parts:
+                experts.append(name)
+            else:
+                other_layers.append(name)
         elif parts[-1] == "experts":
-            stacked += [
-                f"{name}.{key}"
-                for key, one in module.named_parameters(recurse=False)
-                if one.ndim == 3
-            ]
-    linear = {"attention": attention, "experts": experts, "all": attention + experts + others}[
-        which
-    ]
-    stacked = [] if which == "attention" else stacked
-    if not linear and not stacked:
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    stacked_experts.append(f"{name}.{parameter_name}")
+    if which == "attention":
+        linear = attention
+        stacked_experts = []
+    else:
+        linear = experts if which == "experts" else attention + experts + other_layers
+    if not linear and not stacked_experts:
         raise ValueError(
-            f"policy.lora.targets={which}: {type(model).__name__} has no such layers that are known here"
+            f"policy.lora.targets={which}: {type(model).__name__} has no such layers "
+            "that are known here"
         )
-    return linear, stacked
+    return linear, stacked_experts
 
 
-def _adapted_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield peft's wrappers, each with the name that the tensor which it adapts has without an
-    adapter.
-    """
+def _wrappers_by_weight(model: nn.Module) -> dict[str, nn.Module]:
+    """Return peft's wrappers, by the name without adapter of the tensor that each adapts."""
+    wrappers = {}
     for name, module in model.named_modules():
         if is_wrapped(module):
-            own = getattr(module, "parameter_name", "weight")
-            yield module, f"{name}.{own}".replace(".base_layer", "")
+            parameter_name = getattr(module, "parameter_name", "weight")
+            wrappers[f"{name}.{parameter_name}".replace(".base_layer", "")] = module
+    return wrappers

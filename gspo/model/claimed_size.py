@@ -1,9 +1,8 @@
-"""Compares the size of a model that config.json claims with the weights that are there, before the
-model is built.
+"""Compares the size of a model in config.json with its weights, before the model is built.
 
 A configuration of a few hundred bytes may ask for millions of layers, or for a vocabulary of
-gigabytes. The weights' files say at their beginning which tensors they hold, and reading that takes
-next to no time.
+gigabytes. The files of weights list their tensors at their beginning, and this list is quick to
+read.
 """
 
 from __future__ import annotations
@@ -18,133 +17,158 @@ import transformers
 
 from gspo.io import untrusted
 
-MOST_HEADER = 100 << 20  # bytes: what the format safetensors allows
-MOST_SETTINGS = 64 << 20  # bytes of a file of settings, or of the weights' index
-# numbers for each byte: of some quantized formats two share one, and tied weights are stored once
-MORE_THAN_STORED = 2
-FEW_LAYERS = 64  # as many are built whatever the weights are
-SMALL = 1 << 24  # numbers: a model up to this size is built whatever its weights are
-# of the whole numbers in a model's settings, but for those that stand for no size
-LARGEST = 10_000_000
-NO_SIZES = ("theta", "base", "position", "length", "window", "freq", "seed", "token_id")
-# parts of the names of settings that say how many layers there are
-LAYERS = ("layers", "n_layer", "n_blocks")
-SIZES = ("vocab", "hidden", "size", "dim", "width", "embd", "inner", "heads", "experts", "rank")
-SETTINGS = ("config.json", "tokenizer_config.json", "generation_config.json")
-INDEX = "model.safetensors.index.json"
+# the maximum that the format safetensors allows
+MAX_HEADER_BYTES = 100 << 20
+# of a configuration file, or of the weights' index
+MAX_CONFIG_BYTES = 64 << 20
+# In some quantized formats two parameters share a byte. Tied weights are stored once.
+MAX_PARAMETERS_PER_BYTE = 2
+# up to this number of layers is allowed with any weights
+ALWAYS_ALLOWED_LAYERS = 64
+# a model of up to this number of parameters is allowed with any weights
+ALWAYS_ALLOWED_PARAMETERS = 1 << 24
+# the maximum of an integer in a configuration, except for the names below, which are no sizes
+MAX_SIZE = 10_000_000
+NAMES_OF_NO_SIZE = ("theta", "base", "position", "length", "window", "freq", "seed", "token_id")
+# parts of the names of settings that are a number of layers
+LAYER_NAMES = ("layers", "n_layer", "n_blocks")
+# parts of the names of settings that are a size
+SIZE_NAMES = (
+    "vocab",
+    "hidden",
+    "size",
+    "dim",
+    "width",
+    "embd",
+    "inner",
+    "heads",
+    "experts",
+    "rank",
+)
+CONFIG_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_stated_sizes(path: str) -> None:
-    """Raise ValueError if a model folder's settings state a size, or a number of layers, beyond any
-    model's or beyond what its weights have. This comes before transformers reads them, which makes
-    lists of so many entries.
+    """Raise ValueError if a model folder's configuration states an impossible size.
 
-    A name of the hub is not checked."""
+    A size or a number of layers is impossible if it exceeds the maximum of all models, or of the
+    folder's weights. Call this before transformers reads the configuration, because transformers
+    makes lists of so many entries. A name on the hub is not checked."""
     folder = Path(path)
-    for name in SETTINGS if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for name in CONFIG_FILES:
         if (folder / name).is_file():
-            for key, value in claimed_numbers(content_of(folder / name)):
-                if abs(value) > LARGEST and not any(part in key.lower() for part in NO_SIZES):
+            for key, value in claimed_numbers(json_content(folder / name)):
+                is_size = not any(part in key.lower() for part in NAMES_OF_NO_SIZE)
+                if is_size and abs(value) > MAX_SIZE:
                     raise ValueError(
                         f"model.path={path!r}: {name} says {key}={value}, which no model has"
                     )
     stored = stored_in(path)
     if stored is None or not (folder / "config.json").is_file():
         return
-    tensors, size = stored
-    for key, value in claimed_numbers(content_of(folder / "config.json")):
+    tensors, stored_bytes = stored
+    max_layers = max(tensors, ALWAYS_ALLOWED_LAYERS)
+    max_size = max(stored_bytes, ALWAYS_ALLOWED_PARAMETERS)
+    for key, value in claimed_numbers(json_content(folder / "config.json")):
         name = key.rpartition(".")[2]
-        if any(part in name for part in LAYERS) and value > max(tensors, FEW_LAYERS):
+        if any(part in name for part in LAYER_NAMES) and value > max_layers:
             raise ValueError(
-                f"model.path={path!r}: config.json says {key}={value}, but its weights are {tensors} tensors"
+                f"model.path={path!r}: config.json says {key}={value}, "
+                f"but its weights are {tensors} tensors"
             )
-        if any(part in name for part in SIZES) and value > max(size, SMALL):
+        if any(part in name for part in SIZE_NAMES) and value > max_size:
             raise ValueError(
-                f"model.path={path!r}: config.json says {key}={value}, but its weights are {size:,} bytes in all"
+                f"model.path={path!r}: config.json says {key}={value}, "
+                f"but its weights are {stored_bytes:,} bytes in all"
             )
 
 
 def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
-    """Raise ValueError if a model folder's configuration makes far more numbers than its weights
-    have.
-    """
+    """Raise ValueError if a configuration makes far more parameters than the weights have."""
     stored = stored_in(path)
     if stored is None:
         return
     try:
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (
-        Exception
-    ):  # transformers raises exceptions of many types; loading the model says what is wrong
+    # transformers raises exceptions of many types; the same error ends the loading of the model
+    except Exception:
         return
+    _, stored_bytes = stored
     claimed = sum(parameter.numel() for parameter in outline.parameters())
-    if claimed > max(MORE_THAN_STORED * stored[1], SMALL):
+    if claimed > max(MAX_PARAMETERS_PER_BYTE * stored_bytes, ALWAYS_ALLOWED_PARAMETERS):
         raise ValueError(
-            f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, but its weights are {stored[1]:,} "
-            "bytes in all"
+            f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, "
+            f"but its weights are {stored_bytes:,} bytes in all"
         )
 
 
 def stored_in(path: str) -> tuple[int, int] | None:
-    """Return how many tensors, and bytes of them, a folder's weights have; None for another path,
-    and for a folder without weights. Of several files those count that transformers would read."""
+    """Return the number of tensors in a folder's weights, and of their bytes.
+
+    Only the files that transformers would read are counted. The result is None for a path that is
+    no folder, or a folder without weights."""
     folder = Path(path)
     if not folder.is_dir():
         return None
     if (folder / "model.safetensors").exists():
         files = [folder / "model.safetensors"]
-    elif (folder / INDEX).exists():
-        index = content_of(folder / INDEX)
-        places = index.get("weight_map") if isinstance(index, dict) else None
-        names = {str(name) for name in places.values()} if isinstance(places, dict) else set()
-        files = [untrusted.path_inside(folder, name) for name in sorted(names)]
+    elif (folder / INDEX_FILE).exists():
+        index = json_content(folder / INDEX_FILE)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        names = weight_map.values() if isinstance(weight_map, dict) else ()
+        names = sorted({str(name) for name in names})
+        files = [untrusted.path_inside(folder, name) for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
     counts = [stored_tensors(file) for file in files]
-    return sum(tensors for tensors, _ in counts), sum(size for _, size in counts)
+    return sum(tensors for tensors, _ in counts), sum(stored for _, stored in counts)
 
 
 def stored_tensors(file: Path) -> tuple[int, int]:
-    """Return how many tensors, and bytes of them, a file of weights has. Raises ValueError for a
-    file that is no safetensors, or shorter than its tensors."""
+    """Return the number of tensors in a file of weights, and of their bytes.
+
+    Raises ValueError for a file that is no safetensors, or is shorter than its tensors."""
     try:
         with untrusted.open_plain_file(file) as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if length > MOST_HEADER:
+            if length > MAX_HEADER_BYTES:
                 raise ValueError("its header is too long")
             header = json.loads(opened.read(length))
             size = os.fstat(opened.fileno()).st_size - 8 - length
-        ends = [about["data_offsets"] for name, about in header.items() if name != "__metadata__"]
-        if any(not 0 <= begin <= end <= size for begin, end in ends):
+        header.pop("__metadata__", None)
+        offsets = [tensor["data_offsets"] for tensor in header.values()]
+        if any(not 0 <= begin <= end <= size for begin, end in offsets):
             raise ValueError("it is shorter than its tensors")
-        return len(ends), sum(end - begin for begin, end in ends)
+        return len(offsets), sum(end - begin for begin, end in offsets)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors: {type(error).__name__}: {error}"[:300]
         ) from None
 
 
-def content_of(file: Path) -> Any:
-    """Return what a JSON file holds; None for one that cannot be read, which loading the model
-    refuses.
-    """
+def json_content(file: Path) -> Any:
+    """Return the content of a JSON file, None if it cannot be read.
+
+    Loading the model refuses such a file."""
     try:
-        return json.loads(untrusted.read_bytes(file, MOST_SETTINGS))
+        return json.loads(untrusted.read_bytes(file, MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def claimed_numbers(content: Any, prefix: str = "") -> list[tuple[str, int]]:
-    """Return the whole numbers of a configuration with their dotted keys."""
+    """Return the integers of a configuration with their dotted keys."""
     if isinstance(content, dict):
-        return [
-            pair
-            for key, value in content.items()
-            for pair in claimed_numbers(value, f"{prefix}{key}.")
-        ]
+        numbers = []
+        for key, value in content.items():
+            numbers += claimed_numbers(value, f"{prefix}{key}.")
+        return numbers
     if isinstance(content, int) and not isinstance(content, bool):
         return [(prefix.rstrip("."), content)]
     return []

@@ -1,7 +1,7 @@
-"""The configurations of some public models, so that a laptop without network can plan for them and
-stand in for them.
+"""The configurations of some public models.
 
-The numbers are those of their config.json on the hub, under the names that they have there.
+With them, a laptop without network can plan runs of these models and build stand-ins for them. The
+numbers and their names are from config.json on the hub.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# the class of transformers without its ending, and its configuration
+# the name of the class in transformers without its ending, and the configuration
 Model = tuple[str, dict[str, Any]]
 
 QWEN3 = {
@@ -22,7 +22,13 @@ QWEN3 = {
 }
 
 
-def _qwen3(hidden: int, width: int, layers: int, heads: int, tied: bool = True) -> Model:
+def _qwen3(
+    hidden: int,
+    width: int,
+    layers: int,
+    heads: int,
+    tied: bool = True,
+) -> Model:
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": width,
@@ -76,30 +82,25 @@ KNOWN: dict[str, Model] = {
     "Qwen/Qwen2.5-1.5B": ("Qwen2", QWEN25_1P5B),
     "allenai/OLMoE-1B-7B-0924": ("Olmoe", OLMOE_1B_7B),
 }
-# The same shapes under other names.
-KNOWN |= {f"{name}-Base": KNOWN[name] for name in list(KNOWN) if name.startswith("Qwen/Qwen3")}
-KNOWN |= {
-    f"Qwen/Qwen2.5-{kind}1.5B{end}": KNOWN["Qwen/Qwen2.5-1.5B"]
-    for kind in ("", "Coder-", "Math-")
-    for end in ("", "-Instruct")
-}
-KNOWN |= {
-    f"allenai/OLMoE-1B-7B-0924-{kind}": KNOWN["allenai/OLMoE-1B-7B-0924"]
-    for kind in ("SFT", "Instruct")
-}
+# models of the same shapes under other names
+for name in [name for name in KNOWN if name.startswith("Qwen/Qwen3")]:
+    KNOWN[f"{name}-Base"] = KNOWN[name]
+for kind in ("", "Coder-", "Math-"):
+    KNOWN[f"Qwen/Qwen2.5-{kind}1.5B"] = KNOWN["Qwen/Qwen2.5-1.5B"]
+    KNOWN[f"Qwen/Qwen2.5-{kind}1.5B-Instruct"] = KNOWN["Qwen/Qwen2.5-1.5B"]
+for kind in ("SFT", "Instruct"):
+    KNOWN[f"allenai/OLMoE-1B-7B-0924-{kind}"] = KNOWN["allenai/OLMoE-1B-7B-0924"]
 
 
 def known_config(name: str) -> PretrainedConfig:
-    """Return the configuration of a public model, with the class of models that it is of, as the
-    hub's file has it.
-    """
+    """Return the configuration of a public model, with its architecture."""
     import transformers
 
-    kind, numbers = KNOWN[name]
-    return named(getattr(transformers, f"{kind}Config")(**numbers))
+    model_class, numbers = KNOWN[name]
+    return with_architecture(getattr(transformers, f"{model_class}Config")(**numbers))
 
 
-def named(config: PretrainedConfig) -> PretrainedConfig:
-    """Write into a configuration which class of models it is of, as the files on the hub have it."""
+def with_architecture(config: PretrainedConfig) -> PretrainedConfig:
+    """Set `architectures` in a configuration, as the files on the hub have it, and return it."""
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     return config

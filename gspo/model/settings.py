@@ -1,26 +1,26 @@
-"""The choices of a model and their settings. Building one imports PyTorch and transformers, which
-takes seconds. Those imports are inside the methods that build, so that settings can be read and
-refused at once.
+"""The choices of a model and their settings.
 
-Every choice gives a transformers AutoModelForCausalLM and its tokenizer.
+Every choice gives a transformers AutoModelForCausalLM and its tokenizer. Building a model imports
+PyTorch and transformers, which takes seconds. The methods that build import them, because settings
+must be read and refused at once.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.public_models import KNOWN
 
 if TYPE_CHECKING:
-    import transformers
+    from gspo.model.weights import Loaded
 
-    Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
 
-POSITIONS = 2048  # how many tokens of prompt and response the models that are made here can take
+# maximum tokens of prompt and response together, for models that are built from their settings
+POSITIONS = 2048
 
 
 @dataclass
@@ -28,24 +28,29 @@ class ModelSettings(Ranged, key="model"):
     """The base class of the model choices. `name` is the choice's name."""
 
     name: str = ""
-    # it is made from its settings, with a known number of positions
-    made_here: ClassVar[bool] = False
-    is_dense: ClassVar[bool] = False  # it is known, before it is loaded, to have no routers
-    # transformers' name of the attention that its own forward uses
+    # the model is built from its settings, with POSITIONS positions
+    built_from_settings: ClassVar[bool] = False
+    # the model has no routers, which is known before it is loaded
+    is_dense: ClassVar[bool] = False
+    # transformers' name of the attention in the model's own forward
     attention: ClassVar[str] = "sdpa"
 
     def source(self) -> str:
-        """Return the folder or hub name that it is loaded from, "" for a model that is made here."""
+        """Return the folder or hub name of the model, "" if it is built from its settings."""
         return ""
 
     def make(self) -> Loaded:
         """Return model and tokenizer as they are before any of our training."""
         raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
 
+    def without_name(self) -> dict[str, Any]:
+        """Return all settings but the name, as arguments of the function that builds the model."""
+        settings = asdict(self)
+        del settings["name"]
+        return settings
+
     def outline(self) -> Loaded:
-        """Return the model with no regard to its weights, which may have no content, and its
-        tokenizer.
-        """
+        """Return the model and its tokenizer. Its weights may be without content."""
         return self.make()
 
     def open(self, folder: Path) -> Loaded:
@@ -57,28 +62,25 @@ class ModelSettings(Ranged, key="model"):
 
 @dataclass
 class Tiny(ModelSettings):
-    """The base class of the models that are made here, with random weights and one token per
-    character.
-    """
+    """The base class of models with random weights and one token per character."""
 
     hidden: int = ranged(64, least=1)
     layers: int = ranged(4, least=1)
     heads: int = ranged(4, least=1)
-    made_here: ClassVar[bool] = True
+    built_from_settings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
+                f"model.hidden={self.hidden} divided by model.heads={self.heads} "
+                "must be an even whole number"
             )
 
 
 @dataclass
 class TinyMoE(Tiny):
-    """A Qwen3-MoE of 0.47 M parameters (0.13 M active) with random weights and one token per
-    character.
-    """
+    """A Qwen3-MoE of 0.47 M parameters (0.13 M active), with random weights."""
 
     name: str = "tiny_moe"
     experts: int = ranged(16, least=1)
@@ -90,27 +92,19 @@ class TinyMoE(Tiny):
         super().__post_init__()
         if self.experts_per_token > self.experts:
             raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must not exceed model.experts={self.experts}"
+                f"model.experts_per_token={self.experts_per_token} must not exceed "
+                f"model.experts={self.experts}"
             )
 
     def make(self) -> Loaded:
         from gspo.model.tiny import random_qwen3_moe
 
-        return random_qwen3_moe(
-            self.hidden,
-            self.layers,
-            self.heads,
-            POSITIONS,
-            self.experts,
-            self.experts_per_token,
-            self.expert_width,
-            seed=self.init_seed,
-        )
+        return random_qwen3_moe(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass
 class TinyDense(Tiny):
-    """A dense Qwen3 with random weights and one token per character: the control without a router."""
+    """A dense Qwen3 with random weights: the control without a router."""
 
     name: str = "tiny_dense"
     layers: int = 6
@@ -121,17 +115,15 @@ class TinyDense(Tiny):
     def make(self) -> Loaded:
         from gspo.model.tiny import random_qwen3
 
-        return random_qwen3(
-            self.hidden, self.layers, self.heads, POSITIONS, self.width, seed=self.init_seed
-        )
+        return random_qwen3(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass
 class HFModel(ModelSettings):
     """Any AutoModelForCausalLM, from a folder or by its name on the hub.
 
-    The tokenizer must have an end-of-sequence token. Weights are float32: an update of size 1e-6
-    would be lost in bfloat16 weights of size 1e-2.
+    The tokenizer must have an end-of-sequence token. Weights are float32, because an update of size
+    1e-6 would be lost in bfloat16 weights of size 1e-2.
     """
 
     name: str = "hf"
@@ -142,14 +134,14 @@ class HFModel(ModelSettings):
         super().__post_init__()
         if "/" in self.attention:
             raise ValueError(
-                f"model.attention={self.attention!r} names code on the hub, which is never run; use sdpa, eager or "
-                "flash_attention_2"
+                f"model.attention={self.attention!r} names code on the hub, which is never run; "
+                "use sdpa, eager or flash_attention_2"
             )
 
     def source(self) -> str:
         if not self.path:
             raise ValueError(
-                "model.path='' is empty; say which folder or hub name to load, model.path=..."
+                "model.path='' is empty; set the folder or hub name to load, model.path=..."
             )
         return os.path.expanduser(self.path)
 
@@ -171,9 +163,9 @@ class HFModel(ModelSettings):
 
 @dataclass
 class StandIn(ModelSettings):
-    """A random model of the architecture of `path`, a public model's name on the hub, with its chat
-    format.
-    """
+    """A random model with the architecture and chat format of a public model.
+
+    `path` is the public model's name on the hub."""
 
     name: str = "stand_in"
     path: str = "Qwen/Qwen3-0.6B"
@@ -181,43 +173,36 @@ class StandIn(ModelSettings):
     hidden: int = ranged(32, least=8)
     layers: int = ranged(2, least=1)
     heads: int = ranged(4, least=1)
-    experts: int = ranged(8, least=2)  # of an MoE model, each token goes through two of them
+    # of an MoE model; each token goes through two of them
+    experts: int = ranged(8, least=2)
     init_seed: int = ranged(0, least=0, most=LARGEST_SEED)
-    made_here: ClassVar[bool] = True
+    built_from_settings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path not in KNOWN:
             raise ValueError(
-                f"model.path={self.path!r} with model=stand_in: it can stand in for {', '.join(KNOWN)}"
+                f"model.path={self.path!r} with model=stand_in: "
+                f"it can stand in for {', '.join(KNOWN)}"
             )
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} must be an even whole number"
+                f"model.hidden={self.hidden} divided by model.heads={self.heads} "
+                "must be an even whole number"
             )
 
     def make(self) -> Loaded:
         from gspo.model.stand_in import random_stand_in
 
-        return random_stand_in(
-            self.path,
-            self.attention,
-            self.hidden,
-            self.layers,
-            self.heads,
-            POSITIONS,
-            self.experts,
-            seed=self.init_seed,
-        )
+        return random_stand_in(**self.without_name(), positions=POSITIONS)
 
 
 @dataclass
 class LoraSettings(Ranged, key="policy.lora"):
-    """The settings of a LoRA adapter: h = W x + (alpha / rank) B A x, of which A and B alone are
-    trained.
-    """
+    """The settings of a LoRA adapter: h = W x + (alpha / rank) B A x. Only A and B are trained."""
 
-    rank: int = ranged(0, least=0)  # 0: there is none, and all weights are trained
+    # 0: there is no adapter, and all weights are trained
+    rank: int = ranged(0, least=0)
     # attention: q, k, v and o | experts: those of MoE layers | all: both, and other linear layers
     # but router and head
     targets: str = choice("all", ("attention", "experts", "all"))

@@ -8,9 +8,11 @@ import torch
 import transformers
 
 from gspo.model.tokenizer import character_tokenizer
+from gspo.model.weights import Loaded
 
 
 def random_qwen3_moe(
+    *,
     hidden: int,
     layers: int,
     heads: int,
@@ -18,9 +20,9 @@ def random_qwen3_moe(
     experts: int,
     experts_per_token: int,
     expert_width: int,
-    seed: int,
-) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """Return a Qwen3-MoE with random weights that depend on `seed` alone, and its tokenizer."""
+    init_seed: int,
+) -> Loaded:
+    """Return a Qwen3-MoE, whose random weights depend on `init_seed` alone, and its tokenizer."""
     tokenizer = character_tokenizer()
     config = transformers.Qwen3MoeConfig(
         **_shared_config(hidden, layers, heads, positions, tokenizer),
@@ -31,17 +33,24 @@ def random_qwen3_moe(
         decoder_sparse_step=1,
         norm_topk_prob=True,
     )
-    return random_model(transformers.Qwen3MoeForCausalLM, config, seed), tokenizer
+    return random_model(transformers.Qwen3MoeForCausalLM, config, init_seed), tokenizer
 
 
 def random_qwen3(
-    hidden: int, layers: int, heads: int, positions: int, width: int, seed: int
-) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """Return a dense Qwen3 with random weights that depend on `seed` alone, and its tokenizer."""
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    positions: int,
+    width: int,
+    init_seed: int,
+) -> Loaded:
+    """Return a dense Qwen3, whose random weights depend on `init_seed` alone, and its tokenizer."""
     tokenizer = character_tokenizer()
-    shared = _shared_config(hidden, layers, heads, positions, tokenizer)
-    config = transformers.Qwen3Config(**shared, intermediate_size=width)
-    return random_model(transformers.Qwen3ForCausalLM, config, seed), tokenizer
+    config = transformers.Qwen3Config(
+        **_shared_config(hidden, layers, heads, positions, tokenizer), intermediate_size=width
+    )
+    return random_model(transformers.Qwen3ForCausalLM, config, init_seed), tokenizer
 
 
 def _shared_config(
@@ -68,9 +77,11 @@ def _shared_config(
 
 
 def random_model(
-    kind: type[transformers.PreTrainedModel], config: transformers.PretrainedConfig, seed: int
+    model_class: type[transformers.PreTrainedModel],
+    config: transformers.PretrainedConfig,
+    seed: int,
 ) -> transformers.PreTrainedModel:
     """Return a float32 model with random weights that depend on `seed` alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return kind(config).to(torch.float32)
+        return model_class(config).to(torch.float32)

@@ -1,5 +1,6 @@
-"""The tokenizer of the tiny models: one token per character, as a normal PreTrainedTokenizerFast
-that engines load.
+"""The tokenizer of the tiny models: one token per character.
+
+It is a normal PreTrainedTokenizerFast, which engines can load.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ import string
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+PAD = "<pad>"
+BOS = "<bos>"
+EOS = "<eos>"
 CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 
 
 def character_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per printable ASCII character and newline, and three
-    special tokens.
+    """Return a tokenizer with one token per printable ASCII character and newline.
 
-    The special tokens are padding, begin of sequence and end of sequence.
+    It has three special tokens: padding, begin of sequence and end of sequence.
 
     >>> tokenizer = character_tokenizer()
     >>> tokenizer.decode(tokenizer("7+5=12")["input_ids"])

@@ -1,9 +1,8 @@
-"""The critic: a linear value head on the policy's own network, which is the classic PPO set-up with
-a shared trunk.
+"""The critic: a linear value head on the policy's network, as in PPO with a shared trunk.
 
-V(x, y_<t) is computed from the hidden state that predicts token t, so a value costs no forward pass
-of its own. The value loss trains the trunk too. The head starts at 0: every value is 0 before the
-first update, whatever the seed.
+V(x, y_<t) is computed from the hidden state that predicts token t, so a value needs no forward pass
+of its own. The value loss trains the trunk too. The head starts at 0. So every value is 0 before
+the first update, with any seed.
 
 Shape suffixes: B responses, T response tokens, C tokens of which logits are computed, H hidden
 size.
@@ -34,12 +33,12 @@ class ValueHead(torch.nn.Module):
 
     @contextmanager
     def recording(self, model: transformers.PreTrainedModel) -> Iterator[None]:
-        """Within this context the model's forward pass leaves its last hidden states here."""
+        """Record the last hidden states of the model's forward passes in this context."""
 
-        def keep(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
+        def record(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
             self._hidden_BCH = inputs[0]
 
-        handle = model.get_output_embeddings().register_forward_pre_hook(keep)
+        handle = model.get_output_embeddings().register_forward_pre_hook(record)
         try:
             yield
         finally:
@@ -50,15 +49,16 @@ class ValueHead(torch.nn.Module):
         return self.linear(hidden.float()).squeeze(-1)
 
     def hidden_of_last_forward(self) -> Tensor:
-        """Return the hidden states [B, C, H] that the last forward pass within `recording` made
-        logits of.
-        """
-        hidden_BCH, self._hidden_BCH = self._hidden_BCH, None
+        """Return the hidden states [B, C, H] of the last forward pass within `recording`.
+
+        The head keeps no reference to them."""
+        hidden_BCH = self._hidden_BCH
+        self._hidden_BCH = None
         return hidden_BCH
 
     @staticmethod
     def open(model: transformers.PreTrainedModel, folder: Path | None) -> ValueHead:
-        """Load a checkpoint's head; without `folder`, make a new one for the model."""
+        """Return the head of a checkpoint's `folder`, or a new head if `folder` is None."""
         head = ValueHead(model.config.hidden_size)
         if folder:
             head.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))

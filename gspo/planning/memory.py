@@ -34,10 +34,11 @@ from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
 from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
+from gspo.model.forward.experts import grouped_product_replaced
 from gspo.model.forward.kernels import head_as_on
-from gspo.model.forward.network import FAMILIES, Network, grouped_product_replaced
+from gspo.model.forward.network import FAMILIES, Network
+from gspo.model.forward.outputs import network_outputs
 from gspo.model.forward.packing import Sequences, lay_out
-from gspo.model.policy import through_network
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
 from gspo.model.sharding.dtensors import run_unsharded
@@ -236,12 +237,12 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
 
         def log_probs(sequences: Sequences) -> Tensor:
             return run_unsharded(
-                model, through_network, forward, sequences, None, work.precision, 1.0, True
+                model, network_outputs, forward, sequences, None, work.precision, 1.0, True
             )[0]
 
         allocations = Allocations()
         allocations.ignore([*model.parameters(), *model.buffers()])
-        with allocations, forward.casts_kept():
+        with allocations, forward.cached_casts():
             with torch.no_grad():
                 log_probs(scored)
                 if shards:
@@ -287,7 +288,7 @@ def without_weights(
         parameters = sum(p.numel() for p in model.parameters())
         counts = (parameters, active_parameters(model), Routing(model).experts)
         if shards:
-            shards.spread(model, work.precision)
+            shards.shard_model(model, work.precision)
             for module in model.modules():
                 if isinstance(getattr(module, "ranks", None), ExpertRanks):
                     module.ranks = BalancedExpertRanks(module.ranks.group)

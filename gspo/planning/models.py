@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from gspo.model.loading import load_config, one_line
-from gspo.model.public_models import KNOWN, known_config, named
+from gspo.model.public_models import KNOWN, known_config, with_architecture
 from gspo.model.settings import ModelSettings
 
 
@@ -18,7 +18,7 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
     """Return a model's configuration. Raises ValueError, with a single line, if there is none."""
     source = model.source()
     if not source:
-        return named(model.make()[0].config)
+        return with_architecture(model.make()[0].config)
     if source in KNOWN:
         config = known_config(source)
         config._attn_implementation = model.attention

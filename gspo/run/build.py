@@ -221,7 +221,7 @@ def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
     # vLLM is an installation of its own: imported only if it is used
     from gspo.rollout.engines.vllm import check_start
 
-    check_start(rollout, model.hidden // model.heads if model.made_here else None)
+    check_start(rollout, model.hidden // model.heads if model.built_from_settings else None)
 
 
 def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = None) -> Engine:

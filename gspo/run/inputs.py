@@ -22,9 +22,10 @@ def inputs_of(settings: Settings, *policies: Policy | None) -> dict[str, Any]:
     data = settings.task.data()
     if data:
         inputs["data"] = data
-    weights = [policy.loaded_weights for policy in policies if policy and policy.loaded_weights]
-    if weights:
-        inputs["model"] = weights[0]
+    weights = [policy.initial_weights_digest for policy in policies if policy]
+    known_digests = [digest for digest in weights if digest]
+    if known_digests:
+        inputs["model"] = known_digests[0]
     return inputs
 
 

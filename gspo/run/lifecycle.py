@@ -222,8 +222,8 @@ def model_warnings(policy: Policy) -> list[str]:
             f"{kind}: how many parameters a token passes through cannot be told: "
             "there is no compute/flops"
         )
-    if policy.found_turn_end is not None:
-        token = policy.tokenizer.decode([policy.found_turn_end])
+    if policy.template_turn_end is not None:
+        token = policy.tokenizer.decode([policy.template_turn_end])
         lines.append(
             f"responses end at {token} too: the chat template writes it behind an assistant's "
             "turn, though neither the tokenizer's end-of-sequence token nor generation_config.json "

@@ -39,7 +39,7 @@ def open_policy(
 
     The policy has a critic if the advantage estimator needs values. A missing cold start is made.
     With LoRA, a checkpoint holds an adapter of the model that the run started from."""
-    if settings.model.made_here:
+    if settings.model.built_from_settings:
         check_positions(settings, POSITIONS)  # before a cold start that would be in vain
     lora = settings.policy.lora
     model_checkpoint = None if lora.rank else checkpoint
@@ -62,11 +62,10 @@ def open_policy(
         head_dtype=head_precision(settings),
         checkpointing=settings.policy.checkpointing,
         shards=shards,
+        initial_weights_digest="" if model_checkpoint or shards else fingerprint(model),
     )
     policy.stop_at(settings.rollout.stop, "rollout.stop")
-    if not model_checkpoint and not shards:
-        policy.loaded_weights = fingerprint(model)
-    if folder is None and not settings.model.made_here and not shards:
+    if folder is None and not settings.model.built_from_settings and not shards:
         check_can_be_written(model, tokenizer)
     if lora.rank:
         policy.adapt(lora, settings.seed, base_model_path(settings, folder), checkpoint)
@@ -101,17 +100,15 @@ def open_reference(
     has_refreshed = refreshed and refreshed.exists()
     folder = refreshed if has_refreshed else starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
-    reference = Policy(
+    return Policy(
         model.requires_grad_(False),
         tokenizer,
         settings.rollout.temperature,
         precision=training_precision(settings),
         head_dtype=head_precision(settings),
         shards=shards,
+        initial_weights_digest="" if has_refreshed or shards else fingerprint(model),
     )
-    if not has_refreshed and not shards:
-        reference.loaded_weights = fingerprint(model)
-    return reference
 
 
 # ------------------------------------------------------------------------------------------ weights
@@ -149,15 +146,15 @@ def load_model(settings: Settings, folder: Path | None, shards: Shards | None = 
     device = training_device(settings)
     source = str(folder) if folder else settings.model.source()
     if shards and source:
-        from gspo.model.sharding.sharded_files import load_spread
+        from gspo.model.sharding.sharded_files import load_sharded
 
-        return load_spread(
+        return load_sharded(
             source, settings.model.attention, shards, device, training_precision(settings)
         )
     model, tokenizer = settings.model.open(folder) if folder else settings.model.make()
     model.to(device)
     if shards:
-        shards.spread(model, training_precision(settings))
+        shards.shard_model(model, training_precision(settings))
     return model, tokenizer
 
 
@@ -183,7 +180,7 @@ def check_positions(settings: Settings, available: int | None) -> None:
     if not available or limit < available:
         return
     half = available // 2
-    if settings.model.made_here:
+    if settings.model.built_from_settings:
         raise ValueError(
             f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: "
             f"lower it, for example to {half}"

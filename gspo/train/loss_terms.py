@@ -23,7 +23,7 @@ from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
-from gspo.model.policy import PolicyOutput
+from gspo.model.forward.outputs import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gspo.distributed.ranks import Ranks
 from gspo.io.files import errors_of_the_disk, sync
 from gspo.model.policy import Policy
-from gspo.model.sharding.sharded_files import Files, own_files, write_files, write_rest
+from gspo.model.sharding.sharded_files import Files, local_files, write_files, write_rest
 from gspo.model.value_head import FILE as VALUE_HEAD
 from gspo.rollout.sources.base import PendingRollouts
 from gspo.train.checkpoint import CheckpointWriter, TrainState, copies, save_tensors
@@ -73,14 +73,14 @@ class ShardedCheckpointWriter(CheckpointWriter):
         if self.ranks.rank == 0:
             self._begin(unfinished, pending)
         unfinished = self.ranks.broadcast(unfinished)  # it exists now
-        files, index = own_files(self.policy.model, self.ranks)
+        files, index = local_files(self.policy.model, self.ranks)
         head = self.policy.value_head
         shard = Shard(
             state=json.dumps(asdict(state) | {"settings": self.settings}),
             files=files,
             index=index,
             value_head=copies(head.state_dict()) if head else None,
-            reference=own_files(reference.model, self.ranks) if reference else None,
+            reference=local_files(reference.model, self.ranks) if reference else None,
             optimizer=begin_writing(self.policy, self.optimizer, unfinished, self.dcp_ranks),
             spared=spared,
         )

@@ -34,7 +34,8 @@ from gspo.data.pack import pack, pack_recorded
 from gspo.data.samples import Response
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
-from gspo.model.policy import Policy, PolicyOutput
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import clip_grad_norm
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.episodes.episode import CUT
@@ -111,7 +112,7 @@ class Trainer:
         if entropy_coefficient:
             self.entropy = EntropyTerm(entropy_coefficient, settings.aggregation)
             self.terms.append(self.entropy)
-        policy.learns_entropy = bool(self.entropy)
+            policy.enable_entropy_gradient()
         self.every_row = any(term.needs_every_row for term in self.terms)
         groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
         self.optimizer = make_optimizer(groups, optim)
@@ -371,7 +372,7 @@ class Trainer:
         # if all advantages are 0 the gradient is exactly 0
         every_row = self.every_row or not batch.adv_BT.any()
         needs_backward = [every_row or bool(micro.adv_BT.any()) for micro in micros]
-        with self.policy.casts_kept():
+        with self.policy.cached_casts():
             for i, learns in self.policy.lockstep(needs_backward):
                 if i is None:
                     self.policy.idle(batch, learns)

@@ -147,7 +147,7 @@ def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
 
     def spread(policy: Policy) -> Policy:
         shards = Shards(ranks, ranks.world_size, "cpu")
-        shards.spread(policy.model, torch.float32)
+        shards.shard_model(policy.model, torch.float32)
         return Policy(policy.model, policy.tokenizer, policy.temperature, shards=shards)
 
     ranks = CountedGathers()

@@ -44,7 +44,7 @@ def whole_policy() -> Policy:
 def spread_policy(ranks: Ranks) -> Policy:
     policy = whole_policy()
     shards = Shards(ranks, ranks.world_size, "cpu")
-    shards.spread(policy.model, torch.float32)
+    shards.shard_model(policy.model, torch.float32)
     return Policy(policy.model, policy.tokenizer, shards=shards)
 
 

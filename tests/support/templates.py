@@ -56,7 +56,7 @@ def played(template: str, role: str, end: str = "<|endoftext|>") -> tuple[str, s
         own = [*tokenizer(f"turn {number}", add_special_tokens=False)["input_ids"]]
         last = turn_end
         if turn_end is None:
-            opens = talk.turns[talk.role].opens
+            opens = talk.frames[talk.role].opens
             last = opens[0] if opens and opens[0] in tokenizer.added_tokens_decoder else own[-1]
             talk.stop_ids.add(last)  # as generation_config.json of GLM-4 has it
         ids += own if last == own[-1] else [*own, last]
@@ -65,7 +65,7 @@ def played(template: str, role: str, end: str = "<|endoftext|>") -> tuple[str, s
             {"role": "assistant", "content": f"turn {number}"},
             {"role": talk.role, "content": f"said {number}"},
         ]
-    return tokenizer.decode(ids), prompts.rendered(tokenizer, messages)
+    return tokenizer.decode(ids), prompts.apply_chat_template(tokenizer, messages)
 
 
 def verdict(template: str, role: str) -> str:

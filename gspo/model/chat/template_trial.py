@@ -1,10 +1,9 @@
-"""Renders a chat template in a process with little memory and time, before it is rendered in the
-run's own.
+"""Renders a chat template in a process with little memory and time, as a trial before the run.
 
-A template is a program. That of a stranger's model may loop for years, or write gigabytes. This
-file is also the process's script. It reads {"templates": [...], "variables": {...}, "seconds": 5}
-as JSON, and imports jinja2 alone: transformers takes seconds to import. What a template raises is
-no matter here: the run says that itself.
+A template is a program. The template of an untrusted model may loop for years, or write gigabytes.
+This file is also the script of that process. It reads {"templates": [...], "variables": {...},
+"seconds": 5} as JSON. It imports only jinja2, because transformers takes seconds to import. Errors
+that a template raises are ignored here: the run reports them itself.
 """
 
 from __future__ import annotations
@@ -16,9 +15,13 @@ import sys
 from datetime import datetime
 from typing import Any
 
-CPU_SECONDS, MEMORY, CHARACTERS = 5, 1 << 30, 1 << 20
-WALL_SECONDS = 60.0  # of a busy machine
-TOO_LARGE = 3  # the exit code for a text of more than CHARACTERS
+CPU_SECONDS = 5
+MAX_MEMORY_BYTES = 1 << 30
+MAX_CHARS = 1 << 20
+# enough for a busy machine
+WALL_SECONDS = 60.0
+# the exit code for a text of more than MAX_CHARS
+TOO_LARGE = 3
 CHATS = (
     [{"role": "user", "content": "a"}],
     [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
@@ -41,44 +44,42 @@ TOOLS = [
 def check_template(
     template: str | dict[str, str] | None, special_tokens: dict[str, Any], path: str
 ) -> None:
-    """Raise ValueError if a tokenizer's chat template takes more time, memory or text for a few
-    words than it may.
-    """
+    """Raise ValueError if a chat template exceeds the limits of time, memory or text in a trial."""
     if not template:
         return
     templates = list(template.values()) if isinstance(template, dict) else [template]
-    texts = {name: value for name, value in special_tokens.items() if isinstance(value, str)}
-    asked = json.dumps({"templates": templates, "variables": texts, "seconds": CPU_SECONDS})
-    command = [sys.executable, "-P", "-B", __file__]
+    variables = {name: value for name, value in special_tokens.items() if isinstance(value, str)}
+    request = {"templates": templates, "variables": variables, "seconds": CPU_SECONDS}
     try:
-        done = subprocess.run(
-            command,
-            input=asked,
+        process = subprocess.run(
+            [sys.executable, "-P", "-B", __file__],
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             timeout=WALL_SECONDS,
             check=False,
             encoding="utf-8",
         )
-        # ended by a signal, as the limits do it
-        too_much = done.returncode == TOO_LARGE or done.returncode < 0
+        # The process limits end it with a signal, which is a negative code.
+        exceeds_limits = process.returncode == TOO_LARGE or process.returncode < 0
     except subprocess.TimeoutExpired:
-        too_much = True
-    if too_much:
+        exceeds_limits = True
+    if exceeds_limits:
         raise ValueError(
-            f"model.path={path!r}: its chat template takes more than {CPU_SECONDS} s, {MEMORY >> 30} GB or "
-            f"{CHARACTERS:,} characters for a chat of a few words: mend or remove chat_template.jinja"
+            f"model.path={path!r}: its chat template takes more than {CPU_SECONDS} s, "
+            f"{MAX_MEMORY_BYTES >> 30} GB or {MAX_CHARS:,} characters for a chat of a few words: "
+            "mend or remove chat_template.jinja"
         )
 
 
 def main() -> None:
-    """Render the templates that the standard input holds, within the bounds."""
+    """Render the templates of the standard input within the limits."""
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """The tag by which templates mark what the model has written; here it changes nothing."""
+        """The tag by which templates mark the model's text. Here it changes nothing."""
 
         tags = {"generation"}  # noqa: RUF012, the name and type are jinja2's
 
@@ -89,7 +90,7 @@ def main() -> None:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    asked = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -98,29 +99,28 @@ def main() -> None:
     )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"]))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for template in asked["templates"]:
+    resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    for template in request["templates"]:
         for chat in CHATS:
             for tools in (None, TOOLS):
-                render(
-                    environment, template, {"messages": chat, "tools": tools, **asked["variables"]}
-                )
+                variables = {"messages": chat, "tools": tools, **request["variables"]}
+                render(environment, template, variables)
 
 
 def render(environment: Any, template: str, variables: dict[str, Any]) -> None:
-    """Render a template once. Ends the process if it writes too much."""
+    """Render a template once. End the process if it writes too much."""
     size = 0
     try:
-        for piece in environment.from_string(template).generate(
-            add_generation_prompt=True, **variables
-        ):
+        pieces = environment.from_string(template).generate(add_generation_prompt=True, **variables)
+        for piece in pieces:
             size += len(piece)
-            if size > CHARACTERS:
+            if size > MAX_CHARS:
                 sys.exit(TOO_LARGE)
     except MemoryError:
         sys.exit(TOO_LARGE)
-    except Exception:  # templates raise anything for a chat that they do not expect
+    # templates raise any exception for a chat that they do not expect
+    except Exception:
         return
 
 

@@ -1,9 +1,8 @@
-"""Operations of the network with backward passes of their own: autograd's numbers in fewer passes
-over memory.
+"""Operations of the network with their own backward passes, which save memory traffic.
 
-For small models most time goes to launching operations and to elementwise memory traffic, not to
-arithmetic. Every function here is compared with its plain form, forward and backward, in
-tests/unit/model/test_network.py.
+They give autograd's numbers in fewer passes over memory. For small models most time goes to
+launching operations and to elementwise memory traffic, not to arithmetic.
+tests/unit/model/test_network.py compares every function with its plain form, forward and backward.
 
 Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or MLP width, E
 experts, K experts per token, M predicted tokens, V vocabulary.
@@ -20,19 +19,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-# the most logits at once: 16 MiB in float32, on a GPU 512 MiB
+# the maximum number of logits in memory at once: 16 MiB in float32, on a GPU 512 MiB
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
-# Where the head's float32 product is a sum of bfloat16 products: a GPU's float32 units are 15 times
-# as slow as these.
+# whether the head's float32 product is a sum of bfloat16 products: on a GPU, float32 products are
+# 15 times slower
 SPLITS = {"cpu": False, "cuda": True}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension taken in
-    float32.
+    """Return y = x / sqrt(mean(x^2) + eps) * weight, with the mean over the last dimension.
 
-    y has the type of x. `weight` has the last dimension of x, and may have further ones of x before
-    it."""
+    The mean is computed in float32. y has the type of x. `weight` has the last dimension of x, or
+    several last dimensions."""
     if x.is_cuda:
         return fused_rms_norm(x, weight, eps)
     if torch.is_grad_enabled():
@@ -42,9 +40,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `rms_norm` by PyTorch's own kernel, which is one launch on a GPU, and one in the
-    backward. It rounds once, to the type of x. Under autocast it would compute in float32 and
-    return that."""
+    """Return `rms_norm` by PyTorch's kernel: one launch on a GPU, and one in the backward.
+
+    It rounds once, to the type of x. Autocast is off here, because with it the kernel would compute
+    in and return float32."""
     with torch.autocast(x.device.type, enabled=False):
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -72,20 +71,24 @@ class RMSNorm(Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         unit, weight, scale = ctx.saved_tensors
         by_unit = grad.float() * unit
-        grad_weight = by_unit.sum(tuple(range(unit.dim() - weight.dim()))).to(weight.dtype)
-        if weight.dim() == 1:  # in both branches `along` is the mean of gradient * weight * unit
-            along = (by_unit @ weight.float()).unsqueeze(-1).div_(weight.numel())
+        first_dims = tuple(range(unit.dim() - weight.dim()))
+        grad_weight = by_unit.sum(first_dims).to(weight.dtype)
+        # the mean of gradient * weight * unit
+        if weight.dim() == 1:
+            mean = (by_unit @ weight.float()).unsqueeze(-1)
+            mean.div_(weight.numel())
         else:
-            along = by_unit.mul_(weight).mean(-1, keepdim=True)
-        direct = grad.float() * weight
-        return direct.addcmul_(unit, along, value=-1).mul_(scale).to(unit.dtype), grad_weight, None
+            mean = by_unit.mul_(weight).mean(-1, keepdim=True)
+        grad_x = grad.float() * weight
+        grad_x.addcmul_(unit, mean, value=-1).mul_(scale)
+        return grad_x.to(unit.dtype), grad_weight, None
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply the rotary position embedding to x [N, H, D] in the interleaved layout.
 
-    The two numbers of a pair lie side by side and are multiplied, as one complex number, by exp(i
-    angle), which `rotation` [N, 1, D / 2] holds. The backward rotates by the opposite angle."""
+    The two numbers of a pair are side by side. As one complex number they are multiplied by
+    `rotation` [N, 1, D / 2], which is exp(i angle). The backward rotates by the opposite angle."""
     return Rotate.apply(x, rotation) if torch.is_grad_enabled() else _rotated(x, rotation)
 
 
@@ -106,12 +109,13 @@ class Rotate(Function):
 
 def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     """Multiply the pairs of x, as complex numbers, by `rotation`."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = x.float().unflatten(-1, (-1, 2))
+    pairs = torch.view_as_complex(pairs)
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
 def swiglu(h: Tensor) -> Tensor:
-    """Return silu(gate) * up, where h holds gate and up side by side in its last dimension."""
+    """Return silu(gate) * up. h holds gate and up side by side in its last dimension."""
     if torch.is_grad_enabled():
         return SwiGLU.apply(h)
     gate, up = h.chunk(2, -1)
@@ -140,8 +144,9 @@ class SwiGLU(Function):
 
 
 class Rounded(Function):
-    """Stands for weight.to(rounded.dtype), where `rounded` already is that. The gradient reaches
-    the weight in the weight's own type."""
+    """The given tensor `rounded` as weight.to(rounded.dtype).
+
+    The gradient reaches the weight in the weight's own type."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, rounded: Tensor) -> Tensor:
@@ -155,34 +160,48 @@ class Rounded(Function):
 
 
 class ToExperts(Function):
-    """Copies the rows of x [N, W] into the order of their experts, [N K, W].
+    """Copies of the rows of x [N, W], sorted by expert [N K, W].
 
-    Each row goes to K places. Its gradient is the sum over them, computed by a gather instead of
-    autograd's scatter."""
+    `order` sorts the pairs (token, k) by expert, and `inverse` is its inverse permutation. The
+    gradient of a row is the sum over its K copies. It is computed by a gather instead of autograd's
+    scatter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(
+        ctx,
+        x: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        top_k: int,
+    ) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.top_k = top_k
         return x.index_select(0, order // top_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        rows = grad.index_select(0, places)
-        return rows.unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+        (inverse,) = ctx.saved_tensors
+        rows = grad.index_select(0, inverse)
+        grad_x = rows.unflatten(0, (-1, ctx.top_k)).sum(1)
+        return grad_x, None, None, None
 
 
 class FromExperts(Function):
-    """Sums the experts' outputs per token: y_n = sum_k weight_nk out[place of (n, k)], with out [N
-    K, W].
-    """
+    """The sums of the experts' outputs per token: y_n = sum_k weight_nk out[inverse[n K + k]].
+
+    `out` [N K, W] is sorted by expert. `order` and `inverse` are as in ToExperts."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(out, weights, order, places)
-        rows = out.index_select(0, places).unflatten(0, weights.shape)
+    def forward(
+        ctx,
+        out: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(out, weights, order, inverse)
+        rows = out.index_select(0, inverse).unflatten(0, weights.shape)
         y = rows[:, 0] * weights[:, :1]
         for k in range(1, weights.shape[1]):
             y.addcmul_(rows[:, k], weights[:, k : k + 1])
@@ -191,31 +210,26 @@ class FromExperts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, weights, order, places = ctx.saved_tensors
-        rows = out.index_select(0, places).unflatten(0, weights.shape)
+        out, weights, order, inverse = ctx.saved_tensors
+        rows = out.index_select(0, inverse).unflatten(0, weights.shape)
         grad_weights = rows.mul_(grad.unsqueeze(1)).sum(-1)
         sorted_weights = weights.flatten().index_select(0, order).unsqueeze(1)
-        return (
-            grad.index_select(0, order // weights.shape[1]).mul_(sorted_weights),
-            grad_weights,
-            None,
-            None,
-        )
+        grad_out = grad.index_select(0, order // weights.shape[1]).mul_(sorted_weights)
+        return grad_out, grad_weights, None, None
 
 
 class TokenLogProbs(Function):
-    """Returns log softmax(x W^T / temperature) at the target tokens, and that softmax's entropy:
-    [M], float32 each.
+    """The values log softmax(x W^T / temperature) at the target tokens, and the softmax's entropy.
 
-    No tensor of M x V is made: the logits exist for one chunk of tokens at a time, in the forward
-    and once more in the backward.
+    Both are [M] and float32. No tensor of M x V is made: the logits exist for one chunk of tokens
+    at a time, in the forward and again in the backward.
 
         d logp_m / d logits_mv = (1[v = y_m] - p_mv) / temperature
         d H_m    / d logits_mv = -p_mv (log p_mv + H_m) / temperature
 
     The logits have the precision of x, and everything after them is float32. With `split` x is
-    float32, and the logits have its precision although all products are of bfloat16 matrices: see
-    `parts`.
+    float32. Then the logits have its precision, although all products are of bfloat16 matrices (see
+    `parts`).
     """
 
     @staticmethod
@@ -228,21 +242,23 @@ class TokenLogProbs(Function):
         entropy: bool,
         split: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        # so that the backward does without what nothing was made of
+        # the backward gets None instead of zeros for an output that is not in the loss
         ctx.set_materialize_grads(False)
-        logp, spread = [], []
+        logp = []
+        entropies = []
         head = parts(weight.to(x.dtype).t(), split)
         for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(parts(rows, split), head, temperature)
             norm = logits.logsumexp(-1)
             logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
-            if entropy:  # log Z - sum_v p_v logits_v
+            if entropy:
+                # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
-                spread.append(norm - torch.linalg.vecdot(p, logits))
+                entropies.append(norm - torch.linalg.vecdot(p, logits))
         ctx.save_for_backward(x, weight, targets)
         ctx.temperature = temperature
         ctx.split = split
-        return torch.cat(logp), torch.cat(spread) if entropy else None
+        return torch.cat(logp), torch.cat(entropies) if entropy else None
 
     @staticmethod
     @once_differentiable
@@ -252,39 +268,37 @@ class TokenLogProbs(Function):
         x, weight, targets = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros(len(x), device=x.device)
-        grad_x, grad_weight = [], None
+        grad_x = []
+        grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         head = parts(weight.to(x.dtype).t(), ctx.split)
         multiply = float32_product if ctx.split else torch.matmul
         size = chunk_rows(x, len(weight))
+        # d loss / d logits is p_v (slope + entropy_slope (log p_v + H)), minus slope at the target
         slopes = (grad / -ctx.temperature).split(size)
-        steeper = (
-            [None] * len(slopes)
-            if grad_entropy is None
-            else (grad_entropy / -ctx.temperature).split(size)
-        )
-        for (rows, tokens), slope, of_entropy in zip(
-            _chunks(x, targets, len(weight)), slopes, steeper, strict=True
-        ):
+        entropy_slopes = [None] * len(slopes)
+        if grad_entropy is not None:
+            entropy_slopes = (grad_entropy / -ctx.temperature).split(size)
+        chunks = _chunks(x, targets, len(weight))
+        for chunk, slope, entropy_slope in zip(chunks, slopes, entropy_slopes, strict=True):
+            rows, tokens = chunk
             row_parts = parts(rows, ctx.split)
-            d = _times_p(_logits(row_parts, head, ctx.temperature), slope, of_entropy)
-            d.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
-            # Gradients are multiplied as in every other layer: their rounding averages out, that of
-            # log-probs does not.
-            d = d.to(head[0].dtype)
-            grad_x.append(multiply(d, head[0].t()))
+            grad_logits = _times_p(_logits(row_parts, head, ctx.temperature), slope, entropy_slope)
+            grad_logits.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
+            # Gradients are multiplied as in every other layer: their rounding averages out, but the
+            # rounding of log-probs does not.
+            grad_logits = grad_logits.to(head[0].dtype)
+            grad_x.append(multiply(grad_logits, head[0].t()))
             if grad_weight is not None:
-                grad_weight.add_(multiply(d.t(), row_parts[0]))
+                grad_weight.add_(multiply(grad_logits.t(), row_parts[0]))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return torch.cat(grad_x), grad_weight, None, None, None, None
 
 
 def parts(x: Tensor, split: bool) -> tuple[Tensor, ...]:
-    """Return x itself, or with `split` two bfloat16 matrices whose sum is the float32 matrix x up
-    to 2^-17 of it.
-    """
+    """Return x, or with `split` two bfloat16 matrices whose sum is x up to 2^-17 of it."""
     if not split:
         return (x,)
     high = x.to(torch.bfloat16)
@@ -292,41 +306,43 @@ def parts(x: Tensor, split: bool) -> tuple[Tensor, ...]:
 
 
 def head_product(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
-    """Return a @ b in float32, for matrices as `parts` returns them.
+    """Return a @ b in float32, for matrices in `parts`.
 
-    Of two matrices in two parts each it is a_1 b_1 + (a_1 b_2 + a_2 b_1): what is left out is 2^-16
-    of the result. Rounding a and b to bfloat16 once instead would move the mean log-ratio of a
-    response of 512 tokens, at logits of 20, by 2e-4, which is most of GSPO's clip range; with the
-    parts it moves by 1e-6 (tests/unit/model/test_head.py)."""
+    For two matrices in two parts each it is a_1 b_1 + (a_1 b_2 + a_2 b_1). The missing a_2 b_2 is
+    2^-16 of the result. If a and b were rounded to bfloat16 instead, the mean log-ratio of a
+    response of 512 tokens would change by 2e-4 at logits of 20. This is most of GSPO's clip range.
+    With the parts it changes by 1e-6 (tests/unit/model/test_head.py)."""
     if len(a) == 1:
         return (a[0] @ b[0]).float()
-    small = float32_product(a[0], b[1]).add_(float32_product(a[1], b[0]))
+    small = float32_product(a[0], b[1])
+    small.add_(float32_product(a[1], b[0]))
     return small.add_(float32_product(a[0], b[0]))
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32, whatever the precision of the two matrices. Products of bfloat16
-    numbers are exact in float32, so nothing is rounded but the sums."""
+    """Return a @ b in float32, for matrices of any precision.
+
+    Products of bfloat16 numbers are exact in float32, so only the sums are rounded."""
     if a.dtype == b.dtype == torch.bfloat16 and SPLITS.get(a.device.type, False):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
-def _times_p(logits: Tensor, slope: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """Return p_v (slope + of_entropy (log p_v + H)) for every token, [M, V]. The logits are
-    overwritten.
-    """
+def _times_p(logits: Tensor, slope: Tensor, entropy_slope: Tensor | None) -> Tensor:
+    """Return p_v (slope + entropy_slope (log p_v + H)) for every token [M, V], in place."""
     p = logits.softmax(-1)
-    if of_entropy is None:
+    if entropy_slope is None:
         return p.mul_(slope.unsqueeze(-1))
     # log p_v + H = logits_v - sum_u p_u logits_u
     mean = torch.linalg.vecdot(p, logits).unsqueeze(-1)
-    return logits.sub_(mean).mul_(of_entropy.unsqueeze(-1)).add_(slope.unsqueeze(-1)).mul_(p)
+    logits.sub_(mean).mul_(entropy_slope.unsqueeze(-1))
+    return logits.add_(slope.unsqueeze(-1)).mul_(p)
 
 
 def chunk_rows(x: Tensor, vocabulary: int) -> int:
-    """Return for how many tokens the logits may exist at once."""
-    return max(1, CHUNK.get(x.device.type, CHUNK["cpu"]) // vocabulary)
+    """Return the maximum number of tokens whose logits are in memory at once."""
+    max_logits = CHUNK.get(x.device.type, CHUNK["cpu"])
+    return max(1, max_logits // vocabulary)
 
 
 def _chunks(x: Tensor, targets: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -336,7 +352,7 @@ def _chunks(x: Tensor, targets: Tensor, vocabulary: int) -> Iterator[tuple[Tenso
 
 
 def _logits(rows: tuple[Tensor, ...], head: tuple[Tensor, ...], temperature: float) -> Tensor:
-    """Return the logits of some tokens divided by the temperature, in float32."""
+    """Return the logits of tokens divided by the temperature, in float32."""
     logits = head_product(rows, head)
     return logits if temperature == 1 else logits.div_(temperature)
 

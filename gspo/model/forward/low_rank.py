@@ -1,19 +1,19 @@
-"""What our forward asks of layers that carry a LoRA adapter: its two narrow matrices, or the weight
-with it merged in.
+"""The two matrices of a layer's LoRA adapter, or the layer's weight with its adapter merged in.
 
 LoRA (arXiv:2106.09685, section 4.1) leaves a weight W [out, in] as it is and trains two narrow
 matrices beside it:
 
-    h = W x + (alpha / r) B A x        A [r, in] is random at first, B [out, r] is zero, so that
-                                       nothing changes yet
+    h = W x + (alpha / r) B A x
 
-Where the adapter learns, it is computed as the formula has it: W needs no gradient, and nothing of
-W's size is made. Where weights are frozen for a while (a rollout, scoring), W + (alpha / r) B A
-takes W's place, which gspo.model.forward.packed_weights prepares once. The two differ by rounding.
+At first A [r, in] is random and B [out, r] is zero, so nothing changes yet.
 
-peft puts a wrapper around each adapted layer, and around an MoE layer's experts one for each of
-their two tensors. Importing peft takes a second and most runs have no adapter, so this asks what a
-module can do instead of what it is.
+While the adapter learns, the formula is computed as it stands: W needs no gradient, and no tensor
+of W's size is made. While weights are frozen (in a rollout, in scoring), W + (alpha / r) B A
+replaces W. gspo.model.forward.packed_weights computes it once. The two differ by rounding.
+
+peft puts a wrapper around each adapted layer, and two wrappers around an MoE layer's experts, one
+for each of their tensors. Importing peft takes a second and most runs have no adapter. These
+functions therefore test for attributes instead of classes.
 
 Shape suffixes: E experts, r the rank.
 """
@@ -22,43 +22,36 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-NAME = "default"  # of the only adapter of a model, as peft calls it
-# (alpha / r) B and A: [out, r] and [r, in], of experts [E, out, r] and [E, r, in]
+# peft's name of a model's only adapter
+NAME = "default"
+# (alpha / r) B and A: [out, r] and [r, in]; for experts [E, out, r] and [E, r, in]
 Factors = tuple[Tensor, Tensor]
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether a module is peft's wrapper around a layer, or around one tensor of the
-    experts.
-    """
+    """Return whether a module is peft's wrapper around a layer or a tensor of the experts."""
     return hasattr(type(module), "get_delta_weight")
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module carries an adapter that is not switched off."""
+    """Return whether a module has an adapter that is switched on."""
     return is_wrapped(module) and not module.disable_adapters
 
 
 def factors(layer: nn.Module) -> Factors | None:
-    """Return (alpha / r) B and A of a linear layer, with their gradients; None where no adapter
-    acts.
-    """
+    """Return (alpha / r) B and A of a linear layer, with gradients. None: it is not adapted."""
     if not is_adapted(layer):
         return None
     return layer.lora_B[NAME].weight * layer.scaling[NAME], layer.lora_A[NAME].weight
 
 
 def merged(layer: nn.Module) -> Tensor:
-    """Return the weight of a linear layer, W + (alpha / r) B A where an adapter acts, as peft
-    merges it.
-    """
+    """Return the weight of a linear layer, with its adapter merged in: W + (alpha / r) B A."""
     return layer.weight + layer.get_delta_weight(NAME) if is_adapted(layer) else layer.weight
 
 
 def unwrapped(experts: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """Return the experts of a layer, and the wrappers around them by the name of the tensor that
-    each adapts.
-    """
+    """Return a layer's experts without wrappers, and the wrappers by the tensor that they adapt."""
     wrappers = {}
     while is_wrapped(experts):
         wrappers[experts.parameter_name] = experts
@@ -67,23 +60,24 @@ def unwrapped(experts: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
 
 
 def factors_of_experts(wrappers: dict[str, nn.Module], name: str) -> Factors | None:
-    """Return (alpha / r) B and A of every expert's matrix `name`, with gradients; None where no
-    adapter acts.
-    """
+    """Return (alpha / r) B and A of all experts' matrices `name`, with gradients.
+
+    The result is None if the matrices are not adapted."""
     wrapper = wrappers.get(name)
     if wrapper is None or not is_adapted(wrapper):
         return None
     b, a, scale = wrapper.get_delta_factors(NAME)
-    # peft keeps B as [out, r, E]: a grouped product wants an expert's side by side
+    # peft stores B as [out, r, E]; a grouped product needs each expert's matrix contiguous
     return (scale * b).contiguous(), a
 
 
 def merged_experts(experts: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the experts' gate-and-up and down matrices with their adapters merged in; None where
-    no adapter acts.
-    """
-    own, wrappers = unwrapped(experts)
+    """Return the experts' gate-and-up and down matrices with their adapters merged in.
+
+    The result is None if the experts are not adapted."""
+    module, wrappers = unwrapped(experts)
     if not any(is_adapted(wrapper) for wrapper in wrappers.values()):
         return None
-    names = ("gate_up_proj", "down_proj")
-    return tuple(getattr(own, name) + wrappers[name].get_delta_weight(NAME) for name in names)
+    up = module.gate_up_proj + wrappers["gate_up_proj"].get_delta_weight(NAME)
+    down = module.down_proj + wrappers["down_proj"].get_delta_weight(NAME)
+    return up, down

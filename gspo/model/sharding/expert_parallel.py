@@ -1,14 +1,13 @@
-"""Deals a layer's experts to several ranks, and sends every token to the ranks that have its
-experts.
+"""Expert parallelism: several ranks share a layer's experts, and tokens travel to their experts.
 
-For example, two ranks share a layer of eight experts. Rank 0 has the weights of the first four,
-rank 1 those of the other four. Each sorts its tokens by expert and sends the second half of that
-list to rank 1, the first to rank 0; each multiplies what it has received with its own experts, and
-sends the products back. So the experts' weights, which are most of the model, need not be gathered
-for each micro-batch; tokens travel instead.
+For example, two ranks share a layer of eight experts. Rank 0 has the weights of the first four
+experts, rank 1 of the other four. Each rank sorts its tokens by expert. It sends the first half of
+that list to rank 0 and the second half to rank 1. Each rank multiplies the tokens that it has
+received with its own experts, and sends the products back. So the experts' weights, which are most
+of the model, need not be all-gathered for each micro-batch.
 
-transformers has such a dispatch for its own forward. This one works on the list of tokens of ours,
-sorted by expert already, and with our products.
+transformers has such a dispatch for its own forward. This dispatch works on our forward's list of
+tokens, which is already sorted by expert, and with our products.
 
 Shape suffixes: N tokens, W hidden width, K experts per token, E experts, R ranks, P experts of a
 rank (E / R).
@@ -29,8 +28,9 @@ from gspo.model.forward.kernels import ToExperts
 
 @dataclass
 class ExpertRanks:
-    """The ranks to which a layer's experts are dealt: rank r has the experts r E / R to (r + 1) E /
-    R - 1.
+    """The ranks that share a layer's experts.
+
+    Rank r has the experts r E / R to (r + 1) E / R - 1.
     """
 
     group: dist.ProcessGroup
@@ -38,30 +38,33 @@ class ExpertRanks:
     def compute(
         self, rows: Tensor, counts_E: Tensor, apply_experts: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return what the experts make of rows that are sorted by expert, of which `counts_E` says
-        how many go to each. All ranks must call this. `apply_experts` is called with the rows of
-        all ranks for this rank's experts, sorted in the same way, and with their numbers."""
-        counts_RP, sent, received = self.numbers(rows, counts_E)
-        here = wait_tensor(all_to_all_single(rows, received, sent, self.group))
-        # They came sorted by rank, and those of a rank by expert.
-        own_P = torch.arange(counts_RP.shape[1], device=rows.device).repeat(len(counts_RP))
-        order = own_P.repeat_interleave(counts_RP.flatten(), output_size=len(here)).argsort(
+        """Return the experts' outputs for rows that are sorted by expert.
+
+        `counts_E` is the number of rows for each expert. `apply_experts` is called with the rows of
+        all ranks for this rank's experts, sorted by expert, and their counts [P]. All ranks must
+        call this."""
+        counts_RP, sent_R, received_R = self.numbers(rows, counts_E)
+        received = wait_tensor(all_to_all_single(rows, received_R, sent_R, self.group))
+        # They arrive sorted by rank, and by expert within a rank.
+        expert_P = torch.arange(counts_RP.shape[1], device=rows.device)
+        expert_RP = expert_P.repeat(len(counts_RP))
+        order = expert_RP.repeat_interleave(counts_RP.flatten(), output_size=len(received)).argsort(
             stable=True
         )
-        places = torch.empty_like(order).scatter_(
+        inverse = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=rows.device)
         )
-        out = apply_experts(ToExperts.apply(here, order, places, 1), counts_RP.sum(0))
-        return wait_tensor(
-            all_to_all_single(ToExperts.apply(out, places, order, 1), sent, received, self.group)
-        )
+        out = apply_experts(ToExperts.apply(received, order, inverse, 1), counts_RP.sum(0))
+        by_rank = ToExperts.apply(out, inverse, order, 1)
+        return wait_tensor(all_to_all_single(by_rank, sent_R, received_R, self.group))
 
     def numbers(self, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Return how many rows each rank sends here for each of this rank's experts, [R, P], how
-        many of `rows` go to each rank, and how many come from each."""
+        """Return the numbers of rows that ranks exchange.
+
+        These are the rows from each rank for each of this rank's experts [R, P], the rows that this
+        rank sends to each rank [R], and the rows that it receives from each rank [R]."""
         counts_RP = torch.empty_like(counts_E).view(self.group.size(), -1)
-        dist.all_to_all_single(counts_RP, counts_E.view_as(counts_RP), group=self.group)
-        sent, received = torch.stack(
-            [counts_E.view_as(counts_RP).sum(1), counts_RP.sum(1)]
-        ).tolist()
-        return counts_RP, sent, received
+        sent_RP = counts_E.view_as(counts_RP)
+        dist.all_to_all_single(counts_RP, sent_RP, group=self.group)
+        sent_R, received_R = torch.stack([sent_RP.sum(1), counts_RP.sum(1)]).tolist()
+        return counts_RP, sent_R, received_R

@@ -1,16 +1,18 @@
-"""Spreads a model's weights over ranks (PyTorch's fully sharded data parallelism, FSDP2).
+"""Shards a model's weights over ranks with PyTorch's fully sharded data parallelism (FSDP2).
 
-For example, with four ranks each holds a quarter of every layer's weights, gradients and optimizer
-state. Before a layer computes, its weights are gathered; afterwards they are dropped again; in the
-backward pass the gradients of all ranks are added, and each rank keeps its quarter of the sums.
-With groups of two ranks (hybrid sharding) each holds a half, and both groups hold the same.
+For example, each of four ranks holds a quarter of every layer's weights, gradients and optimizer
+state. Before a layer computes, its weights are all-gathered. After it has computed, they are freed.
+In the backward pass the gradients of all ranks are added, and each rank keeps its quarter of the
+sums. With groups of two ranks (hybrid sharding) each rank holds a half, and the groups are replicas
+of each other.
 
-Of a mixture of experts, the experts may be dealt to the ranks instead (gspo.model.sharding.expert_parallel):
-then each expert's weights are spread only over those ranks that have it.
+The experts of a mixture of experts may be sharded by expert instead
+(gspo.model.sharding.expert_parallel). Then each expert's weights are sharded only over the ranks
+that have this expert.
 
-Every gathering takes all ranks of a group. So all of them must pass equally many micro-batches
-through the model, of the same kind: `Shards.lockstep` says in which order, and where a rank has
-none left.
+An all-gather needs all ranks of a group. So all ranks must pass the same number of micro-batches
+through the model, of the same kind. `Shards.lockstep` gives the order, and says when a rank has no
+micro-batch left.
 """
 
 from __future__ import annotations
@@ -28,107 +30,131 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gspo.distributed.ranks import Ranks
-from gspo.model.forward.network import experts
+from gspo.model.forward.experts import run_experts
 from gspo.model.sharding.expert_parallel import ExpertRanks
 
-# It warns wherever experts' weights or norms are put together in two exchanges: between those that
-# share an expert, and between all.
+# It warns whenever experts' weights or norms are unsharded in two collectives: one among the ranks
+# that share an expert, one among all ranks.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 T = TypeVar("T")
-COPIES, SPREAD, DEALT = "replicate", "shard", "experts"  # the dimensions of a grid of ranks
+# the names of the dimensions of a device mesh
+REPLICATE = "replicate"
+SHARD = "shard"
+EXPERTS = "experts"
 
 
 class Shards:
-    """The ranks over which weights are spread. `size` ranks hold one copy of the weights; it
-    divides their number. The experts of a layer are dealt to `experts` neighbours; that number
-    divides the size."""
+    """The ranks over which weights are sharded.
 
-    def __init__(self, ranks: Ranks, size: int, device: str, experts: int = 1):
-        self.ranks, self.experts = ranks, experts
-        shape, names = ((size,), (SPREAD,))
-        if size < ranks.world_size:
-            shape, names = (ranks.world_size // size, size), (COPIES, SPREAD)
+    `size` ranks hold a replica of the weights. It divides the number of ranks. `experts`
+    neighbouring ranks hold the experts of a layer. It divides the size."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        size: int,
+        device: str,
+        experts: int = 1,
+    ):
+        self.ranks = ranks
+        self.experts = experts
+        replicas = ranks.world_size // size
+        shape = (replicas, size) if replicas > 1 else (size,)
+        names = (REPLICATE, SHARD) if replicas > 1 else (SHARD,)
         self.mesh: DeviceMesh = init_device_mesh(device, shape, mesh_dim_names=names)
         if experts > 1:
             shape = (*shape[:-1], size // experts, experts)
-            expert_mesh: DeviceMesh = init_device_mesh(
-                device, shape, mesh_dim_names=(*names, DEALT)
-            )
-            # ranks of one expert; ranks of one layer
-            self.sharing, self.dealt = expert_mesh[names], expert_mesh[DEALT]
+            mesh: DeviceMesh = init_device_mesh(device, shape, mesh_dim_names=(*names, EXPERTS))
+            # the ranks that have the same experts
+            self.same_experts_mesh = mesh[names]
+            # the ranks that together have all experts of a layer
+            self.expert_mesh = mesh[EXPERTS]
 
-    def spread(self, model: transformers.PreTrainedModel, precision: torch.dtype) -> None:
-        """Spread a model's parameters in place. The large matrices of each layer's experts or MLP
-        are gathered in `precision`, in which they multiply; everything else in its own."""
+    def shard_model(self, model: transformers.PreTrainedModel, precision: torch.dtype) -> None:
+        """Shard a model's parameters in place.
+
+        The large matrices of each layer's experts or MLP are all-gathered in `precision`, in which
+        they are multiplied. All other parameters are all-gathered in their own precision."""
         rounded = MixedPrecisionPolicy(
             param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-        sparse = [
+        not_rounded = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self.experts > 1:
+            self._shard_experts(model)
+        for layer in model.model.layers:
+            is_moe = hasattr(layer.mlp, "experts")
+            matrices = layer.mlp.experts if is_moe else layer.mlp
+            mesh = self.same_experts_mesh if is_moe and self.experts > 1 else self.mesh
+            self._fully_shard(matrices, mesh, rounded)
+            self._fully_shard(layer, self.mesh, not_rounded)
+        self._fully_shard(model, self.mesh, not_rounded)
+
+    def _shard_experts(self, model: transformers.PreTrainedModel) -> None:
+        """Keep only this rank's experts of every layer.
+
+        Raises ValueError if the experts cannot be sharded."""
+        layers = [
             layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")
         ]
-        if self.experts > 1:
-            self._deal(sparse)
-        for layer in model.model.layers:
-            dealt = self.experts > 1 and hasattr(layer.mlp, "experts")
-            mesh = self.sharing if dealt else self.mesh
-            self._spread(getattr(layer.mlp, "experts", layer.mlp), mesh, rounded)
-            self._spread(layer, self.mesh, plain)
-        self._spread(model, self.mesh, plain)
-
-    def _deal(self, layers: list[nn.Module]) -> None:
-        """Leave to this rank its part of the experts of every layer. Raises ValueError if they
-        cannot be dealt.
-        """
         if not layers:
             raise ValueError(
                 f"parallel.experts={self.experts}: this model has no experts; leave it at 1"
             )
-        for own in layers:
-            for name, parameter in list(own.named_parameters(recurse=False)):
+        for module in layers:
+            for name, parameter in list(module.named_parameters(recurse=False)):
                 if len(parameter) % self.experts:
                     raise ValueError(
-                        f"parallel.experts={self.experts} does not divide the model's {len(parameter)} experts"
+                        f"parallel.experts={self.experts} does not divide the model's "
+                        f"{len(parameter)} experts"
                     )
-                dealt = distribute_tensor(
-                    parameter.data, self.dealt, [Shard(0)], src_data_rank=None
+                sharded = distribute_tensor(
+                    parameter.data, self.expert_mesh, [Shard(0)], src_data_rank=None
                 )
-                own.register_parameter(name, nn.Parameter(dealt, parameter.requires_grad))
-            own.ranks = ExpertRanks(self.dealt.get_group())
-            own.forward = MethodType(_forward, own)  # transformers' own knows of no ranks
+                module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+            module.ranks = ExpertRanks(self.expert_mesh.get_group())
+            # transformers' forward does not know about ranks
+            module.forward = MethodType(_experts_forward, module)
 
-    def _spread(self, module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    def _fully_shard(
+        self, module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy
+    ) -> None:
+        """Shard the parameters of a module that no submodule has sharded."""
         fully_shard(module, mesh=mesh, mp_policy=precision)
-        # The loss is divided by the counts of all ranks already, so gradients are sums over the
-        # ranks, not means.
+        # The loss is divided by the counts of all ranks already, so gradients are summed over the
+        # ranks, not averaged.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        # gloo has no other reduction
+        module.set_force_sum_reduction_for_comms(True)
         module.run = MethodType(_run, module)
         register_fsdp_forward_method(module, "run")
 
-    def lockstep(self, learns: list[bool]) -> Iterator[tuple[int | None, bool]]:
-        """Yield, for this rank's micro-batches, of which `learns` says whether they need a
-        gradient, the number of each and that word, so that all ranks yield as many of both kinds in
-        the same order. The number is None where other ranks have a micro-batch and this one has
-        none left."""
-        for learning in (True, False):
-            own = [i for i, does in enumerate(learns) if does is learning]
-            most = max(self.ranks.all_gather(len(own)))
-            yield from ((i, learning) for i in own + [None] * (most - len(own)))
+    def lockstep(self, needs_gradient: list[bool]) -> Iterator[tuple[int | None, bool]]:
+        """Yield index and need of a gradient of this rank's micro-batches.
+
+        All ranks yield the same number of micro-batches with and without gradient, in the same
+        order. The index is None if other ranks have a micro-batch and this rank has none left."""
+        for kind in (True, False):
+            indices = [i for i, needed in enumerate(needs_gradient) if needed is kind]
+            steps = max(self.ranks.all_gather(len(indices)))
+            for step in range(steps):
+                yield (indices[step] if step < len(indices) else None), kind
 
 
-def own_rows(tensor: Tensor) -> range:
-    """Return which rows of a parameter this rank holds: neighbours, ceil(rows / ranks) each while
-    there are any. Experts are dealt first, and those of a rank then spread."""
+def local_rows(tensor: Tensor) -> range:
+    """Return the rows of a parameter that this rank holds.
+
+    They are neighbours: ceil(rows / ranks) on each rank, until none are left. Experts are sharded
+    by expert first, and then over the ranks that have the same experts."""
     rows = range(len(tensor))
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
-        for name in (DEALT, SPREAD):
+        for name in (EXPERTS, SHARD):
             if name in mesh.mesh_dim_names:
-                each = -(-len(rows) // mesh.size(mesh.mesh_dim_names.index(name)))
-                index = mesh.get_local_rank(name)
-                rows = rows[index * each : (index + 1) * each]
+                ranks = mesh.size(mesh.mesh_dim_names.index(name))
+                rows_per_rank = -(-len(rows) // ranks)
+                first = mesh.get_local_rank(name) * rows_per_rank
+                rows = rows[first : first + rows_per_rank]
     return rows
 
 
@@ -136,6 +162,11 @@ def _run(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
 
-def _forward(own: nn.Module, h_NW: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Stand in for the forward of transformers' experts."""
-    return experts(own, h_NW, weights_NK, experts_NK)
+def _experts_forward(
+    module: nn.Module,
+    h_NW: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+) -> Tensor:
+    """Replace the forward of transformers' experts."""
+    return run_experts(module, h_NW, weights_NK, experts_NK)

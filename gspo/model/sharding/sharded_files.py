@@ -1,15 +1,13 @@
-"""Reads a model's weights from its folder straight into shards, and writes shards as a model
-folder.
+"""Reads a model's weights from its folder into shards, and writes shards as a model folder.
 
-No rank ever holds the whole model. While it reads, a rank holds its own shard and some rows of one
-tensor. While it writes, it holds beside its shard one whole tensor and, in the CPU's memory, the
-files that it is to write: rank k writes file k, k + ranks and so on.
+No rank ever holds the full model. While a rank reads, it holds its own shard and some rows of a
+tensor. While it writes, it holds its shard, a full tensor and, in the CPU's memory, the files that
+it will write. Rank k writes the files k, k + world_size, and so on.
 
-transformers keeps the experts of a layer in one tensor, where its folders have tensors for each
-expert:
+transformers keeps the experts of a layer in one tensor. Its folders have tensors for each expert:
 
     mlp.experts.gate_up_proj[e]  =  mlp.experts.e.gate_proj.weight  above
-                                 mlp.experts.e.up_proj.weight
+                                    mlp.experts.e.up_proj.weight
     mlp.experts.down_proj[e]     =  mlp.experts.e.down_proj.weight
 """
 
@@ -39,43 +37,53 @@ from gspo.model.loading import (
     usable,
     writable,
 )
-from gspo.model.sharding.dtensors import architecture, full_tensor
-from gspo.model.sharding.fsdp import Shards, own_rows
+from gspo.model.sharding.dtensors import architecture, full_tensor, local_tensor
+from gspo.model.sharding.fsdp import Shards, local_rows
 
-FILE_BYTES = 4e9  # a file of weights has so many, or fewer if ranks would be left without one
-# The matrices of an expert that lie above each other in one tensor, by the names that files give
-# them.
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-PARTS_OF_MIXTRAL = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+# bytes of a file of weights; files are smaller if there would be fewer files than ranks
+FILE_BYTES = 4e9
+# The matrices of an expert that lie above each other in one tensor, by their names in files.
+MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MIXTRAL_MATRICES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+STORED_DTYPES = ("F32", "BF16", "F16")
 
 
-def in_files(
-    kind: str, name: str, rows: range, values: Tensor
+def tensors_in_files(
+    architecture_name: str,
+    name: str,
+    rows: range,
+    values: Tensor,
 ) -> Iterator[tuple[str, range, Tensor]]:
-    """Yield the tensors of a file that together are the rows `rows` of a parameter of an
-    architecture `kind`: the name of each, which of its rows, and the part of `values`, the
-    parameter's rows, that they are."""
-    mixtral = kind == "MixtralForCausalLM"
-    stem = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+    """Yield the tensors of files that together are the rows `rows` of a parameter.
+
+    `values` holds these rows of the parameter. Each tensor is yielded as its name, the range of its
+    rows that `values` covers, and the part of `values` for these rows."""
+    is_mixtral = architecture_name == "MixtralForCausalLM"
+    if is_mixtral:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
     if ".experts." not in name:
-        yield stem, rows, values
+        yield name, rows, values
         return
-    stem, _, matrix = stem.rpartition(".")
-    parts = (PARTS_OF_MIXTRAL if mixtral else PARTS)[matrix]
+    stem, _, parameter = name.rpartition(".")
+    matrices = (MIXTRAL_MATRICES if is_mixtral else MATRICES)[parameter]
     for expert, value in zip(rows, values, strict=True):
-        for part, of_part in zip(parts, value.chunk(len(parts)), strict=True):
-            yield f"{stem}.{expert}.{part}.weight", range(len(of_part)), of_part
+        for matrix, part in zip(matrices, value.chunk(len(matrices)), strict=True):
+            yield f"{stem}.{expert}.{matrix}.weight", range(len(part)), part
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # reading
-def load_spread(
-    path: str, attention: str, shards: Shards, device: str, precision: torch.dtype
+def load_sharded(
+    path: str,
+    attention: str,
+    shards: Shards,
+    device: str,
+    precision: torch.dtype,
 ) -> Loaded:
-    """Load a model from a folder or by a hub name, with its weights, in float32, spread over ranks.
+    """Load a model from a folder or by a hub name, in float32, with its weights sharded over ranks.
 
-    Raises ValueError, in one line, if the files cannot be read, or are of an architecture that is
-    not known here."""
+    Raises ValueError with a single-line message if the files cannot be read, or if the architecture
+    is not known here."""
     with one_line(path):
         folder = downloaded(path)
     check_same_files(path, folder, shards.ranks)
@@ -83,19 +91,21 @@ def load_spread(
     with one_line(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config = load_config(str(folder), attention)
-    kind = (config.architectures or [""])[0]
-    if kind not in FAMILIES:
+    model_class = (config.architectures or [""])[0]
+    if model_class not in FAMILIES:
         raise ValueError(
-            f"parallel.mode=shard knows {', '.join(FAMILIES)}; model.path={path!r} is a {kind!r}"
+            f"parallel.mode=shard knows {', '.join(FAMILIES)}; "
+            f"model.path={path!r} is a {model_class!r}"
         )
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            f"parallel.mode=shard reads weights of 16 or 32 bits; model.path={path!r} has quantized ones"
+            "parallel.mode=shard reads weights of 16 or 32 bits; "
+            f"model.path={path!r} has quantized ones"
         )
     with one_line(path):
         with torch.device("meta"):
-            model = getattr(transformers, kind)(config).to(torch.float32)
-        shards.spread(model, precision)
+            model = getattr(transformers, model_class)(config).to(torch.float32)
+        shards.shard_model(model, precision)
         model.to_empty(device=device)
         # buffers are in no file: they follow from the configuration
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
@@ -108,7 +118,7 @@ def load_spread(
 
 
 def downloaded(path: str) -> Path:
-    """Return the folder of a model, and download it if it is on the hub alone."""
+    """Return the folder of a model, and download it first if it is a name on the hub."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -119,88 +129,90 @@ def downloaded(path: str) -> Path:
 
 
 def check_same_files(path: str, folder: Path, ranks: Ranks) -> None:
-    """Raise ValueError on every rank if one has other files of weights than rank 0, by their names
-    and sizes.
-    """
-    first, *others = ranks.all_gather(
-        {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
-    )
-    for index, found in enumerate(others, start=1):
-        if found != first:
+    """Raise ValueError on every rank if ranks have weight files of different names or sizes."""
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
+    sizes_by_rank = ranks.all_gather(sizes)
+    for rank, rank_sizes in enumerate(sizes_by_rank):
+        if rank_sizes != sizes_by_rank[0]:
             raise ValueError(
-                f"model.path={path!r}: rank {index} finds other files there than rank 0"
+                f"model.path={path!r}: rank {rank} finds other files there than rank 0"
             )
 
 
 @torch.no_grad()
 def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
-    """Fill this rank's shard of a model from the files of a folder. Raises ValueError for a weight
-    that is missing or has another shape."""
+    """Fill this rank's shard of a model from the files of a folder.
+
+    Raises ValueError for a weight that is missing or has another shape."""
     with ExitStack() as stack:
-        files = {}
+        file_of_tensor = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with open_plain_file(path):  # a regular file
+            # refuses a file that is no regular file
+            with open_plain_file(path):
                 file = stack.enter_context(safe_open(path, "pt"))
-            files |= dict.fromkeys(file.keys(), file)
+            file_of_tensor |= dict.fromkeys(file.keys(), file)
         for name, parameter in model.named_parameters():
-            rows, shape = own_rows(parameter), tuple(parameter.shape)
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            for part, wanted, target in in_files(architecture(model), name, rows, local):
-                if part not in files:
+            local = local_tensor(parameter)
+            parts = tensors_in_files(architecture(model), name, local_rows(parameter), local)
+            for part, rows, target in parts:
+                if part not in file_of_tensor:
                     raise ValueError(f"{folder} has no weight {part}")
-                stored = files[part].get_slice(part)
-                if stored.get_dtype() not in ("F32", "BF16", "F16"):
+                stored = file_of_tensor[part].get_slice(part)
+                if stored.get_dtype() not in STORED_DTYPES:
                     raise ValueError(
                         f"{folder}: {part} is of type {stored.get_dtype()}, not of 16 or 32 bits"
                     )
-                expected = shape if target is local else tuple(target.shape)
-                if tuple(stored.get_shape()) != expected:
-                    raise ValueError(
-                        f"{folder}: {part} has the shape {tuple(stored.get_shape())}, not {expected}"
-                    )
-                target.copy_(stored[wanted.start : wanted.stop])
+                shape = tuple(stored.get_shape())
+                expected = tuple((parameter if target is local else target).shape)
+                if shape != expected:
+                    raise ValueError(f"{folder}: {part} has the shape {shape}, not {expected}")
+                target.copy_(stored[rows.start : rows.stop])
 
 
-# ------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # writing
 Files = dict[str, dict[str, Tensor]]  # tensors by name, by the name of their file
 
 
-def own_files(model: transformers.PreTrainedModel, ranks: Ranks) -> tuple[Files, dict]:
-    """Gather a spread model tensor by tensor. Returns copies on the CPU of what this rank is to
-    write, and the content of the index file. All ranks must call this."""
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    each = min(FILE_BYTES, total / ranks.world_size)
-    numbers, before = {}, 0
+def local_files(model: transformers.PreTrainedModel, ranks: Ranks) -> tuple[Files, dict]:
+    """Unshard a model tensor by tensor, and return the files that this rank writes.
+
+    Returns copies of the tensors on the CPU, and the content of the index file. All ranks must call
+    this."""
+    total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    file_bytes = min(FILE_BYTES, total_bytes / ranks.world_size)
+    file_of_parameter = {}
+    bytes_before = 0
     for name, parameter in model.named_parameters():
-        numbers[name] = int(before / each)
-        before += parameter.numel() * parameter.element_size()
-    # a tensor may fill several
-    places = {number: place for place, number in enumerate(sorted(set(numbers.values())))}
-    mine: Files = {}
-    where: dict[str, str] = {}
+        file_of_parameter[name] = int(bytes_before / file_bytes)
+        bytes_before += parameter.numel() * parameter.element_size()
+    # A tensor may be larger than a file, so some numbers are missing.
+    numbers = sorted(set(file_of_parameter.values()))
+    local: Files = {}
+    weight_map: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        tensor, number = full_tensor(parameter.detach()), places[numbers[name]]
-        file = f"model-{number + 1:05d}-of-{len(places):05d}.safetensors"
-        kept = tensor.to("cpu", copy=True) if number % ranks.world_size == ranks.rank else tensor
-        for part, _, value in in_files(architecture(model), name, range(len(tensor)), kept):
-            where[part] = file
-            if kept is not tensor:
-                mine.setdefault(file, {})[part] = value
-    return mine, {"metadata": {"total_size": total}, "weight_map": where}
+        tensor = full_tensor(parameter.detach())
+        index = numbers.index(file_of_parameter[name])
+        file = f"model-{index + 1:05d}-of-{len(numbers):05d}.safetensors"
+        is_local = index % ranks.world_size == ranks.rank
+        if is_local:
+            tensor = tensor.to("cpu", copy=True)
+        rows = range(len(tensor))
+        for part, _, value in tensors_in_files(architecture(model), name, rows, tensor):
+            weight_map[part] = file
+            if is_local:
+                local.setdefault(file, {})[part] = value
+    return local, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
 
 
 def write_files(files: Files, folder: Path) -> list[Path]:
-    """Write this rank's files of weights into a folder; return their paths. Raises OSError if the
-    disk fails.
-    """
+    """Write this rank's weight files into a folder, and return their paths.
+
+    Raises OSError if the disk fails."""
     for name, tensors in files.items():
+        contiguous = {part: value.contiguous() for part, value in tensors.items()}
         with errors_of_the_disk(folder):
-            save_file(
-                {part: value.contiguous() for part, value in tensors.items()},
-                folder / name,
-                {"format": "pt"},
-            )
+            save_file(contiguous, folder / name, {"format": "pt"})
     return [folder / name for name in files]
 
 
@@ -210,9 +222,7 @@ def write_rest(
     index: dict,
     folder: Path,
 ) -> None:
-    """Write what a model folder has beside its weights: the index of their files, configurations
-    and the tokenizer.
-    """
+    """Write a model folder without its weights: their index, configurations and the tokenizer."""
     with errors_of_the_disk(folder):
         (folder / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=1), encoding="utf-8"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.model.forward.variable_lengths import suits
+from gspo.model.forward.variable_lengths import is_flash_attention_size
 
 MAX_RELATIVE_ERROR = 0.05  # of FlashAttention in bfloat16, beside float64
 
@@ -94,7 +94,7 @@ def flash_attention_works(
     It is tried once on a few tokens. If it refuses them or computes something else, a warning says
     so, and the mask is used."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if not suits(capability, dtype, head_dim):
+    if not is_flash_attention_size(capability, dtype, head_dim):
         return False
     reason = why_not(device, dtype, heads, key_heads, head_dim)
     if reason:

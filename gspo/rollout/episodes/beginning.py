@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.model.chat.prompts import CHARACTERS
+from gspo.model.chat.prompts import MAX_CHARS_PER_TOKEN
 from gspo.model.policy import Policy
 from gspo.rollout.episodes.episode import Episode, NoRoom
 from gspo.tasks.environments.player import Beginning, EnvironmentFailed, failure
@@ -20,7 +20,7 @@ def prompt_text(policy: Policy, beginning: Beginning, positions: int | None) -> 
     except Exception as error:
         reason = f"the chat template refuses what reset returned: {failure(error)}"
         raise EnvironmentFailed("environment-error", reason) from error
-    if positions is not None and len(text) > CHARACTERS * positions:
+    if positions is not None and len(text) > MAX_CHARS_PER_TOKEN * positions:
         raise NoRoom(f"{len(text)} characters", positions)
     return text
 

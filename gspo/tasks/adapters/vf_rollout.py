@@ -1,7 +1,7 @@
 """Plays rollouts of the library verifiers turn by turn.
 
 This is the interface of `vf.load_environment` of version 0.3. The library plays a whole rollout and
-requests each turn from a model. Here its model is a `Policy`: it passes on the messages of a
+requests each turn from a model. Here its model is a `PolicyClient`: it passes on the messages of a
 request, and waits for the text that `step` gets. The library does everything else: setup, stop
 conditions, tools, clean-up and the rubric.
 
@@ -48,7 +48,7 @@ POLICY_ERRORS = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPrompt
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
-class Policy(vf.Client):
+class PolicyClient(vf.Client):
     """A client of a model for the library, which waits until `step` has the model's turn."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class VfEpisode(Environment):
     def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
         self.env = env
         self.metrics = metrics
-        self.policy = Policy()
+        self.policy = PolicyClient()
         self.rollout: asyncio.Task[dict[str, Any]] | None = None
         self.conversation: list[Any] = []  # the messages of the last request
         self.faults: list[str] = []

@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_the_dense_low_rank_product(case):
     gradients(dense, batch)
     by_name = {name: parameter.grad for name, parameter in dense.model.named_parameters()}
     scale, rank = 8 / CASES[case][2], CASES[case][2]
-    for name, wrapper in policy.adapter._weights.items():
+    for name, wrapper in policy.adapter._wrappers.items():
         a, b, of_dense = wrapper.lora_A.default.weight, wrapper.lora_B.default.weight, by_name[name]
         if of_dense.ndim == 2:
             expected_a, expected_b = scale * b.T @ of_dense, scale * of_dense @ a.T
@@ -385,14 +385,14 @@ def test_on_a_gpu_experts_are_merged_in_rollouts_and_in_scoring_the_adapter_is_a
     found = []
     for copy_experts in (True, False):
         made = LayerWeights(None, (), None)
-        _prepare_experts(made, layer.mlp.experts, blocks=False, copy_experts=copy_experts)
+        _prepare_experts(made, layer.mlp.experts, on_cpu=False, copy_experts=copy_experts)
         assert (
             (made.merged is not None) == copy_experts
             and made.experts is None
             and not made.all_experts_below
         )
-        found.append(network.experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, made))
+        found.append(network.run_experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, made))
     torch.testing.assert_close(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
     with policy.adapter.off():
-        off = network.experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, None)
+        off = network.run_experts(layer.mlp.experts, h_NW, weights_NK, experts_NK, None)
     assert (found[0] - off).abs().max() > 0.01

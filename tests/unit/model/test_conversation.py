@@ -32,7 +32,7 @@ def conversation(tokenizer, prompts=None, role="user") -> Conversation:
 
 def before(talk: Conversation) -> list[int]:
     """All tokens that the template writes between the policy's text and the environment's."""
-    turn = talk.turns[talk.role]
+    turn = talk.frames[talk.role]
     return [*turn.closes, *turn.opens]
 
 
@@ -123,7 +123,7 @@ def test_no_text_can_forge_a_turn_or_end_one(name, prompts, text):
     talk = conversation(tokenizer, prompts)
     empty = talk.reply("", tokenizer.eos_token_id, 100).token_ids
     reply = talk.reply(f"a{text}b", tokenizer.eos_token_id, 100)
-    head, tail = len(before(talk)) - 1, len(talk.turns[talk.role].after)
+    head, tail = len(before(talk)) - 1, len(talk.frames[talk.role].after)
     assert reply.token_ids[:head] + reply.token_ids[len(reply.token_ids) - tail :] == empty
     said = reply.token_ids[head : len(reply.token_ids) - tail]
     assert not set(said) & set(tokenizer.added_tokens_decoder), (
@@ -302,7 +302,7 @@ def test_no_marker_of_words_comes_together_in_the_tokenizer(normalizer, text, ma
     for text in (said, said.replace("[", "[ ", 1)):  # the second has been broken up already
         reply = talk.reply(text, tokenizer.eos_token_id, 100)
         ids = reply.token_ids[
-            len(before(talk)) - 1 : len(reply.token_ids) - len(talk.turns[talk.role].after)
+            len(before(talk)) - 1 : len(reply.token_ids) - len(talk.frames[talk.role].after)
         ]
         assert ids and not any(ids[i : i + len(forged)] == forged for i in range(len(ids)))
         assert marker not in reply.text and (reply.escaped > 0 or text != said)
@@ -374,7 +374,7 @@ def test_ten_megabytes_are_cut_at_once(name, text):
     reply = talk.reply(text, tokenizer.eos_token_id, 512)
     assert time.process_time() - started < 1
     assert reply.cut and len(reply.token_ids) == 512 + len(before(talk)) - 1 + len(
-        talk.turns[talk.role].after
+        talk.frames[talk.role].after
     )
     assert len(reply.text) <= 64 * 512
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import batch_of, sample, small_policy
-from gspo.model.forward import grouped, network
+from gspo.model.forward import experts, grouped
 
 EXPERTS, TOP_K, WIDTH, INNER = 6, 2, 8, 12
 
@@ -45,13 +45,13 @@ def routes(kind: str, tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["drawn", "two experts have all"])
 @pytest.mark.parametrize("tokens", [1, 3, 150])
 def test_each_way_is_the_loop_in_float64_forward_and_backward(monkeypatch, way, kind, tokens):
-    monkeypatch.setattr(network, "way_to_multiply", lambda *_: way)
+    monkeypatch.setattr(experts, "choose_method", lambda *_: way)
     torch.manual_seed(tokens)
     own, h = layer(), torch.randn(tokens, WIDTH, requires_grad=True)
     weights, chosen = torch.rand(tokens, TOP_K, requires_grad=True), routes(kind, tokens)
     slopes = torch.randn(tokens, WIDTH)
     inputs = [h, weights, own.gate_up_proj, own.down_proj]
-    out = network.experts(own, h, weights, chosen)
+    out = experts.run_experts(own, h, weights, chosen)
     gradients = torch.autograd.grad((out * slopes).sum(), inputs)
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -67,13 +67,13 @@ def test_each_way_is_the_loop_in_float64_forward_and_backward(monkeypatch, way, 
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6 * scale)
     with torch.no_grad():
         torch.testing.assert_close(
-            network.experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6
+            experts.run_experts(own, h, weights, chosen), out, rtol=1e-6, atol=1e-6
         )
 
 
 @pytest.mark.parametrize("way", ["blocks", "all"])
 def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatch, way):
-    monkeypatch.setattr(network, "way_to_multiply", lambda *_: way)
+    monkeypatch.setattr(experts, "choose_method", lambda *_: way)
     own, h, chosen = layer(), torch.randn(40, WIDTH, requires_grad=True), routes("drawn", 40)
     names = set()
 
@@ -83,7 +83,7 @@ def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatc
             return function(*args, **(kwargs or {}))
 
     with Names():
-        network.experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
+        experts.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
     assert names and not names & {
         "aten::_local_scalar_dense",
         "aten::nonzero",
@@ -91,7 +91,7 @@ def test_no_number_is_read_from_the_device_without_the_grouped_kernel(monkeypatc
         "aten::_grouped_mm",
     }
     monkeypatch.setattr(torch.Tensor, "tolist", None)  # it reads without an operation
-    network.experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
+    experts.run_experts(own, h, torch.rand(40, TOP_K), chosen).sum().backward()
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 33, 0], [16, 16, 16], [1, 0, 100], [17, 31, 47]])
@@ -99,15 +99,15 @@ def test_blocks_hold_every_row_once_and_one_expert_each(counts):
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     rows = sum(counts)
     blocks = grouped.into_blocks(ends, rows)
-    assert blocks.places_R.unique().numel() == rows
+    assert blocks.slots_R.unique().numel() == rows
     assert len(blocks.experts_B) == grouped.block_count(rows, len(counts), blocks.size)
     expert_of_row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    assert torch.equal(blocks.experts_B[blocks.places_R // blocks.size], expert_of_row)
+    assert torch.equal(blocks.experts_B[blocks.slots_R // blocks.size], expert_of_row)
 
 
 def test_the_way_is_the_cheapest_that_does_not_wait():
     def way(capability, dtype, tokens=4096, experts=32, top_k=4, aligned=True):
-        return grouped.choose(capability, dtype, aligned, tokens, experts, top_k)
+        return grouped.choose_gpu_method(capability, dtype, aligned, tokens, experts, top_k)
 
     bf16, fp32 = torch.bfloat16, torch.float32
     for fast in ((9, 0), (10, 0), (10, 3)):
@@ -123,7 +123,7 @@ def test_the_way_is_the_cheapest_that_does_not_wait():
     # few experts, of which half take part: 4 N rows against 2 N to 4 N and the copies
     assert way((9, 0), fp32, tokens=512, experts=4, top_k=2) == "all"
     # a CPU's own
-    assert grouped.way_to_multiply(torch.zeros(9, 8), [torch.zeros(2, 4, 8)], 1) == "grouped"
+    assert grouped.choose_method(torch.zeros(9, 8), [torch.zeros(2, 4, 8)], 1) == "grouped"
 
 
 def gradients_of_two_passes(policy, batch, keeping) -> tuple[list[torch.Tensor], int]:
@@ -155,7 +155,7 @@ def test_casts_that_are_kept_change_no_bit_and_are_made_once():
     policy.precision = torch.bfloat16
     batch = batch_of(policy, sample(policy))
     layers = policy.routing.layers
-    kept, few = gradients_of_two_passes(policy, batch, policy.casts_kept)
+    kept, few = gradients_of_two_passes(policy, batch, policy.cached_casts)
     plain, many = gradients_of_two_passes(policy, batch, nullcontext)
     assert (few, many) == (2 * layers, 4 * layers)  # gate-and-up and down, per layer
     assert len(kept) == len(plain) and all(
@@ -163,13 +163,13 @@ def test_casts_that_are_kept_change_no_bit_and_are_made_once():
     )
     # there memory matters more: forward and recomputation round for themselves
     policy.network.checkpointing = True
-    kept, many = gradients_of_two_passes(policy, batch, policy.casts_kept)
+    kept, many = gradients_of_two_passes(policy, batch, policy.cached_casts)
     assert many == 8 * layers and all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
 
 
 def test_a_kept_cast_gives_its_gradient_to_the_weight_and_is_made_anew_after_a_change():
     weight = torch.nn.Parameter(torch.ones(3))
-    casts = grouped.KeptCasts()
+    casts = grouped.CastCache()
     first = casts(weight, torch.bfloat16)
     assert casts(weight, torch.bfloat16).data_ptr() == first.data_ptr()
     (first * 2).sum().backward()
@@ -188,10 +188,10 @@ def test_an_update_leaves_no_cast_behind():
     policy.precision = torch.bfloat16
     batch = batch_of(policy, sample(policy)).rows(torch.tensor([0, 1]))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
-    with policy.casts_kept():
+    with policy.cached_casts():
         policy.forward(batch).logp_BT.sum().backward()
     optimizer.step()
     assert policy.network._casts is None
-    with policy.casts_kept():
+    with policy.cached_casts():
         kept = policy.forward(batch).logp_BT
     assert torch.equal(kept, policy.forward(batch).logp_BT)

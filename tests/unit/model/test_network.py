@@ -133,7 +133,8 @@ def test_sampling_and_scoring_are_those_of_the_model_itself(policy, monkeypatch)
         policy.score(batch, 4).logp_BT[batch.mask_BT], logp, atol=1e-5, rtol=1e-5
     )
 
-    monkeypatch.setattr(packed_weights, "LARGE", 1)  # every matrix is prepared as large ones are
+    # every matrix is prepared like a large matrix
+    monkeypatch.setattr(packed_weights, "MIN_BLOCKED_NUMEL", 1)
     monkeypatch.setattr(packed_weights, "ALL_EXPERTS_BELOW", 0)
     with policy.network.frozen(copy_experts=True):
         assert all(
@@ -364,11 +365,11 @@ def laid_out(request, monkeypatch):
 
 def test_every_position_stands_where_the_layout_says(laid_out):
     _, batch, layout = laid_out
-    placed = layout.at_BS >= 0
+    placed = layout.slot_BS >= 0
     assert torch.equal(placed | batch.attention_BS, batch.attention_BS) and placed[fed(batch)].all()
-    assert torch.equal(layout.tokens_N[layout.at_BS[placed]], batch.tokens_BS[placed])
+    assert torch.equal(layout.tokens_N[layout.slot_BS[placed]], batch.tokens_BS[placed])
     positions = batch.attention_BS.cumsum(1) - 1
-    assert torch.equal(layout.positions_N[layout.at_BS[placed]], positions[placed])
+    assert torch.equal(layout.positions_N[layout.slot_BS[placed]], positions[placed])
     assert layout.longest > int(layout.positions_N.max()) and len(layout.rectangles) > 3
     mask = batch.mask_BT
     back = layout.responses(layout.target_M.double(), mask.shape[1])

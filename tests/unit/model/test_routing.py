@@ -34,13 +34,13 @@ def test_replay_of_the_own_record_changes_nothing(policy):
 def test_after_a_weight_change_replay_restores_the_old_experts_exactly(policy, monkeypatch):
     batch = batch_of(policy, sample(policy))
     perturb(policy, 0.1)
-    used, computed = [], network.experts
+    used, computed = [], network.run_experts
 
     def watched(own, h_NW, weights_NK, experts_NK, *others):
         used.append(experts_NK)
         return computed(own, h_NW, weights_NK, experts_NK, *others)
 
-    monkeypatch.setattr(network, "experts", watched)
+    monkeypatch.setattr(network, "run_experts", watched)
     with torch.no_grad():
         own = policy.forward(batch).experts_BSLK
         used.clear()

@@ -41,7 +41,7 @@ def spread(folder, ranks, size=0, experts=1):
     from gspo.model.sharding.fsdp import Shards
 
     shards = Shards(ranks, size or ranks.world_size, "cpu", experts)
-    return sharded_files.load_spread(str(folder), "sdpa", shards, "cpu", torch.float32)
+    return sharded_files.load_sharded(str(folder), "sdpa", shards, "cpu", torch.float32)
 
 
 @every_model
@@ -91,7 +91,7 @@ def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dea
     def write(ranks):
         sharded_files.FILE_BYTES = 20_000
         model, tokenizer = spread(folder, ranks, experts=1 if dense else dealt)
-        files, index = sharded_files.own_files(model, ranks)
+        files, index = sharded_files.local_files(model, ranks)
         sharded_files.write_files(files, written)
         if ranks.rank == 0:
             sharded_files.write_rest(model, tokenizer, index, written)
@@ -162,7 +162,7 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
         with peak() as reading:
             model, _ = spread(folder, ranks)
         with peak() as writing:
-            files, _ = sharded_files.own_files(model, ranks)
+            files, _ = sharded_files.local_files(model, ranks)
             sharded_files.write_files(files, written)
         layer = sum(p.numel() for p in model.model.layers[0].parameters()) * 4
         shard = sum(p.to_local().numel() for p in model.parameters()) * 4

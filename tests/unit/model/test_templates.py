@@ -174,13 +174,13 @@ def test_a_base_models_chat_ends_at_the_templates_end_of_turn_and_says_so():
     model.generation_config.eos_token_id = tokenizer.pad_token_id
     policy = Policy(model, tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert policy.found_turn_end == end and policy.stop_ids == {end, tokenizer.pad_token_id}
+    assert policy.template_turn_end == end and policy.stop_ids == {end, tokenizer.pad_token_id}
     assert policy.copy().stop_ids == policy.stop_ids
     (line,) = model_warnings(policy)
     assert line.startswith(
         "responses end at <|im_end|> too: the chat template writes it behind an assistant's turn"
     )
-    assert Policy(*StandIn(path=QWEN3).make()).found_turn_end is None
+    assert Policy(*StandIn(path=QWEN3).make()).template_turn_end is None
 
 
 HOSTILE = [

@@ -10,7 +10,12 @@ import torch
 from builders import batch_of, sample, small_policy
 from gspo.data.batch import TokenBatch
 from gspo.model.forward import packing, variable_lengths
-from gspo.model.forward.variable_lengths import by_formula, is_used, suits, why_not
+from gspo.model.forward.variable_lengths import (
+    by_formula,
+    is_flash_attention_size,
+    uses_varlen,
+    varlen_problem,
+)
 
 
 def formula(q, k, v, query_ends, key_ends, most_queries, most_keys, *, window_size, enable_gqa):
@@ -65,7 +70,7 @@ def drawn_batch(seed: int, shared: bool) -> TokenBatch:
 
 
 def outputs_and_gradients(policy, batch, monkeypatch, by_lengths: bool):
-    monkeypatch.setattr(type(policy), "_attends_by_lengths", lambda self: by_lengths)
+    monkeypatch.setattr(type(policy), "_uses_varlen", lambda self: by_lengths)
     logp = policy.forward(batch).logp_BT
     slopes = torch.linspace(-1, 2, logp.numel()).view(logp.shape)
     (logp * slopes * batch.mask_BT).sum().backward()
@@ -94,8 +99,8 @@ def test_rows_of_one_length_need_no_gather(monkeypatch, operator):
     batch = drawn_batch(0, False)
     batch.attention_BS = torch.ones_like(batch.attention_BS)
     batch.mask_BT = batch.sampled_BT = torch.ones_like(batch.mask_BT)
-    layout = packing.lay_out(batch).by_lengths()
-    assert layout.lengths.in_order
+    layout = packing.lay_out(batch).use_varlen()
+    assert layout.varlen.in_order
     policy = small_policy()
     ours, _ = outputs_and_gradients(policy, batch, monkeypatch, True)
     theirs, _ = outputs_and_gradients(policy, batch, monkeypatch, False)
@@ -118,13 +123,13 @@ def test_a_response_attends_to_the_prompt_of_its_group_and_to_itself(monkeypatch
         sampled_BT=mask_BT,
         prompts_B=torch.tensor([0, 0, 1]),
     )
-    lengths = packing.lay_out(batch).by_lengths().lengths
+    lengths = packing.lay_out(batch).use_varlen().varlen
     # flat list: p p | r . | first response's 2 tokens | the third's 1 and padding
     assert lengths.queries_Q.tolist() == [0, 1, 2, 4, 5, 6]
     assert lengths.query_ends.tolist() == [0, 2, 3, 5, 6]
     assert lengths.keys_U.tolist() == [0, 1, 2, 0, 1, 4, 5, 2, 6]
     assert lengths.key_ends.tolist() == [0, 2, 3, 7, 9]
-    assert (lengths.most_queries, lengths.most_keys) == (2, 4)
+    assert (lengths.max_queries, lengths.max_keys) == (2, 4)
 
 
 def test_masks_are_made_once_for_all_layers(monkeypatch):
@@ -142,12 +147,16 @@ def test_masks_are_made_once_for_all_layers(monkeypatch):
 def test_it_is_chosen_for_what_flash_attention_computes():
     bf16 = torch.bfloat16
     assert (
-        suits((9, 0), bf16, 128) and suits((8, 0), torch.float16, 64) and suits((12, 0), bf16, 256)
+        is_flash_attention_size((9, 0), bf16, 128)
+        and is_flash_attention_size((8, 0), torch.float16, 64)
+        and is_flash_attention_size((12, 0), bf16, 256)
     )
-    assert not suits(None, bf16, 128)  # a CPU
-    assert not suits((7, 5), bf16, 128)
-    assert not suits((9, 0), torch.float32, 128)
-    assert not suits((9, 0), bf16, 264) and not suits((9, 0), bf16, 100)
+    assert not is_flash_attention_size(None, bf16, 128)  # a CPU
+    assert not is_flash_attention_size((7, 5), bf16, 128)
+    assert not is_flash_attention_size((9, 0), torch.float32, 128)
+    assert not is_flash_attention_size((9, 0), bf16, 264) and not is_flash_attention_size(
+        (9, 0), bf16, 100
+    )
 
 
 def test_an_operator_that_is_missing_refuses_or_errs_is_not_used(monkeypatch):
@@ -155,7 +164,7 @@ def test_an_operator_that_is_missing_refuses_or_errs_is_not_used(monkeypatch):
 
     def reason(function) -> str:
         monkeypatch.setattr(variable_lengths, "varlen_operator", lambda: function)
-        return why_not(cpu, torch.bfloat16, 4, 2, 16)
+        return varlen_problem(cpu, torch.bfloat16, 4, 2, 16)
 
     def refusing(*x, window_size):
         raise RuntimeError("no kernel for this head\nmore lines")
@@ -177,15 +186,15 @@ def test_an_operator_that_is_missing_refuses_or_errs_is_not_used(monkeypatch):
 
 
 def test_a_user_hears_once_that_rectangles_are_used(monkeypatch):
-    is_used.cache_clear()
+    uses_varlen.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(variable_lengths, "why_not", lambda *_: "is missing in PyTorch 2.9")
+    monkeypatch.setattr(variable_lengths, "varlen_problem", lambda *_: "is missing in PyTorch 2.9")
     try:
         with pytest.warns(UserWarning, match="padded rectangles.*is missing in PyTorch 2.9"):
-            assert not is_used(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
+            assert not uses_varlen(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not is_used(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
-            assert not is_used(torch.device("cpu"), torch.bfloat16, 8, 2, 64)
+            assert not uses_varlen(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
+            assert not uses_varlen(torch.device("cpu"), torch.bfloat16, 8, 2, 64)
     finally:
-        is_used.cache_clear()
+        uses_varlen.cache_clear()

@@ -75,7 +75,7 @@ def taken(config, work: Work, ranks: Ranks) -> tuple[int, int, int]:
         from gspo.model.sharding.fsdp import Shards
 
         shards = Shards(ranks, work.shard_size, "cpu", work.experts)
-        shards.spread(model, work.precision)
+        shards.shard_model(model, work.precision)
     policy = Policy(
         model,
         small_policy().tokenizer,

@@ -40,7 +40,7 @@ def same(a: Response, b: Response) -> bool:
         for name in ("logprobs", "experts", "old_logprobs", "old_experts")
     )
     return arrays and all(
-        getattr(a, name) == getattr(b, name)
+        getattr(a, name, None) == getattr(b, name, None)
         for name in (
             "problem",
             "sample",

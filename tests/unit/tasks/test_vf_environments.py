@@ -74,9 +74,9 @@ def test_a_rollout_is_the_librarys_own():
     """
     import verifiers as vf
 
-    from gspo.tasks.adapters.vf_rollout import Policy, plain
+    from gspo.tasks.adapters.vf_rollout import PolicyClient, plain
 
-    class Scripted(Policy):
+    class Scripted(PolicyClient):
         async def get_native_response(self, prompt, model, sampling_args, tools=None, state=None):
             return plain(words[len(state["trajectory"])])
 

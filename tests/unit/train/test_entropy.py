@@ -82,7 +82,8 @@ def test_its_gradient_is_that_of_a_naive_softmax_over_the_whole_vocabulary(tempe
     """
     policy = small_policy()
     batch = batch_of(policy, sample(policy))
-    policy.temperature, policy.learns_entropy = temperature, True
+    policy.temperature = temperature
+    policy.enable_entropy_gradient()
 
     def gradients(entropy_BT):
         policy.model.zero_grad()

@@ -173,7 +173,7 @@ def spread_over(ranks: Ranks, size: int, experts: int = 1, **settings):
 
     def spread(policy: Policy) -> Policy:
         shards = Shards(ranks, size, "cpu", experts)
-        shards.spread(policy.model, settings.get("precision", torch.float32))
+        shards.shard_model(policy.model, settings.get("precision", torch.float32))
         return Policy(policy.model, policy.tokenizer, policy.temperature, shards=shards, **settings)
 
     return spread
