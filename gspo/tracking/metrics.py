@@ -590,12 +590,12 @@ PAGE_HEAD = """\
 # Metrics
 
 Written by `python -m gspo.tracking.metrics > docs/metrics.md` from the registry `gspo/tracking/metrics.py`; do not edit
-this page by hand. [monitoring.md](monitoring.md) says which metrics to look at first.
+this page by hand. [monitoring.md](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at.
 
 For example, `reward/mean` is the mean reward of a step's responses. A `*` in a name stands for any text: `reward/*` is
-one metric for each task, as in `reward/math`. Averages over a step are weighted by what they count (tokens or
-responses), over all mini-batches of the step. The last column says what W&B's summary of a run keeps beside the last
-value: the mean over the last ten batches (recent), the largest value (max), or nothing more (last)."""
+a metric for each task, as in `reward/math`. Averages over a step are weighted by tokens or responses, over all
+mini-batches of the step. The last column is the entry of W&B's run summary beside the last value: the mean over the
+last ten batches (recent), the largest value (max), or nothing more (last)."""
 
 
 def page() -> str:
