@@ -6,7 +6,7 @@
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
 # make test-distributed   runs of several processes: the numbers of one, kills, resumed runs, memory
 # make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
-# make lint         ruff, as CI runs it
+# make lint         ruff, and the type checker ty on the packages that pyproject.toml names
 # make docs         the documentation as a site with search, in build/site
 # make lock         pin the versions of all packages anew
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
@@ -171,7 +171,7 @@ test-browser: $(VENV)/.viewer
 	$(BIN)/python -m pytest -m browser -n 2 --dist worksteal
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/ty check --quiet --python $(VENV)
 
 clean:
 	rm -rf figures .pytest_cache .ruff_cache

@@ -227,10 +227,10 @@ class TurnNormalized(GroupAdvantage):
                 adv_BK[has_turn_B, k] = self.compare(return_BK[has_turn_B, k], groups)
         return adv_BK.gather(1, turns_BT)
 
-    def compare(self, return_B: Tensor, groups: Groups) -> Tensor:
-        """Compute the advantages of a turn. Shape [episodes that have the turn]."""
-        adv_B = (return_B - groups.mean(return_B)) / (groups.std(return_B) + self.eps)
-        return torch.where(groups.all_equal(return_B), 0.0, adv_B)
+    def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
+        """Compute the advantages of a turn from its returns. Shape [episodes that have the turn]."""
+        adv_B = (rewards_B - groups.mean(rewards_B)) / (groups.std(rewards_B) + self.eps)
+        return torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
 
 
 @dataclass

@@ -203,7 +203,7 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
             gradient(objective, changed(inputs, lambda x, rows=rows: x[rows]), totals)
             for rows in torch.arange(BATCH_SIZE).split(3)
         ]
-        parts_loss = sum(part_loss for part_loss, _ in parts)
+        parts_loss = torch.stack([part_loss for part_loss, _ in parts]).sum()
         parts_BT = torch.cat([part_BT for _, part_BT in parts])
         loss_error = relative_error(parts_loss, loss)
         if loss_error > 1e-10 or relative_error(parts_BT, gradient_BT) > 1e-10:
@@ -281,9 +281,9 @@ class RecordDetach(TorchFunctionMode):
         super().__init__()
         self.results: list[Tensor] = []
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.Tensor.detach:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.detach:
             self.results.append(result)
         return result
 
@@ -295,10 +295,10 @@ class ReplayDetach(TorchFunctionMode):
         super().__init__()
         self.results = iter(results)
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.detach:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.detach:
             return next(self.results)
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
