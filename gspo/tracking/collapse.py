@@ -83,7 +83,7 @@ class Level:
 
 
 def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays [steps]: smoothed reward, running peak, and whether the reward has fallen.
+    """Return, for every step, the smoothed reward, its running peak, and whether it has fallen.
 
     The reward has fallen while the smoothed reward is below 0.7 x its peak."""
     level = Level()
