@@ -110,7 +110,7 @@ class Monitor:
         self.last_healthy_step = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
-        """Take in a step's metrics and return the new events. Row 0, before training, is ignored."""
+        """Take in a step's metrics, and return the new events. Row 0 (before training) has none."""
         if step == 0:
             return []
         self.steps += 1
