@@ -79,10 +79,11 @@ def page(folder: Path) -> str:
     custom = _read(custom_metrics, folder, problems) or {}
     status = read_status(folder)
     batch = max((folder / "rollouts").glob("step_*.jsonl"), default=None)
+    subtitle = _subtitle(folder, settings, problems)
     responses = _read(_graded, batch, problems) if batch else None
     values = {
         "name": folder.name,
-        "subtitle": _subtitle(folder, settings, problems),
+        "subtitle": subtitle,
         "stability": stability_report(rows, status.get("how", "")).splitlines(),
         "curves": curves(rows, custom) if len(rows) > 2 else [],
         "events": [(event["step"], event["kind"], event["text"]) for event in events],
@@ -252,8 +253,10 @@ def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
     highest = ordered[0]["reward"]
     lowest = ordered[-1]["reward"]
     middle = (len(ordered) + 1) // 2
-    best = _of_different_problems(ordered[:middle])
-    worst = [r for r in _of_different_problems(ordered[middle:][::-1]) if r["reward"] < highest]
+    highest_rewards = _of_different_problems(ordered[:middle])
+    lowest_rewards = [
+        r for r in _of_different_problems(ordered[middle:][::-1]) if r["reward"] < highest
+    ]
 
     def kind(response: dict) -> str:
         if lowest == highest:
@@ -261,7 +264,7 @@ def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
         is_good = response["reward"] > lowest and response.get("verdict") != "truncated"
         return "good" if is_good else "bad"
 
-    return [(kind(response), response) for response in [*best, *worst]]
+    return [(kind(response), response) for response in [*highest_rewards, *lowest_rewards]]
 
 
 def _graded(path: Path) -> list[dict]:

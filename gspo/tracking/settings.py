@@ -37,7 +37,8 @@ class TrackingSettings(Ranged, key="tracking"):
         super().__post_init__()
         if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
             raise ValueError(
-                f"tracking.project={self.project!r}: W&B takes up to 128 characters, none of /\\#?%:"
+                f"tracking.project={self.project!r}: W&B takes up to 128 characters, "
+                "none of /\\#?%:"
             )
         bad_tags = [tag for tag in self.tags if not 1 <= len(tag) <= 64]
         if bad_tags:
