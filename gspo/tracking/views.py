@@ -1,4 +1,4 @@
-"""Arranges the registry's metrics as views: pages of panels, each page for one question.
+"""Arranges the registry's metrics as views: pages of panels that each answer a question.
 
 W&B's saved views (dashboard.py) follow this arrangement. Titles, units and descriptions come from
 the registry. Every metric of the registry is on a panel, or in LEFT_OUT with a reason.
@@ -18,32 +18,29 @@ GROUP_BY = ("objective.name", "policy.routing_replay")
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share one pair of axes. `metrics` are names in the registry, for families with
-    their `*`.
-    """
+    """Curves in the same axes.
+
+    `metrics` are names in the registry. The name of a family has its `*`."""
 
     metrics: tuple[str, ...]
     x: str = STEP
     log: bool = False  # whether the y axis is logarithmic
 
     def entries(self) -> list[Metric]:
-        """Return the definitions of the metrics. Raises KeyError if the registry lacks one of them
-        or the x axis; a family must be named by its own name, not by a member's."""
+        """Return the definitions of the metrics.
+
+        Raises KeyError if the registry lacks a metric or the x axis. The name of a family's member
+        is not in the registry."""
         by_name = {metric.name: metric for metric in METRICS}
         return [by_name[name] for name in (*self.metrics, self.x)][:-1]
 
     def title(self) -> str:
-        """Return the metrics' names, with a common prefix written once, and the x axis if it is not
-        the step.
-        """
+        """Return the metrics' names with a common prefix once, and the x axis unless it is step."""
         head, slash, _ = self.metrics[0].partition("/")
-        same = all(name.startswith(head + slash) for name in self.metrics)
-        rest = (
-            [name.removeprefix(head + slash) for name in self.metrics]
-            if same
-            else list(self.metrics)
-        )
-        names = (head + slash if same else "") + ", ".join(rest)
+        prefix = head + slash
+        if not all(name.startswith(prefix) for name in self.metrics):
+            prefix = ""
+        names = prefix + ", ".join(name.removeprefix(prefix) for name in self.metrics)
         return names if self.x == STEP else f"{names} against {self.x}"
 
     def unit(self) -> str:
@@ -51,7 +48,7 @@ class Panel:
         return self.entries()[0].unit
 
     def description(self) -> str:
-        """Return one line per metric: name [unit]: meaning."""
+        """Return a line for each metric: name [unit]: meaning."""
         return "\n".join(
             f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries()
         )
@@ -59,16 +56,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """One page: a question, and sections of panels that answer it.
+    """A page: a question, and sections of panels that answer it.
 
-    With `only` it shows the runs that carry this tag; a run is tagged with its objective, its
-    replay and its model."""
+    With `only` it shows only runs with this tag. The tags of a run are its objective, its replay
+    and its model."""
 
     name: str
     question: str
     sections: tuple[tuple[str, tuple[Panel, ...]], ...]
     only: str = ""
-    by: str = ""  # the setting that runs are grouped by, if the question asks for a particular one
+    by: str = ""  # the setting that runs are grouped by, if the question requires a certain setting
 
     def panels(self) -> list[Panel]:
         """Return the panels of all sections."""
@@ -237,13 +234,13 @@ VIEWS = (
     ),
 )  # fmt: skip
 
-LEFT_OUT = {STEP: "the x axis of every panel that names no other"}
+LEFT_OUT = {STEP: "the x axis of every panel that names no other x axis"}
 
 
 def unplaced() -> list[str]:
-    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT: there should
-    be none.
-    """
+    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT.
+
+    The list should be empty."""
     placed = {
         name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)
     }
@@ -251,7 +248,7 @@ def unplaced() -> list[str]:
 
 
 def unknown(names: list[str]) -> list[str]:
-    """Return those of the names that the registry lacks."""
+    """Return the names that the registry lacks."""
     return [
         name
         for name in names
@@ -260,28 +257,26 @@ def unknown(names: list[str]) -> list[str]:
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views with only the metrics that runs have recorded (`names`), and the names of
-    the other metrics.
+    """Return the views restricted to recorded metrics, and the names of the views' other metrics.
 
-    Raises KeyError for a name that the registry lacks."""
-    seen = {lookup(name).name for name in names if name != STEP} | {STEP}
-    missing = []
-
-    def kept(panel: Panel) -> Panel:
-        missing.extend(
-            name for name in (*panel.metrics, panel.x) if name not in seen and name not in missing
-        )
-        return replace(
-            panel, metrics=tuple(name for name in panel.metrics if name in seen and panel.x in seen)
-        )
-
-    result = []
+    `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
+    for a name that the registry lacks."""
+    known = {lookup(name).name for name in names if name != STEP} | {STEP}
+    missing: list[str] = []
+    restricted_views = []
     for view in views:
-        sections = [
-            (name, tuple(kept(panel) for panel in panels)) for name, panels in view.sections
-        ]
-        filled = [
-            (name, tuple(panel for panel in panels if panel.metrics)) for name, panels in sections
-        ]
-        result.append(replace(view, sections=tuple(section for section in filled if section[1])))
-    return tuple(view for view in result if view.sections), missing
+        sections = []
+        for title, panels in view.sections:
+            recorded_panels = []
+            for panel in panels:
+                for name in (*panel.metrics, panel.x):
+                    if name not in known and name not in missing:
+                        missing.append(name)
+                metrics = tuple(name for name in panel.metrics if name in known)
+                if metrics and panel.x in known:
+                    recorded_panels.append(replace(panel, metrics=metrics))
+            if recorded_panels:
+                sections.append((title, tuple(recorded_panels)))
+        if sections:
+            restricted_views.append(replace(view, sections=tuple(sections)))
+    return tuple(restricted_views), missing
