@@ -86,7 +86,8 @@ def _against(names: str) -> tuple[Panel, ...]:
 VIEWS = (
     View(
         "Stability",
-        "Does the reward keep rising, is the gradient norm in a reasonable range, do the ratios stay near 1?",
+        "Does the reward keep rising, is the gradient norm in a reasonable range, do the "
+        "ratios stay near 1?",
         (
             ("Reward", (
                 _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
@@ -100,19 +101,25 @@ VIEWS = (
                 _panel("advantage/: mean std abs_max"),
             )),
             ("Ratios", (
-                _panel("ratio/: sequence_min sequence_mean sequence_max"), _panel("ratio/sequence_log_abs", log=True),
-                _panel("ratio/: token_min token_mean token_max", log=True), _panel("ratio/token_log_var", log=True),
+                _panel("ratio/: sequence_min sequence_mean sequence_max"),
+                _panel("ratio/sequence_log_abs", log=True),
+                _panel("ratio/: token_min token_mean token_max", log=True),
+                _panel("ratio/token_log_var", log=True),
                 _panel("ratio/: ess_token ess_sequence"),
                 _panel("ratio/floor_sequence_abs", log=True), _panel("ratio/floor_outside"),
                 _panel("ratio/floor_of_range", log=True),
             )),
             ("Divergence", (
-                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"), _panel("kl/loss"),
+                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"),
+                _panel("kl/loss"),
             )),
             ("Responses", (
-                _panel("length/: mean p95 limit"), _panel("length/truncated"), _panel("length/repetition"),
+                _panel("length/: mean p95 limit"), _panel("length/truncated"),
+                _panel("length/repetition"),
             )),
-            ("Critic", (_panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"))),
+            ("Critic", (
+                _panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"),
+            )),
             ("Metrics of your own", (_panel("custom/*"),)),
         ),
     ),
@@ -141,11 +148,13 @@ VIEWS = (
         "Do the experts stay the same across an update, and between the engine and the trainer?",
         (
             ("Consistency", (
-                _panel("routing/: consistency consistency_after_step"), _panel("routing/consistency_layer_*"),
+                _panel("routing/: consistency consistency_after_step"),
+                _panel("routing/consistency_layer_*"),
                 _panel("routing/consistency_minibatch_*"), _panel("routing/changed_any_layer"),
             )),
             ("Loads of the experts", (
-                _panel("routing/load_entropy"), _panel("routing/load_max"), _panel("routing/unused_experts"),
+                _panel("routing/load_entropy"), _panel("routing/load_max"),
+                _panel("routing/unused_experts"),
                 _panel("routing/balance"),
             )),
             ("Engine", (
@@ -156,10 +165,12 @@ VIEWS = (
     ),
     View(
         "Routing Replay",
-        "What does replaying the old experts change in GRPO, the paper's case? Grouped by policy.routing_replay.",
+        "What does replaying the old experts change in GRPO, the paper's case? Grouped "
+        "by policy.routing_replay.",
         (
             ("With and without", (
-                _panel("reward/mean"), _panel("routing/consistency"), _panel("routing/engine_agreement"),
+                _panel("reward/mean"), _panel("routing/consistency"),
+                _panel("routing/engine_agreement"),
                 _panel("optim/grad_norm", log=True), _panel("clip/token_active", log=True),
                 _panel("mismatch/k3", log=True), _panel("eval/*/avg@*"),
             )),
@@ -169,7 +180,8 @@ VIEWS = (
     ),
     View(
         "Mismatch",
-        "How far are the engine's likelihoods and the weights that sampled from those being trained?",
+        "How far are the engine's likelihoods and the weights that sampled from those "
+        "being trained?",
         (
             ("Tokens", (
                 _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
@@ -177,14 +189,17 @@ VIEWS = (
                 _panel("mismatch/after_sync", log=True),
             )),
             ("Responses", (
-                _panel("mismatch/sequence_log_abs", log=True), _panel("mismatch/: sequence_min sequence_max"),
+                _panel("mismatch/sequence_log_abs", log=True),
+                _panel("mismatch/: sequence_min sequence_max"),
             )),
             ("Correction", (
                 _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
-                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"), _panel("mismatch/masked"),
+                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
+                _panel("mismatch/masked"),
             )),
             ("Staleness", (
-                _panel("staleness/: mean max"), _panel("staleness/segments"), _panel("staleness/in_flight"),
+                _panel("staleness/: mean max"), _panel("staleness/segments"),
+                _panel("staleness/in_flight"),
             )),
         ),
     ),
@@ -193,7 +208,8 @@ VIEWS = (
         "How many turns do episodes take, why do they end, and what do the environments measure?",
         (
             ("Turns", (
-                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"), _panel("episode/finish_*"),
+                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"),
+                _panel("episode/finish_*"),
                 _panel("episode/environment_tokens"),
             )),
             ("The environments' measures", (_panel("episode/*"),)),
@@ -204,22 +220,30 @@ VIEWS = (
         "What do held-out problems say?",
         (
             ("Scores", (
-                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"), _panel("eval/*/stderr"),
+                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"),
+                _panel("eval/*/stderr"),
                 _panel("eval/elo"), _panel("eval/elo_stderr"),
             )),
-            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
-                           _panel("eval/*/prompt_too_long"))),
+            ("Responses", (
+                _panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
+                _panel("eval/*/prompt_too_long"),
+            )),
             ("Episodes", (_panel("eval/*/episode_*"),)),
         ),
     ),
     View(
         "Efficiency",
-        "What does a level of reward cost in tokens, in FLOPs, in time, and where does the time go?",
+        "What does a level of reward cost in tokens, in FLOPs, in time, and where does "
+        "the time go?",
         (
             ("Reward", _against("reward/mean")),
             ("Held-out scores", _against("eval/*/avg@*")),
-            ("Cost", (_panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"))),
-            ("Speed", (_panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"))),
+            ("Cost", (
+                _panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"),
+            )),
+            ("Speed", (
+                _panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"),
+            )),
             ("Time of a step", (
                 _panel("time/: rollout_s environment_s score_s behaviour_s waited_s"),
                 _panel("time/: train_s old_logprobs_s diagnostics_s"),
@@ -227,7 +251,8 @@ VIEWS = (
             )),
             ("Dropped and refilled", (
                 _panel("compute/dropped_tokens"), _panel("filter/: zero_variance surplus filled"),
-                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"), _panel("filter/ungraded"),
+                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"),
+                _panel("filter/ungraded"),
                 _panel("filter/truncated"),
             )),
         ),
