@@ -5,8 +5,8 @@ W&B's graph of lineage then shows
     cold start -> run -> checkpoint -> evaluation
 
 An artifact lists the files of a folder on this machine, with their paths and sizes. The files are
-neither uploaded nor read, except the small files that describe the others (HASHED). Through these,
-other weights at the same path become another version. With `upload`, the files go to W&B's server
+neither uploaded nor read, except small files with checksums (HASHED). Because of the checksums, new
+weights at an old path become a new version. With `upload`, the files go to W&B's server
 too.
 """
 
@@ -59,7 +59,7 @@ class Lineage:
         if self.refused or folder in self.recorded or not folder.exists():
             return
         try:
-            artifact = described(folder, name, kind, self.upload and not used)
+            artifact = folder_artifact(folder, name, kind, self.upload and not used)
             # `use_artifact` calls this method. It refuses to work offline, and online it waits for
             # the server.
             self.run._log_artifact(
@@ -92,13 +92,15 @@ class Lineage:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def described(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifact:
+def folder_artifact(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifact:
     """Return the artifact of a folder.
 
     It has references to the folder's files, or with `upload` the files themselves.
     Raises ValueError if a path cannot be written as a URI that W&B reads."""
     artifact = wandb.Artifact(
-        allowed(name), kind, metadata={"host": platform.node(), "folder": str(folder.absolute())}
+        allowed_name(name),
+        kind,
+        metadata={"host": platform.node(), "folder": str(folder.absolute())},
     )
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         path = file.relative_to(folder)
@@ -113,10 +115,10 @@ def described(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifac
     return artifact
 
 
-def allowed(name: str) -> str:
-    """Return a name in which "_" replaces the characters that W&B allows in no artifact's name.
+def allowed_name(name: str) -> str:
+    """Return an artifact's name with "_" in place of characters that W&B does not allow.
 
-    >>> allowed("my run/gspo+r2-seed1")
+    >>> allowed_name("my run/gspo+r2-seed1")
     'my_run_gspo_r2-seed1'
     """
     return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:MAX_NAME_CHARS]

@@ -1,9 +1,8 @@
-"""The rule that says whether a run has collapsed, and the scores that may warn of it earlier.
+"""The collapse rule of a run, and scores that may warn of a collapse earlier.
 
 The collapse rule was fixed before the results of any study were looked at, and is not tuned.
 
-An early-warning score takes one number of a metric per step and returns one number. Higher is
-worse. The score depends only on this step and earlier steps. The monitor of a run compares scores
+An early-warning score takes a metric's number of each step and returns a number. Higher is worse. The score depends only on this step and earlier steps. The monitor of a run compares scores
 with thresholds. `Signal.score` returns the scores of a whole series. A step whose metric is missing
 (None, NaN, inf) repeats the previous score.
 """

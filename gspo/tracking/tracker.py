@@ -252,7 +252,7 @@ class Progress:
             )
 
     def __call__(self, step: int, **figures: float) -> None:
-        """Show and log that a step is done, with these metrics of it."""
+        """Show and log that a step is done, with some of its metrics."""
         text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         now = time.perf_counter()
         pace = (now - self.started) / max(step - self.first, 1)
