@@ -2,9 +2,9 @@
 
 The collapse rule was fixed before the results of any study were looked at, and is not tuned.
 
-An early-warning score takes a metric's number of each step and returns a number. Higher
-is worse. The score depends only on this step and earlier steps. The monitor of a run compares scores
-with thresholds. `Signal.score` returns the scores of a whole series. A step whose metric is missing
+An early-warning score takes a metric's number of each step and returns a number. Higher is worse.
+The score depends only on this step and earlier steps. The monitor of a run compares scores with
+thresholds. `Signal.score` returns the scores of a whole series. A step whose metric is missing
 (None, NaN, inf) repeats the previous score.
 """
 
