@@ -1,3 +1,4 @@
-"""How a run is recorded and shown: registry of metrics, collapse rule, monitor, W&B, dashboards,
-page. No torch.
+"""How a run is recorded and shown: metrics, collapse rule, monitor, W&B, dashboards and page.
+
+No module of this package imports torch.
 """

@@ -1,10 +1,11 @@
-"""The rule that says whether a run has collapsed, and the scores that may warn of it earlier.
+"""The collapse rule of a run, and scores that may warn of a collapse earlier.
 
-The collapse rule was fixed before the results of any study were looked at, and is not tuned. An
-early-warning score takes one number of a metric per step and returns one number, of which higher is
-worse. It depends on that step and the steps before it alone. The monitor of a run compares scores
-with thresholds; `Signal.score` returns the scores of a whole series. A step whose metric is missing
-(None, NaN, inf) repeats the score before it.
+The collapse rule was fixed before the results of any study were looked at, and is not tuned.
+
+An early-warning score takes a metric's number of each step and returns a number. Higher is worse.
+The score depends only on this step and earlier steps. The monitor of a run compares scores with
+thresholds. `Signal.score` returns the scores of a whole series. A step whose metric is missing
+(None, NaN, inf) repeats the previous score.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import Protocol
 import numpy as np
 
 DECAY = 0.9  # the factor of the exponential smoothing
-# the peak counts from this number of the series on; a baseline is the median of the first so many
-# numbers
+# The peak counts from the tenth number of a series on. A baseline is the median of the first ten.
 START = 10
-# a reward has fallen if it is below this share of its peak for so many steps
-FALLEN, STEPS_FALLEN = 0.7, 20
-# it has recovered if it is above this share within so many further steps
-RECOVERED, STEPS_TO_RECOVER = 0.9, 50
-# a spike is compared with the median of the numbers before it: at most, and at least, so many
-WINDOW, FEWEST = 20, 5
+# A reward has fallen if it is below this share of its peak for this number of steps.
+FALLEN = 0.7
+STEPS_FALLEN = 20
+# It has recovered if it is above this share of the peak within this number of further steps.
+RECOVERED = 0.9
+STEPS_TO_RECOVER = 50
+# A spike is compared with the median of the previous numbers: at most 20, and at least 5.
+WINDOW = 20
+MIN_WINDOW = 5
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Smoothed:
 
     def push(self, value: float) -> float:
         """Take in the next number, and return the average."""
-        self.total, self.weight = DECAY * self.total + value, DECAY * self.weight + 1
+        self.total = DECAY * self.total + value
+        self.weight = DECAY * self.weight + 1
         return self.total / self.weight
 
 
@@ -48,9 +52,8 @@ class Smoothed:
 class Level:
     """The smoothed reward and its running peak.
 
-    The peak starts anew with the tenth number, so that a lucky first batch does not set it.
-    `largest` does not start anew, so that a run which fell in its first steps does not count as
-    healthy afterwards."""
+    The peak starts anew with the tenth number, because a lucky first batch must not set it.
+    `largest` does not start anew: a run that fell in its first steps is not healthy afterwards."""
 
     smooth: Smoothed = field(default_factory=Smoothed)
     count: int = 0
@@ -60,70 +63,76 @@ class Level:
 
     def push(self, value: float) -> float:
         """Take in the next reward, and return the smoothed one."""
-        self.now, self.count = self.smooth.push(value), self.count + 1
+        self.now = self.smooth.push(value)
+        self.count += 1
         if self.count == START:
             self.peak = -math.inf
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, self.now)
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, self.now)
         return self.now
 
     def fallen(self) -> bool:
-        """Return whether the smoothed reward is below 0.7 x its peak; False before the tenth
-        number, and while the peak is not positive."""
+        """Return whether the smoothed reward is below 0.7 x its peak.
+
+        It is False before the tenth number, and while the peak is not positive."""
         return self.count >= START and self.peak > 0 and self.now < FALLEN * self.peak
 
     def is_healthy(self) -> bool:
-        """Return whether the smoothed reward is above 0.9 x the largest so far, the first numbers
-        included.
-        """
+        """Return whether the smoothed reward is above 0.9 x the largest of all rewards so far."""
         return self.now > RECOVERED * self.largest
 
 
 def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for every step, the smoothed reward, its running peak, and whether it is below 0.7 x
-    that peak.
-    """
-    level, rows = Level(), []
+    """Return, for every step, the smoothed reward, its running peak, and whether it has fallen.
+
+    The reward has fallen while the smoothed reward is below 0.7 x its peak."""
+    level = Level()
+    smoothed: list[float] = []
+    peaks: list[float] = []
+    fallen: list[bool] = []
     for value in rewards:
         if is_finite(value):
             level.push(value)
-        rows.append((level.now, level.peak, level.fallen()))
-    now, peak, fallen = zip(*rows, strict=True) if rows else ((), (), ())
-    return np.array(now), np.array(peak), np.array(fallen, dtype=bool)
+        smoothed.append(level.now)
+        peaks.append(level.peak)
+        fallen.append(level.fallen())
+    return np.array(smoothed), np.array(peaks), np.array(fallen, dtype=bool)
 
 
 def best(rewards: Sequence[float | None]) -> tuple[float, int]:
-    """Return the highest smoothed reward and its index. As for the peak of the collapse rule, the
-    first nine count only if there are no more. Raises ValueError if there is no reward."""
-    smooth = levels(rewards)[0]
-    known = [index for index in range(len(smooth)) if is_finite(rewards[index])]
-    counted = known[START - 1 :] or known
-    if not counted:
+    """Return the highest smoothed reward and its index.
+
+    As in the collapse rule, the first nine rewards count only if there are no more. Raises
+    ValueError if there is no reward."""
+    smoothed, _, _ = levels(rewards)
+    finite = [index for index in range(len(smoothed)) if is_finite(rewards[index])]
+    candidates = finite[START - 1 :] or finite
+    if not candidates:
         raise ValueError("there is no reward")
-    index = max(counted, key=lambda index: smooth[index])
-    return float(smooth[index]), index
+    index = max(candidates, key=lambda index: smoothed[index])
+    return float(smoothed[index]), index
 
 
 def collapse(rewards: Sequence[float | None]) -> int | None:
     """Return the index of the step at which a run collapsed, None if it did not collapse.
 
-    That is the first step from which the smoothed reward stays below 0.7 x its running peak for 20
-    steps and is not above 0.9 x the peak again within the following 50 steps, or until the run's
-    end if that comes earlier."""
-    level, peak, fallen = levels(rewards)
+    It is the first step with both properties. From this step on, the smoothed reward stays below
+    0.7 x its running peak for 20 steps. In the following 50 steps, or until the run's end if it
+    comes earlier, the reward is never above 0.9 x the peak again."""
+    smoothed, peak, fallen = levels(rewards)
     for start in range(len(fallen) - STEPS_FALLEN + 1):
         end = start + STEPS_FALLEN
-        back = level[end : end + STEPS_TO_RECOVER] > RECOVERED * peak[start]
-        if fallen[start:end].all() and not back.any():
+        recovered = smoothed[end : end + STEPS_TO_RECOVER] > RECOVERED * peak[start]
+        if fallen[start:end].all() and not recovered.any():
             return start
     return None
 
 
 class Score(Protocol):
-    """An early-warning score: takes in a metric's numbers one by one, and returns the score after
-    each.
-    """
+    """An early-warning score of a metric."""
 
-    def push(self, value: float) -> float: ...
+    def push(self, value: float) -> float:
+        """Take in the metric's next number, and return the score."""
 
 
 @dataclass
@@ -136,22 +145,20 @@ class Shortfall(Smoothed):
 
 @dataclass
 class BelowPeak:
-    """The score 1 - smoothed value / its running peak; 0 while there is no positive peak."""
+    """The score 1 - smoothed value / its running peak. It is 0 while there is no positive peak."""
 
     level: Level = field(default_factory=Level)
 
     def push(self, value: float) -> float:
         now = self.level.push(value)
-        return (
-            1 - now / self.level.peak if self.level.peak > 0 and self.level.count >= START else 0.0
-        )
+        if self.level.count < START or self.level.peak <= 0:
+            return 0.0
+        return 1 - now / self.level.peak
 
 
 @dataclass
 class Rise(Smoothed):
-    """The score smoothed value - baseline, where the baseline is the median of the first 10
-    numbers.
-    """
+    """The score smoothed value - baseline. The baseline is the median of the first 10 numbers."""
 
     first: list[float] = field(default_factory=list)
 
@@ -159,7 +166,7 @@ class Rise(Smoothed):
         return super().push(value) - self.baseline(value)
 
     def baseline(self, value: float) -> float:
-        """Return the median of the first numbers, of which `value` may be one."""
+        """Return the median of the first numbers, after adding `value` if they are not complete."""
         if len(self.first) < START:
             self.first.append(value)
         return float(np.median(self.first))
@@ -167,15 +174,20 @@ class Rise(Smoothed):
 
 @dataclass
 class Growth(Rise):
-    """The score log(smoothed value / baseline), for positive quantities. The baseline is the median
-    of the first 10 positive numbers: nothing can be said to have grown from 0. Before the first of
-    them the score is 0."""
+    """The score log(smoothed value / baseline), for positive quantities.
+
+    The baseline is the median of the first 10 positive numbers, because growth from 0 has no size.
+    Before the first positive number the score is 0."""
 
     def push(self, value: float) -> float:
         now = Smoothed.push(self, value)
-        if value <= 0 and len(self.first) < START:
-            return _log(now) - _log(float(np.median(self.first))) if self.first else 0.0
-        return _log(now) - _log(self.baseline(value))
+        if value > 0 or len(self.first) == START:
+            baseline = self.baseline(value)
+        elif self.first:
+            baseline = float(np.median(self.first))
+        else:
+            return 0.0
+        return _log(now) - _log(baseline)
 
 
 @dataclass
@@ -188,17 +200,17 @@ class Decline(Growth):
 
 @dataclass
 class Spike:
-    """The score log10(value / median of the 20 positive numbers before it); 0 while there are fewer
-    than 5 of these.
-    """
+    """The score log10(value / median of the previous 20 positive numbers).
 
-    before: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    It is 0 while there are fewer than 5 previous numbers."""
+
+    previous: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def push(self, value: float) -> float:
-        usual = float(np.median(self.before)) if len(self.before) >= FEWEST else value
+        usual = float(np.median(self.previous)) if len(self.previous) >= MIN_WINDOW else value
         # a step without signal has no gradient, and tells nothing about the usual size
         if value > 0:
-            self.before.append(value)
+            self.previous.append(value)
         return (_log(value) - _log(usual)) / math.log(10)
 
 
@@ -219,12 +231,15 @@ class Signal:
     meaning: str  # what the score means, in the words of a warning
 
     def score(self, values: Sequence[float | None]) -> np.ndarray:
-        """Return the scores of a series, [steps]; NaN before its first number."""
-        score, last, out = self.kind(), math.nan, []
+        """Return the scores of a series, [steps], with NaN before its first number."""
+        score = self.kind()
+        latest = math.nan
+        scores = []
         for value in values:
-            last = score.push(value) if is_finite(value) else last
-            out.append(last)
-        return np.array(out)
+            if is_finite(value):
+                latest = score.push(value)
+            scores.append(latest)
+        return np.array(scores)
 
 
 SIGNALS = {
@@ -275,6 +290,7 @@ def is_finite(value: float | None) -> bool:
 
 
 def _log(x: float) -> float:
-    """Return log(max(x, 1e-12)), so that a norm or an entropy of exactly 0 is far from any
-    baseline, but not infinitely far."""
+    """Return log(max(x, 1e-12)).
+
+    A norm or an entropy of exactly 0 is then far from any baseline, but not infinitely far."""
     return math.log(max(x, 1e-12))

@@ -1,7 +1,7 @@
-"""Reads saved episodes: their numbers, which are metrics, and their turns as people read them.
+"""Reads saved episodes: computes their metrics, and formats their turns for people.
 
-A saved episode is the row of a response (gspo.tracking.tracker.rollout_row) that has `turns`: those
-of the policy, and those of the environment between them.
+A saved episode is the row of a response (gspo.tracking.tracker.rollout_row) that has `turns`: the
+turns of the policy, and the environment's turns between them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ from typing import Any
 
 from gspo.io.escaping import escape
 
-POLICY, ENVIRONMENT = "policy", "environment"
+# the authors of turns
+POLICY = "policy"
+ENVIRONMENT = "environment"
 # why an episode can end: Response.finish_reason
 FINISHES = ("stop", "length", "turns", "context", ENVIRONMENT)
-MOST = 8  # rewards are told apart by the number of turns up to so many
-VERDICTS = 20  # so many verdicts of a task are told apart: an environment's may be any words
+MAX_COUNTED_TURNS = 8  # episodes with more turns share one reward metric
+MAX_VERDICTS = (
+    20  # verdicts of a task with a metric of their own: an environment's may be any words
+)
 
 
 def numbers(rows: list[dict]) -> dict[str, float]:
-    """Compute the numbers of the episodes among the rows of a batch, by name; nothing if there are
-    none.
+    """Compute the metrics of the episodes among the rows of a batch, by name.
 
-    turns, turns_max     how many turns the policy had: mean and largest
+    turns, turns_max     number of the policy's turns: mean and largest
     environment_tokens   the environments' tokens / all tokens after the prompts
-    reward_turns_<n>     mean reward of the episodes in which the policy had n turns; those with
-                         more than 8 go together
+    reward_turns_<n>     mean reward of the episodes in which the policy had n turns (over_8: with
+                         more than 8 turns)
     finish_<reason>      share of the episodes that ended for this reason
     <name>               mean of the environment's measure of this name over the episodes that have
                          it
 
-    The shares of the reasons are over all episodes. Those without reward, because their environment
-    failed or their first messages left no room for a turn, are left out of everything else.
+    The result is empty without episodes. finish_<reason> counts all episodes. Everything else
+    leaves out episodes without reward: their environment failed, or their first messages left no
+    room for a turn.
     """
     episodes = [
         row
@@ -49,9 +53,8 @@ def numbers(rows: list[dict]) -> dict[str, float]:
     for row in graded:
         turns = count(row)
         values["turns"].append(turns)
-        values[f"reward_turns_{turns}" if turns <= MOST else f"reward_turns_over_{MOST}"].append(
-            row["reward"]
-        )
+        suffix = str(turns) if turns <= MAX_COUNTED_TURNS else f"over_{MAX_COUNTED_TURNS}"
+        values[f"reward_turns_{suffix}"].append(row["reward"])
         for name, value in row["measures"].items():
             values[name].append(value)
     means = {name: sum(each) / len(each) for name, each in values.items()}
@@ -63,9 +66,9 @@ def numbers(rows: list[dict]) -> dict[str, float]:
 
 
 def never_begun(row: dict) -> bool:
-    """Return whether a row is that of an episode without room for a turn: any other response has a
-    token.
-    """
+    """Return whether a row belongs to an episode without room for a turn.
+
+    Any other response has a token."""
     return row["finish_reason"] == "context" and row.get("length") == 0
 
 
@@ -75,14 +78,15 @@ def count(row: dict) -> int:
 
 
 def few(verdicts: Counter[str]) -> Counter[str]:
-    """Return how often each verdict of a task came. Those beyond the 20 most frequent go together
-    as "other": each makes a metric of its own. Of equally frequent ones the first by name are kept.
-    """
+    """Return the counts of a task's 20 most frequent verdicts, and of all others as "other".
+
+    Each verdict makes a metric of its own, so their number is limited. Equally frequent verdicts
+    are ordered by name."""
     ordered = sorted(verdicts, key=lambda verdict: (-verdicts[verdict], verdict))
-    kept = Counter({verdict: verdicts[verdict] for verdict in ordered[:VERDICTS]})
-    for verdict in ordered[VERDICTS:]:
-        kept["other"] += verdicts[verdict]
-    return kept
+    counts = Counter({verdict: verdicts[verdict] for verdict in ordered[:MAX_VERDICTS]})
+    for verdict in ordered[MAX_VERDICTS:]:
+        counts["other"] += verdicts[verdict]
+    return counts
 
 
 def environment_tokens(row: dict) -> int:
@@ -90,12 +94,13 @@ def environment_tokens(row: dict) -> int:
     return sum(turn["tokens"] for turn in row["turns"] if turn["author"] == ENVIRONMENT)
 
 
-# ------------------------------------------------------------------------------------------------------
-# to be read
+# ---------------------------------------------------------------------------------------------
+# for people to read
 def turns_of(row: dict) -> list[dict]:
-    """Return an episode's turns. There are none if the row is no episode's, or if any turn is
-    damaged, as the row may come from a file of anyone's: then its response can still be shown as
-    one text."""
+    """Return an episode's turns, none for another row or if a turn is damaged.
+
+    The row may come from anyone's file. Without turns, its response can still be shown as a text.
+    """
     turns = row.get("turns")
     return turns if isinstance(turns, list) and all(map(_is_turn, turns)) else []
 
@@ -111,28 +116,31 @@ def _is_turn(turn: Any) -> bool:
 
 
 def conversation(turns: list[dict]) -> str:
-    """Return turns as a text. Every turn begins a line with its author and its reward, where that
-    is not 0:
+    """Return turns as a text.
+
+    Every turn begins a line with its author, and with its reward if it is not 0:
 
     policy: <py>4837*2911</py>
     environment: 14080507
     policy (reward 1): The answer is
       14080507.
 
-    Further lines of a turn are indented, so that no turn can pretend to be the other side's.
+    Further lines of a turn are indented, so no turn can pretend to be the other side's.
     """
-    said = [f"{turn['author']}{reward(turn)}: {escape(turn['text'])}" for turn in turns]
-    return "\n".join(text.replace("\n", "\n  ") for text in said)
+    texts = [f"{turn['author']}{reward(turn)}: {escape(turn['text'])}" for turn in turns]
+    return "\n".join(text.replace("\n", "\n  ") for text in texts)
 
 
 def reward(turn: dict) -> str:
-    """Return a turn's reward as a remark behind its author; "" if it is 0."""
+    """Return a turn's reward as a remark for the text behind its author, "" if it is 0."""
     return f" (reward {turn['reward']:g})" if turn["reward"] else ""
 
 
 def readable(row: dict) -> dict:
-    """Return a saved row for a table that people read: an episode's response as a conversation, its
-    turns and its environment's tokens as numbers, and its measures. Other rows stay as they are."""
+    """Return a saved row for a table that people read.
+
+    An episode's response becomes a conversation. The row also gets the number of turns and of the
+    environment's tokens, and its measures. Other rows do not change."""
     turns = turns_of(row)
     if not turns:
         return row

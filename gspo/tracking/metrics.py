@@ -1,13 +1,13 @@
-"""The registry of metrics: name, unit and meaning of each. The tracker refuses a metric that is not
-in it.
+"""The registry of metrics: the name, unit and meaning of every metric.
 
-    python -m gspo.tracking.metrics > docs/metrics.md          writes the page of the documentation
-                                                               anew
+The tracker refuses a metric that the registry lacks. Dashboards, figures and documentation read the
+registry. This command writes the page of the documentation:
 
-Dashboards, figures and documentation read the registry. A name with `*` stands for a family:
-`reward/*` has one member per task. Each metric is computed by a tested function of
-gspo.train.diagnostics, gspo.evaluation.evaluate or the trainer. All averages over a step are
-weighted by what they count (tokens, responses), over all its mini-batches.
+    python -m gspo.tracking.metrics > docs/metrics.md
+
+A name with `*` stands for a family: `reward/*` has one member per task. Each metric is computed by
+a tested function of gspo.train.diagnostics, gspo.evaluation.evaluate or the trainer. Averages over
+a step are weighted by tokens or responses, over all mini-batches of the step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from gspo.io.untrusted import read_json
 
-# the file of a run directory that defines the metrics of the user's own
+# the file of a run directory that defines the user's own metrics
 CUSTOM = "custom_metrics.json"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The definition of one metric, or of a family of metrics.
+    """The definition of a metric, or of a family of metrics.
 
-    `summary` says what W&B's summary of a run keeps beside the last value: "recent": the mean over
-    the last ten batches; "max": the largest value; "last": nothing more."""
+    W&B's summary of a run always has the metric's last value. With `summary` "recent" it also has
+    the mean over the last ten batches, with "max" the largest value, with "last" nothing more."""
 
     name: str
     unit: str
@@ -35,41 +35,44 @@ class Metric:
     summary: str = "recent"
 
 
-TOKEN, SEQUENCE = "share of tokens", "share of responses"
+TOKEN = "share of tokens"
+SEQUENCE = "share of responses"
 
 METRICS = [
     Metric(
         "step",
         "rollout batches",
-        "the step axis: row s describes rollout batch s; row 0 is the start",
+        "the step axis: row s describes rollout batch s, and row 0 the start",
         "last",
     ),
-    # rewards and what the verifiers said
+    # rewards and verdicts
     Metric(
         "reward/mean",
         "reward",
-        "mean reward of the step's responses, also of those that dynamic sampling dropped",
+        "mean reward of the step's responses, also of responses that dynamic sampling dropped",
     ),
     Metric("reward/*", "reward", "mean reward of one task's responses"),
     Metric(
         "verdict/*",
         SEQUENCE,
-        "responses with this verdict (task_verdict); of more than 20 of a task the rarest are task_other",
+        "responses with this verdict (task_verdict). If a task has more than 20 verdicts, the "
+        "rarest are counted as task_other",
     ),
     Metric(
         "group/zero_variance",
         "share of groups",
-        "groups whose responses all have the same reward: no signal (but for advantage=turn_normalized)",
+        "groups whose responses all have the same reward: they give no signal (except with "
+        "advantage=turn_normalized)",
     ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric(
         "reward/overlong_penalty",
         "reward",
-        "mean soft overlong penalty that was added to rewards (0 or negative)",
+        "mean soft overlong penalty added to rewards (0 or negative)",
     ),
     Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
     Metric("advantage/std", "advantage", "standard deviation over response tokens"),
-    Metric("advantage/abs_max", "advantage", "largest size of an advantage of the step"),
+    Metric("advantage/abs_max", "advantage", "largest absolute advantage of the step"),
     Metric(
         "filter/zero_variance",
         "groups",
@@ -81,25 +84,26 @@ METRICS = [
     Metric(
         "filter/filled",
         "groups",
-        "groups without signal that were trained on because the refill rounds ran out",
+        "groups without signal that were trained on, because no refill round was left",
     ),
     Metric(
-        "filter/refill_rounds", "rounds", "further rounds that dynamic sampling took in this step"
+        "filter/refill_rounds", "rounds", "further sampling rounds of dynamic sampling in this step"
     ),
     Metric(
         "filter/prompt_too_long",
         "problems",
-        "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for the response",
+        "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for "
+        "the response",
     ),
     Metric(
         "filter/ungraded",
         "responses",
-        "responses left out because their verifier failed (twice), not they",
+        "responses left out because their verifier failed twice",
     ),
     Metric(
         "filter/truncated",
         SEQUENCE,
-        "responses left out of the loss because a limit has cut them off",
+        "responses left out of the loss because they were truncated",
     ),
     # held-out evaluation
     Metric(
@@ -109,7 +113,7 @@ METRICS = [
     Metric(
         "eval/*/pass@*",
         "share of problems",
-        "problems solved by at least one of k samples (k samples drawn)",
+        "problems solved by at least one of the k samples drawn",
         "max",
     ),
     Metric(
@@ -123,19 +127,21 @@ METRICS = [
     Metric(
         "eval/*/ungraded",
         "responses",
-        "held-out responses that could not be graded and are left out of the rest",
+        "held-out responses that could not be graded, and that no other metric counts",
         "last",
     ),
     Metric(
         "eval/*/prompt_too_long",
         "problems",
-        "held-out problems left out because prompt and response together exceed the model's positions",
+        "held-out problems left out because prompt and response together exceed the model's "
+        "positions",
         "last",
     ),
     Metric(
         "eval/elo",
         "Elo points",
-        "rating at which the rated set's solves are as expected (MAP; prior: mean 1500, standard deviation 700)",
+        "rating that explains the solved problems of the rated set best (MAP, with a normal prior "
+        "of mean 1500 and standard deviation 700)",
         "max",
     ),
     Metric(
@@ -147,11 +153,11 @@ METRICS = [
     Metric(
         "eval/*/episode_*",
         "per episode",
-        "the same as episode/*, over the held-out episodes: episode_turns and others",
+        "the same as episode/*, over the held-out episodes (for example episode_turns)",
         "last",
     ),
-    # clipping; active: the clip removed the gradient, which depends on the advantage's sign;
-    # outside: the ratio left the clip range
+    # Clipping. Active: the clip removed the gradient, which depends on the advantage's sign.
+    # Outside: the ratio left the clip range.
     Metric(
         "clip/token_active", TOKEN, "tokens whose gradient the clip removed (Fig 2 of the paper)"
     ),
@@ -194,20 +200,19 @@ METRICS = [
     Metric(
         "clip/weight",
         "weight",
-        "mean over tokens of what is left on A grad log pi (1 on policy; LUSPO: the length)",
+        "mean over tokens of the factor on A grad log pi after clipping (1 on policy, the length "
+        "with LUSPO)",
     ),
     Metric(
         "clip/token_active_minibatch_*",
         TOKEN,
-        "token_active in mini-batch n of the step; 0 in the first",
+        "token_active in mini-batch n of the step (0 in the first)",
     ),
-    Metric(
-        "clip/token_outside_minibatch_*", TOKEN, "outside the range, in mini-batch n of the step"
-    ),
+    Metric("clip/token_outside_minibatch_*", TOKEN, "token_outside in mini-batch n of the step"),
     Metric(
         "clip/log_ratio_bounded",
         TOKEN,
-        "tokens whose log-ratio left the numerical bound: no gradient, and counted",
+        "tokens whose log-ratio left the numerical bound, and that therefore have no gradient",
     ),
     # importance ratios pi / pi_old
     Metric("ratio/sequence_mean", "ratio", "mean over responses of s = exp(mean log-ratio)"),
@@ -216,7 +221,7 @@ METRICS = [
     Metric(
         "ratio/sequence_log_abs",
         "nats",
-        "mean |log s|, the quantity GSPO's clip range is compared with",
+        "mean |log s|, the quantity that GSPO's clip range bounds",
     ),
     Metric("ratio/token_mean", "ratio", "mean token ratio"),
     Metric("ratio/token_min", "ratio", "smallest token ratio of the step"),
@@ -235,18 +240,19 @@ METRICS = [
     Metric(
         "ratio/floor_sequence_abs",
         "nats",
-        "mean |log s| in the step's first mini-batch, where the policy is the old policy: rounding alone",
+        "mean |log s| in the step's first mini-batch. The policy is the old policy there, so this "
+        "is rounding alone",
     ),
     Metric(
         "ratio/floor_outside",
         SEQUENCE,
-        "share outside the clip range there: clipped by rounding alone",
+        "responses outside the clip range in the step's first mini-batch: by rounding alone",
     ),
     Metric(
         "ratio/floor_of_range",
         "share",
-        "floor_sequence_abs as a share of the narrower side of the clip range (objectives that clip s); above 0.1 the "
-        "clipped share measures rounding",
+        "floor_sequence_abs as a share of the narrower side of the clip range (objectives that "
+        "clip s). Above 0.1 the clipped share measures rounding",
     ),
     # divergence, entropy
     Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
@@ -256,13 +262,18 @@ METRICS = [
     Metric(
         "kl/ref",
         "nats",
-        "the same with the KL term's own estimator and bounds: what its coefficient follows",
+        "KL(pi_old || pi_ref) with the KL term's own estimator and bounds. The coefficient "
+        "follows it",
     ),
     Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step", "last"),
-    Metric("kl/loss", "reward", "the KL term's share of the loss: mean over the step's updates"),
-    # the gap between engine and trainer; l = the trainer's old log-prob - the engine's, of the
-    # sampled tokens
-    Metric("mismatch/k1", "nats", "mean over tokens of -l (can be negative)"),
+    Metric("kl/loss", "reward", "the KL term of the loss, mean over the step's updates"),
+    # The gap between engine and trainer. l is the trainer's old log-prob of a sampled token minus
+    # the engine's log-prob of it.
+    Metric(
+        "mismatch/k1",
+        "nats",
+        "mean over tokens of -l (can be negative), l = trainer's old log-prob - engine's log-prob",
+    ),
     Metric("mismatch/k3", "nats", "mean over tokens of exp(l) - 1 - l"),
     Metric("mismatch/logp_abs", "nats", "mean |l|"),
     Metric("mismatch/logp_abs_max", "nats", "largest |l| of the step"),
@@ -277,27 +288,28 @@ METRICS = [
     Metric(
         "mismatch/after_sync",
         "nats",
-        "mean min(|l|, 1) of a few tokens sampled after the weights were handed over",
+        "mean min(|l|, 1) of a few tokens sampled after the weights were synced to the engine",
     ),
     Metric(
         "mismatch/weight_token_*",
         "weight",
-        "pi_old/mu of tokens before truncation: mean, max, effective sample size",
+        "token weights pi_old/mu before truncation (mu: the engine's policy): mean, max, "
+        "effective sample size",
     ),
     Metric(
         "mismatch/weight_sequence_*",
         "weight",
-        "the same, product over the response, token-weighted",
+        "the same for the product of a response's token weights, averaged over tokens",
     ),
     Metric(
         "mismatch/weight_geometric_*",
         "weight",
-        "the same, geometric mean over the response, token-weighted",
+        "the same for the geometric mean of a response's token weights, averaged over tokens",
     ),
     Metric(
         "mismatch/corrected_mean",
         "weight",
-        "mean weight that the correction puts on the loss of a token",
+        "mean weight of a token's loss by the correction",
     ),
     Metric("mismatch/masked", TOKEN, "tokens that the correction leaves out of the loss"),
     Metric(
@@ -305,24 +317,28 @@ METRICS = [
         "reward^2",
         "mean squared error of the critic's values, over the step's updates",
     ),
-    Metric("value/clipped", TOKEN, "values further than value_clip from those at the step's start"),
+    Metric(
+        "value/clipped",
+        TOKEN,
+        "tokens whose value is further than value_clip from its value at the step's start",
+    ),
     Metric(
         "value/explained_variance",
         "share",
-        "1 - var(R - V) / var(R) at the step's start: 1 is a perfect critic",
+        "1 - var(R - V) / var(R) at the step's start (1: a perfect critic)",
     ),
     Metric("policy/entropy", "nats", "mean over response tokens of the policy's entropy"),
     Metric(
         "policy/entropy_coef",
         "weight",
-        "coefficient of the entropy bonus that acted, mean over the step's updates",
+        "coefficient of the entropy bonus, mean over the step's updates",
     ),
     # optimisation
-    Metric("optim/loss", "reward", "the step's loss: mean over its optimizer steps"),
+    Metric("optim/loss", "reward", "the step's loss, mean over its updates"),
     Metric(
         "optim/grad_norm",
         "norm",
-        "mean over the step's updates of the gradient norm before clipping",
+        "gradient norm before clipping, mean over the step's updates",
     ),
     Metric(
         "optim/grad_norm_max",
@@ -335,13 +351,14 @@ METRICS = [
     Metric(
         "optim/skipped",
         "updates",
-        "updates of the step that were left out: their gradient was not finite",
+        "updates of the step left out because their gradient was not finite",
         "max",
     ),
     Metric(
         "optim/missing_updates",
         "updates",
-        "updates of the step that were left out: too few groups could be graded to make every mini-batch",
+        "updates of the step left out because too few groups could be graded to fill every "
+        "mini-batch",
         "max",
     ),
     # the monitor
@@ -360,39 +377,42 @@ METRICS = [
     Metric(
         "length/repetition",
         "share",
-        "mean over responses of the share of their 4-grams that occurred before in them",
+        "share of a response's 4-grams that occurred in it before, mean over responses",
     ),
     # episodes of several turns, with an environment
-    Metric("episode/turns", "turns", "mean over episodes of the number of the policy's turns"),
+    Metric("episode/turns", "turns", "number of the policy's turns, mean over episodes"),
     Metric("episode/turns_max", "turns", "largest number of the policy's turns in an episode"),
     Metric(
         "episode/environment_tokens",
         TOKEN,
-        "tokens after the prompts that the environments wrote: context, never trained on",
+        "share of the tokens after the prompts that the environments wrote (context that is never "
+        "trained on)",
     ),
     Metric(
         "episode/finish_*",
         "share of episodes",
-        "episodes that ended so: stop (the environment ended it), length (token limit), turns (turn limit), context "
-        "(the model has no more room), environment (it failed; such an episode counts here alone)",
+        "episodes with this end: stop (the environment ended it), length (token limit), turns "
+        "(turn limit), context (the model's context was full), environment (the environment "
+        "failed, and no other metric counts the episode)",
     ),
     Metric(
         "episode/reward_turns_*",
         "reward",
-        "mean reward of the episodes in which the policy had so many turns; over_8 are all with more",
+        "mean reward of the episodes with n turns of the policy (over_8: with more than 8)",
     ),
     Metric(
         "episode/*",
         "per episode",
-        "an environment's measure of this name, summed over an episode: mean over the episodes that have it. Those "
-        "with an observation have escaped (special tokens in observations that became text) and cut (observations that "
-        "were too long), those that were played twice have replay_differs (whether the environment answered otherwise)",
+        "an environment's measure of this name, summed over an episode, mean over the episodes "
+        "that have it. Episodes with an observation have escaped (special tokens in observations "
+        "that became text) and cut (observations that were too long). Episodes that were played "
+        "twice have replay_differs (whether the environment answered differently)",
     ),
-    # expert routing, compared with that of the old policy at the step's start, or when it sampled
+    # expert routing, compared with the old policy's at the step's start or during sampling
     Metric(
         "routing/consistency",
         "share of experts",
-        "routing consistency: old experts that the router still chooses",
+        "routing consistency: the old policy's experts that the router still chooses",
     ),
     Metric("routing/consistency_layer_*", "share of experts", "the same, for one MoE layer"),
     Metric(
@@ -403,12 +423,12 @@ METRICS = [
     Metric(
         "routing/consistency_after_step",
         "share of experts",
-        "after the step's last update, on a sample",
+        "the same after the step's last update, on a sample",
     ),
     Metric(
         "routing/changed_any_layer",
         TOKEN,
-        "response tokens of which at least one layer's experts changed",
+        "response tokens whose experts changed in at least one layer",
     ),
     Metric(
         "routing/engine_agreement",
@@ -419,7 +439,7 @@ METRICS = [
     Metric(
         "routing/engine_changed_any_layer",
         TOKEN,
-        "response tokens with another expert in at least one layer",
+        "response tokens whose experts differ from the engine's in at least one layer",
     ),
     Metric(
         "routing/load_entropy",
@@ -433,30 +453,30 @@ METRICS = [
     Metric(
         "routing/balance",
         "ratio",
-        "auxiliary loss before its coefficient: E x sum of load x probability; 1 if balanced",
+        "auxiliary loss before its coefficient: E x sum of load x probability (1 if balanced)",
     ),
     # how old the responses are
     Metric(
         "staleness/mean",
         "rollout batches",
-        "age of the weights that sampled, mean over tokens; 0 on policy",
+        "age of the weights that sampled a token, mean over tokens (0 on policy)",
     ),
     Metric("staleness/max", "rollout batches", "age of the oldest token's weights"),
     Metric(
         "staleness/segments",
         "segments",
-        "mean over responses of the policies that sampled parts of them",
+        "number of policies that sampled parts of a response, mean over responses",
     ),
     Metric(
         "staleness/in_flight",
         "responses",
-        "responses that are to be continued under the next policy",
+        "responses that the next policy will continue",
     ),
     # cost
     Metric(
         "compute/tokens",
         "tokens",
-        "tokens generated so far (of responses that were cut: once they have ended)",
+        "tokens generated so far (a response continued by another policy counts at its end)",
         "last",
     ),
     Metric(
@@ -467,8 +487,8 @@ METRICS = [
     Metric(
         "compute/flops",
         "FLOPs",
-        "so far: 2 per active parameter and generated or scored token, 6 per trained token (4 with LoRA); left out "
-        "where the active parameters cannot be told",
+        "FLOPs so far: 2 per active parameter and generated or scored token, 6 per trained token "
+        "(4 with LoRA). It is missing if the number of active parameters is unknown",
         "last",
     ),
     Metric(
@@ -478,19 +498,25 @@ METRICS = [
     Metric(
         "time/score_s",
         "s",
-        "seconds spent waiting for verifiers (sampling hides the rest) and other ranks' responses",
+        "seconds spent waiting for verifiers and for other ranks' responses (the rest of the "
+        "grading runs during sampling)",
     ),
     Metric("time/environment_s", "s", "seconds of the generation spent waiting for environments"),
-    Metric("time/behaviour_s", "s", "seconds spent in log-probs under the weights that sampled"),
+    Metric(
+        "time/behaviour_s",
+        "s",
+        "seconds spent in log-probs under the behaviour policy (the weights that sampled)",
+    ),
     Metric(
         "time/waited_s",
         "s",
-        "seconds that the trainer waited for its batch: all of the above unless they overlap",
+        "seconds that the trainer waited for its batch: the sum of rollout_s, score_s, behaviour_s "
+        "and sync_s unless sampling overlaps with training",
     ),
     Metric(
         "time/sync_s",
         "s",
-        "seconds spent in handing over the weights, and in the check that they arrived",
+        "seconds spent in syncing the weights to the engine and checking that they arrived",
     ),
     Metric(
         "time/train_s", "s", "seconds of the step spent in old log-probs, updates and diagnostics"
@@ -498,34 +524,34 @@ METRICS = [
     Metric(
         "time/old_logprobs_s",
         "s",
-        "seconds of these spent before the updates: old and reference log-probs",
+        "seconds of train_s spent before the updates, in old and reference log-probs",
     ),
     Metric(
         "time/diagnostics_s",
         "s",
-        "seconds of these spent in metrics, the pass after the last update included",
+        "seconds of train_s spent in metrics, including the pass after the last update",
     ),
     Metric("time/monitor_s", "s", "seconds spent in the monitor's scores"),
     Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
     Metric(
         "time/checkpoint_s",
         "s",
-        "seconds that the previous checkpoint kept the training waiting; it is written beside it",
+        "seconds that training waited for the previous checkpoint (written in the background)",
     ),
     Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
     Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
     Metric(
         "custom/*",
         "",
-        f"a metric of the user's own; {CUSTOM} in the run directory has its unit and meaning",
+        f"a metric of the user's own, with unit and meaning in {CUSTOM} of the run directory",
     ),
 ]
 
 
 def lookup(name: str) -> Metric:
-    """Return the definition of a metric: its own, else its family's. Raises KeyError if the
-    registry has neither.
-    """
+    """Return the definition of a metric, or else of its family.
+
+    Raises KeyError if the registry has neither."""
     for metric in METRICS:
         if metric.name == name:
             return metric
@@ -533,34 +559,33 @@ def lookup(name: str) -> Metric:
         if "*" in metric.name and fnmatchcase(name, metric.name):
             return metric
     raise KeyError(
-        f"metric {name!r} is not in gspo/tracking/metrics.py; give it a name, a unit and a meaning there"
+        f"metric {name!r} is not in gspo/tracking/metrics.py; give it a name, a unit and a meaning "
+        "there"
     )
 
 
 def custom_metrics(folder: Path) -> dict[str, Metric]:
-    """Return the metrics of the user's own that a run directory defines; none if it has no
-    custom_metrics.json.
+    """Return the user's own metrics, which custom_metrics.json of the run directory defines.
 
     For example, {"custom/answers": {"unit": "share of responses", "meaning": "responses with an
-    answer"}}. Entries of another form are left out, and long texts are cut. Raises OSError or
-    ValueError if the file cannot be read."""
+    answer"}}. The result is empty if the file does not exist. Entries of another form are left out,
+    and long texts are cut. Raises OSError or ValueError if the file cannot be read."""
     try:
         entries = read_json(folder / CUSTOM)
     except FileNotFoundError:
         return {}
-    found = {}
+    metrics = {}
     for name, entry in entries.items():
-        unit, meaning = (
-            (entry.get(key) for key in ("unit", "meaning"))
-            if isinstance(entry, dict)
-            else (None, None)
-        )
-        if name.startswith("custom/") and isinstance(unit, str) and isinstance(meaning, str):
-            found[name] = Metric(name, unit[:100], meaning[:1000])
-    return found
+        if not name.startswith("custom/") or not isinstance(entry, dict):
+            continue
+        unit = entry.get("unit")
+        meaning = entry.get("meaning")
+        if isinstance(unit, str) and isinstance(meaning, str):
+            metrics[name] = Metric(name, unit[:100], meaning[:1000])
+    return metrics
 
 
-# What the metrics that begin with a word have in common: the headings of docs/metrics.md.
+# The headings of docs/metrics.md, by the first word of the metrics' names.
 FAMILIES = {
     "step": "The step axis",
     "reward": "Rewards",
@@ -589,19 +614,19 @@ FAMILIES = {
 PAGE_HEAD = """\
 # Metrics
 
-Written by `python -m gspo.tracking.metrics > docs/metrics.md` from the registry `gspo/tracking/metrics.py`; do not edit
-this page by hand. [monitoring.md](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at.
+Written by `python -m gspo.tracking.metrics > docs/metrics.md` from the registry
+`gspo/tracking/metrics.py`. Do not edit this page by hand.
+[monitoring.md](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at.
 
-For example, `reward/mean` is the mean reward of a step's responses. A `*` in a name stands for any text: `reward/*` is
-a metric for each task, as in `reward/math`. Averages over a step are weighted by tokens or responses, over all
-mini-batches of the step. The last column is the entry of W&B's run summary beside the last value: the mean over the
-last ten batches (recent), the largest value (max), or nothing more (last)."""
+For example, `reward/mean` is the mean reward of a step's responses. A `*` in a name stands for any
+text: `reward/*` is a metric for each task, for example `reward/math`. Averages over a step are
+weighted by tokens or responses, over all mini-batches of the step. W&B's run summary has the last
+value of every metric. The column `summary` names its other entry: the mean over the last ten
+batches (recent), the largest value (max), or no other entry (last)."""
 
 
 def page() -> str:
-    """docs/metrics.md: the whole registry as Markdown, a table for each family in the order of
-    FAMILIES.
-    """
+    """Return docs/metrics.md, a Markdown table of metrics for each of FAMILIES."""
     lines = [PAGE_HEAD]
     for family, title in FAMILIES.items():
         lines += [

@@ -1,10 +1,10 @@
-"""The stability monitor: it watches a run's rows for early warnings and a fallen reward, and
-reports at the end.
+"""The stability monitor: it looks for warning signs in a run's rows, and reports at the end.
 
-A warning is raised when a score of gspo.tracking.collapse exceeds its threshold. It is raised again
-only after the score has been below 0.8 x the threshold in between. The monitor's state is a
-function of the run's rows, so a resumed run reads them again. `monitor.jsonl` has one object per
-event: step, kind, signal, score, threshold, text.
+The monitor raises a warning when a score of gspo.tracking.collapse exceeds its threshold. It raises
+the warning again only after the score has been below 0.8 x the threshold in between. It also
+reports a fallen reward. The monitor's state is a function of the run's rows, so a resumed run reads
+them again. `monitor.jsonl` has an object for each event: step, kind, signal, score, threshold,
+text.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from gspo.tracking.collapse import (
 
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
-# after so many steps in which every response earned 0 a warning is raised, also while warming up
+# a warning is raised after this number of steps in which all rewards were 0, also during warm-up
 STEPS_AT_ZERO = 3
 
 
 @dataclass
 class Thresholds(Ranged, key="monitor.thresholds"):
-    """The score above which a signal of gspo.tracking.collapse.SIGNALS raises a warning; 0 switches
-    the signal off.
+    """The scores above which the signals of gspo.tracking.collapse.SIGNALS raise a warning.
 
-    The defaults follow what others use: a k3 between engine and trainer above .01 and a |KL| above
-    .1 count as far off policy, a truncated share of .1 to .15 as trouble, a gradient norm of 3 to
-    10 times its usual size as a spike.
+    0 switches a signal off. The defaults follow common practice. A k3 between engine and trainer
+    above .01 and a |KL| above .1 count as far off policy. A truncated share of .1 to .15 counts as
+    trouble, and a gradient norm of 3 to 10 times its usual size as a spike.
     """
 
     # share of the peak that is lost, as in the collapse rule
@@ -66,17 +65,17 @@ class Thresholds(Ranged, key="monitor.thresholds"):
 
 @dataclass
 class MonitorSettings(Ranged, key="monitor"):
-    """The settings under `monitor`. They change a run's steps, and its settings hash, with
-    action=rollback only.
-    """
+    """The settings under `monitor`.
+
+    They change a run's steps and its settings hash only with action=rollback."""
 
     # What happens when the reward has fallen. warn: the user is warned | stop: the run writes a
     # checkpoint and ends, with exit code 4 | rollback: it goes on, at a lower learning rate, from
-    # the last checkpoint at which the smoothed reward was above 0.9 x the largest; without such a
-    # checkpoint it ends
+    # the last checkpoint at which the smoothed reward was above 0.9 x the largest. Without such a
+    # checkpoint it ends.
     action: str = choice("warn", ("warn", "stop", "rollback"))
     rollbacks: int = ranged(2, least=1)  # the largest number of rollbacks
-    # the factor of each rollback on the learning rate
+    # each rollback multiplies the learning rate by this factor
     rollback_lr: float = ranged(0.5, above=0, below=1)
     # steps without warnings, in which the baselines are measured
     warm_up: int = ranged(10, least=0)
@@ -85,9 +84,7 @@ class MonitorSettings(Ranged, key="monitor"):
 
 @dataclass
 class Event:
-    """Something that happened at a step: a warning, its end, a fallen reward, or an update that was
-    left out.
-    """
+    """An event at a step: a warning, its end, a fallen reward, or an update that was left out."""
 
     step: int
     kind: str  # warning | cleared | fallen | skipped
@@ -105,32 +102,35 @@ class Monitor:
         self.scores = {name: signal.kind() for name, signal in SIGNALS.items()}
         self.level = Level()
         self.active: set[str] = set()
-        self.steps = self.fallen_steps = 0
-        self.steps_at_zero = 0  # how many of the latest steps had a reward of 0
-        # The last step whose weights were good: the next step's rollouts, which were sampled from
-        # them, had a smoothed reward above 0.9 x the largest so far.
+        self.steps = 0
+        self.fallen_steps = 0
+        self.steps_at_zero = 0  # the number of latest steps in a row with a reward of 0
+        # The last step with good weights: they sampled the next step's rollouts, and these had a
+        # smoothed reward above 0.9 x the largest so far.
         self.last_healthy_step = 0
 
     def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
-        """Take in a step's metrics and return the new events. Row 0, before training, is ignored."""
+        """Take in a step's metrics, and return the new events. Row 0 (before training) has none."""
         if step == 0:
             return []
         self.steps += 1
-        found = (self._signal(step, name, row.get(SIGNALS[name].metric)) for name in SIGNALS)
-        events = [event for event in found if event]
+        events = []
+        for name, signal in SIGNALS.items():
+            event = self._signal(step, name, row.get(signal.metric))
+            if event:
+                events.append(event)
         if row.get("optim/skipped"):
             count = row["optim/skipped"]
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
-        return (
-            events
-            + self._zero_events(step, row)
-            + self._reward_events(step, row.get("reward/mean"))
-        )
+        events += self._zero_events(step, row)
+        events += self._reward_events(step, row.get("reward/mean"))
+        return events
 
     def _signal(self, step: int, name: str, value: float | None) -> Event | None:
-        """Take in a signal's metric; return its warning, or the end of it, if that is new."""
-        threshold, signal = getattr(self.settings.thresholds, name), SIGNALS[name]
+        """Take in a signal's metric, and return its new warning or the end of its warning."""
+        threshold = getattr(self.settings.thresholds, name)
+        signal = SIGNALS[name]
         if not is_finite(value):
             return None
         score = self.scores[name].push(value)
@@ -138,7 +138,10 @@ class Monitor:
             return None
         if name not in self.active and score > threshold:
             self.active.add(name)
-            text = f"{name} is {score:.3g}, above {threshold:g} ({signal.meaning}; {signal.metric} is {value:.3g})"
+            text = (
+                f"{name} is {score:.3g}, above {threshold:g} "
+                f"({signal.meaning}; {signal.metric} is {value:.3g})"
+            )
             return Event(step, "warning", name, score, threshold, text)
         if name in self.active and score < CLEARED * threshold:
             self.active.remove(name)
@@ -146,8 +149,10 @@ class Monitor:
         return None
 
     def _reward_events(self, step: int, reward: float | None) -> list[Event]:
-        """Take in the reward and apply the first half of the collapse rule: has it been low for 20
-        steps? Whether it recovers within the following 50 steps cannot be known yet."""
+        """Take in the reward, and return an event if it has now been low for 20 steps.
+
+        This is the first half of the collapse rule. Whether the reward recovers within the
+        following 50 steps is not known yet."""
         if is_finite(reward):
             self.level.push(reward)
             if self.level.is_healthy():
@@ -155,34 +160,37 @@ class Monitor:
         self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
         if self.fallen_steps != STEPS_FALLEN:
             return []
-        now, peak = self.level.now, self.level.peak
-        text = f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps ({now:.3f} of {peak:.3f})"
+        now = self.level.now
+        peak = self.level.peak
+        text = (
+            f"the smoothed reward has been below 0.7 x its peak for {STEPS_FALLEN} steps "
+            f"({now:.3f} of {peak:.3f})"
+        )
         return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
     def _zero_events(self, step: int, row: dict[str, float | None]) -> list[Event]:
-        """Return a warning when all rewards have been 0 for some steps, and its end when they are
-        not again. Rewards whose mean is 0 may differ: then some groups have variance."""
-        reward, alike = row.get("reward/mean"), row.get("group/zero_variance")
+        """Return a warning when all rewards have been 0 for 3 steps, and later the warning's end.
+
+        Rewards with a mean of 0 may differ from 0, but then some groups have variance."""
+        reward = row.get("reward/mean")
+        zero_variance = row.get("group/zero_variance")
         if not is_finite(reward):
             return []
-        is_zero = reward == 0 and not (is_finite(alike) and alike < 1)
+        has_variance = is_finite(zero_variance) and zero_variance < 1
+        is_zero = reward == 0 and not has_variance
         self.steps_at_zero = self.steps_at_zero + 1 if is_zero else 0
+        threshold = float(STEPS_AT_ZERO)
         if self.steps_at_zero == STEPS_AT_ZERO:
             self.active.add(ZERO)
-            text = f"the reward has been 0 for {STEPS_AT_ZERO} steps: no response earns anything, nothing is learned"
-            return [Event(step, "warning", ZERO, float(STEPS_AT_ZERO), float(STEPS_AT_ZERO), text)]
+            text = (
+                f"the reward has been 0 for {STEPS_AT_ZERO} steps: no response earns anything, "
+                "nothing is learned"
+            )
+            return [Event(step, "warning", ZERO, threshold, threshold, text)]
         if not is_zero and ZERO in self.active:
             self.active.remove(ZERO)
-            return [
-                Event(
-                    step,
-                    "cleared",
-                    ZERO,
-                    0.0,
-                    float(STEPS_AT_ZERO),
-                    f"rewards differ from 0 again ({reward:.3g})",
-                )
-            ]
+            text = f"rewards differ from 0 again ({reward:.3g})"
+            return [Event(step, "cleared", ZERO, 0.0, threshold, text)]
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -199,9 +207,10 @@ def as_lines(events: Iterable[Event]) -> str:
 
 
 def stability_report(rows: list[dict], ended: str = "") -> str:
-    """Answer, in words and from a run's rows, the three questions by which users judge stability:
-    does the reward keep rising, is the gradient norm reasonable, does expert activation stay
-    consistent? `ended` says how the run ended."""
+    """Return the answers, in words, to the three questions by which users judge stability.
+
+    Does the reward keep rising? Is the gradient norm reasonable? Does expert activation stay
+    consistent? `ended` is the `how` of the run's status, such as "collapsed"."""
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
@@ -209,96 +218,117 @@ def stability_report(rows: list[dict], ended: str = "") -> str:
 
 
 def _silent(rows: list[dict]) -> bool:
-    """Return whether nothing could be learned in any step, because there was no gradient or all
-    rewards were equal.
-    """
-    norms, rewards = _column(rows, "optim/grad_norm"), _column(rows, "reward/mean")
-    alike = _column(rows, "group/zero_variance")
-    same = (
-        len(alike) > 0 and len(rewards) > 0 and alike.min() == 1 and rewards.min() == rewards.max()
-    )
-    return bool(same or (len(norms) > 0 and norms.max() == 0))
+    """Return whether no step could learn: without any gradient, or with all rewards equal."""
+    norms = _column(rows, "optim/grad_norm")
+    if len(norms) and norms.max() == 0:
+        return True
+    rewards = _column(rows, "reward/mean")
+    zero_variance = _column(rows, "group/zero_variance")
+    if not len(rewards) or not len(zero_variance):
+        return False
+    return bool(zero_variance.min() == 1 and rewards.min() == rewards.max())
 
 
 def _column(rows: list[dict], name: str) -> np.ndarray:
-    """Return the finite numbers that the rows have of a metric."""
+    """Return a metric's finite numbers in the rows."""
     return np.array([row[name] for row in rows if is_finite(row.get(name))])
 
 
 def _reward(rows: list[dict], stopped: bool) -> str:
-    """Answer whether the reward keeps rising; `stopped` says that the monitor ended the run."""
+    """Return whether the reward keeps rising, in words. `stopped`: the monitor ended the run."""
     question = "Does the reward keep rising? "
     rows = [row for row in rows if is_finite(row.get("reward/mean"))]
     rewards = _column(rows, "reward/mean")
     if _silent(rows):
         mean = rewards.mean()
-        return f"{question}No: no signal (none of {len(rows)} steps had a gradient from rewards; mean {mean:.3f})."
+        return (
+            f"{question}No: no signal (none of {len(rows)} steps had a gradient from rewards; "
+            f"mean {mean:.3f})."
+        )
     if len(rows) < START:
         return question + f"Unknown: {len(rows)} rows have a reward."
-    level = levels(rewards)[0]
-    (peak, top), at, third = best(rewards.tolist()), collapse(rewards), len(rows) // 3
-    before, after = rewards[-2 * third : -third], rewards[-third:]
-    change, noise = after.mean() - before.mean(), math.sqrt((before.var() + after.var()) / third)
+    smoothed, _, _ = levels(rewards)
+    last = smoothed[-1]
+    peak, peak_index = best(rewards.tolist())
+    collapse_index = collapse(rewards)
+    third = len(rows) // 3
+    before = rewards[-2 * third : -third]
+    after = rewards[-third:]
+    change = after.mean() - before.mean()
+    noise = math.sqrt((before.var() + after.var()) / third)
     if stopped:
-        verdict = f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, and it might have recovered"
-    elif at is not None:
-        verdict = f"No: it collapsed at step {rows[at]['step']}"
-    elif peak > 0 and level[-1] < FALLEN * peak:
-        verdict = f"No: it has lost {1 - level[-1] / peak:.0%} of its peak"
+        verdict = (
+            f"No: the monitor ended the run {STEPS_FALLEN} steps into a fall, "
+            "and it might have recovered"
+        )
+    elif collapse_index is not None:
+        verdict = f"No: it collapsed at step {rows[collapse_index]['step']}"
+    elif peak > 0 and last < FALLEN * peak:
+        verdict = f"No: it has lost {1 - last / peak:.0%} of its peak"
     elif len(rows) < START + STEPS_FALLEN:
         verdict = "Too few steps to tell"
     elif abs(change) > 2 * noise:
         verdict = "Yes" if change > 0 else "No: it is falling"
     else:
         verdict = "It is level"
-    ends = f"smoothed {rewards[:5].mean():.3f} at first, {level[-1]:.3f} at the end"
-    highest = f"peak {peak:.3f} at step {rows[top]['step']}"
     return (
-        f"{question}{verdict} ({ends}, {highest}; last third against the one before {change:+.3f})."
+        f"{question}{verdict} (smoothed {rewards[:5].mean():.3f} at first, {last:.3f} at the end, "
+        f"peak {peak:.3f} at step {rows[peak_index]['step']}; "
+        f"last third against the one before {change:+.3f})."
     )
 
 
 def _gradient(rows: list[dict]) -> str:
-    """Answer whether the gradient norm is in a reasonable range."""
+    """Return in words whether the gradient norm is in a reasonable range."""
     question = "Is the gradient norm in a reasonable range? "
-    norms, tops = _column(rows, "optim/grad_norm"), _column(rows, "optim/grad_norm_max")
+    norms = _column(rows, "optim/grad_norm")
+    max_norms = _column(rows, "optim/grad_norm_max")
     skipped = _column(rows, "optim/skipped").sum()
-    if not len(norms) or not len(tops):
+    if not len(norms) or not len(max_norms):
         return (
             question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
         )
-    spikes, still = int((SIGNALS["grad_spike"].score(tops) > 1).sum()), int((norms == 0).sum())
+    spikes = int((SIGNALS["grad_spike"].score(max_norms) > 1).sum())
+    zeros = int((norms == 0).sum())
     verdict = "No" if skipped or spikes else "Yes"
-    if _silent(rows) or 2 * still > len(norms):
-        verdict = f"No: no signal, {still} of {len(norms)} steps had no gradient"
+    if _silent(rows) or 2 * zeros > len(norms):
+        verdict = f"No: no signal, {zeros} of {len(norms)} steps had no gradient"
     return (
-        f"{question}{verdict} (median {np.median(norms):.3g}, largest of an update {tops.max():.3g}; "
-        f"steps with ten times the norm of those before: {spikes}; updates left out as not finite: {skipped:.0f})."
+        f"{question}{verdict} (median {np.median(norms):.3g}, "
+        f"largest of an update {max_norms.max():.3g}; "
+        f"steps with ten times the norm of those before: {spikes}; "
+        f"updates left out as not finite: {skipped:.0f})."
     )
 
 
 def _routing(rows: list[dict]) -> str:
-    """Answer whether expert activation stays consistent."""
+    """Return in words whether expert activation stays consistent."""
     question = "Does expert activation stay consistent? "
     rows = [row for row in rows if is_finite(row.get("routing/consistency"))]
     if not rows:
-        why = "the model is dense, its router is none of those that are read, or no step had two mini-batches"
-        return f"{question}Not known: {why}."
-    kept = _column(rows, "routing/consistency")
-    worst, prefix = int(kept.argmin()), "routing/consistency_layer_"
+        return (
+            f"{question}Not known: the model is dense, its router is none of those that are read, "
+            "or no step had two mini-batches."
+        )
+    consistency = _column(rows, "routing/consistency")
+    worst = int(consistency.argmin())
+    prefix = "routing/consistency_layer_"
     names = [name for name in rows[-1] if name.startswith(prefix) and is_finite(rows[-1][name])]
-    layers = {name: _column(rows, name).mean() for name in names}
-    least = min(layers, key=layers.get, default="")
-    layer = f"; least in layer {least.removeprefix(prefix)}: {layers[least]:.4f}" if least else ""
+    layers = {name.removeprefix(prefix): _column(rows, name).mean() for name in names}
+    details = ""
+    if layers:
+        layer = min(layers, key=layers.get)
+        details += f"; least in layer {layer}: {layers[layer]:.4f}"
     agreement = _column(rows, "routing/engine_agreement")
-    engine = (
-        f"; the engine's experts are the trainer's to {agreement.mean():.4f}"
-        if len(agreement)
-        else ""
-    )
-    verdict = "Yes" if SIGNALS["routing_drift"].score(kept).max() < 0.1 else "No"
-    verdict = "It says nothing: no signal" if _silent(rows) else verdict
+    if len(agreement):
+        details += f"; the engine's experts are the trainer's to {agreement.mean():.4f}"
+    if _silent(rows):
+        verdict = "It says nothing: no signal"
+    elif SIGNALS["routing_drift"].score(consistency).max() < 0.1:
+        verdict = "Yes"
+    else:
+        verdict = "No"
     return (
-        f"{question}{verdict} (routing consistency within a step: mean {kept.mean():.4f}, "
-        f"lowest {kept[worst]:.4f} at step {rows[worst]['step']}{layer}{engine})."
+        f"{question}{verdict} (routing consistency within a step: mean {consistency.mean():.4f}, "
+        f"lowest {consistency[worst]:.4f} at step {rows[worst]['step']}{details})."
     )

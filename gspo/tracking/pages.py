@@ -1,8 +1,8 @@
-"""Fills the templates of HTML pages: a run's (run_report.py), and a study's (analysis/blocks.py).
+"""Fills the templates of HTML pages: of a run (run_report.py) and of a study (analysis/blocks.py).
 
-A page is one file that opens from disk without a network. Everything from data that a template
-writes is escaped, and what would act on a terminal or deceive a reader stands as its code. Browsers
-run no script of a page and fetch nothing.
+A page is one file that opens from disk without a network. All data in a page is escaped. Characters
+that would act on a terminal or deceive a reader are shown as codes. Browsers run no script of a
+page and fetch nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def fill(template: Path, title: str, values: Mapping[str, object]) -> str:
-    """Return the page of a template that extends base.html.j2, with this title and these values in
-    it.
-    """
+    """Return the page of a template that extends base.html.j2, with this title and these values."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, TEMPLATES]),
         autoescape=True,
@@ -33,7 +31,7 @@ def fill(template: Path, title: str, values: Mapping[str, object]) -> str:
         lstrip_blocks=True,
     )
     style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    # by it the browser knows our style
+    # the page allows the browser only the style with this digest
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     base = {"title": title, "style": Markup(style), "style_digest": digest}
     return environment.get_template(template.name).render(base | dict(values)) + "\n"

@@ -1,9 +1,9 @@
 """Makes the page of a run: report.html, one HTML file that opens from disk without a network.
 
-It says in words what happened, answers the three questions of stability, and shows curves,
+The page describes the run in words and answers the three questions of stability. It shows curves,
 warnings, the best and worst responses of the batch that was saved last, time and cost, and the
-settings. Everything comes from the run directory's files, so the page can be made of a run under
-way, of one that was killed, and again at any time.
+settings. Everything comes from the run directory's files. So the page can be made at any time, also
+of a run that is under way or was killed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,22 @@ from gspo.tracking.pages import TEMPLATES, fill
 from gspo.tracking.rounding import floor_of_run, mismatch_of_run
 
 PAGE = "report.html"
-# each metric, and whether its axis is logarithmic; metrics that a run does not have are left out
+# Each metric, and whether its axis is logarithmic. Metrics that a run does not have are left out.
 CURVES = (
-    ("reward/mean", False), ("policy/entropy", False), ("optim/grad_norm", True), ("clip/token_active", True),
-    ("routing/consistency", False), ("length/mean", False), ("length/truncated", False), ("mismatch/k3", True),
-    ("ratio/ess_token", False), ("group/zero_variance", False), ("episode/turns", False),
+    ("reward/mean", False),
+    ("policy/entropy", False),
+    ("optim/grad_norm", True),
+    ("clip/token_active", True),
+    ("routing/consistency", False),
+    ("length/mean", False),
+    ("length/truncated", False),
+    ("mismatch/k3", True),
+    ("ratio/ess_token", False),
+    ("group/zero_variance", False),
+    ("episode/turns", False),
     ("episode/environment_tokens", False),
-)  # fmt: skip
-RESPONSES = 3  # how many of the best responses are shown, and of the worst
+)
+RESPONSES = 3  # the number of best responses that are shown, and of worst responses
 SECONDS = {
     "time/rollout_s": "sampling",
     "time/environment_s": "environments, a part of sampling",
@@ -48,9 +56,9 @@ SECONDS = {
 
 
 def write_page(folder: Path) -> Path:
-    """Write the page of a run directory, and return its path. Raises ValueError if `folder` is no
-    run directory.
-    """
+    """Write the page of a run directory, and return its path.
+
+    Raises ValueError if `folder` is no run directory."""
     if not (folder / "settings.yaml").exists():
         raise ValueError(
             f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN"
@@ -60,61 +68,63 @@ def write_page(folder: Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    """Return the page's HTML. Raises ValueError if the settings cannot be read; other files that
-    cannot be read are named on the page."""
-    settings, amiss = untrusted.read_yaml(folder / "settings.yaml"), []
-    rows = _read(read_rows, folder / "metrics.jsonl", amiss) or []
-    events = _read(read_events, folder / "monitor.jsonl", amiss) or []
-    custom = _read(custom_metrics, folder, amiss) or {}
-    status, batch = (
-        read_status(folder),
-        max((folder / "rollouts").glob("step_*.jsonl"), default=None),
-    )
+    """Return the page's HTML.
+
+    Raises ValueError if the settings cannot be read. The page names other files that cannot be
+    read."""
+    settings = untrusted.read_yaml(folder / "settings.yaml")
+    problems: list[str] = []  # why files could not be read
+    rows = _read(read_rows, folder / "metrics.jsonl", problems) or []
+    events = _read(read_events, folder / "monitor.jsonl", problems) or []
+    custom = _read(custom_metrics, folder, problems) or {}
+    status = read_status(folder)
+    batch = max((folder / "rollouts").glob("step_*.jsonl"), default=None)
+    subtitle = _subtitle(folder, settings, problems)
+    responses = _read(_graded, batch, problems) if batch else None
     values = {
         "name": folder.name,
-        "subtitle": _subtitle(folder, settings, amiss),
+        "subtitle": subtitle,
         "stability": stability_report(rows, status.get("how", "")).splitlines(),
         "curves": curves(rows, custom) if len(rows) > 2 else [],
         "events": [(event["step"], event["kind"], event["text"]) for event in events],
         "batch": batch and batch.name,
         "episodes": _episodes(rows),
-        "responses": _best_and_worst(_read(_graded, batch, amiss) or []) if batch else [],
+        "responses": _best_and_worst(responses or []),
         "turns_of": turns_of,
         "reward": reward,
         "cost": _cost(rows),
-        "profiles": _profiles(folder / "profile", amiss),
+        "profiles": _profiles(folder / "profile", problems),
         "settings": yaml.safe_dump(settings, sort_keys=False),
     }
-    story = _story(settings, rows, status) + _went_on(folder, amiss)
-    values["story"] = [*story, *(f"A file is left out: {what}" for what in amiss)]
-    return fill(
-        TEMPLATES / "run_report.html.j2", f"{_value(settings, 'study')}: {folder.name}", values
-    )
+    story = _story(settings, rows, status) + _continuations(folder, problems)
+    values["story"] = story + [f"A file is left out: {problem}" for problem in problems]
+    title = f"{_value(settings, 'study')}: {folder.name}"
+    return fill(TEMPLATES / "run_report.html.j2", title, values)
 
 
-def _read(how: Callable[[Path], Any], path: Path, amiss: list[str]) -> Any:
-    """Read a file of the run with `how`; None if it is not there or cannot be read. The latter is
-    noted in `amiss`.
-    """
+def _read(reader: Callable[[Path], Any], path: Path, problems: list[str]) -> Any:
+    """Return a file of the run as `reader` reads it, None if it does not exist or cannot be read.
+
+    If it cannot be read, the reason is added to `problems`."""
     try:
-        return how(path)
+        return reader(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        amiss.append(str(error))
+        problems.append(str(error))
         return None
 
 
 def _value(tree: object, key: str, unknown: object = "unknown") -> object:
-    """Return a nested mapping's value by its dotted key, `unknown` if there is none."""
+    """Return a nested mapping's value by its dotted key, `unknown` if it has none."""
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return unknown if tree is None else tree
 
 
-def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
+def _subtitle(folder: Path, settings: dict, problems: list[str]) -> str:
     """Return study, objective, model, seed, commit and versions in one line."""
-    code = _read(untrusted.read_json, folder / "code.json", amiss) or {}
+    code = _read(untrusted.read_json, folder / "code.json", problems) or {}
     changed = ", with changed files" if code.get("changed_files") else ""
     objective = _value(settings, "options.objective", _value(settings, "objective.name"))
     words = [
@@ -123,64 +133,66 @@ def _subtitle(folder: Path, settings: dict, amiss: list[str]) -> str:
         f"model {_value(settings, 'model.name')}",
     ]
     varied = code.get("varied")
-    words += [f"varied in its sweep: {varied}"] if isinstance(varied, str) and varied else []
+    if isinstance(varied, str) and varied:
+        words.append(f"varied in its sweep: {varied}")
     words += [
         f"seed {_value(settings, 'seed')}",
         f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}",
     ]
-    versions = {name: _value(code, f"versions.{name}", "") for name in ("torch", "transformers")}
-    return ", ".join(
-        [*words, *(f"{name} {version}" for name, version in versions.items() if version)]
-    )
+    for package in ("torch", "transformers"):
+        version = _value(code, f"versions.{package}", "")
+        if version:
+            words.append(f"{package} {version}")
+    return ", ".join(words)
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # words
 def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
-    """Return what happened, in sentences."""
+    """Return sentences about the run's course and results."""
     batches = [row for row in rows if row["step"] > 0]
     step = rows[-1]["step"] if rows else 0
     reason = f": {status['reason']}" if status.get("reason") else ""
-    lines = [
-        f"The run {_ended(status.get('how', ''))} at step {step} of {_value(settings, 'steps')}{reason}."
-    ]
+    end = _ended(status.get("how", ""))
+    lines = [f"The run {end} at step {step} of {_value(settings, 'steps')}{reason}."]
     rewards = [row["reward/mean"] for row in batches if is_finite(row.get("reward/mean"))]
     if rewards:
-        first, last = rewards[:5], rewards[-10:]
-        before, after, top = sum(first) / len(first), sum(last) / len(last), best(rewards)[0]
+        first = rewards[:5]
+        last = rewards[-10:]
+        peak, _ = best(rewards)
         lines.append(
-            f"The reward went from {before:.3f} (first {len(first)} batches) to {after:.3f} (last {len(last)}); "
-            f"the highest smoothed value was {top:.3f}."
+            f"The reward went from {sum(first) / len(first):.3f} (first {len(first)} batches) "
+            f"to {sum(last) / len(last):.3f} (last {len(last)}); "
+            f"the highest smoothed value was {peak:.3f}."
         )
-        at = collapse(rewards)
-        if at is not None:
+        collapse_index = collapse(rewards)
+        if collapse_index is not None:
             lines.append(
-                f"It collapsed at step {batches[at]['step']} by the registered rule (gspo/tracking/collapse.py)."
+                f"It collapsed at step {batches[collapse_index]['step']} by the registered rule "
+                "(gspo/tracking/collapse.py)."
             )
-    if floor := floor_of_run(batches):
-        lines.append(floor)
-    if mismatch := mismatch_of_run(batches):
-        lines.append(mismatch)
-    return lines + [
-        _held_out(rows, name) for name in sorted({n for row in rows for n in row if "/avg@" in n})
-    ]
+    for sentence in (floor_of_run(batches), mismatch_of_run(batches)):
+        if sentence:
+            lines.append(sentence)
+    held_out = {name for row in rows for name in row if "/avg@" in name}
+    return lines + [_held_out(rows, name) for name in sorted(held_out)]
 
 
-def _went_on(folder: Path, amiss: list[str]) -> list[str]:
-    """Return sentences about continuations and rollbacks, as they were recorded when they happened."""
-    lines, at = (
-        [],
-        [str(row["step"]) for row in _read(read_rows, folder / CONTINUATIONS_FILE, amiss) or []],
+def _continuations(folder: Path, problems: list[str]) -> list[str]:
+    """Return sentences about continuations and rollbacks, from the files that recorded them."""
+    lines = []
+    continuations = _read(read_rows, folder / CONTINUATIONS_FILE, problems) or []
+    if continuations:
+        times = "once" if len(continuations) == 1 else f"{len(continuations)} times"
+        steps = ", ".join(str(row["step"]) for row in continuations)
+        lines.append(f"It was continued {times}, from the checkpoint of step {steps}.")
+    rollbacks = _read(
+        lambda path: untrusted.read_json(path, list), folder / "rollbacks.json", problems
     )
-    if at:
-        times = "once" if len(at) == 1 else f"{len(at)} times"
-        lines.append(f"It was continued {times}, from the checkpoint of step {', '.join(at)}.")
-    for back in (
-        _read(lambda path: untrusted.read_json(path, list), folder / "rollbacks.json", amiss) or []
-    ):
+    for rollback in rollbacks or []:
         lines.append(
-            f"The monitor took it back from step {_value(back, 'from')} to step {_value(back, 'to')}, at a lower "
-            "learning rate."
+            f"The monitor took it back from step {_value(rollback, 'from')} "
+            f"to step {_value(rollback, 'to')}, at a lower learning rate."
         )
     if (folder / "superseded").exists():
         lines.append("What it had written beyond the step that it went on from is in superseded/.")
@@ -199,40 +211,52 @@ def _ended(how: str) -> str:
 
 
 def _held_out(rows: list[dict], name: str) -> str:
-    """Return the first and last score of a held-out set, the latter with its 95 % interval over the
-    problems, which is ±1.96 standard errors."""
+    """Return a sentence with the first and the last score of a held-out set.
+
+    The last score has its 95 % interval over the problems, which is ±1.96 standard errors."""
     scored = [row for row in rows if is_finite(row.get(name))]
     if not scored:
         return f"{name}: no score"
-    first, last = scored[0], scored[-1]
+    first = scored[0]
+    last = scored[-1]
     error = last.get(name.rsplit("/", 1)[0] + "/stderr")
-    around = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
-    return f"{name}: {first[name]:.3f} at step {first['step']}, {last[name]:.3f}{around} at step {last['step']}."
+    interval = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
+    return (
+        f"{name}: {first[name]:.3f} at step {first['step']}, "
+        f"{last[name]:.3f}{interval} at step {last['step']}."
+    )
 
 
 def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
-    """Return the lines of a table of episodes' numbers: each one's mean over the first five and the
-    last ten of the batches that have it."""
+    """Return the lines of a table of the episodes' metrics: name, mean at first, mean at last.
+
+    The means are over the first five and the last ten batches that have the metric."""
     lines = []
     for name in sorted({name for row in rows for name in row if name.startswith("episode/")}):
         values = [row[name] for row in rows if is_finite(row.get(name))]
-        means = [f"{sum(some) / len(some):.3g}" for some in (values[:5], values[-10:]) if some]
-        lines.append((name.removeprefix("episode/"), *(means or ("", ""))))
+        means = ["", ""]
+        if values:
+            parts = (values[:5], values[-10:])
+            means = [f"{sum(part) / len(part):.3g}" for part in parts]
+        lines.append((name.removeprefix("episode/"), *means))
     return lines
 
 
 def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
-    """Return the responses with the highest and lowest rewards, each with "good", "bad" or, where
-    all rewards of the batch are the same, "equal". A response that was cut off is never good."""
-    found = sorted(graded, key=lambda response: -response["reward"])
-    middle = (len(found) + 1) // 2
-    best = _of_different_problems(found[:middle])
-    worst = [
-        r for r in _of_different_problems(found[middle:][::-1]) if r["reward"] < best[0]["reward"]
-    ]
-    if not found:
+    """Return the responses with the highest and lowest rewards, each with its kind.
+
+    The kind is "good" or "bad", or "equal" if all rewards of the batch are the same. A truncated
+    response is never good."""
+    if not graded:
         return []
-    lowest, highest = found[-1]["reward"], found[0]["reward"]
+    ordered = sorted(graded, key=lambda response: -response["reward"])
+    highest = ordered[0]["reward"]
+    lowest = ordered[-1]["reward"]
+    middle = (len(ordered) + 1) // 2
+    highest_rewards = _of_different_problems(ordered[:middle])
+    lowest_rewards = [
+        r for r in _of_different_problems(ordered[middle:][::-1]) if r["reward"] < highest
+    ]
 
     def kind(response: dict) -> str:
         if lowest == highest:
@@ -240,21 +264,21 @@ def _best_and_worst(graded: list[dict]) -> list[tuple[str, dict]]:
         is_good = response["reward"] > lowest and response.get("verdict") != "truncated"
         return "good" if is_good else "bad"
 
-    return [(kind(response), response) for response in [*best, *worst]]
+    return [(kind(response), response) for response in [*highest_rewards, *lowest_rewards]]
 
 
 def _graded(path: Path) -> list[dict]:
     """Return the responses of a saved batch that have a reward."""
-    rewards = ((response, response.get("reward")) for response in untrusted.read_objects(path))
-    return [
-        response
-        for response, reward in rewards
-        if type(reward) in (int, float) and is_finite(reward)
-    ]
+    graded = []
+    for response in untrusted.read_objects(path):
+        reward = response.get("reward")
+        if type(reward) in (int, float) and is_finite(reward):
+            graded.append(response)
+    return graded
 
 
 def _of_different_problems(responses: list[dict]) -> list[dict]:
-    """Return the first response to each problem, at most RESPONSES of them."""
+    """Return the first response to each problem, for at most RESPONSES problems."""
     first: dict[tuple, dict] = {}
     for response in responses:
         first.setdefault((str(response.get("task")), str(response.get("prompt"))), response)
@@ -272,62 +296,67 @@ def _cost(rows: list[dict]) -> list[tuple[str, str]]:
     return lines + [(name, f"{last[key]:.3g}") for key, name in totals if is_finite(last.get(key))]
 
 
-def _profiles(folder: Path, amiss: list[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return, for every step that was profiled, its name and the lines of a table of its dearest
-    operations.
-    """
+def _profiles(folder: Path, problems: list[str]) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return each profiled step's name, and a table's lines of its most expensive operations."""
     return [
-        (path.stem, _read(_operations, path, amiss) or [])
+        (path.stem, _read(_operations, path, problems) or [])
         for path in sorted(folder.glob("step_*.json"))
     ]
 
 
 def _operations(path: Path) -> list[tuple[str, ...]]:
-    """Read the lines of such a table. Raises ValueError if the file is damaged."""
-    found = untrusted.read_json(path, list)
+    """Return the table's lines of a profile. Raises ValueError if the file is damaged."""
+    operations = untrusted.read_json(path, list)
     try:
         return [
             (
-                each["operation"],
-                f"{each['share']:.0%}",
-                f"{each['cpu_s']:.3f}",
-                f"{each['gpu_s']:.3f}",
-                each["calls"],
+                operation["operation"],
+                f"{operation['share']:.0%}",
+                f"{operation['cpu_s']:.3f}",
+                f"{operation['gpu_s']:.3f}",
+                operation["calls"],
             )
-            for each in found
+            for operation in operations
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
 # curves
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps, as the template draws it. Places are in the units of an SVG
-    picture of this size.
-    """
+    """A metric over the steps, as the template draws it.
 
-    WIDTH, HEIGHT = 330, 170
-    LEFT, RIGHT, TOP, BOTTOM = 56, 322, 24, 152  # where the axes are
+    Coordinates are in the units of an SVG picture of size WIDTH x HEIGHT."""
+
+    WIDTH = 330
+    HEIGHT = 170
+    # the axes
+    LEFT = 56
+    RIGHT = 322
+    TOP = 24
+    BOTTOM = 152
 
     name: str
     about: str
     last: int  # step
-    ticks: list[tuple[float, str]]  # heights of the grid's lines, and their values
-    points: str  # as an SVG attribute
-    smooth: str
-    # the places of single points: of held-out scores, and where there is one alone
+    ticks: list[tuple[float, str]]  # y coordinates of the grid's lines, and their values
+    points: str  # of the line, as an SVG attribute
+    smooth: str  # the same for the smoothed curve, empty without one
+    # coordinates of points that are drawn as dots: held-out scores, or a curve's only point
     dots: list[tuple[float, float]]
-    # 95 % intervals of held-out scores: x, and the heights of the two ends
+    # 95 % intervals of held-out scores: x, and the y coordinates of both ends
     errors: list[tuple[float, float, float]]
-    collapse: tuple[float, int] | None  # the place of the collapse on the x axis, and its step
+    collapse: tuple[float, int] | None  # x coordinate and step of the collapse
     is_log: bool
 
 
 def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
-    """Return one curve per metric that the run has, held-out scores and the user's own metrics
-    last. `custom` has the definitions of the latter."""
+    """Return one curve per metric that the run has.
+
+    Held-out scores come after the other curves, and the user's own metrics last. `custom` has the
+    definitions of the user's metrics."""
     recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
     names = [(name, log) for name, log in CURVES if name in recorded]
     for family in ("eval/*/avg@*", "custom/*"):
@@ -339,22 +368,27 @@ def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
 
 
 def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
-    """Return the curve of one metric. That of the reward also has the smoothed curve and the
-    collapse. A held-out score has points with 95 % intervals over its problems, on an axis from 0.
-    """
-    found = [row for row in rows if is_finite(row.get(metric.name))]
-    steps, values = [row["step"] for row in found], [row[metric.name] for row in found]
+    """Return the curve of one metric.
+
+    The reward also has its smoothed curve and its collapse. A held-out score has dots with 95 %
+    intervals over its problems, on an axis from 0."""
+    rows = [row for row in rows if is_finite(row.get(metric.name))]
+    steps = [row["step"] for row in rows]
+    values = [row[metric.name] for row in rows]
     log = log and min(values) > 0
     drawn = [math.log10(value) if log else value for value in values]
-    low, high, last = min(drawn), max(drawn), max(*steps, 1)
-    scores: list[tuple[int, float, float]] = []  # step, and the ends of the interval
-    if is_score := fnmatchcase(metric.name, "eval/*/avg@*"):
+    low = min(drawn)
+    high = max(drawn)
+    last = max(*steps, 1)
+    is_score = fnmatchcase(metric.name, "eval/*/avg@*")
+    intervals: list[tuple[int, float, float]] = []  # step, and both ends of the interval
+    if is_score:
         stderr = f"{metric.name.rpartition('/')[0]}/stderr"
-        for row, value in zip(found, values, strict=True):
+        for row, value in zip(rows, values, strict=True):
             half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
-            scores.append((row["step"], max(0.0, value - half), value + half))
+            intervals.append((row["step"], max(0.0, value - half), value + half))
         low = min(0.0, low)
-        high = max([high, *(top for _, _, top in scores)])
+        high = max([high, *(top for _, _, top in intervals)])
 
     def x(step: int) -> float:
         return round(Curve.LEFT + (Curve.RIGHT - Curve.LEFT) * step / last, 1)
@@ -368,18 +402,25 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
         return " ".join(f"{x(step)},{y(value)}" for step, value in zip(steps, series, strict=True))
 
     grid = [low, (low + high) / 2, high] if high > low else [low]
-    reward = metric.name == "reward/mean"
-    at = collapse(values) if reward else None
+    smooth = ""
+    collapse_mark = None
+    if metric.name == "reward/mean":
+        smooth = line(levels(values)[0].tolist())
+        collapse_index = collapse(values)
+        if collapse_index is not None:
+            step = steps[collapse_index]
+            collapse_mark = (x(step), step)
+    unit = f" [{metric.unit}]" if metric.unit else ""
     dots = [(x(step), y(value)) for step, value in zip(steps, drawn, strict=True)]
     return Curve(
         name=metric.name,
-        about=f"{metric.name}: {metric.meaning}" + f" [{metric.unit}]" * bool(metric.unit),
+        about=f"{metric.name}: {metric.meaning}{unit}",
         last=last,
         ticks=[(y(value), f"{10**value if log else value:.3g}") for value in grid],
         points=line(drawn),
-        smooth=line(levels(values)[0].tolist()) if reward else "",
-        dots=dots if is_score or len(found) == 1 else [],
-        errors=[(x(step), y(bottom), y(top)) for step, bottom, top in scores if top > bottom],
-        collapse=None if at is None else (x(steps[at]), steps[at]),
+        smooth=smooth,
+        dots=dots if is_score or len(rows) == 1 else [],
+        errors=[(x(step), y(bottom), y(top)) for step, bottom, top in intervals if top > bottom],
+        collapse=collapse_mark,
         is_log=log,
     )

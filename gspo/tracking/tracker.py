@@ -1,8 +1,6 @@
-"""Writes a run's rows to metrics.jsonl and sends the same numbers to Weights & Biases; saves
-rollouts; shows progress.
+"""Writes a run's rows to metrics.jsonl and to Weights & Biases, saves rollouts, shows progress.
 
-The files are the truth: they are written first, and everything that W&B shows can be made from them
-again.
+The files are written first. Everything that W&B shows can be made from them again.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ OF_STEPS = ("rollouts", "checkpoints", "evaluations")
 
 
 class RowsElsewhere(Protocol):
-    """Takes rows that were written to metrics.jsonl, such as gspo.run.event_files."""
+    """Another destination of the rows of metrics.jsonl, such as gspo.run.event_files."""
 
     def send(self, row: dict) -> None: ...
 
@@ -43,9 +41,9 @@ class RowsElsewhere(Protocol):
 
 
 class Tracker:
-    """Writes a run's rows to its directory and to W&B, and to `elsewhere` if that is given.
+    """Writes a run's rows to its directory, to W&B, and to `elsewhere` if it is given.
 
-    `start` is the folder of the cold start that the run begins with, if it has one."""
+    `start` is the folder of the run's cold start, None without a cold start."""
 
     def __init__(
         self,
@@ -58,7 +56,10 @@ class Tracker:
         start: Path | None = None,
         elsewhere: RowsElsewhere | None = None,
     ):
-        self.run, self.settings, self.wandb, self.elsewhere = run, settings, None, elsewhere
+        self.run = run
+        self.settings = settings
+        self.wandb = None
+        self.elsewhere = elsewhere
         self.rows = append_to(run / "metrics.jsonl")  # `finish` closes it
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
@@ -68,22 +69,23 @@ class Tracker:
             self.wandb = WandbRun(run, settings, mode, About(config, group, tags, record=record))
             if start:
                 self.wandb.lineage.used(start, start.name)
-            # a resumed run's: `send` leaves out what W&B has
+            # the rows of a resumed run: `send` leaves out rows that W&B has
             for row in read_rows(run / "metrics.jsonl"):
                 self.wandb.send(
                     row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl")
                 )
 
     def where(self) -> str:
-        """Return, as the end of a sentence, where else the rows can be seen."""
+        """Return the W&B run's address as the end of a sentence, "" if it is not online."""
         online = self.wandb is not None and not self.wandb.run.offline
         return f", tracked at {self.wandb.run.url}" if online else ""
 
     def log(
         self, step: int, metrics: dict[str, float], responses: list[ScoredResponse] | None
     ) -> None:
-        """Write a step's row to metrics.jsonl, send it to W&B, and save the step's responses if
-        they are given. Raises KeyError for a metric that the registry lacks."""
+        """Write a step's row to metrics.jsonl, send it to W&B, and save the responses if given.
+
+        Raises KeyError for a metric that the registry lacks."""
         for name in metrics:
             lookup(name)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -99,14 +101,14 @@ class Tracker:
             self.elsewhere.send(row)
 
     def checkpoints(self) -> None:
-        """Tell W&B of the whole checkpoints that it has not been told of."""
+        """Record complete checkpoints in W&B that are not recorded there yet."""
         if self.wandb:
             self.wandb.checkpoints()
 
     def alert(self, title: str, text: str, kind: str) -> None:
-        """Send a W&B alert, which the account passes on by mail or Slack. `kind` is the kind of a
-        monitor's event.
-        """
+        """Send a W&B alert, which the account passes on by mail or Slack.
+
+        `kind` is the kind of a monitor's event. "cleared" sends nothing."""
         if self.wandb and kind != "cleared":
             self.wandb.alert(title, text, fallen=kind == "fallen")
 
@@ -115,8 +117,9 @@ class Tracker:
         return self.wandb is not None and self.wandb.stopped
 
     def finish(self, exit_code: int) -> str | None:
-        """Close files and W&B run; return the command that uploads what W&B's server lacks, None if
-        it lacks nothing."""
+        """Close the files and the W&B run, and return the command that uploads the rest of the run.
+
+        Returns None if W&B's server has the whole run, or if the run has no W&B run."""
         self.rows.close()
         if self.elsewhere:
             self.elsewhere.close()
@@ -125,7 +128,7 @@ class Tracker:
 
 
 def rollout_row(response: ScoredResponse) -> dict:
-    """Return what is saved of a response: enough to read it, and to see why it got its reward."""
+    """Return the saved row of a response, with its texts and the reasons of its reward."""
     return {
         "task": response.problem.task,
         "family": response.problem.family,
@@ -144,9 +147,7 @@ def rollout_row(response: ScoredResponse) -> dict:
 
 
 def turns_of(response: Response) -> dict:
-    """Return what is saved of an episode beyond that: whose words are whose, and the environment's
-    numbers.
-    """
+    """Return an episode's further entries of the row: its turns, and the environment's measures."""
     if not response.turns:
         return {}
     return {"turns": [asdict(turn) for turn in response.turns], "measures": response.measures}
@@ -155,13 +156,13 @@ def turns_of(response: Response) -> dict:
 def write_rollouts(path: Path, responses: list[ScoredResponse]) -> None:
     """Write responses to a file, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, "".join(json.dumps(rollout_row(r)) + "\n" for r in responses))
+    _write_lines(path, [rollout_row(response) for response in responses])
 
 
 def read_rollouts(path: Path) -> list[dict]:
-    """Read what `write_rollouts` wrote, without damaged lines; empty if the file is not there or
-    cannot be read.
-    """
+    """Return the rows that `write_rollouts` wrote, without damaged lines.
+
+    The list is empty if the file does not exist or cannot be read."""
     try:
         return list(untrusted.read_objects(path))
     except (OSError, ValueError):
@@ -169,45 +170,46 @@ def read_rollouts(path: Path) -> list[dict]:
 
 
 def supersede(run: Path, step: int) -> list[str]:
-    """Move what a run wrote after `step` to superseded/<n>/, because a run that resumes at `step`
-    will write it again.
+    """Move the entries of a run after `step` to superseded/<n>/ before it resumes at `step`.
 
-    That is rows, rollouts, checkpoints, and evaluations of those checkpoints. Damaged lines of
-    metrics.jsonl are moved too. Returns a warning that names the rows which are lost by that, if
-    there are any.
+    The resumed run writes them again: rows, rollouts, checkpoints, and evaluations of these
+    checkpoints. Damaged lines of metrics.jsonl are moved too. Returns a list with a warning if rows
+    up to `step` are lost by the damage, else an empty list.
     """
-    attic, metrics = run / "superseded", run / "metrics.jsonl"
+    metrics = run / "metrics.jsonl"
     files = [
         path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step
     ]
     rows, damaged = rows_and_damage(metrics)
+    earlier = [row for row in rows if row["step"] <= step]
     later = [row for row in rows if row["step"] > step]
     if files or later or damaged:
-        attic = attic / str(1 + len(list(attic.glob("*"))))
-        attic.mkdir(parents=True)
-        replace_text(attic / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in later))
-    if damaged:
-        replace_text(attic / "damaged_metrics.jsonl", "".join(damaged))
-    for path in files:
-        path.rename(attic / f"{path.parent.name}_{path.name}")
+        superseded = run / "superseded"
+        target = superseded / str(1 + len(list(superseded.glob("*"))))
+        target.mkdir(parents=True)
+        _write_lines(target / "metrics.jsonl", later)
+        if damaged:
+            replace_text(target / "damaged_metrics.jsonl", "".join(damaged))
+        for path in files:
+            path.rename(target / f"{path.parent.name}_{path.name}")
     if metrics.exists():
-        replace_text(
-            metrics, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-        )
+        _write_lines(metrics, earlier)
     missing = sorted(set(range(step + 1)) - {row["step"] for row in rows})
-    return (
-        [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"]
-        if missing
-        else []
-    )
+    if not missing:
+        return []
+    return [f"metrics.jsonl was damaged: the rows of steps {_spans(missing)} are lost"]
+
+
+def _write_lines(path: Path, rows: list[dict]) -> None:
+    """Write rows to a file, one JSON object per line."""
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _step(path: Path) -> int:
-    """Return the step that a file or folder of a run is named after; -1 for another name, such as
-    an unfinished one's.
+    """Return the step in the name of a run's file or folder, -1 for any other name.
 
-    step_000008.jsonl (rollouts), step_000008 (a checkpoint), step_000008-28211d79a6 (an evaluation
-    of it).
+    The names are step_000008.jsonl (rollouts), step_000008 (a checkpoint), and
+    step_000008-28211d79a6 (an evaluation of the checkpoint). Unfinished folders have other names.
     """
     name = re.fullmatch(r"step_(\d+)(\.jsonl|-\w+)?", path.name)
     return int(name[1]) if name else -1
@@ -224,42 +226,47 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
 
 
-PAUSE = 10.0  # seconds between two lines of a run's progress
+PAUSE = 10.0  # minimum of seconds between two lines of a run's progress
 
 
 class Progress:
     """Shows step, reward and time left: as a bar on a terminal, else as a line every few seconds.
 
-    `alone` says that no other job writes to the same terminal. Without end to
-    `seconds_between_lines`, nothing is shown and the steps are only logged."""
+    `alone`: no other job writes to the same terminal. If `seconds_between_lines` is infinite,
+    steps are only logged."""
 
     def __init__(
         self, title: str, steps: int, done: int, alone: bool, seconds_between_lines: float = PAUSE
     ):
-        self.title, self.steps, self.first, self.pause = title, steps, done, seconds_between_lines
-        self.started, self.printed = time.perf_counter(), 0.0
-        bar = alone and sys.stderr.isatty()
-        self.bar = (
-            tqdm(
-                total=steps, initial=done, desc=escape_line(title), unit="step", dynamic_ncols=True
+        self.title = title
+        self.steps = steps
+        self.first = done
+        self.pause = seconds_between_lines
+        self.started = time.perf_counter()
+        self.printed = 0.0
+        self.bar: tqdm | None = None
+        if alone and sys.stderr.isatty():
+            description = escape_line(title)
+            self.bar = tqdm(
+                total=steps, initial=done, desc=description, unit="step", dynamic_ncols=True
             )
-            if bar
-            else None
-        )
 
     def __call__(self, step: int, **figures: float) -> None:
-        """Show that a step is done, with some of its numbers; log it too."""
+        """Show and log that a step is done, with some of its metrics."""
         text = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
         now = time.perf_counter()
         pace = (now - self.started) / max(step - self.first, 1)
-        left = round(pace * (self.steps - step))
-        shown = f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  {left // 60}:{left % 60:02d} left"
-        log.info(shown)
+        seconds_left = round(pace * (self.steps - step))
+        line = (
+            f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  "
+            f"{seconds_left // 60}:{seconds_left % 60:02d} left"
+        )
+        log.info(line)
         if self.bar:
             self.bar.set_postfix_str(text)
             self.bar.update(step - self.bar.n)
         elif now - self.printed > self.pause or (step == self.steps and self.pause < math.inf):
-            print(escape_line(shown), flush=True)
+            print(escape_line(line), flush=True)
             self.printed = now
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Arranges the registry's metrics as views: pages of panels, each page for one question.
+"""Arranges the registry's metrics as views: pages of panels that each answer a question.
 
 W&B's saved views (dashboard.py) follow this arrangement. Titles, units and descriptions come from
 the registry. Every metric of the registry is on a panel, or in LEFT_OUT with a reason.
@@ -18,32 +18,29 @@ GROUP_BY = ("objective.name", "policy.routing_replay")
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that share one pair of axes. `metrics` are names in the registry, for families with
-    their `*`.
-    """
+    """Curves in the same axes.
+
+    `metrics` are names in the registry. The name of a family has its `*`."""
 
     metrics: tuple[str, ...]
     x: str = STEP
     log: bool = False  # whether the y axis is logarithmic
 
     def entries(self) -> list[Metric]:
-        """Return the definitions of the metrics. Raises KeyError if the registry lacks one of them
-        or the x axis; a family must be named by its own name, not by a member's."""
+        """Return the definitions of the metrics.
+
+        Raises KeyError if the registry lacks a metric or the x axis. The name of a family's member
+        is not in the registry."""
         by_name = {metric.name: metric for metric in METRICS}
         return [by_name[name] for name in (*self.metrics, self.x)][:-1]
 
     def title(self) -> str:
-        """Return the metrics' names, with a common prefix written once, and the x axis if it is not
-        the step.
-        """
+        """Return the metrics' names with a common prefix once, and the x axis unless it is step."""
         head, slash, _ = self.metrics[0].partition("/")
-        same = all(name.startswith(head + slash) for name in self.metrics)
-        rest = (
-            [name.removeprefix(head + slash) for name in self.metrics]
-            if same
-            else list(self.metrics)
-        )
-        names = (head + slash if same else "") + ", ".join(rest)
+        prefix = head + slash
+        if not all(name.startswith(prefix) for name in self.metrics):
+            prefix = ""
+        names = prefix + ", ".join(name.removeprefix(prefix) for name in self.metrics)
         return names if self.x == STEP else f"{names} against {self.x}"
 
     def unit(self) -> str:
@@ -51,7 +48,7 @@ class Panel:
         return self.entries()[0].unit
 
     def description(self) -> str:
-        """Return one line per metric: name [unit]: meaning."""
+        """Return a line for each metric: name [unit]: meaning."""
         return "\n".join(
             f"{metric.name} [{metric.unit}]: {metric.meaning}" for metric in self.entries()
         )
@@ -59,16 +56,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """One page: a question, and sections of panels that answer it.
+    """A page: a question, and sections of panels that answer it.
 
-    With `only` it shows the runs that carry this tag; a run is tagged with its objective, its
-    replay and its model."""
+    With `only` it shows only runs with this tag. The tags of a run are its objective, its replay
+    and its model."""
 
     name: str
     question: str
     sections: tuple[tuple[str, tuple[Panel, ...]], ...]
     only: str = ""
-    by: str = ""  # the setting that runs are grouped by, if the question asks for a particular one
+    by: str = ""  # the setting that runs are grouped by, if the question requires a certain setting
 
     def panels(self) -> list[Panel]:
         """Return the panels of all sections."""
@@ -89,7 +86,8 @@ def _against(names: str) -> tuple[Panel, ...]:
 VIEWS = (
     View(
         "Stability",
-        "Does the reward keep rising, is the gradient norm in a reasonable range, do the ratios stay near 1?",
+        "Does the reward keep rising, is the gradient norm in a reasonable range, do the "
+        "ratios stay near 1?",
         (
             ("Reward", (
                 _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
@@ -103,19 +101,25 @@ VIEWS = (
                 _panel("advantage/: mean std abs_max"),
             )),
             ("Ratios", (
-                _panel("ratio/: sequence_min sequence_mean sequence_max"), _panel("ratio/sequence_log_abs", log=True),
-                _panel("ratio/: token_min token_mean token_max", log=True), _panel("ratio/token_log_var", log=True),
+                _panel("ratio/: sequence_min sequence_mean sequence_max"),
+                _panel("ratio/sequence_log_abs", log=True),
+                _panel("ratio/: token_min token_mean token_max", log=True),
+                _panel("ratio/token_log_var", log=True),
                 _panel("ratio/: ess_token ess_sequence"),
                 _panel("ratio/floor_sequence_abs", log=True), _panel("ratio/floor_outside"),
                 _panel("ratio/floor_of_range", log=True),
             )),
             ("Divergence", (
-                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"), _panel("kl/loss"),
+                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"),
+                _panel("kl/loss"),
             )),
             ("Responses", (
-                _panel("length/: mean p95 limit"), _panel("length/truncated"), _panel("length/repetition"),
+                _panel("length/: mean p95 limit"), _panel("length/truncated"),
+                _panel("length/repetition"),
             )),
-            ("Critic", (_panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"))),
+            ("Critic", (
+                _panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"),
+            )),
             ("Metrics of your own", (_panel("custom/*"),)),
         ),
     ),
@@ -144,11 +148,13 @@ VIEWS = (
         "Do the experts stay the same across an update, and between the engine and the trainer?",
         (
             ("Consistency", (
-                _panel("routing/: consistency consistency_after_step"), _panel("routing/consistency_layer_*"),
+                _panel("routing/: consistency consistency_after_step"),
+                _panel("routing/consistency_layer_*"),
                 _panel("routing/consistency_minibatch_*"), _panel("routing/changed_any_layer"),
             )),
             ("Loads of the experts", (
-                _panel("routing/load_entropy"), _panel("routing/load_max"), _panel("routing/unused_experts"),
+                _panel("routing/load_entropy"), _panel("routing/load_max"),
+                _panel("routing/unused_experts"),
                 _panel("routing/balance"),
             )),
             ("Engine", (
@@ -159,10 +165,12 @@ VIEWS = (
     ),
     View(
         "Routing Replay",
-        "What does replaying the old experts change in GRPO, the paper's case? Grouped by policy.routing_replay.",
+        "What does replaying the old experts change in GRPO, the paper's case? Grouped "
+        "by policy.routing_replay.",
         (
             ("With and without", (
-                _panel("reward/mean"), _panel("routing/consistency"), _panel("routing/engine_agreement"),
+                _panel("reward/mean"), _panel("routing/consistency"),
+                _panel("routing/engine_agreement"),
                 _panel("optim/grad_norm", log=True), _panel("clip/token_active", log=True),
                 _panel("mismatch/k3", log=True), _panel("eval/*/avg@*"),
             )),
@@ -172,7 +180,8 @@ VIEWS = (
     ),
     View(
         "Mismatch",
-        "How far are the engine's likelihoods and the weights that sampled from those being trained?",
+        "How far are the engine's likelihoods and the weights that sampled from those "
+        "being trained?",
         (
             ("Tokens", (
                 _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
@@ -180,14 +189,17 @@ VIEWS = (
                 _panel("mismatch/after_sync", log=True),
             )),
             ("Responses", (
-                _panel("mismatch/sequence_log_abs", log=True), _panel("mismatch/: sequence_min sequence_max"),
+                _panel("mismatch/sequence_log_abs", log=True),
+                _panel("mismatch/: sequence_min sequence_max"),
             )),
             ("Correction", (
                 _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
-                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"), _panel("mismatch/masked"),
+                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
+                _panel("mismatch/masked"),
             )),
             ("Staleness", (
-                _panel("staleness/: mean max"), _panel("staleness/segments"), _panel("staleness/in_flight"),
+                _panel("staleness/: mean max"), _panel("staleness/segments"),
+                _panel("staleness/in_flight"),
             )),
         ),
     ),
@@ -196,7 +208,8 @@ VIEWS = (
         "How many turns do episodes take, why do they end, and what do the environments measure?",
         (
             ("Turns", (
-                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"), _panel("episode/finish_*"),
+                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"),
+                _panel("episode/finish_*"),
                 _panel("episode/environment_tokens"),
             )),
             ("The environments' measures", (_panel("episode/*"),)),
@@ -207,22 +220,30 @@ VIEWS = (
         "What do held-out problems say?",
         (
             ("Scores", (
-                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"), _panel("eval/*/stderr"),
+                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"),
+                _panel("eval/*/stderr"),
                 _panel("eval/elo"), _panel("eval/elo_stderr"),
             )),
-            ("Responses", (_panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
-                           _panel("eval/*/prompt_too_long"))),
+            ("Responses", (
+                _panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
+                _panel("eval/*/prompt_too_long"),
+            )),
             ("Episodes", (_panel("eval/*/episode_*"),)),
         ),
     ),
     View(
         "Efficiency",
-        "What does a level of reward cost in tokens, in FLOPs, in time, and where does the time go?",
+        "What does a level of reward cost in tokens, in FLOPs, in time, and where does "
+        "the time go?",
         (
             ("Reward", _against("reward/mean")),
             ("Held-out scores", _against("eval/*/avg@*")),
-            ("Cost", (_panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"))),
-            ("Speed", (_panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"))),
+            ("Cost", (
+                _panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"),
+            )),
+            ("Speed", (
+                _panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"),
+            )),
             ("Time of a step", (
                 _panel("time/: rollout_s environment_s score_s behaviour_s waited_s"),
                 _panel("time/: train_s old_logprobs_s diagnostics_s"),
@@ -230,20 +251,21 @@ VIEWS = (
             )),
             ("Dropped and refilled", (
                 _panel("compute/dropped_tokens"), _panel("filter/: zero_variance surplus filled"),
-                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"), _panel("filter/ungraded"),
+                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"),
+                _panel("filter/ungraded"),
                 _panel("filter/truncated"),
             )),
         ),
     ),
 )  # fmt: skip
 
-LEFT_OUT = {STEP: "the x axis of every panel that names no other"}
+LEFT_OUT = {STEP: "the x axis of every panel that names no other x axis"}
 
 
 def unplaced() -> list[str]:
-    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT: there should
-    be none.
-    """
+    """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT.
+
+    The list should be empty."""
     placed = {
         name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)
     }
@@ -251,7 +273,7 @@ def unplaced() -> list[str]:
 
 
 def unknown(names: list[str]) -> list[str]:
-    """Return those of the names that the registry lacks."""
+    """Return the names that the registry lacks."""
     return [
         name
         for name in names
@@ -260,28 +282,26 @@ def unknown(names: list[str]) -> list[str]:
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views with only the metrics that runs have recorded (`names`), and the names of
-    the other metrics.
+    """Return the views restricted to recorded metrics, and the names of the views' other metrics.
 
-    Raises KeyError for a name that the registry lacks."""
-    seen = {lookup(name).name for name in names if name != STEP} | {STEP}
-    missing = []
-
-    def kept(panel: Panel) -> Panel:
-        missing.extend(
-            name for name in (*panel.metrics, panel.x) if name not in seen and name not in missing
-        )
-        return replace(
-            panel, metrics=tuple(name for name in panel.metrics if name in seen and panel.x in seen)
-        )
-
-    result = []
+    `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
+    for a name that the registry lacks."""
+    known = {lookup(name).name for name in names if name != STEP} | {STEP}
+    missing: list[str] = []
+    restricted_views = []
     for view in views:
-        sections = [
-            (name, tuple(kept(panel) for panel in panels)) for name, panels in view.sections
-        ]
-        filled = [
-            (name, tuple(panel for panel in panels if panel.metrics)) for name, panels in sections
-        ]
-        result.append(replace(view, sections=tuple(section for section in filled if section[1])))
-    return tuple(view for view in result if view.sections), missing
+        sections = []
+        for title, panels in view.sections:
+            recorded_panels = []
+            for panel in panels:
+                for name in (*panel.metrics, panel.x):
+                    if name not in known and name not in missing:
+                        missing.append(name)
+                metrics = tuple(name for name in panel.metrics if name in known)
+                if metrics and panel.x in known:
+                    recorded_panels.append(replace(panel, metrics=metrics))
+            if recorded_panels:
+                sections.append((title, tuple(recorded_panels)))
+        if sections:
+            restricted_views.append(replace(view, sections=tuple(sections)))
+    return tuple(restricted_views), missing

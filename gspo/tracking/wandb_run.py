@@ -1,16 +1,15 @@
-"""Sends a run to Weights & Biases: its id there, which rows are sent when it is resumed, its tables
-and its summary.
+"""Sends a run's rows, tables and summary to Weights & Biases, also after a resume.
 
-W&B is online if an account is configured, else offline. A killed process loses what its offline
-file had not flushed, so the file is flushed every second. A resumed run opens a new offline segment
-under the same run id and writes its whole history into it. So the newest segment is always
-complete; the older ones are marked as uploaded, which makes `wandb sync` skip them. A run that is
-resumed online sends the rows that the server lacks; rows that a killed process had sent after its
-last checkpoint stay as it sent them. If the server has a run that then goes on offline, W&B gets a
-new run with all its rows, because an upload would append to the rows that the server has.
+W&B is online if an account is configured, else offline. A killed process loses the part of its
+offline file that was not flushed, so the file is flushed every second. A resumed run opens a new
+offline segment under the same run id and writes its complete history into it. So the newest segment
+is always complete. Older segments are marked as uploaded, and `wandb sync` skips them. A run that
+is resumed online sends the rows that the server lacks. Rows that a killed process sent after its
+last checkpoint stay on the server. If a run that the server has goes on offline, W&B gets a new run
+with all its rows, because an upload would append them to the rows on the server.
 
 The agent of a W&B sweep gives its runs an id, project and entity, which W&B uses in place of ours.
-What W&B used is kept in the run directory and is used again wherever the run goes on.
+The run directory records the ids that W&B used, and a resumed run uses them again.
 """
 
 from __future__ import annotations
@@ -51,52 +50,59 @@ from gspo.tracking.wandb_choice import (
 log = logging.getLogger(__name__)
 # files that hold W&B's id of the run, and its entity/project/id on the server
 NOTES = ("wandb_id", "wandb_online")
-STOPPED = 130  # the exit code that W&B gets for a run that a signal stopped and that can go on
-COLLAPSED = 4  # and for one that the monitor ended
-# A segment's folder for the files of tables until they are uploaded; W&B would put them into the
-# home folder.
+# exit codes that W&B gets
+STOPPED = 130  # a signal stopped the run, which can be resumed
+COLLAPSED = 4  # the monitor ended the run
+# A segment's folder for the files of tables until they are uploaded. By default W&B would put them
+# into the home folder.
 STAGING = "staging"
-RECENT = 10  # how many batches the means in the summary go over
+RECENT = 10  # the number of latest batches for the means in the summary
 PUBLIC = "https://api.wandb.ai"
 BASE_URL = re.compile(r"^\s*base_url\s*[=:]\s*(\S+)", re.MULTILINE | re.IGNORECASE)
-# rollout batches per table: W&B shows no more of one, and each of its rows names all of them
-PART = 100
+# Rollout batches per table. W&B shows no more batches of a table, and each row names all of them.
+BATCHES_PER_TABLE = 100
 
 
 def refuse_settings_of_the_folder() -> None:
-    """Raise ValueError if W&B would take from the current folder to whom the user's key and data
-    go: W&B reads wandb/settings or .wandb/settings there. `wandb init` makes such a file; a
-    stranger's folder may hold one too."""
+    """Raise ValueError if a file in the current folder would choose the server for W&B.
+
+    W&B reads wandb/settings or .wandb/settings there. `wandb init` makes such a file, but a
+    stranger's folder may contain it too. Its server would get the user's key and data."""
     for path in (Path("wandb", "settings"), Path(".wandb", "settings")):
         if not os.path.lexists(path):
             continue
-        where = BASE_URL.search(read_bytes(path).decode(errors="replace"))
-        chosen = {PUBLIC, os.environ.get("WANDB_BASE_URL", PUBLIC).rstrip("/")}
-        if Path("settings.yaml").exists() or (where and where[1].rstrip("/") not in chosen):
+        address = BASE_URL.search(read_bytes(path).decode(errors="replace"))
+        trusted = {PUBLIC, os.environ.get("WANDB_BASE_URL", PUBLIC).rstrip("/")}
+        if Path("settings.yaml").exists() or (address and address[1].rstrip("/") not in trusted):
             raise ValueError(
-                f"{path}: W&B would take from this file where your key and data go; start in another folder, remove "
-                "it, or give the address itself, WANDB_BASE_URL=..."
+                f"{path}: W&B would take from this file where your key and data go; start in "
+                "another folder, remove it, or give the address itself, WANDB_BASE_URL=..."
             )
 
 
 class WandbRun:
-    """The W&B run of a run directory, or of an evaluation's folder. `mode` is "online" or
-    "offline".
-    """
+    """The W&B run of a run directory, or of an evaluation's folder.
+
+    `mode` is "online" or "offline"."""
 
     def __init__(self, folder: Path, settings: TrackingSettings, mode: str, about: About):
-        self.folder, self.settings, self.about = folder, settings, about
+        self.folder = folder
+        self.settings = settings
+        self.about = about
         self.defined: set[str] = set()  # metrics that W&B has a definition of
-        self.table, self.batches, self.recent = None, 0, deque(maxlen=RECENT)
-        self.points: list[tuple[int, float, float]] = []  # of all rows: what the score depends on
-        # whether W&B's server asks the run to stop: its page, or a sweep's early termination
+        self.table: wandb.Table | None = None
+        self.batches = 0
+        self.recent: deque[dict] = deque(maxlen=RECENT)
+        self.points: list[tuple[int, float, float]] = []  # gspo.tracking.score.point of every row
+        # whether W&B's server asks the run to stop, for its page or a sweep's early termination
         self.stopped = False
         refuse_settings_of_the_folder()
         self._clear("cache", "artifacts")
         # W&B's core reads it when it starts
         os.environ["WANDB_CACHE_DIR"] = str(folder.absolute() / "wandb" / "cache")
-        if others := self._foreign_notes():
-            warn(f"{others} {why_not_own()}; for W&B this is a new run")
+        foreign_notes = self._foreign_notes()
+        if foreign_notes:
+            warn(f"{foreign_notes} {why_not_own()}; for W&B this is a new run")
         self.run = self._open(mode)
         self.lineage = Lineage(self.run, settings.upload_checkpoints)
 
@@ -117,7 +123,7 @@ class WandbRun:
         segment = Path(run.dir).parent
         staging = str(segment.absolute() / STAGING)
         if not SURROGATES.search(staging):
-            # W&B reads it at each table; a path that is not UTF-8 would stop it
+            # W&B reads the variable at each table. A path that is not UTF-8 would stop W&B.
             os.environ["WANDB_DATA_DIR"] = staging
         self._mark_older_segments(segment)
         run.define_metric("step")
@@ -125,50 +131,45 @@ class WandbRun:
         return run
 
     def _identity(self, mode: str) -> str:
-        """Return W&B's id of this run: the one that it must have, else the noted one, else the
-        agent's, else a new one.
+        """Return W&B's id of this run: `about.id`, the recorded id, the agent's id, or a new id.
 
-        A run that has another id already, or was rolled back, is no longer the agent's: with the
-        agent's id W&B would open a second run, or refuse the steps that it has already."""
-        noted, (*_, on_server) = (
-            self.about.id or noted_in(self.folder / "wandb_id"),
-            server_run(self.folder),
+        A run that has another id already, or was rolled back, is no longer the agent's run. With
+        the agent's id W&B would open a second run, or refuse steps that it has already."""
+        identity = self.about.id or noted_in(self.folder / "wandb_id")
+        _, _, server_id = server_run(self.folder)
+        sweep, agent_id = (os.environ.get(name) for name in AGENT)
+        is_first_start = not identity and not server_id
+        # an upload would append the rows to those on the server
+        needs_new_id = (
+            mode == "offline" and not self.about.id and (identity == server_id or self._uploaded())
         )
-        sweep, agents = (os.environ.get(name) for name in AGENT)
-        first = not noted and not on_server
-        twice = mode == "offline" and not self.about.id and (noted == on_server or self._uploaded())
-        if not noted or twice:
-            noted = agents if first and sweep and agents else secrets.token_hex(6)
-            write_signed(self.folder / "wandb_id", noted)
-        if sweep and not first and noted != agents:
+        if not identity or needs_new_id:
+            identity = secrets.token_hex(6)
+            if is_first_start and sweep and agent_id:
+                identity = agent_id
+            write_signed(self.folder / "wandb_id", identity)
+        if sweep and not is_first_start and identity != agent_id:
             for name in AGENT:
                 os.environ.pop(name, None)
             wandb.teardown()  # W&B has read the variables already
-        return noted
+        return identity
 
     def _foreign_notes(self) -> str:
-        """Return, in words, the notes that another user wrote and that are ignored; "" if there are
-        none.
-        """
-        there = [
-            file
-            for name in NOTES
-            if (file := self.folder / name).exists() and not is_own_file(file)
-        ]
-        return " and ".join(map(str, there))
+        """Return the paths of notes that are ignored because another user wrote them, as a text."""
+        files = [self.folder / name for name in NOTES]
+        return " and ".join(str(file) for file in files if file.exists() and not is_own_file(file))
 
     def _uploaded(self) -> bool:
-        """Return whether `wandb sync` has uploaded the newest offline segment, so that the server
-        has this run.
-        """
+        """Return whether `wandb sync` has uploaded the newest offline segment to the server."""
         files = sorted(
             self.folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.parent.name
         )
         return bool(files) and files[-1].with_name(f"{files[-1].name}.synced").exists()
 
     def _mark_older_segments(self, newest: Path) -> None:
-        """Mark older segments as uploaded, so that `wandb sync` skips them, and remove their staged
-        files: what they hold is in the new segment too, or has been sent."""
+        """Mark older segments as uploaded for `wandb sync`, and remove their staged files.
+
+        Their contents are in the new segment too, or have been sent."""
         for segment in self.folder.glob("wandb/*run-*"):
             if segment.name != newest.name:
                 self._clear(segment.name, STAGING)
@@ -178,34 +179,31 @@ class WandbRun:
 
     def _clear(self, *names: str) -> None:
         """Remove a folder of W&B's in this run directory, unless its path goes through a link."""
-        place = (self.folder.resolve() / "wandb").joinpath(*names)
-        if place.resolve() == place:
-            shutil.rmtree(place, ignore_errors=True)
+        path = (self.folder.resolve() / "wandb").joinpath(*names)
+        if path.resolve() == path:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _init(self, mode: str, identity: str):
-        """Call wandb.init: what the server has counts first, then the settings, then the
-        environment.
+        """Start the W&B run.
+
+        Project and entity of the server's run come first, then the settings, then the environment.
         """
-        asked, environment, (entity, project, _) = (
-            self.settings,
-            os.environ,
-            server_run(self.folder),
-        )
-        if project and asked.project not in ("", project):
+        settings = self.settings
+        entity, project, _ = server_run(self.folder)
+        if project and settings.project not in ("", project):
             warn(
-                f"tracking.project={asked.project}: W&B has this run in {entity}/{project}, where it stays"
+                f"tracking.project={settings.project}: W&B has this run in {entity}/{project}, "
+                "where it stays"
             )
+        tags = settings.tags or os.environ.get("WANDB_TAGS", "").split(",")
         return wandb.init(
-            project=project or asked.project or default_project(),
-            entity=entity or asked.entity or environment.get("WANDB_ENTITY") or None,
+            project=project or settings.project or default_project(),
+            entity=entity or settings.entity or os.environ.get("WANDB_ENTITY") or None,
             id=identity,
-            name=environment.get("WANDB_NAME") or self.about.name or self.folder.name,
-            group=environment.get("WANDB_RUN_GROUP") or self.about.group,
+            name=os.environ.get("WANDB_NAME") or self.about.name or self.folder.name,
+            group=os.environ.get("WANDB_RUN_GROUP") or self.about.group,
             job_type=self.about.job_type,
-            tags=[
-                *self.about.tags,
-                *(asked.tags or filter(None, environment.get("WANDB_TAGS", "").split(","))),
-            ],
+            tags=[*self.about.tags, *filter(None, tags)],
             config=self.about.config | {"record": self._record() | self.about.record},
             dir=str(self.folder),
             mode=mode,
@@ -214,19 +212,19 @@ class WandbRun:
                 x_transaction_log_flush_interval=1.0,
                 silent=True,
                 console="off",
-                finish_timeout=asked.finish_timeout,
+                finish_timeout=settings.finish_timeout,
                 finish_timeout_raises=True,
-                # W&B would send SIGINT, a second signal where its agent sends one too
+                # By default W&B would send SIGINT, a second signal if its agent sends a signal too.
                 stop_fn=self._note_stop,
             ),
         )
 
     def _note_stop(self) -> None:
-        """W&B's client calls this, in a thread of its own, when the server asks the run to stop."""
+        """Note that the server asks the run to stop. W&B's client calls this in its own thread."""
         self.stopped = True
 
     def _record(self) -> dict:
-        """Return which run directory and which code this is, for W&B's configuration."""
+        """Return the run directory's name and the code's version, for W&B's configuration."""
         file = self.folder / "code.json"
         code = read_json(file) if file.exists() else {}
         return {
@@ -236,7 +234,7 @@ class WandbRun:
         }
 
     def send(self, row: dict, rollouts: list[dict]) -> None:
-        """Send a row and a saved rollout batch, unless the server has them from a killed process."""
+        """Send a row and a saved rollout batch, unless the server has them already."""
         self._define(row)
         self.recent.append(row)
         self.batches += bool(rollouts)
@@ -258,28 +256,24 @@ class WandbRun:
                 self.defined.add(name)
 
     def _score(self, collapsed: bool = False) -> dict[str, float]:
-        """Return the run's score so far, under the name that a sweep of W&B's optimises; nothing if
-        there is none.
-        """
+        """Return {"score": the run's score so far}, empty without a score.
+
+        W&B's sweeps optimise this name."""
         value = of_points(self.points, collapsed)
         return {} if math.isnan(value) else {"score": value}
 
     def _means(self) -> dict[str, float]:
-        """Return the means over the last batches of those metrics that are too noisy in a single
-        batch.
-        """
+        """Return the means over the last batches of the metrics with summary "recent"."""
         names = {name for row in self.recent for name in row if name in self.defined}
-        names = {name for name in names if lookup(name).summary == "recent"}
-        values = {
-            name: [row[name] for row in self.recent if row.get(name) is not None]
-            for name in sorted(names)
-        }
-        return {name: sum(each) / len(each) for name, each in values.items() if each}
+        means = {}
+        for name in sorted(names):
+            values = [row[name] for row in self.recent if row.get(name) is not None]
+            if values and lookup(name).summary == "recent":
+                means[name] = sum(values) / len(values)
+        return means
 
     def checkpoints(self) -> None:
-        """Record the whole checkpoints of the run directory that are there, as versions of one
-        model.
-        """
+        """Record the complete checkpoints of the run directory as versions of one model."""
         for folder in sorted(self.folder.glob("checkpoints/step_??????")):
             self.lineage.made(folder, self.folder.resolve().name, MODEL, (folder.name,))
 
@@ -292,28 +286,32 @@ class WandbRun:
         )
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
-        """Add some responses of this batch to the table of saved batches, and return it under its
-        name. Only the new rows are sent to W&B, which appends them."""
+        """Add responses of this batch to the table of saved batches, and return {name: table}.
+
+        Only the new rows are sent to W&B, which appends them."""
         if not rollouts:
             return {}
-        part, place = divmod(self.batches - 1, PART)
-        if self.table is None or place == 0:
+        table_index, batch_index = divmod(self.batches - 1, BATCHES_PER_TABLE)
+        if self.table is None or batch_index == 0:
             names = dict.fromkeys(name for row in rollouts for name in readable(row))
             self.table = wandb.Table(
                 columns=["step", *names], log_mode="INCREMENTAL", allow_mixed_types=True
             )
-        for row in map(readable, rollouts[:: max(1, len(rollouts) // self.settings.table_rows)]):
+        stride = max(1, len(rollouts) // self.settings.table_rows)
+        for row in map(readable, rollouts[::stride]):
             cells = [row.get(name) for name in self.table.columns[1:]]
             self.table.add_data(
                 step, *(json.dumps(cell) if isinstance(cell, list) else cell for cell in cells)
             )
-        return {f"rollouts_{part + 1}" if part else "rollouts": self.table}
+        name = f"rollouts_{table_index + 1}" if table_index else "rollouts"
+        return {name: self.table}
 
     def finish(self, exit_code: int) -> str | None:
-        """Close the W&B run; return the command that uploads what the server lacks, None if it
-        lacks nothing.
-        """
-        upload, folder = "wandb sync" if self.run.offline else None, Path(self.run.dir).parent
+        """Close the W&B run, and return the command that uploads the rest of the run.
+
+        Returns None if the server has the complete run."""
+        upload = "wandb sync" if self.run.offline else None
+        folder = Path(self.run.dir).parent
         if exit_code == COLLAPSED:
             self.run.summary.update(self._score(collapsed=True))
         if under_agent() and exit_code == STOPPED and not self.stopped:

@@ -104,7 +104,7 @@ def test_steps_are_profiled_into_a_trace_and_a_table(straight, tmp_path):
     shares = [each["share"] for each in table]
     assert len(table) == 10 and shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1
     page = (run / "report.html").read_text()
-    assert "The dearest operations of step_000002" in page and table[0]["operation"] in page
+    assert "The most expensive operations of step_000002" in page and table[0]["operation"] in page
     rows = read_rows(run / "metrics.jsonl")[:3]
     mine, theirs = (
         [{k: v for k, v in row.items() if k.startswith("optim/")} for row in r]

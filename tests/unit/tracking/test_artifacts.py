@@ -15,7 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 import forked
 from commands import environment
 from gspo.tracking import artifacts
-from gspo.tracking.artifacts import HASHED, allowed, described
+from gspo.tracking.artifacts import HASHED, allowed_name, folder_artifact
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import MODEL
 from gspo.train.checkpoint_files import CHECKSUMS, seal
@@ -81,12 +81,12 @@ def recorded(folder: Path) -> dict[str, list]:
 def test_the_checksums_are_what_is_hashed():
     assert CHECKSUMS in HASHED
     assert doctest.testmod(artifacts).failed == 0
-    assert len(allowed("x" * 300)) == 128 and allowed("a:b c") == "a_b_c"
+    assert len(allowed_name("x" * 300)) == 128 and allowed_name("a:b c") == "a_b_c"
 
 
 def test_weights_are_named_and_not_read_and_other_weights_are_another_version(tmp_path):
     folder = sealed(tmp_path / "step_000002", b"one")
-    first = described(folder, "run", MODEL, upload=False)
+    first = folder_artifact(folder, "run", MODEL, upload=False)
     entries = first.manifest.entries
     assert set(entries) == {"model.safetensors", "state.json", CHECKSUMS}
     assert entries["model.safetensors"].ref == (folder / "model.safetensors").as_uri()
@@ -94,11 +94,11 @@ def test_weights_are_named_and_not_read_and_other_weights_are_another_version(tm
         entries["model.safetensors"].size == 3 and entries["model.safetensors"].local_path is None
     )
     (folder / "model.safetensors").write_bytes(b"two")  # its sum is still that of the first
-    assert described(folder, "run", MODEL, upload=False).digest == first.digest, (
+    assert folder_artifact(folder, "run", MODEL, upload=False).digest == first.digest, (
         "the weights were read"
     )
     sealed(folder, b"two")
-    assert described(folder, "run", MODEL, upload=False).digest != first.digest
+    assert folder_artifact(folder, "run", MODEL, upload=False).digest != first.digest
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ import forked
 from commands import environment
 from gspo.tasks.environments.player import RESERVED_MEASURES, fault_of
 from gspo.tasks.environments.protocol import Outcome
-from gspo.tracking.episodes import FINISHES, MOST, conversation, few, numbers, readable, turns_of
+from gspo.tracking.episodes import (
+    FINISHES,
+    MAX_COUNTED_TURNS,
+    conversation,
+    few,
+    numbers,
+    readable,
+    turns_of,
+)
 
 
 def turn(author: str, tokens: int, text: str = "", reward: float = 0.0) -> dict:
@@ -88,10 +96,15 @@ def test_the_rarest_of_many_verdicts_go_together():
 
 def test_rewards_of_many_turns_go_together():
     found = numbers(
-        [episode(n / 100, "stop", [1] * n, [1] * (n - 1)) for n in (MOST, MOST + 1, MOST + 3)]
+        [
+            episode(n / 100, "stop", [1] * n, [1] * (n - 1))
+            for n in (MAX_COUNTED_TURNS, MAX_COUNTED_TURNS + 1, MAX_COUNTED_TURNS + 3)
+        ]
     )
-    assert found[f"reward_turns_{MOST}"] == pytest.approx(MOST / 100)
-    assert found[f"reward_turns_over_{MOST}"] == pytest.approx((2 * MOST + 4) / 200)
+    assert found[f"reward_turns_{MAX_COUNTED_TURNS}"] == pytest.approx(MAX_COUNTED_TURNS / 100)
+    assert found[f"reward_turns_over_{MAX_COUNTED_TURNS}"] == pytest.approx(
+        (2 * MAX_COUNTED_TURNS + 4) / 200
+    )
     assert {name for name in found if name.startswith("reward")} == {
         "reward_turns_8",
         "reward_turns_over_8",
