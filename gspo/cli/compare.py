@@ -195,7 +195,7 @@ def summary(runs: list[Run]) -> list[str]:
     keys = distinguishing_settings(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(str(run.settings.get(key, "-")) for key in keys), []).append(run)
+        groups.setdefault(tuple(setting_values(run, keys)), []).append(run)
     lines: list[tuple[float, list[str]]] = []  # the key to sort by, and the cells
     for values, members in groups.items():
         rewards = [reward(run).tail(WINDOW).mean() for run in members]
