@@ -73,7 +73,7 @@ def decoding(bench: Bench) -> Iterator[Finding]:
             engine = LocalEngine(policy, batch_rows=rows, dtype=policy.model.dtype)
             started = time.perf_counter()
             decoded(engine, rows, 8)  # to warm up
-            if time.perf_counter() - started > bench.left / 4:
+            if time.perf_counter() - started > bench.seconds_left / 4:
                 yield Finding(SKIP, f"decoding, {size.name}, {rows} rows", "no time left")
                 continue
             bench.synchronize()

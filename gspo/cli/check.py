@@ -95,7 +95,7 @@ def write_record(
     if file:
         record = versions | {
             "seconds": round(time.monotonic() - started, 2),
-            "seconds_by_check": bench.spent,
+            "seconds_by_check": bench.seconds_by_check,
             "findings": [finding.record() for finding in findings],
         }
         replace_text(Path(file), json.dumps(record, indent=1, default=str) + "\n")
