@@ -42,15 +42,73 @@ class Size:
     vocabulary: int = 0  # 0: the size of the tokenizer
 
 
-DENSE = Size("dense", 64, 3, 4, 2, 16, 128)
-SPARSE = Size("MoE", 64, 3, 4, 2, 16, 32, experts=8, experts_per_token=2)
+DENSE = Size(
+    "dense",
+    hidden=64,
+    layers=3,
+    heads=4,
+    key_value_heads=2,
+    head_dim=16,
+    width=128,
+)
+SPARSE = Size(
+    "MoE",
+    hidden=64,
+    layers=3,
+    heads=4,
+    key_value_heads=2,
+    head_dim=16,
+    width=32,
+    experts=8,
+    experts_per_token=2,
+)
 CPU_SIZES = (
-    Size("4 M dense", 256, 4, 8, 4, 32, 768, vocabulary=2048),
-    Size("10 M MoE", 256, 4, 8, 4, 32, 192, experts=16, experts_per_token=2, vocabulary=2048),
+    Size(
+        "4 M dense",
+        hidden=256,
+        layers=4,
+        heads=8,
+        key_value_heads=4,
+        head_dim=32,
+        width=768,
+        vocabulary=2048,
+    ),
+    Size(
+        "10 M MoE",
+        hidden=256,
+        layers=4,
+        heads=8,
+        key_value_heads=4,
+        head_dim=32,
+        width=192,
+        experts=16,
+        experts_per_token=2,
+        vocabulary=2048,
+    ),
 )
 GPU_SIZES = (
-    Size("Qwen3-0.6B's shape", 1024, 28, 16, 8, 128, 3072, vocabulary=151_936),
-    Size("100 M MoE", 512, 8, 8, 8, 64, 256, experts=32, experts_per_token=4, vocabulary=16_384),
+    Size(
+        "Qwen3-0.6B's shape",
+        hidden=1024,
+        layers=28,
+        heads=16,
+        key_value_heads=8,
+        head_dim=128,
+        width=3072,
+        vocabulary=151_936,
+    ),
+    Size(
+        "100 M MoE",
+        hidden=512,
+        layers=8,
+        heads=8,
+        key_value_heads=8,
+        head_dim=64,
+        width=256,
+        experts=32,
+        experts_per_token=4,
+        vocabulary=16_384,
+    ),
 )
 
 
@@ -91,7 +149,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
-        """Return the shortest time of `repeats` calls of `work`, after one call to warm up."""
+        """Return the shortest time of `repeats` calls of `work`, after a call to warm up."""
         work()
         best = float("inf")
         for _ in range(repeats):
@@ -188,7 +246,7 @@ def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
 
 
 def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
-    """Return a batch of `rows` random responses, with one random prompt for each `group` rows."""
+    """Return a batch of `rows` random responses, with a random prompt for each `group` rows."""
     generator = torch.Generator().manual_seed(3)
     prompts = torch.randint(vocabulary, (rows // group, prompt), generator=generator)
     responses = torch.randint(vocabulary, (rows, response), generator=generator)

@@ -17,7 +17,7 @@ NUMBER_WIDTH = 34
 
 @dataclass
 class Finding:
-    """One line of the report.
+    """A line of the report.
 
     status   OK, SLOW, FAIL or SKIP
     what     the measured quantity, in words

@@ -1,4 +1,4 @@
-"""Runs the checks one after the other until the deadline."""
+"""Runs the checks in their order until the deadline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHECKS = (
 
 
 def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
-    """Yield the findings of the checks. An exception in one check does not stop the others."""
+    """Yield the findings of the checks. An exception in a check does not stop the others."""
     for check in checks:
         if bench.seconds_left < check.seconds:
             yield Finding(

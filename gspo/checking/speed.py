@@ -105,7 +105,7 @@ def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
 
 
 def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
-    """Return the bytes that decoding one token for all rows must read.
+    """Return the bytes that decoding a token for all rows must read.
 
     These are the weights that the rows use, and the KV cache at half of the response's length."""
     parameters = sum(p.numel() for p in policy.model.parameters())

@@ -36,7 +36,7 @@ RESUME_SECONDS = 120  # a run of six steps that takes longer counts as hanging
 
 
 def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
-    """Compare the gradients of one batch that is cut into micro-batches of 2 and of 16."""
+    """Compare the gradients of a batch that is cut into micro-batches of 2 and of 16."""
     for size in (DENSE, SPARSE):
         policy = bench.policy(size)
         batch = packed(policy, sampled(policy, 8, 12))

@@ -9,7 +9,7 @@
                             little time is left for it
     --json FILE             write all numbers, versions and tracebacks
 
-Each finding is one line: `ok`, `SLOW` (correct, but slower than it should be), `FAIL` (wrong), or
+Each finding is a line: `ok`, `SLOW` (correct, but slower than it should be), `FAIL` (wrong), or
 `skip` (not checked, with the reason). The exit code is 1 if anything failed. Nothing is downloaded,
 and no account is needed: the models have random weights and are created on the device.
 """

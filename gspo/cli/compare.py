@@ -11,17 +11,17 @@ The interval of the reward is within the run, by resampling blocks of batches. I
 other seeds. The interval of a held-out score is over problems. Runs may be run directories, offline
 W&B files, or wandb:ENTITY/PROJECT, as for the figures.
 
-For more than 4 runs, each group of seeds has one line, with the settings that vary. Up to 12 runs
-also have one line each.
+For more than 4 runs, the table has a line for each group of seeds, with the settings that vary. Up
+to 12 runs also have a line each.
 
     --all               print everything for every run
     --where KEY=VALUE   compare only the runs with these settings
 
-Two evaluations (`gspo evaluate`) must be on the same problems. Name the base's evaluation first. The
-table has the gain in accuracy for each set, with its 95 % interval (Student's t over the problems'
-paired differences) and exact sign-flip p. It splits the gain into format (more responses in which an
-answer is found) and correctness (more correct responses among these). The intervals of these two
-parts are by bootstrap over problems. The formula is in gspo/evaluation/paired.py.
+Two evaluations (`gspo evaluate`) must be on the same problems. Name the base's evaluation first.
+The table has the gain in accuracy for each set, with its 95 % interval (Student's t over the
+problems' paired differences) and exact sign-flip p. It splits the gain into format (more responses
+in which an answer is found) and correctness (more correct responses among these). The intervals of
+these two parts are by bootstrap over problems. The formula is in gspo/evaluation/paired.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compare(arguments: list[str]) -> int:
     has_columns = len(data.runs) <= MAX_COLUMNS
     if not has_columns:
         groups = summary(data.runs)
-        # The summary has three lines besides the groups: a title, a blank line and the table's head.
+        # besides the groups, the summary has a title, a blank line and a head
         has_groups = len(groups) < len(data.runs) + 3
         if has_groups:
             print("\n".join(groups))
@@ -245,7 +245,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def results(runs: list[Run]) -> list[list[str]]:
-    """Return a row per quantity, with a cell per run. A quantity without values has the cell "-"."""
+    """Return a row per quantity, with a cell per run, or "-" without values."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("ended", ended),
         ("batches", lambda run: f"{run.last}/{run.planned}"),

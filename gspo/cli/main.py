@@ -19,7 +19,7 @@ from gspo.io.arguments import nearest
 
 
 class Command(NamedTuple):
-    """A command: the module with its `main`, a summary in one line, and arguments for an example."""
+    """A command: the module with its `main`, a short summary, and arguments for an example."""
 
     module: str
     summary: str

@@ -71,7 +71,7 @@ def print_plan() -> None:
 def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return the words of `gspo train`, and the values of this command's options.
 
-    Raises ValueError for an unknown option, or one without a value."""
+    Raises ValueError for an unknown option, or an option without a value."""
     words: list[str] = []
     options = dict(OPTIONS)
     rest = list(arguments)
@@ -175,7 +175,7 @@ def lines_of_scaling(strong_points: list[Point], weak_points: list[Point]) -> li
 
 
 def scaling_table(points: list[Point]) -> list[str]:
-    """Return a line for each number of GPUs: memory, times, efficiency, largest part of the time."""
+    """Return a line for each number of GPUs: memory, times, efficiency, the largest time."""
     from gspo.planning.scaling import efficiency, smallest
 
     base = smallest(points)

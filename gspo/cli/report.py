@@ -1,4 +1,4 @@
-"""Writes the report of a run as one HTML page: `gspo report run=runs/STUDY/RUN [run=...]`.
+"""Writes the report of a run as an HTML page: `gspo report run=runs/STUDY/RUN [run=...]`.
 
 The page is report.html in the run's directory. Every run also writes it at its end. The command
 only reads the run's other files, so it is safe during the run.
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def write_pages() -> None:
-    """Write the page of each run. An error in one run does not stop the other pages."""
+    """Write the page of each run. An error in a run does not stop the other pages."""
     arguments = sys.argv[1:]
     if not arguments or set(arguments) <= {"-h", "--help"}:
         print(__doc__)

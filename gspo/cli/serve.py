@@ -3,10 +3,11 @@
     gspo serve experiment=tiny_moe model.heads=2 rollout=vllm_server
     gspo serve model=hf model.path=Qwen/Qwen3-30B-A3B rollout=vllm_server -- --data-parallel-size 4
 
-The settings are the settings of `gspo train`: model and rollout must equal the run's. Words after --
-go to `vllm serve` unchanged. The server has random weights until a run sends it the run's weights.
-It listens at rollout.url. The default is an address that only this machine reaches. The server only
-answers trainers that can read the key in its folder: trainers of the user who started it.
+The settings are the settings of `gspo train`: model and rollout must equal the run's. Words after
+-- go to `vllm serve` unchanged. The server has random weights until a run sends it the run's
+weights. It listens at rollout.url. The default is an address that only this machine reaches. The
+server only answers trainers that can read the key in its folder: trainers of the user who started
+it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def one_run() -> None:
-    """Make the one run that several processes share."""
+    """Make the run that several processes share."""
     if {"-m", "--multirun"} & set(sys.argv):
         raise ValueError(SWEEP)
     composed("train", job)()
@@ -56,7 +56,7 @@ def one_run() -> None:
 
 @one_line
 def job(config: DictConfig) -> float:
-    """Make one run, alone or as a job of a sweep, and return its score, or NaN if it has none."""
+    """Make a run, alone or as a job of a sweep, and return its score, or NaN if it has none."""
     hydra = HydraConfig.get()
     scheduled = join_scheduler()
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)

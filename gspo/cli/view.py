@@ -8,9 +8,9 @@
   port=7860       port of the page, or the next free port
   open=no         do not open a browser. On a cluster, forward the port and open the printed address
 
-Name run directories, offline W&B files, folders above them, or wandb:ENTITY/PROJECT (default: runs).
-The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
-which is removed at the end.
+Name run directories, offline W&B files, folders above them, or wandb:ENTITY/PROJECT. The default is
+runs. The command only reads files, so it is safe during runs. The page's data is in a temporary
+folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def serve() -> tuple[object, str]:
 class Page:
     """The rows of each run that trackio's store has, so that only new rows are added.
 
-    `store` is trackio.SQLiteStorage. It accepts thousands of rows at once, and trackio.log only one
+    `store` is trackio.SQLiteStorage. It accepts thousands of rows at once, and trackio.log a single
     row. It is not a documented part of trackio, so trackio's version is pinned
     (tests/unit/analysis/test_view.py).
     """

@@ -45,7 +45,7 @@ def sign_objects() -> None:
         )
 
     def to_tensor(value: Any, device: torch.device, group: Any) -> tuple[Tensor, Tensor]:
-        """Replace _object_to_tensor: return the hash and the pickle in one tensor, and its size."""
+        """Replace _object_to_tensor: return a tensor of hash and pickle, and its size."""
         pickled, _ = _to_tensor(value, torch.device("cpu"), group)
         signature = torch.frombuffer(bytearray(signature_of(key, pickled)), dtype=torch.uint8)
         signed = torch.cat([signature, pickled]).to(device)
