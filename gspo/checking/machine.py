@@ -32,7 +32,7 @@ def versions(bench: Bench) -> Iterator[Finding]:
 
 
 def devices(bench: Bench) -> Iterator[Finding]:
-    """Describe the device, and check whether it is too small, too old, or differs from the other GPUs."""
+    """Describe the device, and check its memory, its age and whether all GPUs are of a kind."""
     if not bench.on_gpu:
         yield Finding(OK, "device", f"CPU, {torch.get_num_threads()} threads")
         yield Finding(OK, "processor", (platform.processor() or platform.machine())[:34])
