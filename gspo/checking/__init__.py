@@ -1,1 +1,1 @@
-"""The checks of `gspo check`: whether this machine computes what it should, and how fast."""
+"""The checks of `gspo check`: whether this machine computes correctly, and how fast."""

@@ -1,6 +1,6 @@
-"""What all checks share: the device, the time that is left, models and responses of their own.
+"""The parts that all checks share: the device, the deadline, random models and their responses.
 
-Models are made on the device with random weights. Nothing is downloaded.
+Models are created on the device with random weights. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPTS = ("7+5=?", "3-8+9-2=?", "4+4+4+4+4+4=?", "9-1=?")
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a random Qwen3 model, or with experts of a Qwen3-MoE."""
+    """The shape of a random Qwen3 model, or of a Qwen3-MoE if it has experts."""
 
     name: str
     hidden: int
@@ -36,34 +36,92 @@ class Size:
     heads: int
     key_value_heads: int
     head_dim: int
-    width: int  # of the MLP, or of one expert
+    width: int  # of the MLP, or of each expert
     experts: int = 0
     experts_per_token: int = 0
-    vocabulary: int = 0  # 0: the tokenizer's
+    vocabulary: int = 0  # 0: the size of the tokenizer
 
 
-DENSE = Size("dense", 64, 3, 4, 2, 16, 128)
-SPARSE = Size("MoE", 64, 3, 4, 2, 16, 32, experts=8, experts_per_token=2)
+DENSE = Size(
+    "dense",
+    hidden=64,
+    layers=3,
+    heads=4,
+    key_value_heads=2,
+    head_dim=16,
+    width=128,
+)
+SPARSE = Size(
+    "MoE",
+    hidden=64,
+    layers=3,
+    heads=4,
+    key_value_heads=2,
+    head_dim=16,
+    width=32,
+    experts=8,
+    experts_per_token=2,
+)
 CPU_SIZES = (
-    Size("4 M dense", 256, 4, 8, 4, 32, 768, vocabulary=2048),
-    Size("10 M MoE", 256, 4, 8, 4, 32, 192, experts=16, experts_per_token=2, vocabulary=2048),
+    Size(
+        "4 M dense",
+        hidden=256,
+        layers=4,
+        heads=8,
+        key_value_heads=4,
+        head_dim=32,
+        width=768,
+        vocabulary=2048,
+    ),
+    Size(
+        "10 M MoE",
+        hidden=256,
+        layers=4,
+        heads=8,
+        key_value_heads=4,
+        head_dim=32,
+        width=192,
+        experts=16,
+        experts_per_token=2,
+        vocabulary=2048,
+    ),
 )
 GPU_SIZES = (
-    Size("Qwen3-0.6B's shape", 1024, 28, 16, 8, 128, 3072, vocabulary=151_936),
-    Size("100 M MoE", 512, 8, 8, 8, 64, 256, experts=32, experts_per_token=4, vocabulary=16_384),
+    Size(
+        "Qwen3-0.6B's shape",
+        hidden=1024,
+        layers=28,
+        heads=16,
+        key_value_heads=8,
+        head_dim=128,
+        width=3072,
+        vocabulary=151_936,
+    ),
+    Size(
+        "100 M MoE",
+        hidden=512,
+        layers=8,
+        heads=8,
+        key_value_heads=8,
+        head_dim=64,
+        width=256,
+        experts=32,
+        experts_per_token=4,
+        vocabulary=16_384,
+    ),
 )
 
 
 @dataclass
 class Bench:
-    """The machine that is checked. `matmul` and `copy` are the ceilings that were measured."""
+    """The machine under test. `matmul` and `copy` are its measured peak speeds."""
 
     device: torch.device
     deadline: float  # by time.monotonic
     bfloat16: bool = True
     matmul: dict[torch.dtype, float] = field(default_factory=dict)  # FLOP/s of large products
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by check
-    copy: float = 0.0  # bytes a second that a copy within the device's memory reads and writes
+    seconds_by_check: dict[str, float] = field(default_factory=dict)
+    copy: float = 0.0  # bytes that a copy within the device's memory reads and writes per second
 
     @property
     def on_gpu(self) -> bool:
@@ -71,7 +129,7 @@ class Bench:
         return self.device.type == "cuda"
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
@@ -86,12 +144,12 @@ class Bench:
         return GPU_SIZES if self.on_gpu else CPU_SIZES
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device has finished its work."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
-        """Return the least seconds that some work takes, after one call to warm up."""
+        """Return the shortest time of `repeats` calls of `work`, after a call to warm up."""
         work()
         best = float("inf")
         for _ in range(repeats):
@@ -103,7 +161,7 @@ class Bench:
         return best
 
     def model(self, size: Size, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-        """Return a model with random weights, made on the device."""
+        """Return a model with random weights, created on the device."""
         with self.device:
             model = random_model(kind_of(size), config_of(size), seed=0)
         return model.to(dtype)
@@ -111,11 +169,10 @@ class Bench:
     def policy(
         self, size: Size, precision: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
     ) -> Policy:
-        """Return a policy on the device whose matrix products are in `precision` and whose weights
-        are `dtype`.
+        """Return a policy on the device with weights in `dtype` and products in `precision`.
 
-        The weights of small models are spread so far that tokens and experts are not nearly tied.
-        """
+        Small models get weights with a large spread. Otherwise tokens and experts would be nearly
+        tied."""
         model = self.model(size, dtype)
         if not size.vocabulary:
             generator = torch.Generator().manual_seed(1)
@@ -161,7 +218,7 @@ def config_of(size: Size) -> transformers.PretrainedConfig:
 
 
 def problems() -> list[Problem]:
-    """Return some problems of different lengths."""
+    """Return four problems with prompts of different lengths."""
     return [Problem("digits", i, prompt, None) for i, prompt in enumerate(PROMPTS)]
 
 
@@ -170,13 +227,14 @@ def sampled(
 ) -> list[Response]:
     """Sample responses to the problems with the in-process engine."""
     engine = LocalEngine(policy, dtype=policy.model.dtype)
-    sampling = Sampling(1.0, tokens)
-    groups = engine.generate(
-        SamplingRequest(
-            problems(), group_size, sampling, (1, "check"), record_experts=record_experts
-        )
+    request = SamplingRequest(
+        problems(),
+        group_size,
+        Sampling(1.0, tokens),
+        (1, "check"),
+        record_experts=record_experts,
     )
-    return [response for group in groups for response in group]
+    return [response for group in engine.generate(request) for response in group]
 
 
 def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
@@ -188,14 +246,11 @@ def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
 
 
 def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
-    """Return a batch of random tokens: `rows` responses, of which each `group` share a prompt."""
+    """Return a batch of `rows` random responses, with a random prompt for each `group` rows."""
     generator = torch.Generator().manual_seed(3)
-    prompts = torch.randint(
-        vocabulary, (rows // group, prompt), generator=generator
-    ).repeat_interleave(group, 0)
-    tokens = torch.cat(
-        [prompts, torch.randint(vocabulary, (rows, response), generator=generator)], 1
-    )
+    prompts = torch.randint(vocabulary, (rows // group, prompt), generator=generator)
+    responses = torch.randint(vocabulary, (rows, response), generator=generator)
+    tokens = torch.cat([prompts.repeat_interleave(group, 0), responses], 1)
     mask = torch.ones(rows, response, dtype=torch.bool)
     zeros = torch.zeros(rows, response)
     return TrainBatch(
@@ -211,9 +266,9 @@ def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: 
 
 
 def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[Tensor]:
-    """Return the gradients of the sum of advantage times log-prob, over the policy's parameters
-    that have one.
-    """
+    """Return the gradients of the sum of advantage times log-prob.
+
+    Parameters without a gradient are left out."""
     for micro in batch.split(micro_batch_size):
         output = policy.forward(micro, entropy=False)
         on_device = micro.to(policy.device)
@@ -225,9 +280,7 @@ def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[T
 
 @dataclass
 class Digits(Task):
-    """A task that a random model learns in a hundred steps: the reward is the share of digits in
-    the response.
-    """
+    """A task that a random model learns in a hundred steps: the reward is the share of digits."""
 
     name: str = "digits"
 

@@ -1,6 +1,4 @@
-"""Every kernel of the network, forward and backward, against the same arithmetic on the CPU in
-float64.
-"""
+"""Compares every kernel of the network, forward and backward, with float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -21,43 +19,38 @@ from gspo.model.forward.kernels import TokenLogProbs, rms_norm, rotate, swiglu
 from gspo.model.forward.packing import attention
 
 EPS = 1e-6
-# The largest error, as a share of the largest number of the result. float32 adds some hundred
-# numbers here.
+# The largest error, as a share of the result's largest number. A sum in float32 has about a hundred
+# terms here.
 BOUNDS = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
 CLIP_RANGE = 3e-4  # of GSPO, as in the paper
 Arithmetic = Callable[..., Tensor]
 
 
 def kernels_against_float64(bench: Bench) -> Iterator[Finding]:
-    """Compare every kernel in float32, and on a GPU in bfloat16. Memory that a kernel does not
-    write holds NaN.
-    """
-    kinds = [torch.float32]
+    """Compare every kernel in float32, and on a GPU in bfloat16.
+
+    Memory that a kernel does not write contains NaN."""
+    dtypes = [torch.float32]
     if bench.on_gpu and bench.bfloat16:
-        kinds.append(torch.bfloat16)
+        dtypes.append(torch.bfloat16)
     with poisoned_memory():
-        for dtype in kinds:
+        for dtype in dtypes:
             for name, ours, plain, inputs in cases():
-                yield at_most(
-                    f"{name}, {short(dtype)}",
-                    error(bench, ours, plain, inputs, dtype),
-                    BOUNDS[dtype],
-                )
+                largest = error(bench, ours, plain, inputs, dtype)
+                yield at_most(f"{name}, {short(dtype)}", largest, BOUNDS[dtype])
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within this context new tensors hold NaN until they are written, so that what is read too
-    early shows.
-    """
+    """Fill new tensors with NaN in this context. A read before the first write then shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
-            # Only the filling of new tensors is wanted of the deterministic mode. Attention's
-            # backward pass has no deterministic way on a GPU, and PyTorch would say so here.
+            # The deterministic mode is only needed to fill new tensors. Attention's backward pass
+            # has no deterministic kernel on a GPU, and PyTorch would warn about it.
             warnings.filterwarnings("ignore", "[^.]*defaults to a non-deterministic algorithm")
             yield
     finally:
@@ -66,76 +59,68 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def cases() -> Iterator[tuple[str, Arithmetic, Arithmetic, list[Tensor]]]:
-    """Yield (name, our kernel, plain arithmetic, inputs). Both take the inputs on any device, in
-    any precision.
-    """
+    """Yield (name, our kernel, plain arithmetic, inputs).
+
+    Both functions accept the inputs on any device and in any precision."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    yield "norm", lambda x, w: rms_norm(x, w, EPS), plain_norm, [normal(96, 64), normal(64)]
-    yield (
-        "norm of each head",
-        lambda x, w: rms_norm(x, w, EPS),
-        plain_norm,
-        [normal(96, 6, 16), normal(6, 16)],
-    )
+    norm_inputs = [normal(96, 64), normal(64)]
+    yield "norm", our_norm, plain_norm, norm_inputs
+    head_norm_inputs = [normal(96, 6, 16), normal(6, 16)]
+    yield "norm of each head", our_norm, plain_norm, head_norm_inputs
     yield "rotary embedding", our_rotation, plain_rotation, [normal(96, 4, 16)]
     yield "gated unit", swiglu, plain_swiglu, [normal(96, 64)]
-    yield (
-        "attention, causal",
-        our_attention,
-        plain_attention,
-        [normal(3, 21, 4, 16), normal(3, 21, 2, 16)],
-    )
-    yield (
-        "attention, masked",
-        masked_attention,
-        plain_masked,
-        [normal(3, 21, 4, 16), normal(3, 21, 2, 16)],
-    )
+    causal_inputs = [normal(3, 21, 4, 16), normal(3, 21, 2, 16)]
+    yield "attention, causal", our_attention, plain_attention, causal_inputs
+    masked_inputs = [normal(3, 21, 4, 16), normal(3, 21, 2, 16)]
+    yield "attention, masked", masked_attention, plain_masked, masked_inputs
     expert_inputs = [normal(64, 32), normal(8, 32, 32) * 0.3, normal(8, 32, 16) * 0.3]
     yield "experts, some without tokens", our_experts, plain_experts, expert_inputs
-    yield (
-        "log-probs of tokens",
-        our_logprobs,
-        plain_logprobs,
-        [normal(80, 32), normal(300, 32) * 0.5],
-    )
+    head_inputs = [normal(80, 32), normal(300, 32) * 0.5]
+    yield "log-probs of tokens", our_logprobs, plain_logprobs, head_inputs
 
 
 def error(
     bench: Bench, ours: Arithmetic, plain: Arithmetic, inputs: list[Tensor], dtype: torch.dtype
 ) -> float:
-    """Return the largest error of result and gradients, each as a share of its largest number."""
+    """Return the largest error of result and gradients, as a share of the largest number."""
     rounded = [x.to(dtype) for x in inputs]
-    exact = [x.double().requires_grad_() for x in rounded]
-    own = [x.to(bench.device).requires_grad_() for x in rounded]
-    want, got = plain(*exact), ours(*own)
-    slope = torch.randn(want.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    wanted = [want, *torch.autograd.grad((want * slope).sum(), exact)]
-    found = [got, *torch.autograd.grad((got * slope.to(got)).sum(), own)]
+    plain_inputs = [x.double().requires_grad_() for x in rounded]
+    our_inputs = [x.to(bench.device).requires_grad_() for x in rounded]
+    plain_result = plain(*plain_inputs)
+    our_result = ours(*our_inputs)
+    # a random gradient of the result, the same on both sides
+    generator = torch.Generator().manual_seed(6)
+    gradient = torch.randn(plain_result.shape, generator=generator, dtype=torch.float64)
+    plain_loss = (plain_result * gradient).sum()
+    our_loss = (our_result * gradient.to(our_result)).sum()
+    expected = [plain_result, *torch.autograd.grad(plain_loss, plain_inputs)]
+    computed = [our_result, *torch.autograd.grad(our_loss, our_inputs)]
     errors = [
         (a.detach().cpu().double() - b).abs().max() / b.abs().max()
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(computed, expected, strict=True)
     ]
-    return float(torch.stack(errors).detach().max())  # NaN if any is
+    return float(torch.stack(errors).detach().max())  # NaN if one of them is NaN
 
 
 # -------------------------------------------------------------------------------------------------
-# plain arithmetic
+# our kernels and plain arithmetic
+def our_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, EPS)
+
+
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
 def rotation(x: Tensor) -> Tensor:
     """Return the rotation of every position and pair of x [N, H, D], in float64."""
-    angles = (
-        torch.arange(len(x), dtype=torch.float64)[:, None]
-        * torch.arange(1, x.shape[-1] // 2 + 1)
-        / 7
-    )
+    positions = torch.arange(len(x), dtype=torch.float64)[:, None]
+    pairs = torch.arange(1, x.shape[-1] // 2 + 1)
+    angles = positions * pairs / 7
     return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
 
 
@@ -158,10 +143,8 @@ def our_attention(q: Tensor, k: Tensor) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    queries, keys = (
-        q.transpose(1, 2),
-        k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2),
-    )
+    queries = q.transpose(1, 2)
+    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     if mask is None:
         mask = causal_mask(q.shape[1]).to(q.dtype)
     scores = queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask
@@ -169,14 +152,12 @@ def plain_attention(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def causal_mask(width: int) -> Tensor:
-    """Return what is added to the scores: 0 where a query may look, else -inf."""
+    """Return a mask to add to the scores: 0 if a query may attend to a key, else -inf."""
     return torch.zeros(width, width).masked_fill(torch.ones(width, width).triu(1) > 0, -torch.inf)
 
 
 def padded_mask(width: int) -> Tensor:
-    """Return a causal mask in which the first two columns of the second row of the batch are
-    padding.
-    """
+    """Return a causal mask of three rows. The second row begins with two columns of padding."""
     mask = causal_mask(width).expand(3, 1, width, width).clone()
     mask[1, :, 2:, :2] = -torch.inf
     return mask
@@ -191,19 +172,17 @@ def plain_masked(q: Tensor, k: Tensor) -> Tensor:
 
 
 def choices(tokens: int) -> tuple[Tensor, Tensor]:
-    """Return gate weights and experts, [tokens, 2] each. Experts 0, 3 and 7 of the eight get no
-    token.
-    """
+    """Return gate weights and experts, [tokens, 2] each. Experts 0, 3 and 7 of 8 get no token."""
     generator = torch.Generator().manual_seed(7)
-    used = torch.tensor([1, 2, 4, 5, 6])
-    picked = torch.stack(
-        [torch.randperm(len(used), generator=generator)[:2] for _ in range(tokens)]
+    used_experts = torch.tensor([1, 2, 4, 5, 6])
+    indices = torch.stack(
+        [torch.randperm(len(used_experts), generator=generator)[:2] for _ in range(tokens)]
     )
-    return torch.rand(tokens, 2, generator=generator), used[picked]
+    return torch.rand(tokens, 2, generator=generator), used_experts[indices]
 
 
 class Experts(torch.nn.Module):
-    """The experts of a layer, with the names of transformers."""
+    """The experts of a layer, with the attribute names of transformers."""
 
     def __init__(self, up: Tensor, down: Tensor):
         super().__init__()
@@ -213,20 +192,16 @@ class Experts(torch.nn.Module):
 
 
 def our_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    weights, chosen = choices(len(h))
-    return run_experts(Experts(up, down), h, weights.to(h), chosen.to(h.device))
+    weights, experts = choices(len(h))
+    return run_experts(Experts(up, down), h, weights.to(h), experts.to(h.device))
 
 
 def plain_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    weights, chosen = choices(len(h))
+    weights, experts = choices(len(h))
     rows = []
-    for token, gates, own in zip(h, weights.to(h), chosen.tolist(), strict=True):
-        rows.append(
-            sum(
-                g * (plain_swiglu(token @ up[e].T) @ down[e].T)
-                for g, e in zip(gates, own, strict=True)
-            )
-        )
+    for token, gates, token_experts in zip(h, weights.to(h), experts.tolist(), strict=True):
+        outputs = [plain_swiglu(token @ up[e].T) @ down[e].T for e in token_experts]
+        rows.append(sum(gate * output for gate, output in zip(gates, outputs, strict=True)))
     return torch.stack(rows)
 
 
@@ -235,8 +210,8 @@ def targets(count: int, vocabulary: int) -> Tensor:
 
 
 def our_logprobs(x: Tensor, head: Tensor) -> Tensor:
-    # Where the layers are in bfloat16, the trainer's head takes their float32 sums and multiplies
-    # in parts.
+    # If the layers are in bfloat16, the trainer's head gets their float32 sums and splits the
+    # product.
     split = x.dtype == torch.bfloat16 and kernels.SPLITS.get(x.device.type, False)
     tokens = targets(len(x), len(head)).to(x.device)
     logp, entropy = TokenLogProbs.apply(x.float(), head, tokens, 0.7, True, split)
@@ -249,43 +224,41 @@ def plain_logprobs(x: Tensor, head: Tensor) -> Tensor:
     return logprobs.gather(-1, targets(len(x), len(head))[:, None]).squeeze(-1) + 0.3 * entropy
 
 
-# ---------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the head
 def head_precision(bench: Bench) -> Iterator[Finding]:
-    """Measure the error of a response's mean log-ratio, with logits as large as public models',
-    against float64.
-    """
-    tokens, width, vocabulary = 512, 256, 4096
+    """Measure the error of a response's mean log-ratio against float64.
+
+    The logits have the magnitude of public models' logits."""
+    tokens = 512
+    width = 256
+    vocabulary = 4096
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(vocabulary, width, generator=generator) * 0.45
-    hidden = torch.randn(tokens, width, generator=generator)
-    moved = hidden + torch.randn(tokens, width, generator=generator) * 3e-4
-    chosen = (hidden @ head.T).softmax(-1).multinomial(1, generator=generator).squeeze(-1)
+    old_hidden = torch.randn(tokens, width, generator=generator)
+    new_hidden = old_hidden + torch.randn(tokens, width, generator=generator) * 3e-4
+    probabilities = (old_hidden @ head.T).softmax(-1)
+    token_ids = probabilities.multinomial(1, generator=generator).squeeze(-1)
 
-    def exact(x: Tensor) -> Tensor:
-        return (
-            (x.double() @ head.double().T).log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
-        )
+    def exact(hidden: Tensor) -> Tensor:
+        logprobs = (hidden.double() @ head.double().T).log_softmax(-1)
+        return logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
 
-    def ours(x: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
-        own, on_device = x.to(bench.device, dtype), chosen.to(bench.device)
-        return (
-            TokenLogProbs.apply(own, head.to(bench.device), on_device, 1.0, False, split)[0]
-            .cpu()
-            .double()
-        )
+    def ours(hidden: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
+        hidden = hidden.to(bench.device, dtype)
+        weight = head.to(bench.device)
+        ids = token_ids.to(bench.device)
+        return TokenLogProbs.apply(hidden, weight, ids, 1.0, False, split)[0].cpu().double()
 
-    true = exact(moved) - exact(hidden)
+    expected = exact(new_hidden) - exact(old_hidden)
     split = kernels.SPLITS.get(bench.device.type, False)
-    found = ours(moved, torch.float32, split) - ours(hidden, torch.float32, split)
-    yield at_most(
-        "mean log-ratio's error, float32 head", float((found - true).mean().abs()), 0.1 * CLIP_RANGE
-    )
+    computed = ours(new_hidden, torch.float32, split) - ours(old_hidden, torch.float32, split)
+    error_float32 = float((computed - expected).mean().abs())
+    yield at_most("mean log-ratio's error, float32 head", error_float32, 0.1 * CLIP_RANGE)
+    name = "mean log-ratio's error, bfloat16 head"
     if not bench.bfloat16:
-        yield Finding(SKIP, "mean log-ratio's error, bfloat16 head", "this GPU has no bfloat16")
+        yield Finding(SKIP, name, "this GPU has no bfloat16")
         return
-    rounded = ours(moved, torch.bfloat16, False) - ours(hidden, torch.bfloat16, False)
-    off = float((rounded - true).mean().abs())
-    yield Finding(
-        OK, "mean log-ratio's error, bfloat16 head", f"{off:.3g}", f"GSPO's range is {CLIP_RANGE:g}"
-    )
+    computed = ours(new_hidden, torch.bfloat16, False) - ours(old_hidden, torch.bfloat16, False)
+    error_bfloat16 = float((computed - expected).mean().abs())
+    yield Finding(OK, name, f"{error_bfloat16:.3g}", f"GSPO's range is {CLIP_RANGE:g}")

@@ -1,4 +1,4 @@
-"""What the machine is: versions, devices, and the ceilings of its arithmetic and memory."""
+"""Checks versions and devices, and measures the peak speeds of arithmetic and memory."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ from packaging.version import Version
 from gspo.checking.bench import Bench
 from gspo.checking.report import FAIL, OK, SKIP, SLOW, Finding, at_least
 
-LEAST_TORCH = "2.11"
-LEAST_TRANSFORMERS = "5.17"
-LEAST_CAPABILITY = (7, 0)  # the oldest GPUs for which PyTorch's wheels hold kernels
-LEAST_MEMORY = 6.0  # GB that the models whose speed is measured need
+MIN_TORCH = "2.11"
+MIN_TRANSFORMERS = "5.17"
+MIN_CAPABILITY = (7, 0)  # the oldest GPUs for which PyTorch's wheels have kernels
+MIN_MEMORY_GB = 6.0  # for the models of the speed checks
 GB = 1e9
 TERA = 1e12
 
 
 def versions(bench: Bench) -> Iterator[Finding]:
     """Check the versions of the libraries."""
-    for name, module, least in (
-        ("torch", torch, LEAST_TORCH),
-        ("transformers", transformers, LEAST_TRANSFORMERS),
-    ):
+    for module, minimum in ((torch, MIN_TORCH), (transformers, MIN_TRANSFORMERS)):
         installed = Version(module.__version__)
-        status = OK if installed >= Version(least) else FAIL
-        yield Finding(status, f"{name}", module.__version__, f">= {least}")
+        status = OK if installed >= Version(minimum) else FAIL
+        yield Finding(status, module.__name__, module.__version__, f">= {minimum}")
     yield Finding(OK, "Python", platform.python_version())
 
 
 def devices(bench: Bench) -> Iterator[Finding]:
-    """Say what the device is, and whether it is too small, too old, or beside others of another
-    kind.
-    """
+    """Describe the device, and check its memory, its age and whether all GPUs are of a kind."""
     if not bench.on_gpu:
         yield Finding(OK, "device", f"CPU, {torch.get_num_threads()} threads")
         yield Finding(OK, "processor", (platform.processor() or platform.machine())[:34])
@@ -46,14 +41,14 @@ def devices(bench: Bench) -> Iterator[Finding]:
     yield Finding(OK, "device", f"{properties.name}, CUDA {torch.version.cuda}")
     yield driver()
     memory = properties.total_memory / GB
-    yield at_least("memory", memory, LEAST_MEMORY, "GB")
+    yield at_least("memory", memory, MIN_MEMORY_GB, "GB")
     capability = (properties.major, properties.minor)
-    status = OK if capability >= LEAST_CAPABILITY else FAIL
+    status = OK if capability >= MIN_CAPABILITY else FAIL
     yield Finding(
         status,
         "compute capability",
         "{}.{}".format(*capability),
-        ">= {}.{}".format(*LEAST_CAPABILITY),
+        ">= {}.{}".format(*MIN_CAPABILITY),
     )
     bench.bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if not bench.bfloat16:
@@ -69,12 +64,12 @@ def devices(bench: Bench) -> Iterator[Finding]:
 
 
 def driver() -> Finding:
-    """Return the version of the GPU's driver, as far as the system says it."""
+    """Return the version of the GPU's driver, if nvidia-smi reports it."""
     if not shutil.which("nvidia-smi"):
         return Finding(SKIP, "driver", "not known: there is no nvidia-smi")
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -85,21 +80,21 @@ def driver() -> Finding:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(SKIP, "driver", f"not known: {error}"[:60])
-    if asked.returncode:
+    if result.returncode:
         return Finding(
             SKIP,
             "driver",
             "not known: nvidia-smi failed (NVML)",
-            detail=asked.stderr or asked.stdout,
+            detail=result.stderr or result.stdout,
         )
-    return Finding(OK, "driver", asked.stdout.split("\n")[0])
+    return Finding(OK, "driver", result.stdout.split("\n")[0])
 
 
 def ceilings(bench: Bench) -> Iterator[Finding]:
-    """Measure what large products and copies reach. Other checks are compared with these numbers."""
+    """Measure the speed of large products and copies. Other checks compare with these numbers."""
     side = 8192 if bench.on_gpu else 1024
-    kinds = [torch.float32, torch.bfloat16] if bench.bfloat16 else [torch.float32]
-    for dtype in kinds:
+    dtypes = [torch.float32, torch.bfloat16] if bench.bfloat16 else [torch.float32]
+    for dtype in dtypes:
         a = torch.randn(side, side, device=bench.device, dtype=dtype)
         seconds = bench.seconds(lambda a=a: a @ a)
         bench.matmul[dtype] = 2 * side**3 / seconds
@@ -108,21 +103,22 @@ def ceilings(bench: Bench) -> Iterator[Finding]:
             f"product of {side} x {side}, {short(dtype)}",
             f"{bench.matmul[dtype] / TERA:.3g} TFLOP/s",
         )
-    count = 2**29 if bench.on_gpu else 2**24
-    source = torch.ones(count, dtype=torch.float32, device=bench.device)
+    numel = 2**29 if bench.on_gpu else 2**24
+    source = torch.ones(numel, dtype=torch.float32, device=bench.device)
     target = torch.empty_like(source)
-    bench.copy = 2 * 4 * count / bench.seconds(lambda: target.copy_(source))
+    bench.copy = 2 * 4 * numel / bench.seconds(lambda: target.copy_(source))
     yield Finding(OK, "copy within the device's memory", f"{bench.copy / GB:.3g} GB/s")
     if bench.on_gpu:
+        numel = 2**26
         for kind, on_host in (
-            ("pageable", torch.ones(2**26)),
-            ("pinned", torch.ones(2**26).pin_memory()),
+            ("pageable", torch.ones(numel)),
+            ("pinned", torch.ones(numel).pin_memory()),
         ):
-            target = torch.empty(2**26, device=bench.device)
+            target = torch.empty(numel, device=bench.device)
             seconds = bench.seconds(
                 lambda on_host=on_host, target=target: target.copy_(on_host, non_blocking=True)
             )
-            yield Finding(OK, f"copy to the device, {kind}", f"{4 * 2**26 / seconds / GB:.3g} GB/s")
+            yield Finding(OK, f"copy to the device, {kind}", f"{4 * numel / seconds / GB:.3g} GB/s")
 
 
 def short(dtype: torch.dtype) -> str:

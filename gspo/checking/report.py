@@ -1,4 +1,4 @@
-"""What a check found, as a line of the terminal and as a record."""
+"""The findings of the checks, as lines of the terminal and as records."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ OK = "ok"
 SLOW = "SLOW"
 FAIL = "FAIL"
 SKIP = "skip"
-WIDTHS = (5, 46, 34)  # columns of the terminal: status, what, number
+# columns of the terminal
+STATUS_WIDTH = 5
+WHAT_WIDTH = 46
+NUMBER_WIDTH = 34
 
 
 @dataclass
 class Finding:
-    """One line of the report. `number` is what was measured, `bound` what it is compared with, both
-    with their units. `detail` is for the record alone: a traceback, or all places of a count."""
+    """A line of the report.
+
+    status   OK, SLOW, FAIL or SKIP
+    what     the measured quantity, in words
+    number   the measured value, with its unit
+    bound    the bound on the value, with its unit
+    detail   only for the record, e.g. a traceback, or all source lines of a count
+    """
 
     status: str
     what: str
@@ -25,8 +34,9 @@ class Finding:
 
     def line(self) -> str:
         """Return the finding as a line of the terminal."""
-        status, what, number = WIDTHS
-        return f"{self.status:<{status}} {self.what:<{what}} {self.number:<{number}} {self.bound}".rstrip()
+        line = f"{self.status:<{STATUS_WIDTH}} {self.what:<{WHAT_WIDTH}} "
+        line += f"{self.number:<{NUMBER_WIDTH}} {self.bound}"
+        return line.rstrip()
 
     def record(self) -> dict[str, Any]:
         """Return the finding as a record that can be written as JSON."""
@@ -41,28 +51,20 @@ def header() -> str:
 def at_most(
     what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None
 ) -> Finding:
-    """Return `ok` if a value is at most its bound, else `status`. NaN is never ok."""
-    return Finding(
-        OK if value <= bound else status,
-        what,
-        _with(value, unit),
-        f"<= {_with(bound, unit)}",
-        detail,
-    )
+    """Return a finding: OK if the value is at most its bound, else `status`. NaN is never OK."""
+    bound_text = f"<= {_with_unit(bound, unit)}"
+    verdict = OK if value <= bound else status
+    return Finding(verdict, what, _with_unit(value, unit), bound_text, detail)
 
 
 def at_least(
     what: str, value: float, bound: float, unit: str = "", status: str = FAIL, detail: Any = None
 ) -> Finding:
-    """Return `ok` if a value is at least its bound, else `status`. NaN is never ok."""
-    return Finding(
-        OK if value >= bound else status,
-        what,
-        _with(value, unit),
-        f">= {_with(bound, unit)}",
-        detail,
-    )
+    """Return a finding: OK if the value is at least its bound, else `status`. NaN is never OK."""
+    bound_text = f">= {_with_unit(bound, unit)}"
+    verdict = OK if value >= bound else status
+    return Finding(verdict, what, _with_unit(value, unit), bound_text, detail)
 
 
-def _with(value: float, unit: str) -> str:
+def _with_unit(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}".strip()

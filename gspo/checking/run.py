@@ -1,4 +1,4 @@
-"""Runs the checks one after the other within the time that there is."""
+"""Runs the checks in their order until the deadline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from gspo.checking.report import FAIL, SKIP, Finding
 
 @dataclass(frozen=True)
 class Check:
-    """A check: what it is about in words, the function, and the seconds it may take on a CPU or
-    GPU.
-    """
+    """A check: its name, its function, and the seconds that it may take on a CPU or GPU."""
 
     name: str
     function: Callable[[Bench], Iterator[Finding]]
@@ -46,15 +44,13 @@ CHECKS = (
 
 
 def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
-    """Yield what the checks find. A check that fails in an unforeseen way does not keep the others
-    from running.
-    """
+    """Yield the findings of the checks. An exception in a check does not stop the others."""
     for check in checks:
-        if bench.left < check.seconds:
+        if bench.seconds_left < check.seconds:
             yield Finding(
                 SKIP,
                 check.name,
-                f"{max(bench.left, 0):.0f} s left",
+                f"{max(bench.seconds_left, 0):.0f} s left",
                 f"needs {check.seconds:g} s: --seconds",
             )
             continue
@@ -66,14 +62,14 @@ def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
             yield Finding(
                 FAIL, check.name, "out of memory; the other checks go on", detail=str(error)
             )
-        # Whatever a machine that nobody has seen does in a check is what the user is to be told.
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
+            # An unknown machine can fail in any way, and the user needs to see it.
+            first_line = (str(error).splitlines() or [""])[0]
             yield Finding(
                 FAIL,
                 check.name,
-                f"{type(error).__name__}: {first}"[:150],
+                f"{type(error).__name__}: {first_line}"[:150],
                 detail=traceback.format_exc(),
             )
         finally:
-            bench.spent[check.name] = round(time.monotonic() - started, 2)
+            bench.seconds_by_check[check.name] = round(time.monotonic() - started, 2)

@@ -1,4 +1,4 @@
-"""How fast this machine samples and learns, beside what its memory and arithmetic would allow."""
+"""Compares the speed of sampling and learning with the limits of memory and arithmetic."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 
 ROWS = (32, 256)
-# Times the bytes floor from which decoding is called slow: half the speed of an H200 (docs/gpu.md).
-# A model that is so small that its kernels, and not its bytes, take the time has the largest
-# multiple of its floor.
-OVER_FLOOR = {"cuda": 80.0, "cpu": 60.0}
-# The share of large products' peak below which an update is called slow: on a GPU half that of an
-# H200.
-SHARE_OF_PEAK = {"cuda": 0.01, "cpu": 0.1}
-NEW_SHAPE = 4.0  # times a shape's second use from which its first is called slow
-OVER_PLAN = 1.25  # times the planned memory
-# Operations that make a view or read a size, and so launch nothing.
+# Decoding is slow above this multiple of its floor, the time to read the bytes. On a GPU this is
+# half the speed of an H200 (docs/gpu.md). The multiple is largest for small models, whose time goes
+# to kernels and not to bytes.
+MAX_OVER_FLOOR = {"cuda": 80.0, "cpu": 60.0}
+# An update is slow below this share of the peak of large products. On a GPU this is half the share
+# of an H200.
+MIN_SHARE_OF_PEAK = {"cuda": 0.01, "cpu": 0.1}
+# The first use of a shape is slow above this multiple of the second.
+MAX_NEW_SHAPE_RATIO = 4.0
+MAX_OVER_PLAN = 1.25  # times the planned memory
+# These operations create a view, read a size or allocate, so they launch nothing.
 VIEWS = {
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "unflatten", "detach", "alias", "as_strided", "unbind", "chunk", "narrow", "empty",
-    "new_empty", "empty_like", "empty_strided", "view_as_real", "view_as_complex", "_conj", "lift_fresh",
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split",
+    "split_with_sizes", "unsqueeze", "squeeze", "unflatten", "detach", "alias", "as_strided",
+    "unbind", "chunk", "narrow", "empty", "new_empty", "empty_like", "empty_strided",
+    "view_as_real", "view_as_complex", "_conj", "lift_fresh",
 }  # fmt: skip
 
 
@@ -63,31 +65,30 @@ class Operations(TorchDispatchMode):
 
 
 def decoding(bench: Bench) -> Iterator[Finding]:
-    """Measure tokens a second at 32 and 256 rows. The floor is the time in which weights and cache
-    can be read.
-    """
+    """Measure tokens per second at 32 and 256 rows.
+
+    The floor is the time to read the weights and the cache."""
     for size in bench.sizes:
         policy = bench.policy(size, precision=bench.precision, dtype=bench.precision)
         tokens = 128 if bench.on_gpu else 24
         for rows in ROWS:
+            name = f"decoding, {size.name}, {rows} rows"
             engine = LocalEngine(policy, batch_rows=rows, dtype=policy.model.dtype)
             started = time.perf_counter()
             decoded(engine, rows, 8)  # to warm up
-            if time.perf_counter() - started > bench.left / 4:
-                yield Finding(SKIP, f"decoding, {size.name}, {rows} rows", "no time left")
+            if time.perf_counter() - started > bench.seconds_left / 4:
+                yield Finding(SKIP, name, "no time left")
                 continue
             bench.synchronize()
             started = time.perf_counter()
-            count, longest = decoded(engine, rows, tokens)
+            token_count, longest = decoded(engine, rows, tokens)
             bench.synchronize()
             seconds = time.perf_counter() - started
             floor = longest * bytes_of_step(policy, size, rows, longest) / bench.copy
-            most = OVER_FLOOR[bench.device.type]
-            finding = at_most(
-                f"decoding, {size.name}, {rows} rows", seconds / floor, most, status=SLOW
-            )
-            finding.number = f"{count / seconds:,.0f} tokens/s, {seconds / floor:.1f} x floor"
-            finding.bound = f"<= {most:g} x the time of reading the bytes"
+            bound = MAX_OVER_FLOOR[bench.device.type]
+            finding = at_most(name, seconds / floor, bound, status=SLOW)
+            finding.number = f"{token_count / seconds:,.0f} tokens/s, {seconds / floor:.1f} x floor"
+            finding.bound = f"<= {bound:g} x the time of reading the bytes"
             yield finding
         launches = launches_of(bench, lambda engine=engine: decoded(engine, 32, 17))
         yield Finding(
@@ -96,7 +97,7 @@ def decoding(bench: Bench) -> Iterator[Finding]:
 
 
 def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
-    """Sample `rows` responses and return how many tokens they have, and the most of one."""
+    """Sample `rows` responses, and return their total tokens and the longest's tokens."""
     problems = [Problem("digits", i, PROMPTS[i % len(PROMPTS)], None) for i in range(rows // 8)]
     groups = engine.generate(SamplingRequest(problems, 8, Sampling(1.0, tokens), (1, "speed")))
     lengths = [len(response.token_ids) for group in groups for response in group]
@@ -104,32 +105,22 @@ def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
 
 
 def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
-    """Return the bytes that decoding one token for all rows must read: the weights that the rows
-    touch, and half of the cache that there is at the end."""
-    item = policy.model.dtype.itemsize
-    parameters = (
-        sum(p.numel() for p in policy.model.parameters())
-        - policy.model.get_input_embeddings().weight.numel()
-    )
+    """Return the bytes that decoding a token for all rows must read.
+
+    These are the weights that the rows use, and the KV cache at half of the response's length."""
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    parameters -= policy.model.get_input_embeddings().weight.numel()
     if size.experts:
-        of_experts = 3 * size.layers * size.experts * size.hidden * size.width
-        touched = min(1.0, rows * size.experts_per_token / size.experts)
-        parameters -= of_experts * (1 - touched)
-    cache = (
-        2
-        * size.layers
-        * size.key_value_heads
-        * size.head_dim
-        * rows
-        * (len(PROMPTS[0]) + tokens / 2)
-    )
-    return item * (parameters + cache)
+        expert_parameters = 3 * size.layers * size.experts * size.hidden * size.width
+        used_share = min(1.0, rows * size.experts_per_token / size.experts)
+        parameters -= expert_parameters * (1 - used_share)
+    cache_per_token = 2 * size.layers * size.key_value_heads * size.head_dim
+    cache = cache_per_token * rows * (len(PROMPTS[0]) + tokens / 2)
+    return policy.model.dtype.itemsize * (parameters + cache)
 
 
 def launches_of(bench: Bench, work: Callable[[], object]) -> int:
-    """Return how many kernels some work launches on a GPU, or on a CPU how many operations it
-    calls.
-    """
+    """Return the number of kernels that `work` launches, or on a CPU its number of operations."""
     if not bench.on_gpu:
         with Operations() as operations:
             work()
@@ -141,28 +132,30 @@ def launches_of(bench: Bench, work: Callable[[], object]) -> int:
 
 
 def updates(bench: Bench) -> Iterator[Finding]:
-    """Measure which share of the peak of large products a forward and backward pass reaches."""
+    """Measure the speed of a forward and backward pass, as a share of the peak."""
+    bound = MIN_SHARE_OF_PEAK[bench.device.type]
+    rows = 8
+    prompt = 256 if bench.on_gpu else 32
+    response = 768 if bench.on_gpu else 96
     for size in bench.sizes:
         policy = bench.policy(size, precision=bench.precision)
-        rows, prompt, response = (8, 256, 768) if bench.on_gpu else (8, 32, 96)
         micro = random_batch(rows, prompt, response, size.vocabulary, group=8)
         seconds = bench.seconds(
             lambda policy=policy, micro=micro: backward(policy, micro, len(micro)), repeats=2
         )
         lengths = torch.full((rows,), prompt + response)
+        # a group's rows share one pass through their prompt
         repeated = policy.forward_flops(torch.full((rows - rows // 8,), prompt))
         flops = 3 * (policy.forward_flops(lengths) - repeated)
         share = flops / seconds / bench.matmul[bench.precision]
-        finding = at_least(
-            f"update, {size.name}", share, SHARE_OF_PEAK[bench.device.type], status=SLOW
-        )
+        finding = at_least(f"update, {size.name}", share, bound, status=SLOW)
         finding.number = f"{rows * response / seconds:,.0f} tokens/s, {share:.0%} of peak"
-        finding.bound = f">= {SHARE_OF_PEAK[bench.device.type]:.0%} of peak"
+        finding.bound = f">= {bound:.0%} of peak"
         yield finding
 
 
 def memory_against_plan(bench: Bench) -> Iterator[Finding]:
-    """Compare the memory of an update with what `gspo plan` says."""
+    """Compare the memory of an update with the memory that `gspo plan` predicts."""
     if not bench.on_gpu:
         yield Finding(
             SKIP, "memory against `gspo plan`", "a CPU's allocator does not say what is held"
@@ -173,21 +166,21 @@ def memory_against_plan(bench: Bench) -> Iterator[Finding]:
             ranks=1, shard_size=1, experts=1, rows=8, scored=8, prompt=256, response=768, group=8,
             precision=bench.precision, checkpointing=False,
         )  # fmt: skip
-        planned = measure(config_of(size), work)
+        plan = measure(config_of(size), work)
         policy = bench.policy(size, precision=bench.precision)
         torch.cuda.reset_peak_memory_stats(bench.device)
         backward(policy, batch(work, work.rows), work.rows)
-        held = torch.cuda.max_memory_allocated(bench.device)
-        expected = planned.weights + planned.trained + planned.update
-        finding = at_most(f"memory of an update, {size.name}", held / expected, OVER_PLAN)
-        finding.number = f"{held / GB:.2f} GB, {held / expected:.2f} of the plan"
-        finding.bound = f"<= {OVER_PLAN:g} of the plan"
+        allocated = torch.cuda.max_memory_allocated(bench.device)
+        ratio = allocated / (plan.weights + plan.trained + plan.update)
+        finding = at_most(f"memory of an update, {size.name}", ratio, MAX_OVER_PLAN)
+        finding.number = f"{allocated / GB:.2f} GB, {ratio:.2f} of the plan"
+        finding.bound = f"<= {MAX_OVER_PLAN:g} of the plan"
         yield finding
         del policy
 
 
 def waits(bench: Bench) -> Iterator[Finding]:
-    """Count by place how often a forward and backward pass makes the CPU wait for the GPU."""
+    """Count the waits of the CPU for the GPU in a forward and backward pass, by source line."""
     if not bench.on_gpu:
         yield Finding(SKIP, "waits for the GPU", "there is no GPU to wait for")
         return
@@ -202,27 +195,28 @@ def waits(bench: Bench) -> Iterator[Finding]:
                 backward(policy, micro, 8)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        places = Counter(
+        counts = Counter(
             f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
         )
         finding = at_most(
-            f"waits in four micro-batches, {size.name}", places.total(), 0, status=SLOW
+            f"waits in four micro-batches, {size.name}", counts.total(), 0, status=SLOW
         )
-        finding.detail = dict(places)
-        if places:
-            finding.bound += f"; most at {places.most_common(1)[0][0]}"
+        finding.detail = dict(counts)
+        if counts:
+            line, _ = counts.most_common(1)[0]
+            finding.bound += f"; most at {line}"
         yield finding
 
 
 def new_shapes(bench: Bench) -> Iterator[Finding]:
-    """Compare the first use of new shapes with the second. The first is slow where something is
-    planned for each.
-    """
+    """Compare the first use of new shapes with the second.
+
+    The first is slow if a library plans or compiles for each shape."""
     policy = bench.policy(SPARSE, precision=bench.precision)
     batches = [random_batch(8, 11 + i, 19 + 2 * i, 20, group=4) for i in range(8)]
     backward(policy, random_batch(8, 7, 9, 20, group=4), 8)  # to load the kernels
 
-    def used() -> float:
+    def seconds_of_all() -> float:
         bench.synchronize()
         started = time.perf_counter()
         for micro in batches:
@@ -230,9 +224,13 @@ def new_shapes(bench: Bench) -> Iterator[Finding]:
         bench.synchronize()
         return time.perf_counter() - started
 
-    first, second = used(), min(used(), used())
-    finding = at_most(
-        "first against second use of new shapes", first / second, NEW_SHAPE, "x", status=SLOW
+    first = seconds_of_all()
+    second = min(seconds_of_all(), seconds_of_all())
+    yield at_most(
+        "first against second use of new shapes",
+        first / second,
+        MAX_NEW_SHAPE_RATIO,
+        "x",
+        status=SLOW,
+        detail={"first_s": first, "second_s": second, "precision": short(bench.precision)},
     )
-    finding.detail = {"first_s": first, "second_s": second, "precision": short(bench.precision)}
-    yield finding

@@ -1,6 +1,4 @@
-"""Whether the parts of a training step agree with each other on this machine, and whether a run
-learns and resumes.
-"""
+"""Checks whether the parts of a training step agree, and whether a run learns and resumes."""
 
 from __future__ import annotations
 
@@ -31,40 +29,40 @@ from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
 
-STEPS = 100
-AT_LEAST = 30  # steps that are enough to tell whether the reward rises, if the time is short
-MOST_SECONDS = 25.0  # of learning, once so many steps were made
-RESUME_SECONDS = 120  # after so many seconds a run of six steps is taken for one that hangs
+MAX_STEPS = 100
+MIN_STEPS = 30  # enough to see whether the reward rises
+MAX_LEARNING_SECONDS = 25.0  # learning ends after this time, but not before MIN_STEPS
+RESUME_SECONDS = 120  # a run of six steps that takes longer counts as hanging
 
 
 def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
-    """Compare the gradients of one batch that is cut into micro-batches of 2 and of 16."""
+    """Compare the gradients of a batch that is cut into micro-batches of 2 and of 16."""
     for size in (DENSE, SPARSE):
         policy = bench.policy(size)
         batch = packed(policy, sampled(policy, 8, 12))
-        whole, cut = backward(policy, batch, 16), backward(policy, batch, 2)
-        off = difference(cut, whole)
-        yield at_most(f"gradients of other micro-batches, {size.name}", off, 1e-4)
+        gradients_of_16 = backward(policy, batch, 16)
+        gradients_of_2 = backward(policy, batch, 2)
+        error = relative_error(gradients_of_2, gradients_of_16)
+        yield at_most(f"gradients of other micro-batches, {size.name}", error, 1e-4)
 
 
-def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Return the largest difference of tensors, each as a share of the largest number of the wanted
-    one.
-    """
-    scales = [b.abs().max().clamp(min=1e-6) for b in wanted]
-    offs = [(a - b).abs().max() / scale for a, b, scale in zip(found, wanted, scales, strict=True)]
-    return float(torch.stack(offs).max())
+def relative_error(tensors: list[Tensor], references: list[Tensor]) -> float:
+    """Return the largest error of the tensors, as a share of the reference's largest number."""
+    errors = [
+        (tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-6)
+        for tensor, reference in zip(tensors, references, strict=True)
+    ]
+    return float(torch.stack(errors).max())
 
 
 @torch.no_grad()
 def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
-    """Compare the engine's log-probs and experts with the trainer's, on responses that the engine
-    sampled.
-    """
-    kinds = [(torch.float32, 1e-4, 0.999)]
+    """Compare the engine's log-probs and experts with the trainer's, on sampled responses."""
+    # the largest error of log-probs, and the smallest share of equal experts
+    bounds = {torch.float32: (1e-4, 0.999)}
     if bench.bfloat16:
-        kinds.append((torch.bfloat16, 0.1, 0.8))
-    for dtype, bound, least in kinds:
+        bounds[torch.bfloat16] = (0.1, 0.8)
+    for dtype, (max_error, min_agreement) in bounds.items():
         for size in (DENSE, SPARSE):
             policy = bench.policy(size, precision=dtype, dtype=dtype)
             batch = packed(policy, sampled(policy, 8, 24, record_experts=bool(size.experts)))
@@ -78,36 +76,33 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
                 )
             metrics = accumulator.result()
             name = f"{size.name}, {short(dtype)}"
-            off = metrics["mismatch/logp_abs"]
             yield at_most(
-                f"engine against trainer, {name}", off, bound, "nats", detail=metrics["mismatch/k3"]
+                f"engine against trainer, {name}",
+                metrics["mismatch/logp_abs"],
+                max_error,
+                "nats",
+                detail=metrics["mismatch/k3"],
             )
             if size.experts:
-                yield at_least(
-                    f"engine's experts, {name}", metrics["routing/engine_agreement"], least
-                )
+                agreement = metrics["routing/engine_agreement"]
+                yield at_least(f"engine's experts, {name}", agreement, min_agreement)
 
 
 @torch.no_grad()
 def routing_replay(bench: Bench) -> Iterator[Finding]:
-    """Check that replaying the trainer's own experts (R2) and the engine's (R3) leaves the ratio at
-    1.
-    """
+    """Check that the ratio stays 1 if the trainer's experts (R2) or the engine's (R3) replay."""
     policy = bench.policy(SPARSE)
     batch = packed(policy, sampled(policy, 8, 24, record_experts=True))
     scored = policy.score(batch, 16)
-    for name, record in (("R2", scored.experts_BSLK), ("R3", batch.engine_experts_BSLK)):
-        replayed = policy.score(replace(batch, replay_BSLK=record), 16)
+    for name, experts in (("R2", scored.experts_BSLK), ("R3", batch.engine_experts_BSLK)):
+        replayed = policy.score(replace(batch, replay_BSLK=experts), 16)
         ratio = (replayed.logp_BT - scored.logp_BT).exp()
-        yield at_most(
-            f"distance of the ratio from 1 under {name}", float((ratio - 1).abs().max()), 1e-4
-        )
+        distance = float((ratio - 1).abs().max())
+        yield at_most(f"distance of the ratio from 1 under {name}", distance, 1e-4)
 
 
 def learning(bench: Bench) -> Iterator[Finding]:
-    """Train a random model for 100 steps of GSPO on a task that it can learn, or for as many as
-    there is time for.
-    """
+    """Train a random model by GSPO on a task that it can learn, for up to 100 steps."""
     policy = bench.policy(SPARSE, precision=bench.precision)
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
     source = make_source(LocalEngine(policy, dtype=torch.float32), Digits(), rollout, Uniform(), 1)
@@ -124,12 +119,13 @@ def learning(bench: Bench) -> Iterator[Finding]:
     )
     rewards: list[float] = []
     started = time.monotonic()
-    for step in range(1, STEPS + 1):
+    for step in range(1, MAX_STEPS + 1):
         rewards.append(trainer.train_step(step, source.next(step))["reward/mean"])
-        if step >= AT_LEAST and time.monotonic() - started > MOST_SECONDS:
+        if step >= MIN_STEPS and time.monotonic() - started > MAX_LEARNING_SECONDS:
             break
     source.close()
-    first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    first = sum(rewards[:10]) / 10
+    last = sum(rewards[-10:]) / 10
     finding = at_least("reward gained by GSPO", last - first, 0.2, detail=rewards)
     finding.number = f"{first:.2f} to {last:.2f} in {len(rewards)} steps"
     finding.bound = "gain >= 0.2"
@@ -137,15 +133,15 @@ def learning(bench: Bench) -> Iterator[Finding]:
 
 
 def resume(bench: Bench) -> Iterator[Finding]:
-    """Kill a run of `gspo train`, start it again, and compare it with one that was not killed.
+    """Kill a run of `gspo train`, start it again, and compare it with an uninterrupted run.
 
-    On a CPU they are equal to the bit. On a GPU the runs have policy.deterministic."""
+    The weights must be equal to the bit. On a GPU the runs have policy.deterministic."""
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
         whole = start(bench, runs, "whole")
         killed = start(bench, runs, "killed")
-        ended = wait_for(lambda: killed.poll() is not None or rows_of(runs / "killed") >= 3)
-        if killed.poll() is not None or not ended:
+        in_time = wait_for(lambda: killed.poll() is not None or rows_of(runs / "killed") >= 3)
+        if killed.poll() is not None or not in_time:
             end(whole)
             end(killed)
             yield Finding(
@@ -155,33 +151,40 @@ def resume(bench: Bench) -> Iterator[Finding]:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         whole_code = finished(whole)
-        again = start(bench, runs, "killed")
-        again_code = finished(again)
-        if whole_code or again_code:
-            failed = whole if whole_code else again
+        resumed = start(bench, runs, "killed")
+        resumed_code = finished(resumed)
+        if whole_code or resumed_code:
+            failed = whole if whole_code else resumed
             yield Finding(
                 FAIL, "killed and resumed", "a run of six steps failed", detail=output(failed)
             )
             return
-        same = weights_of(runs / "whole") == weights_of(runs / "killed")
-        yield Finding(
-            OK if same else FAIL,
-            "killed and resumed",
-            f"weights {'equal' if same else 'differ'}",
-            "equal to the bit",
-        )
+        if weights_of(runs / "whole") == weights_of(runs / "killed"):
+            yield Finding(OK, "killed and resumed", "weights equal", "equal to the bit")
+        else:
+            yield Finding(FAIL, "killed and resumed", "weights differ", "equal to the bit")
 
 
 def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
-    """Start a run of six steps that saves every second one. An entropy bonus gives it gradients
-    without a reward.
-    """
+    """Start a run of six steps, with a checkpoint every two steps.
+
+    An entropy bonus gives it gradients without a reward."""
     words = [
-        "experiment=micro_moe", "cold_start.steps=0", "steps=6", "checkpoint.every=2", "trainer.entropy_coef=0.01",
-        "rollout.prompts_per_step=4", "rollout.max_new_tokens=12", "evaluation.every=0", "tracking.wandb=disabled",
-        f"policy.device={bench.device}", f"policy.deterministic={str(bench.on_gpu).lower()}", f"runs={runs}",
-        f"study={study}", "threads=1",
-    ]  # fmt: skip
+        "experiment=micro_moe",
+        "cold_start.steps=0",
+        "steps=6",
+        "checkpoint.every=2",
+        "trainer.entropy_coef=0.01",
+        "rollout.prompts_per_step=4",
+        "rollout.max_new_tokens=12",
+        "evaluation.every=0",
+        "tracking.wandb=disabled",
+        f"policy.device={bench.device}",
+        f"policy.deterministic={str(bench.on_gpu).lower()}",
+        f"runs={runs}",
+        f"study={study}",
+        "threads=1",
+    ]
     command = [sys.executable, "-P", "-m", "gspo.cli.main", "train", *words]
     return subprocess.Popen(
         command,
@@ -195,13 +198,13 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
 
 
 def rows_of(study: Path) -> int:
-    """Return how many steps of the run of a study are in its metrics."""
+    """Return the number of steps in the metrics of a study's run."""
     files = list(study.glob("*/metrics.jsonl"))
     return max((len(file.read_text(encoding="utf-8").splitlines()) for file in files), default=0)
 
 
 def wait_for(condition) -> bool:
-    """Wait until a condition holds, at most RESUME_SECONDS. Returns whether it does."""
+    """Wait until a condition holds, at most RESUME_SECONDS, and return whether it holds."""
     end_at = time.monotonic() + RESUME_SECONDS
     while time.monotonic() < end_at:
         if condition():
@@ -211,7 +214,7 @@ def wait_for(condition) -> bool:
 
 
 def finished(run: subprocess.Popen) -> int:
-    """Wait for a run's end and return its exit code; one that hangs is killed."""
+    """Wait for a run's end and return its exit code. A run that hangs is killed."""
     try:
         run.detail = run.communicate(timeout=RESUME_SECONDS)[0]
     except subprocess.TimeoutExpired:
@@ -220,28 +223,30 @@ def finished(run: subprocess.Popen) -> int:
 
 
 def end(run: subprocess.Popen) -> None:
-    """Kill a run that was started here."""
+    """Kill a run and store its output."""
     run.kill()
     run.detail = run.communicate()[0]
 
 
 def output(run: subprocess.Popen) -> str:
-    """Return the last lines that a run printed."""
+    """Return the end of a run's output, at most 4,000 characters."""
     return getattr(run, "detail", "")[-4000:]
 
 
 def weights_of(study: Path) -> dict[str, str]:
     """Return the checksums of the last checkpoint's weights and optimizer, by file."""
     (run,) = [path.parent for path in study.glob("*/metrics.jsonl")]
-    checkpoint = run / "checkpoints" / "step_000006"
-    sums = json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))
-    return {name: value for name, value in sums.items() if name.startswith(("model", "optimizer"))}
+    file = run / "checkpoints" / "step_000006" / "checksums.json"
+    checksums = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        name: checksum
+        for name, checksum in checksums.items()
+        if name.startswith(("model", "optimizer"))
+    }
 
 
 def vllm_engine(bench: Bench) -> Iterator[Finding]:
-    """Compare vLLM, where it is installed, with the trainer: log-probs, experts' weights after an
-    update, sleep.
-    """
+    """Compare vLLM, if it is installed, with the trainer: log-probs, new weights, and sleep."""
     from gspo.rollout.engines.vllm import VLLMEngine, check_installed, installed_version
 
     if not installed_version():

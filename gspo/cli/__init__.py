@@ -1,8 +1,7 @@
-"""The commands, a module for each: `gspo train ...` calls `main` of gspo.cli.train, which reads
-sys.argv.
+"""The commands of `gspo`, a module for each: `gspo train ...` calls `main` of gspo.cli.train.
 
-`main` is the console script `gspo`; `option_files` says where conf/ and sweeps/ are. No other
-package imports gspo.analysis.
+`main` is the console script `gspo`. `option_files` finds conf/ and sweeps/. No other package
+imports gspo.analysis.
 """
 
 from gspo.io.telemetry import turn_off_telemetry

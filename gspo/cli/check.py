@@ -1,18 +1,17 @@
-"""Checks in three minutes whether this software computes what it should on this machine, and how
-fast.
+"""Checks in three minutes whether this software computes correctly on this machine, and how fast.
 
     gspo check                                  the GPU if there is one, else the CPU
     gspo check device=cuda --seconds 300
     gspo check --json check.json                a file to attach to a bug report
 
     device=auto|cpu|cuda    the device that is checked (default: auto)
-    --seconds N             how long it may take (default: 150); checks for which no time is left
-                            are skipped
+    --seconds N             how long it may take (default: 150). A check is skipped if too
+                            little time is left for it
     --json FILE             write all numbers, versions and tracebacks
 
-A line for each finding: `ok`, `SLOW` (right, but slower than it should be), `FAIL` (wrong), or
-`skip` (not checked, and why). The exit code is 1 if anything failed. Nothing is downloaded, and no
-account is needed: the models are random and made on the device.
+Each finding is a line: `ok`, `SLOW` (correct, but slower than it should be), `FAIL` (wrong), or
+`skip` (not checked, with the reason). The exit code is 1 if anything failed. Nothing is downloaded,
+and no account is needed: the models have random weights and are created on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OPTIONS = {"--seconds": "150", "--json": "", "device": "auto"}
 
 
 class Options(NamedTuple):
-    """What the command line asks for."""
+    """The options of the command line."""
 
     device: str
     seconds: float
@@ -48,20 +47,21 @@ class Options(NamedTuple):
 
 
 def main() -> None:
-    """Run the checks that the command line asks for."""
+    """Run the checks, with the options of the command line."""
     command_line(check)
 
 
 def check() -> None:
-    """Print the findings as they come. The exit code is 1 if any check failed."""
+    """Print each finding as soon as its check yields it. The exit code is 1 if a check failed."""
     options = options_of(sys.argv[1:])
     if options is None:
         print(__doc__)
         return
     if options.json:
-        # a folder that cannot be written is said before the checks
+        # fail before the checks if the file cannot be written
         replace_text(Path(options.json), "{}\n")
-    from gspo.checking import run  # these import PyTorch and transformers, which takes seconds
+    # these import PyTorch and transformers, which takes seconds
+    from gspo.checking import run
     from gspo.checking.bench import Bench
     from gspo.run.policies import usable_device
 
@@ -69,46 +69,53 @@ def check() -> None:
     started = time.monotonic()
     bench = Bench(device, started + options.seconds)
     print(header())
-    found: list[Finding] = []
-    record = {
+    findings: list[Finding] = []
+    versions = {
         "code": code_state(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__config__.show(),
     }
     for finding in run.findings(bench, run.CHECKS):
-        found.append(finding)
+        findings.append(finding)
         print(finding.line(), flush=True)
-        write(record, found, bench, started, options.json)
-    write(record, found, bench, started, options.json)
-    counts = Counter(finding.status for finding in found)
+        write_record(versions, findings, bench, started, options.json)
+    write_record(versions, findings, bench, started, options.json)
+    counts = Counter(finding.status for finding in findings)
     print(f"\n{summary(counts)}, {time.monotonic() - started:.0f} s")
     if options.json:
         print(f"all numbers in {options.json}")
     sys.exit(1 if counts[FAIL] else 0)
 
 
-def write(record: dict, found: list[Finding], bench: Bench, started: float, file: str) -> None:
-    """Write what was found so far, so that Ctrl-C loses nothing. Without a file nothing is written."""
+def write_record(
+    versions: dict, findings: list[Finding], bench: Bench, started: float, file: str
+) -> None:
+    """Write the findings so far, so that Ctrl-C loses nothing. Does nothing if `file` is empty."""
     if file:
-        seconds = {"seconds": round(time.monotonic() - started, 2), "seconds_by_check": bench.spent}
-        whole = record | seconds | {"findings": [finding.record() for finding in found]}
-        replace_text(Path(file), json.dumps(whole, indent=1, default=str) + "\n")
+        record = versions | {
+            "seconds": round(time.monotonic() - started, 2),
+            "seconds_by_check": bench.seconds_by_check,
+            "findings": [finding.record() for finding in findings],
+        }
+        replace_text(Path(file), json.dumps(record, indent=1, default=str) + "\n")
 
 
 def options_of(arguments: list[str]) -> Options | None:
-    """Return what the words of the command line say, None if they ask for help. Raises ValueError
-    for words that are not known."""
-    values, rest = dict(OPTIONS), list(arguments)
+    """Return the options of the command line, or None if the user asks for help.
+
+    Raises ValueError for an unknown option or a wrong value."""
+    values = dict(OPTIONS)
+    rest = list(arguments)
     while rest:
-        name, given, value = rest.pop(0).partition("=")
+        name, equals_sign, value = rest.pop(0).partition("=")
         if name in ("-h", "--help"):
             return None
         if name not in OPTIONS:
             raise ValueError(f"there is no {name}; the nearest is {nearest(name, OPTIONS)}")
-        if not given and not rest:
+        if not equals_sign and not rest:
             raise ValueError(f"{name} needs a value")
-        values[name] = value if given else rest.pop(0)
+        values[name] = value if equals_sign else rest.pop(0)
     try:
         seconds = float(values["--seconds"])
     except ValueError:
@@ -119,10 +126,8 @@ def options_of(arguments: list[str]) -> Options | None:
 
 
 def summary(counts: Counter[str]) -> str:
-    """Return in words how the checks went."""
-    failed, slow, skipped = counts[FAIL], counts[SLOW], counts[SKIP]
-    if failed:
-        text = f"{failed} failed: do not trust a run on this machine before you know why"
-    else:
-        text = "nothing failed"
-    return f"{text}; {slow} slow, {skipped} skipped, {counts['ok']} ok"
+    """Return the numbers of failed, slow, skipped and passed checks in words."""
+    text = "nothing failed"
+    if counts[FAIL]:
+        text = f"{counts[FAIL]} failed: do not trust a run on this machine before you know why"
+    return f"{text}; {counts[SLOW]} slow, {counts[SKIP]} skipped, {counts['ok']} ok"

@@ -1,7 +1,8 @@
-"""Checks an objective of your own by the invariances that every objective here must pass, and says
-in words what holds.
+"""Checks your own objective by the invariances that every objective here must pass.
 
-gspo check-objective my_pkg.losses:Mine clip_high=0.3
+    gspo check-objective my_pkg.losses:Mine clip_high=0.3
+
+It prints a line for each invariance: `holds` or `FAILS`, with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> None:
 
 
 def check() -> None:
-    """Print a line for each invariance; the exit code is 1 if one does not hold."""
+    """Print a line for each invariance. The exit code is 1 if an invariance does not hold."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         sys.exit(0 if sys.argv[1:] else 2)
@@ -37,18 +38,18 @@ def check() -> None:
     findings = check_objective(objective)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        print(f"{'holds' if finding.holds else 'FAILS':<6} {finding.name:<{width}}  {finding.text}")
+        verdict = "holds" if finding.holds else "FAILS"
+        print(f"{verdict:<6} {finding.name:<{width}}  {finding.text}")
     failed = sum(not finding.holds for finding in findings)
-    print(
-        f"{sys.argv[1]}: {f'{failed} of {len(findings)} do not hold' if failed else f'all {len(findings)} hold'}"
-    )
+    summary = f"{failed} of {len(findings)} do not hold" if failed else f"all {len(findings)} hold"
+    print(f"{sys.argv[1]}: {summary}")
     sys.exit(1 if failed else 0)
 
 
 def chosen(name: str, values: list[str]) -> Objective:
-    """Return the objective that the command names, with these settings. Raises ValueError for wrong
-    ones.
-    """
+    """Return the objective that the command names, with these settings.
+
+    Raises ValueError for an unknown objective or a wrong setting."""
     if not is_path(name) and name not in BUILT_IN:
         raise ValueError(
             f"{name}: say MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}"

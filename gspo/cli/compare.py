@@ -1,26 +1,27 @@
-"""Runs side by side in the terminal, in the order given, or an evaluation against that of its base.
+"""Compares runs side by side in the terminal, or an evaluation with the evaluation of its base.
 
     gspo compare runs/STUDY/A runs/STUDY/B ...
     gspo compare runs/STUDY --where optim.lr=2e-4 task.name=math
     gspo compare runs/STUDY --all
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
-Settings in which they differ; how they ended; reward and held-out scores with 95 % intervals (of
-the reward: within the run, by resampling blocks of batches, which says nothing about other seeds;
-of held-out scores: over problems); clipped tokens, routing consistency, tokens, compute, time. Any
-source that the figures read will do: run directories, offline W&B files, wandb:ENTITY/PROJECT.
+Runs are printed in the given order: the settings that differ, how the runs ended, reward and
+held-out scores with 95 % intervals, clipped tokens, routing consistency, tokens, compute and time.
+The interval of the reward is within the run, by resampling blocks of batches. It says nothing about
+other seeds. The interval of a held-out score is over problems. Runs may be run directories, offline
+W&B files, or wandb:ENTITY/PROJECT, as for the figures.
 
-Of more than 4 runs each group of seeds has a line, with the settings that vary, and of up to 12
-runs each run.
+For more than 4 runs, the table has a line for each group of seeds, with the settings that vary. Up
+to 12 runs also have a line each.
 
-    --all               everything of every run
-    --where KEY=VALUE   the runs with these settings alone
+    --all               print everything for every run
+    --where KEY=VALUE   compare only the runs with these settings
 
-Of two evaluations (`gspo evaluate`), the base's first, on the same problems: the gain in accuracy
-by set, its 95 % interval (Student's t over the problems' paired differences) and exact sign-flip p,
-and what of the gain is format, more responses in which an answer is found, and what is correctness,
-more right ones among these (intervals by bootstrap over problems). The formula is in
-gspo/evaluation/paired.py.
+Two evaluations (`gspo evaluate`) must be on the same problems. Name the base's evaluation first.
+The table has the gain in accuracy for each set, with its 95 % interval (Student's t over the
+problems' paired differences) and exact sign-flip p. It splits the gain into format (more responses
+in which an answer is found) and correctness (more correct responses among these). The intervals of
+these two parts are by bootstrap over problems. The formula is in gspo/evaluation/paired.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,12 @@ from gspo.io.escaping import escape_line
 from gspo.io.tables import text_table
 from gspo.tracking.collapse import best as peak_of
 
-FEW = 12  # more runs are summarised by groups of seeds
-SIDE_BY_SIDE = 4  # up to so many runs stand in columns beside each other
-# of settings that vary together the first of these is shown
-FIRST = ("objective.name", "policy.routing_replay")
-MEANS = {  # rows of the table: the metric, and the format of its mean over the batches
+MAX_LISTED_RUNS = 12  # more runs are only summarised by groups of seeds
+MAX_COLUMNS = 4  # more runs are not printed as columns, except with --all
+# if several settings vary together, these are shown first
+PREFERRED_SETTINGS = ("objective.name", "policy.routing_replay")
+# rows of the table: the metric, and the format of its mean over the batches
+MEANS = {
     "clipped tokens": ("clip/token_active", ".3g"),
     "routing consistency": ("routing/consistency", ".4f"),
     "entropy": ("policy/entropy", ".3f"),
@@ -66,16 +68,17 @@ def main() -> None:
 
 
 def compare(arguments: list[str]) -> int:
-    """Print the comparison of these runs; return the exit code."""
+    """Print the comparison of these runs and return the exit code."""
     if not arguments or arguments[0].startswith("-"):
         print(__doc__)
         return 0 if arguments in (["-h"], ["--help"]) else 2
     try:
-        words, where, is_all = options_of(arguments)
+        words, where, show_all = options_of(arguments)
         _, paths = key_values(words, {}, paths=True)
     except ValueError as error:
         raise load.RunsError(str(error)) from None
-    if evaluations := [path for path in paths if (Path(path) / "responses").is_dir()]:
+    evaluations = [path for path in paths if (Path(path) / "responses").is_dir()]
+    if evaluations:
         return compare_evaluations(paths, evaluations)
     data = load.load(paths, where)
     for note in data.notes:
@@ -83,22 +86,28 @@ def compare(arguments: list[str]) -> int:
             print(f"note: {escape_line(note)}")
     if len(data.runs) < 2:
         raise load.RunsError(f"there is one run, {data.runs[0].path}: name two or more")
-    if len(data.runs) > SIDE_BY_SIDE:
+    has_columns = len(data.runs) <= MAX_COLUMNS
+    if not has_columns:
         groups = summary(data.runs)
-        # a title, a blank line and the head of the table
-        are_grouped = len(groups) < len(data.runs) + 3
-        if are_grouped:
+        # besides the groups, the summary has a title, a blank line and a head
+        has_groups = len(groups) < len(data.runs) + 3
+        if has_groups:
             print("\n".join(groups))
-        if len(data.runs) <= FEW:
-            print("\n".join([*[""] * are_grouped, *list_of_runs(data.runs)]))
-    if len(data.runs) <= SIDE_BY_SIDE or is_all:
-        print("\n".join([*[""] * (len(data.runs) > SIDE_BY_SIDE), *table(data.runs)]))
+        if len(data.runs) <= MAX_LISTED_RUNS:
+            if has_groups:
+                print()
+            print("\n".join(list_of_runs(data.runs)))
+    if has_columns or show_all:
+        if not has_columns:
+            print()
+        print("\n".join(table(data.runs)))
     return 0
 
 
 def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
-    """Return the words that name runs, the settings that follow --where, and whether --all is among
-    the words. Raises ValueError for --where without a setting."""
+    """Return the words that name runs, the settings after --where, and whether --all is given.
+
+    Raises ValueError for --where without a setting, or with two values of a setting."""
     words: list[str] = []
     where: dict[str, str] = {}
     rest = [argument for argument in arguments if argument != "--all"]
@@ -107,12 +116,13 @@ def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
         if word != "--where":
             words.append(word)
             continue
-        given = []
+        settings = []
         while rest and "=" in rest[0] and not Path(rest[0]).exists():
-            given.append(rest.pop(0))
-        if not given:
+            settings.append(rest.pop(0))
+        if not settings:
             raise ValueError("--where needs settings, such as --where optim.lr=2e-4")
-        for key, _, value in (each.partition("=") for each in given):
+        for setting in settings:
+            key, _, value = setting.partition("=")
             if key in where:
                 raise ValueError(f"--where {key}={where[key]} and {key}={value}: give one value")
             where[key] = value
@@ -120,13 +130,14 @@ def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
 
 
 def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
-    """Print the comparison of two evaluations; return the exit code."""
-    # PyTorch comes with it, which takes seconds to import and which runs are compared without
+    """Print the comparison of two evaluations and return the exit code."""
+    # It imports PyTorch, which takes seconds. A comparison of runs does not need it.
     from gspo.evaluation.comparison import compared, comparison_table, read_finished
 
     if evaluations != paths or len(paths) != 2:
         raise load.RunsError(
-            f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, and nothing else"
+            f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, "
+            "and nothing else"
         )
     try:
         print(comparison_table(compared(*map(read_finished, paths))))
@@ -136,84 +147,83 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """Return the settings in which runs differ, but for those that say where and how a run is
-    recorded.
-    """
+    """Return the settings in which runs differ, except the settings of how runs are recorded."""
     keys = sorted({key for run in runs for key in run.settings})
-    told = [
+    ignored = ("tracking", "runs", "resume", "on_existing")
+    return [
         key
         for key in keys
-        if key.split(".")[0] not in ("tracking", "runs", "resume", "on_existing")
+        if key.split(".")[0] not in ignored
+        and len({str(run.settings.get(key, "-")) for run in runs}) > 1
     ]
-    return [key for key in told if len({str(run.settings.get(key, "-")) for run in runs}) > 1]
 
 
-def telling(runs: list[Run]) -> dict[str, str]:
-    """Return the settings that tell the runs apart beside the seed, each with the shortest name
-    that it can have here.
+def distinguishing_settings(runs: list[Run]) -> dict[str, str]:
+    """Return the settings that distinguish the runs, besides the seed, each with a short name.
 
-    Of settings that vary together one is enough: a setting is left out if those before it tell all
-    that it tells."""
-    keys = [
+    If settings vary together, the first is enough. A setting is left out if it splits no group of
+    runs that the settings before it leave together."""
+    differing_keys = [
         key
         for key in differing(runs)
         if key not in ("seed", "cold_start.seed") and not key.startswith("options.")
     ]
-    keys = [*(key for key in FIRST if key in keys), *(key for key in keys if key not in FIRST)]
-    kept: list[str] = []
-    groups = 1
-    for key in keys:
-        found = len(
-            {tuple(str(run.settings.get(each, "-")) for each in [*kept, key]) for run in runs}
-        )
-        if found > groups:
-            kept.append(key)
-            groups = found
-    short = {key: key.removesuffix(".name").rpartition(".")[2] for key in kept}
-    count = Counter(short.values())
-    return {key: short[key] if count[short[key]] == 1 else key for key in kept}
+    candidates = [key for key in PREFERRED_SETTINGS if key in differing_keys]
+    candidates += [key for key in differing_keys if key not in PREFERRED_SETTINGS]
+    keys: list[str] = []
+    group_count = 1
+    for candidate in candidates:
+        groups = {tuple(setting_values(run, [*keys, candidate])) for run in runs}
+        if len(groups) > group_count:
+            keys.append(candidate)
+            group_count = len(groups)
+    short_names = {key: key.removesuffix(".name").rpartition(".")[2] for key in keys}
+    uses = Counter(short_names.values())
+    return {key: name if uses[name] == 1 else key for key, name in short_names.items()}
+
+
+def setting_values(run: Run, keys: Iterable[str]) -> list[str]:
+    """Return the run's values of these settings, "-" for a setting that it does not have."""
+    return [str(run.settings.get(key, "-")) for key in keys]
 
 
 def summary(runs: list[Run]) -> list[str]:
-    """Return aligned lines: for each group of runs that differ in their seeds alone, their number,
-    the mean reward of the last batches with the t interval over seeds, and how they ended. The
-    highest reward comes first."""
-    keys = telling(runs)
+    """Return aligned lines, one for each group of runs that differ only in their seeds.
+
+    A line has the number of runs, the mean reward of the last batches with the t interval over
+    seeds, and how the runs ended. The highest reward comes first."""
+    keys = distinguishing_settings(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(tuple(str(run.settings.get(key, "-")) for key in keys), []).append(run)
-    found = []
+        groups.setdefault(tuple(setting_values(run, keys)), []).append(run)
+    lines: list[tuple[float, list[str]]] = []  # the key to sort by, and the cells
     for values, members in groups.items():
         rewards = [reward(run).tail(WINDOW).mean() for run in members]
-        known = [value for value in rewards if not math.isnan(value)]
-        of_seeds = t_interval(np.array(known)) if known else None
-        ends = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
-        ended_so = ", ".join(f"{count} {how}" for how, count in sorted(ends.items()))
-        text = of_seeds.text() if of_seeds else "-"
-        found.append(
-            (-of_seeds.mean if of_seeds else math.inf, [*values, str(len(members)), text, ended_so])
-        )
-    found.sort(key=lambda pair: pair[0])
-    rows = [
-        [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"],
-        *(cells for _, cells in found),
-    ]
-    title = f"{len(runs)} runs in {len(found)} groups that differ in more than the seed (--all: every run)"
-    return [title, "", *aligned(rows)]
+        rewards = [value for value in rewards if not math.isnan(value)]
+        over_seeds = t_interval(np.array(rewards)) if rewards else None
+        end_counts = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
+        ends = ", ".join(f"{count} {how}" for how, count in sorted(end_counts.items()))
+        reward_text = over_seeds.text() if over_seeds else "-"
+        sort_key = -over_seeds.mean if over_seeds else math.inf
+        lines.append((sort_key, [*values, str(len(members)), reward_text, ends]))
+    lines.sort(key=lambda line: line[0])
+    head = [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"]
+    title = (
+        f"{len(runs)} runs in {len(groups)} groups that differ in more than the seed "
+        "(--all: every run)"
+    )
+    return [title, "", *aligned([head, *(cells for _, cells in lines)])]
 
 
 def list_of_runs(runs: list[Run]) -> list[str]:
-    """Return aligned lines, one for each run: the settings that tell it apart, its seed, how it
-    ended, its reward.
-    """
-    keys = telling(runs)
+    """Return aligned lines, one for each run: its settings, seed, batches, reward and end."""
+    keys = distinguishing_settings(runs)
     rows = [[*keys.values(), "seed", "batches", f"reward, last {WINDOW}", "best smoothed", "ended"]]
     for run in runs:
-        values = [str(run.settings.get(key, "-")) for key in keys]
-        last = interval(reward(run).tail(WINDOW))
-        rows.append(
-            [*values, str(run.seed), f"{run.last}/{run.planned}", last, best(run), ended(run)]
-        )
+        last_reward = interval(reward(run).tail(WINDOW))
+        batches = f"{run.last}/{run.planned}"
+        results = [str(run.seed), batches, last_reward, best(run), ended(run)]
+        rows.append([*setting_values(run, keys), *results])
     return [f"{len(runs)} runs (--all: everything of every run)", "", *aligned(rows)]
 
 
@@ -223,17 +233,19 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def table(runs: list[Run]) -> list[str]:
-    """Return aligned lines: the settings that differ, then what the runs did. Columns are numbered,
-    with a legend above."""
-    lines = [f"[{i}] {escape_line(run.path)}" for i, run in enumerate(runs, start=1)]
+    """Return aligned lines: the settings that differ, then the results of the runs.
+
+    Columns are numbered. A legend above the table gives each number's run."""
+    legend = [f"[{i}] {escape_line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
     rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
-    rows += [[], *(row for row in results(runs) if any(cell != "-" for cell in row[1:]))]
-    return [*lines, "", *aligned(rows)]
+    rows.append([])
+    rows += [row for row in results(runs) if any(cell != "-" for cell in row[1:])]
+    return [*legend, "", *aligned(rows)]
 
 
 def results(runs: list[Run]) -> list[list[str]]:
-    """Return a row per quantity with a cell per run, "-" where a run has not reported it."""
+    """Return a row per quantity, with a cell per run, or "-" without values."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("ended", ended),
         ("batches", lambda run: f"{run.last}/{run.planned}"),
@@ -271,7 +283,7 @@ def interval(values: pd.Series) -> str:
 
 
 def ended(run: Run) -> str:
-    """Return how a run ended, by the registered rule and by what its directory says."""
+    """Return how a run ended by its directory, and the collapse by the registered rule."""
     return run.ended if run.collapsed is None else f"{run.ended}; collapsed at step {run.collapsed}"
 
 
@@ -280,22 +292,23 @@ def best(run: Run) -> str:
     rewards = reward(run)
     if not len(rewards):
         return "-"
-    highest, at = peak_of(rewards.tolist())
-    return f"{highest:.3f} at step {rewards.index[at]}"
+    highest, position = peak_of(rewards.tolist())
+    return f"{highest:.3f} at step {rewards.index[position]}"
 
 
 def held_out(run: Run, name: str) -> str:
-    """Return the last score with its 95 % interval over problems, and the best of all evaluations,
-    which is chosen after the fact."""
+    """Return the last score with its 95 % interval over problems, and the best score.
+
+    The best of all evaluations is chosen after the fact, so it is biased upwards."""
     if name not in run.rows:
         return "-"
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
     if not len(scores):
         return "-"
     stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
-    half = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
-    around = "" if math.isnan(half) else f" ± {half:.3f}"
-    return f"{scores.iloc[-1]:.3f}{around} ({scores.max():.3f})"
+    half_width = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
+    interval_text = "" if math.isnan(half_width) else f" ± {half_width:.3f}"
+    return f"{scores.iloc[-1]:.3f}{interval_text} ({scores.max():.3f})"
 
 
 def mean(run: Run, metric: str, form: str) -> str:
@@ -306,14 +319,16 @@ def mean(run: Run, metric: str, form: str) -> str:
 def total(run: Run, metric: str, form: str) -> str:
     """Return the last value of a running total, with seconds as hours."""
     values = run.column(metric)
-    return (
-        f"{values.iloc[-1] / (3600 if metric == 'compute/seconds' else 1):{form}}"
-        if len(values)
-        else "-"
-    )
+    if not len(values):
+        return "-"
+    divisor = 3600 if metric == "compute/seconds" else 1
+    return f"{values.iloc[-1] / divisor:{form}}"
 
 
 def share_of_time(run: Run, name: str) -> str:
-    """Return the share of the run's seconds in which it waited for this."""
-    spent, seconds = run.column(f"time/{name}_s"), run.column("compute/seconds")
-    return f"{100 * spent.sum() / seconds.iloc[-1]:.2f} %" if len(spent) and len(seconds) else "-"
+    """Return the percentage of the run's seconds that it spent on `name`."""
+    waited = run.column(f"time/{name}_s")
+    seconds = run.column("compute/seconds")
+    if not len(waited) or not len(seconds):
+        return "-"
+    return f"{100 * waited.sum() / seconds.iloc[-1]:.2f} %"

@@ -1,21 +1,23 @@
-"""W&B dashboards from the metric registry: `gspo dashboard project=NAME [entity=TEAM]`
+"""Makes W&B dashboards from the metric registry: `gspo dashboard project=NAME [entity=TEAM]`
 
-Eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes, Evaluation,
-Efficiency. Runs are grouped by objective and Routing Replay, and a group is drawn as its mean and
-range: over seeds, if nothing else differs in it (what does is said). With a W&B account they are
-saved in the project, over the ones that this command saved before, and their addresses printed;
-without one, the JSON that W&B would be sent is written and the command to publish is printed.
+There are eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes,
+Evaluation, Efficiency. Runs are grouped by objective and Routing Replay. A group is drawn as its
+mean and range. That is over seeds if its runs differ in nothing else. If they do, a note names the
+other settings.
+
+With a W&B account, the views are saved in the project and their addresses are printed. They replace
+the views that this command saved before. Without an account, the command writes the JSON for W&B
+and prints the command to publish it.
 
   project=NAME    W&B project (default: WANDB_PROJECT, else gspo, as tracking.project)
   entity=TEAM     W&B user or team (default: WANDB_ENTITY, else the account's own)
-  study=NAME      the runs of one study alone, in views of their own (default: all runs of the
-                  project)
-  by=SETTING,...  what runs are grouped by (default: objective.name,policy.routing_replay); e.g.
+  study=NAME      only the runs of this study, in separate views (default: all runs of the project)
+  by=SETTING,...  settings to group runs by (default: objective.name,policy.routing_replay), e.g.
                   by=options.objective (gspo_tiny apart from gspo), by=objective.name,optim.lr
-  runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT: which metrics there are
-                  (default: runs); panels that none of them has recorded are left out, and named
-  out=FOLDER      where the JSON goes (default: figures/dashboard)
-  publish=no      write the JSON alone
+  runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT (default: runs). Panels
+                  whose metrics none of these runs has recorded are left out and named
+  out=FOLDER      folder of the JSON (default: figures/dashboard)
+  publish=no      only write the JSON
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ DEFAULTS = {
 
 
 def main() -> None:
-    """Make the dashboards that the command line asks for."""
+    """Make the dashboards, with the options of the command line."""
     code: object = 0
     try:
         command_line(make)
     except SystemExit as end:
         code = end.code
     if "wandb" in sys.modules:
-        # W&B's process was seen not to end when it was asked to, and this one would wait for it for
-        # ever. Everything has been sent by now, and W&B's process ends by itself once its parent is
-        # gone.
+        # W&B's process sometimes does not end when it is asked to. This process would wait for it
+        # forever. Everything has been sent by now, and W&B's process ends by itself after its
+        # parent.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
@@ -70,104 +72,111 @@ def make() -> None:
         return
     chosen = options(arguments)
     check_installed("gspo dashboard")
-    from gspo.tracking.dashboard import home, publish, workspace, write  # it imports W&B
+    # it imports W&B
+    from gspo.tracking.dashboard import home, publish, workspace, write
 
-    views, notes = arranged(chosen["runs"], chosen["by"], chosen["study"])
-    entity = home(chosen["entity"]) if chosen["publish"] == "yes" else None
-    place = entity or chosen["entity"], chosen["project"]
-    made = [
-        workspace(view, *place, tuple(chosen["by"].split(",")), chosen["study"]) for view in views
+    views, notes = checked_views(chosen["runs"], chosen["by"], chosen["study"])
+    account = home(chosen["entity"]) if chosen["publish"] == "yes" else None
+    entity = account or chosen["entity"]
+    group_by = tuple(chosen["by"].split(","))
+    workspaces = [
+        workspace(view, entity, chosen["project"], group_by, chosen["study"]) for view in views
     ]
-    for view, path in zip(views, write(made, Path(chosen["out"])), strict=True):
+    for view, path in zip(views, write(workspaces, Path(chosen["out"])), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
     print("\n".join(map(escape_line, notes)))
     if chosen["publish"] == "no":
         return
-    if entity is None:
-        asked = [
+    if account is None:
+        words = [
             shlex.quote(f"{key}={value}") for key, value in chosen.items() if value != DEFAULTS[key]
         ]
-        print(f"not published. To publish: wandb login; {sys.argv[0]}", *asked)
+        print(f"not published. To publish: wandb login; {sys.argv[0]}", *words)
         return
-    for name, address in publish(made):
+    for name, address in publish(workspaces):
         print(f"{name}: {address}")
 
 
 def options(arguments: list[str]) -> dict[str, str]:
-    """Return the command line over DEFAULTS. Raises ValueError for what it does not know."""
+    """Return the options of the command line, with DEFAULTS for the others.
+
+    Raises ValueError for an unknown option or a wrong value."""
     chosen, _ = key_values(arguments, DEFAULTS)
     if not chosen["project"]:
         raise ValueError("project=: name a W&B project")
     if not re.fullmatch(r"[\w.,+ -]*", chosen["study"]):
         raise ValueError(
-            f"study={chosen['study']}: W&B's filters take letters, digits, spaces and _ . , + - alone"
+            f"study={chosen['study']}: W&B's filters take letters, digits, spaces and "
+            "_ . , + - alone"
         )
     if chosen["publish"] not in ("yes", "no"):
         raise ValueError(f"publish={chosen['publish']}: choose yes or no")
     return chosen
 
 
-def arranged(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
-    """Return the views, checked against the registry and against what runs have recorded, and the
-    notes on what was left out."""
+def checked_views(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
+    """Return the views, and notes on the panels and runs that are left out.
+
+    The views are checked against the registry and against the metrics that the runs recorded."""
     if unplaced():
         raise ValueError(
             f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}"
         )
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
-    found = sources.records(runs) if runs.startswith(sources.SERVER) or Path(runs).exists() else []
-    found = [
-        record
-        for record in found
-        if len(record.rows) and study in ("", record.settings.get("study"))
-    ]
-    found, strange = of_this_version(found)
-    notes += [
-        f"left out: {record.path} has recorded {name}, which is on no panel"
-        for record, name in strange
-    ]
-    where = f"{runs}" + (f" of study {study}" if study else "")
-    if not found:
-        return VIEWS, [
-            *notes,
-            f"no run under {where}: by={grouped_by} and the panels are checked against the registry alone",
-        ]
+    records: list[Record] = []
+    for record in existing_records(runs):
+        if not len(record.rows) or study not in ("", record.settings.get("study")):
+            continue
+        unknown_metrics = unknown(reported(record))
+        if unknown_metrics:
+            metric = unknown_metrics[0]
+            notes.append(f"left out: {record.path} has recorded {metric}, which is on no panel")
+        else:
+            records.append(record)
+    source = f"{runs} of study {study}" if study else runs
+    if not records:
+        notes.append(
+            f"no run under {source}: by={grouped_by} and the panels are checked against the "
+            "registry alone"
+        )
+        return VIEWS, notes
     for key in grouped_by.split(","):
-        if not any(key in record.settings for record in found):
-            raise ValueError(f"by={grouped_by}: no run under {where} has the setting {key!r}")
-    views, missing = recorded(VIEWS, {name for record in found for name in reported(record)})
+        if not any(key in record.settings for record in records):
+            raise ValueError(f"by={grouped_by}: no run under {source} has the setting {key!r}")
+    views, missing = recorded(VIEWS, {name for record in records for name in reported(record)})
     if missing:
-        notes.append(f"left out, for no run under {where} has recorded them: {', '.join(missing)}")
-    return views, notes + mixed(found, grouped_by)
+        notes.append(f"left out, for no run under {source} has recorded them: {', '.join(missing)}")
+    return views, notes + mixed_groups(records, grouped_by)
 
 
-def of_this_version(found: list[Record]) -> tuple[list[Record], list[tuple[Record, str]]]:
-    """Return the runs whose metrics are all in the registry, and the others, each with one metric
-    that is not.
-    """
-    strange = [(record, name) for record in found for name in unknown(reported(record))[:1]]
-    others = {id(record) for record, _ in strange}
-    return [record for record in found if id(record) not in others], strange
+def existing_records(runs: str) -> list[Record]:
+    """Return the records of all runs under a path or a W&B address, none if it does not exist."""
+    if runs.startswith(sources.SERVER) or Path(runs).exists():
+        return sources.records(runs)
+    return []
 
 
 def reported(record: Record) -> list[str]:
+    """Return the metrics for which a run has at least one value."""
     return list(record.rows.columns[record.rows.notna().any()])
 
 
-def mixed(found: list[Record], grouped_by: str) -> list[str]:
-    """Return a note if a group would contain runs that differ in more than the seed, so that its
-    mean would hide that."""
+def mixed_groups(records: list[Record], grouped_by: str) -> list[str]:
+    """Return a note if the runs of a group differ in more than the seed: its mean would hide it."""
     groups: dict[object, list[Record]] = {}
-    for record in found:
-        groups.setdefault(
-            tuple(record.settings.get(key) for key in grouped_by.split(",")), []
-        ).append(record)
+    for record in records:
+        values = tuple(record.settings.get(key) for key in grouped_by.split(","))
+        groups.setdefault(values, []).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
-    studies = {str(record.settings.get("study")) for record in found}
-    several = [f"{len(studies)} studies"] if len(studies) > 1 else []
-    if not several and not keys:
+    studies = {str(record.settings.get("study")) for record in records}
+    differences = [f"{len(studies)} studies"] if len(studies) > 1 else []
+    differences += keys[:6]
+    if not differences:
         return []
-    over = ", ".join([*several, *keys[:6]]) + (", ..." if len(keys) > 6 else "")
+    text = ", ".join(differences)
+    if len(keys) > 6:
+        text += ", ..."
     return [
-        f"by={grouped_by} draws means over {over} beside seeds: study= chooses one study, by= other settings"
+        f"by={grouped_by} draws means over {text} beside seeds: study= chooses one study, "
+        "by= other settings"
     ]

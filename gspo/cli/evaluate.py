@@ -1,4 +1,5 @@
-"""Evaluates a run's checkpoint or any model on held-out sets and benchmarks; prints a table.
+"""Evaluates a run's checkpoint or any model on held-out sets and benchmarks, and prints a table.
+
 `--help` says more.
 """
 
@@ -20,7 +21,7 @@ from gspo.run.entry_point import command_line, one_line
 
 
 def main() -> None:
-    """Make the evaluation that the command line asks for."""
+    """Evaluate, with the settings of the command line."""
     command_line(start)
 
 
@@ -44,32 +45,36 @@ def job(config: DictConfig) -> None:
 
 
 def find_data(config: DictConfig) -> None:
-    """Turn data=DIR into the benchmarks' paths where they are not given: DIR/<name>, or a file
-    DIR/<name>.*.
+    """Set the empty paths of the benchmarks from data=DIR: DIR/<name>, or a file DIR/<name>.*.
 
-    Raises ValueError where that changes nothing.
-    """
-    tasks = {name: task for name, task in config.tasks.items() if isinstance(task, DictConfig)}
-    wanting = {name: task for name, task in tasks.items() if task.get("path") == ""}
-    if config.data and not wanting:
+    Raises ValueError if no benchmark has an empty path."""
+    if not config.data:
+        return
+    without_path = {
+        name: task
+        for name, task in config.tasks.items()
+        if isinstance(task, DictConfig) and task.get("path") == ""
+    }
+    if not without_path:
         raise ValueError(
             f"data={config.data} is read by none of benchmark={list(config.benchmark)}"
         )
-    for name, task in wanting.items() if config.data else ():
+    for name, task in without_path.items():
         folder = Path(config.data) / name
         files = [] if folder.exists() else sorted(folder.parent.glob(f"{name}.*"))
         task.path = str(files[0] if files else folder)
 
 
 def with_benchmarks(arguments: list[str]) -> list[str]:
-    """Return the command line with one option file for each name of benchmark=[...].
-    `+task@tasks.NAME=NAME` makes Hydra put conf/task/NAME.yaml at tasks.NAME, so that it composes,
-    types and refuses tasks.NAME.KEY=... like any setting. A name may also be the place of a task of
-    the user's own, my_pkg.tasks:Mine, which becomes tasks.Mine.
+    """Return the command line with an option file for each name of benchmark=[...].
 
-    Raises ValueError for a name without an option file.
-    """
-    result, options = [], sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    The word `+task@tasks.NAME=NAME` makes Hydra put conf/task/NAME.yaml at tasks.NAME. Hydra then
+    composes and checks tasks.NAME.KEY=... like any setting. A name may also be the import path of
+    the user's own task. For example, my_pkg.tasks:Mine becomes tasks.Mine.
+
+    Raises ValueError for a name without an option file."""
+    options = sorted(path.stem for path in (CONF / "task").glob("*.yaml"))
+    result: list[str] = []
     for argument in arguments:
         if not argument.startswith("benchmark="):
             result.append(argument)
@@ -86,8 +91,8 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
                 raise ValueError(
                     f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}"
                 )
-        # of a class of the user's own, the class's name
+        # the key of the user's own task is the name of its class
         keys = [re.split("[.:]", name)[-1] for name in names]
-        result += [f"benchmark=[{','.join(keys)}]"]
+        result.append(f"benchmark=[{','.join(keys)}]")
         result += [f"+task@tasks.{key}={name}" for key, name in zip(keys, names, strict=True)]
     return result

@@ -1,6 +1,4 @@
-"""What `gspo evaluate` does once its settings are in order: it opens the run or the model, samples,
-and reports.
-"""
+"""Opens the run or the model of `gspo evaluate`, samples responses, and reports the scores."""
 
 from __future__ import annotations
 
@@ -53,40 +51,40 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import EVALUATION, OF_WANDB, About, chosen_mode, server_run
 from gspo.train.checkpoint_files import read_state
 
-# tokens of a response where neither the command nor the benchmark nor a run says how many
-LONGEST = 2048
-TRUNCATED = 0.2  # a remark is printed when a larger share of a set's responses is cut off
+# response tokens if neither the command, nor the benchmark, nor the run sets a limit
+DEFAULT_RESPONSE_TOKENS = 2048
+MAX_TRUNCATED_SHARE = 0.2  # a larger share of a set's responses prints a warning
 
 
 @dataclass
 class Subject:
-    """What is evaluated, and on what."""
+    """The policy that is evaluated, the sets, and the fields of the result."""
 
     engine: Engine
-    # its part of the evaluation's settings, with the precision that it is sampled in
+    # its part of the evaluation's settings, with the precision of sampling
     identity: dict
-    why: str  # why this precision is used, or by which engine, in words
+    remark: str  # the reason for the precision, or the engine, in words
     sets: list[EvaluationSet]
     step: int  # the step of training, 0 for a model
-    name: str  # the name by which the user calls it
+    name: str  # the user's name for the run or model
     folder: str  # the result's folder without its hash
-    # what W&B is told: the settings, the study and the tags of the run, and the project that it is
-    # in
+    # for W&B: the settings, study and tags of the run, and its project
     config: dict = field(default_factory=dict)
     study: str = ""
     tags: list[str] = field(default_factory=list)
-    place: TrackingSettings = field(default_factory=TrackingSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
     checkpoint: Path | None = None
 
 
 def evaluate_subject(command: EvaluateCommand) -> None:
-    """Evaluate what the command names."""
+    """Evaluate the run or the model that the command names."""
     device = usable_device(command.device, "device")
     subject = of_run(command) if command.run else of_model(command, device)
     with closing(subject.engine):
-        print_sandbox_layers(
-            {name: state for s in subject.sets for name, state in s.task.ready().items()}
-        )
+        layers: dict = {}
+        for evaluation_set in subject.sets:
+            layers |= evaluation_set.task.ready()
+        print_sandbox_layers(layers)
         try:
             evaluate(command, subject)
         finally:
@@ -95,12 +93,10 @@ def evaluate_subject(command: EvaluateCommand) -> None:
 
 
 def evaluate(command: EvaluateCommand, subject: Subject) -> None:
-    """Sample what the result's folder does not hold yet, write the numbers, and print them."""
-    sets = (
-        subject.sets
-        if command.max_new_tokens
-        else [within_positions(s, subject.engine) for s in subject.sets]
-    )
+    """Sample the responses that the result's folder lacks, then write and print the numbers."""
+    sets = subject.sets
+    if not command.max_new_tokens:
+        sets = [within_positions(s, subject.engine) for s in sets]
     sets = [with_room(s, subject.engine, s.limit) for s in sets]
     base = read_finished(command.against) if command.against else None
     if base:
@@ -128,34 +124,36 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
         if comparison:
             folder.finish(results, code, comparison)
         upload = track(command, subject, settings, results, path, code)
+    rules = "".join(f"{rule} {value:g}, " for rule, value in command.rules.items())
     print(
         f"{subject.name}: {command.k} samples a problem at temperature {command.temperature:g}, "
-        + "".join(f"{rule} {value:g}, " for rule, value in command.rules.items())
-        + f"computed in {subject.identity['dtype']}{subject.why}"
+        f"{rules}computed in {subject.identity['dtype']}{subject.remark}"
     )
     print(table(results, command.k))
     for warning in cut_short(results, subject.sets):
         print(f"warning: {warning}", file=sys.stderr)
     if comparison:
         print(comparison_table(comparison))
-    print(
-        f"numbers in {written}, responses beside it"
-        + (f"; to upload them: {upload}" if upload else "")
-    )
+    upload_text = f"; to upload them: {upload}" if upload else ""
+    print(f"numbers in {written}, responses beside it{upload_text}")
 
 
 def settings_of(command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet]) -> dict:
-    """Return the settings that the numbers depend on. They name the result's folder, and an
-    evaluation that goes on must have the same."""
+    """Return the settings that the numbers depend on.
+
+    Their hash is part of the name of the result's folder. An evaluation can only be continued with
+    the same settings."""
     policy = subject.engine.policy
-    return {
-        **subject.identity,
+    settings = subject.identity | {
         "weights": fingerprint(policy.model),
         "prompt": asdict(policy.prompts) | {"used": policy.prompt_format_used},
         "samples": command.k,
         "temperature": command.temperature,
-        **command.rules,
-        **({"stop": command.stop} if command.stop else {}),
+    }
+    settings |= command.rules
+    if command.stop:
+        settings["stop"] = command.stop
+    return settings | {
         "max_new_tokens": {s.name: s.limit for s in sets},
         "seed": command.seed,
         "sets": {s.name: describe(s) for s in sets},
@@ -170,71 +168,74 @@ def track(
     folder: Path,
     code: dict,
 ) -> str | None:
-    """Show the numbers in W&B, if that is asked for, as a run of the job type "eval" in the group
-    of the evaluated run.
+    """Record the numbers in W&B, unless it is disabled, and return the command that uploads them.
 
-    The id of the W&B run is a function of the study and of all that the numbers depend on, so the
-    same command always writes the same one. Returns the command that uploads it, None if there is
-    nothing to upload."""
+    They become a W&B run of the job type "eval", in the group of the evaluated run. Its id is a
+    function of the study and the settings, so the same command always writes the same W&B run.
+    Returns None if there is nothing to upload."""
     mode = chosen_mode(command.wandb)
     if mode == "disabled":
         return None
-    what = subject.identity.get("run") or Path(subject.name).name
+    subject_name = subject.identity.get("run") or Path(subject.name).name
     about = About(
         subject.config | {"evaluated": settings | {"checkpoint": str(subject.checkpoint or "")}},
         subject.study,
         subject.tags,
         job_type="eval",
-        name=f"{what}-{folder.name}" if subject.checkpoint else folder.name,
+        name=f"{subject_name}-{folder.name}" if subject.checkpoint else folder.name,
         id=f"eval-{digest([subject.study, settings])}",
         record={"commit": code["commit"]},
     )
-    from gspo.tracking.wandb_run import WandbRun  # it imports W&B
+    # it imports W&B
+    from gspo.tracking.wandb_run import WandbRun
 
-    tracked = WandbRun(folder, subject.place, mode, about)
+    wandb_run = WandbRun(folder, subject.tracking, mode, about)
     if subject.checkpoint:
-        tracked.lineage.used(subject.checkpoint, what, (subject.checkpoint.name,))
+        wandb_run.lineage.used(subject.checkpoint, subject_name, (subject.checkpoint.name,))
     row: dict[str, float] = {"step": subject.step}
     for name, result in results.items():
-        row |= as_metrics(name, result) | {
-            f"eval/{name}/prompt_too_long": float(result["prompt_too_long"])
-        }
-    tracked.send(row, [])
-    tracked.lineage.made(folder, f"{what}-evaluation", EVALUATION, (folder.name,))
-    return tracked.finish(0)
+        row |= as_metrics(name, result)
+        row[f"eval/{name}/prompt_too_long"] = float(result["prompt_too_long"])
+    wandb_run.send(row, [])
+    wandb_run.lineage.made(folder, f"{subject_name}-evaluation", EVALUATION, (folder.name,))
+    return wandb_run.finish(0)
 
 
-def within_positions(whole: EvaluationSet, engine: Engine) -> EvaluationSet:
-    """Return the set with as much of its own response length as the model has positions for beside
-    the longest prompt, but at least half of the positions, so that one long prompt does not shorten
-    all responses. Prints a remark where that is less."""
-    room = engine.room(whole.problems, whole.limit)
-    if room == whole.limit:
-        return whole
-    limit = min(whole.limit, max(room, engine.positions // 2))
+def within_positions(evaluation_set: EvaluationSet, engine: Engine) -> EvaluationSet:
+    """Return the set with its response limit reduced to the positions that the model has.
+
+    The longest prompt and the response must fit together. The limit stays at least half of the
+    positions, so that one long prompt does not shorten all responses. A reduced limit is
+    printed."""
+    old_limit = evaluation_set.limit
+    room = engine.room(evaluation_set.problems, old_limit)
+    if room == old_limit:
+        return evaluation_set
+    limit = min(old_limit, max(room, engine.positions // 2))
     print(
-        f"{whole.name}: up to {limit} response tokens in place of {whole.limit}: {engine.positions} positions"
+        f"{evaluation_set.name}: up to {limit} response tokens in place of {old_limit}: "
+        f"{engine.positions} positions"
     )
-    return replace(whole, limit=limit)
+    return replace(evaluation_set, limit=limit)
 
 
 def cut_short(results: dict[str, dict], sets: list[EvaluationSet]) -> list[str]:
-    """Return remarks on sets that a longer limit would score differently."""
-    found = []
+    """Return warnings about sets in which many responses were truncated."""
+    warnings = []
     for s in sets:
         share = results[s.name]["verdicts"].get("truncated", 0.0)
-        if share > TRUNCATED:
-            found.append(
-                f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and count as wrong; say "
-                f"max_new_tokens={2 * s.limit} or more"
+        if share > MAX_TRUNCATED_SHARE:
+            warnings.append(
+                f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and "
+                f"count as wrong; say max_new_tokens={2 * s.limit} or more"
             )
-    return found
+    return warnings
 
 
 def sample(
     command: EvaluateCommand, subject: Subject, sets: list[EvaluationSet], folder: Folder
 ) -> dict[str, dict]:
-    """Sample, score and summarise, with a progress bar."""
+    """Sample and score the responses, with a progress bar, and return the summary of each set."""
     sampling = Sampling(
         command.temperature,
         stop=tuple(command.stop),
@@ -248,8 +249,9 @@ def sample(
 
 
 def of_run(command: EvaluateCommand) -> Subject:
-    """Return a run's checkpoint as the subject, on benchmarks or on its own task, in the precision
-    of the run's own evaluations."""
+    """Return a run's checkpoint as the subject, on benchmarks or on the run's task.
+
+    It samples in the precision of the run's own evaluations."""
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = settings_and_checkpoint(
@@ -259,8 +261,8 @@ def of_run(command: EvaluateCommand) -> Subject:
         command.allow_outside_code,
         command.addresses,
     )
-    own = {settings.task.name: settings.task}
-    sets = all_sets(command, command.tasks or own, settings.rollout.longest_limit)
+    tasks = command.tasks or {settings.task.name: settings.task}
+    sets = all_sets(command, tasks, settings.rollout.longest_limit)
     if command.prompt != PromptFormat():
         settings.prompt = command.prompt
     if command.device != "auto":
@@ -273,29 +275,40 @@ def of_run(command: EvaluateCommand) -> Subject:
     policy.stop_at(command.stop, "stop")
     step = read_state(checkpoint)["step"] if checkpoint else 0
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": rollout.dtype}
-    folder, name = f"{command.run}/evaluations/step_{step:06d}", f"{command.run}, step {step}"
-    place = TrackingSettings()
+    tracking = TrackingSettings()
     if ownership.is_own_file(Path(command.run) / SETTINGS):
         entity, project, _ = server_run(Path(command.run))
-        place.entity, place.project = (
-            entity or settings.tracking.entity,
-            project or settings.tracking.project,
-        )
-    about = asdict(settings), settings.study, settings.tags(), place, checkpoint
+        tracking.entity = entity or settings.tracking.entity
+        tracking.project = project or settings.tracking.project
     if command.rollout:
-        return Subject(
-            *with_engine(policy, rollout, command.stop, identity), sets, step, name, folder, *about
-        )
-    why = " as during training (rollout.dtype)"
-    if rollout.name != "local":
-        why = f" (rollout.dtype); during training by {rollout.name}, whose sums round otherwise"
-    engine = local_engine(policy, rollout, command.batch_rows)
-    return Subject(engine, identity, why, sets, step, name, folder, *about)
+        engine, identity, remark = with_engine(policy, rollout, command.stop, identity)
+    else:
+        engine = local_engine(policy, rollout, command.batch_rows)
+        remark = " as during training (rollout.dtype)"
+        if rollout.name != "local":
+            remark = (
+                f" (rollout.dtype); during training by {rollout.name}, whose sums round otherwise"
+            )
+    return Subject(
+        engine,
+        identity,
+        remark,
+        sets,
+        step,
+        name=f"{command.run}, step {step}",
+        folder=f"{command.run}/evaluations/step_{step:06d}",
+        config=asdict(settings),
+        study=settings.study,
+        tags=settings.tags(),
+        tracking=tracking,
+        checkpoint=checkpoint,
+    )
 
 
 def of_model(command: EvaluateCommand, device: str) -> Subject:
     """Return a model as the subject, on benchmarks."""
-    sets, rollout = all_sets(command, command.tasks), command.rollout
+    sets = all_sets(command, command.tasks)
+    rollout = command.rollout
     if rollout:
         check_engine_start(rollout, command.model)
     model, tokenizer = command.model.make()
@@ -303,56 +316,64 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     policy.stop_at(command.stop, "stop")
     identity = {"model": asdict(command.model), "dtype": rollout.dtype if rollout else "float32"}
     name = getattr(command.model, "path", command.model.name)
-    folder = f"runs/evaluations/{Path(name).name}"
-    about = {"config": {"model": asdict(command.model)}, "tags": [command.model.name]}
     if rollout:
-        return Subject(
-            *with_engine(policy, rollout, command.stop, identity), sets, 0, name, folder, **about
-        )
+        engine, identity, remark = with_engine(policy, rollout, command.stop, identity)
+    else:
+        engine = LocalEngine(policy, command.batch_rows or 256)
+        remark = ""
     return Subject(
-        LocalEngine(policy, command.batch_rows or 256), identity, "", sets, 0, name, folder, **about
+        engine,
+        identity,
+        remark,
+        sets,
+        step=0,
+        name=name,
+        folder=f"runs/evaluations/{Path(name).name}",
+        config={"model": asdict(command.model)},
+        tags=[command.model.name],
     )
 
 
 def with_engine(
     policy: Policy, rollout: RolloutSettings, stop: list[str], identity: dict
 ) -> tuple[Engine, dict, str]:
-    """Start the engine that rollout=... names; it is told of the stop strings, so that it can end
-    responses itself. Returns it, the identity with what is recorded of it, and the words for it."""
+    """Start the engine that rollout=... names, and return (engine, identity, remark).
+
+    The engine gets the stop strings, so that it can end responses itself. The identity has the
+    engine's record, and the remark names the engine."""
     engine = make_engine(policy, replace(rollout, stop=stop))
-    return (
-        engine,
-        identity | {"engine": engine_record(rollout, engine.positions)},
-        f" by {rollout.name}",
-    )
+    identity = identity | {"engine": engine_record(rollout, engine.positions)}
+    return engine, identity, f" by {rollout.name}"
 
 
 def all_sets(
-    command: EvaluateCommand, tasks: dict[str, Task], limit: int = LONGEST
+    command: EvaluateCommand, tasks: dict[str, Task], limit: int = DEFAULT_RESPONSE_TOKENS
 ) -> list[EvaluationSet]:
-    """Return the chosen sets of all tasks, each with its response limit: the command's, the
-    benchmark's own, or `limit`.
+    """Return the chosen sets of all tasks, each with its response limit.
 
-    Raises ValueError for a set that no task has, or that two tasks have.
-    """
+    The limit is max_new_tokens of the command, else of the benchmark, else `limit`. Raises
+    ValueError for a set that no task has, or that two tasks have."""
     available = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in available]
     if unknown:
         raise ValueError(
             f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}"
         )
-    twice = [name for name in available if available.count(name) > 1]
-    if twice:
-        raise ValueError(f"benchmark={list(tasks)}: more than one of them has the set {twice[0]}")
-    sets = []
+    repeated = [name for name in available if available.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"benchmark={list(tasks)}: more than one of them has the set {repeated[0]}"
+        )
+    sets: list[EvaluationSet] = []
     for task in tasks.values():
         names = [
             name for name in task.evaluation_sets() if not command.sets or name in command.sets
         ]
         if names:
-            own = command.max_new_tokens or task.max_new_tokens or limit
-            found = load_evaluation_sets(task, names, command.problems or None, command.seed)
-            sets += [replace(evaluation_set, limit=own) for evaluation_set in found]
-        if words := task.left_out_of_evaluation():
-            print(words)
+            task_limit = command.max_new_tokens or task.max_new_tokens or limit
+            task_sets = load_evaluation_sets(task, names, command.problems or None, command.seed)
+            sets += [replace(evaluation_set, limit=task_limit) for evaluation_set in task_sets]
+        left_out = task.left_out_of_evaluation()
+        if left_out:
+            print(left_out)
     return sets

@@ -1,7 +1,6 @@
 """The console script `gspo`: `gspo train steps=3` calls `main` of gspo.cli.train.
 
-A command's module is imported only when that command is called, so that `gspo --help` answers at
-once.
+A command's module is imported only when that command is called. This keeps `gspo --help` fast.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from gspo.io.arguments import nearest
 
 
 class Command(NamedTuple):
-    """A command: the module that it calls, what it does in a line, and the arguments of an example."""
+    """A command: the module with its `main`, a short summary, and arguments for an example."""
 
     module: str
     summary: str
     example: str
 
 
-RUN, STUDY = "run=runs/STUDY/RUN", "runs/STUDY"
+RUN = "run=runs/STUDY/RUN"
+STUDY = "runs/STUDY"
 COMMANDS = {
     "train": Command(
         "gspo.cli.train",
@@ -80,15 +80,14 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Call the command that the first word of the command line names; the other words are its
-    arguments.
-    """
+    """Call the command that the first word of the command line names, with the other words."""
     try:
         try:
             dispatch()
         finally:
-            sys.stdout.flush()  # at the end of the process an error of it could not be caught
-    except BrokenPipeError:  # what read the output, such as `head`, has ended
+            # Python also flushes at exit, but there an error cannot be caught
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
 
@@ -107,17 +106,17 @@ def dispatch() -> None:
 def choice(
     kind: str, program: str, words: list[str], names: Collection[str], text: Callable[[], str]
 ) -> tuple[str, list[str]]:
-    """Return the first word, which names a command or a figure, and the words after it.
+    """Return the first word, the name of a command or figure, and the words after it.
 
-    Without a word, or at --help, the help is printed and the process ends. It also ends at a name
-    that is not known, with one line that says the nearest."""
+    Without a word, or for --help, it prints the help and ends the process. For an unknown name, it
+    prints an error with the nearest name and ends the process."""
     if not words or words[0] in ("-h", "--help"):
         print(text())
         sys.exit(0 if words else 2)
     if words[0] not in names:
-        near = nearest(words[0], names)
+        suggestion = f"{program} {nearest(words[0], names)}"
         print(
-            f"error: there is no {kind} {words[0]!r}; the nearest is `{program} {near}`",
+            f"error: there is no {kind} {words[0]!r}; the nearest is `{suggestion}`",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -126,7 +125,8 @@ def choice(
 
 def call(module: str, program: str, words: list[str]) -> None:
     """Import a module and call its `main` as a command, with these arguments."""
-    from gspo.io import interrupt  # from here on, Ctrl-C while the libraries load is one line
+    # Importing this makes Ctrl-C print one line while the libraries load.
+    from gspo.io import interrupt
 
     sys.argv = [program, *words]
     command = import_module(module).main
@@ -138,10 +138,11 @@ def call(module: str, program: str, words: list[str]) -> None:
 
 
 def commands_help() -> str:
-    """Return the help of `gspo`: what each command does, and an example of it."""
+    """Return the help of `gspo`: the summary and an example of each command."""
     width = max(map(len, COMMANDS))
     lines = [
-        "Train language models by GSPO and its rivals, and look at what the runs did. `gspo COMMAND --help` says more.",
+        "Train language models by GSPO and its rivals, and look at what the runs did. "
+        "`gspo COMMAND --help` says more.",
         "",
         *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
         "",
@@ -152,18 +153,14 @@ def commands_help() -> str:
 
 
 def figure_files() -> dict[str, Path]:
-    """Return the file of every figure by the figure's name: {"curves": .../analysis/fig_curves.py,
-    ...}.
-    """
+    """Return the file of every figure by its name, e.g. analysis/fig_curves.py for "curves"."""
     (folder,) = find_spec("gspo.analysis").submodule_search_locations
     files = [*sorted(Path(folder).glob("fig*_*.py")), Path(folder, "early_warning.py")]
     return {re.sub(r"^fig\d*_", "", file.stem).replace("_", "-"): file for file in files}
 
 
 def figures_help(figures: dict[str, Path]) -> str:
-    """Return the help of `gspo figure`: each figure's name, and the first line of its file, which
-    says what it asks.
-    """
+    """Return the help of `gspo figure`: the name of each figure and the first line of its file."""
     width = max(map(len, figures))
     lines = ["Draw one figure from recorded runs. `gspo figure NAME --help` says more.", ""]
     for name, file in figures.items():

@@ -1,5 +1,6 @@
-"""Where Hydra finds the option files. conf/ and sweeps/ lie beside gspo/ in the repository, and in
-it in a wheel.
+"""Shows Hydra the option files, and prepares the words of the command line for Hydra.
+
+conf/ and sweeps/ are beside gspo/ in the repository, and inside gspo/ in an installed wheel.
 """
 
 from __future__ import annotations
@@ -24,37 +25,33 @@ from gspo.io.untrusted import SURROGATES
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder conf or sweeps of this installation (pyproject.toml says where it is
-    installed).
-    """
+    """Return the folder conf or sweeps of this installation, as pyproject.toml installs it."""
     package = Path(__file__).parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
 
 
-TAKE_A_RUN = ("sample", "evaluate")  # commands that take a run directory also without run=
+RUN_COMMANDS = ("sample", "evaluate")  # commands that also accept a run directory without run=
 MULTIRUN = ("-m", "--multirun")
-CONF, SWEEPS = folder_of("conf"), folder_of("sweeps")
+CONF = folder_of("conf")
+SWEEPS = folder_of("sweeps")
 
 
 class SweepFiles(SearchPathPlugin):
-    """Lets `gspo train -cn paper_figures -m` find the sweeps that come with the program, in any
-    folder.
+    """A Hydra plugin: `gspo train -cn paper_figures -m` finds the program's sweeps in any folder.
 
-    They are looked for last, so that an edited copy in a folder that the user names with -cd is the
-    one that counts: Hydra puts that folder right before the first entry with the name "schema",
-    which is why they have this name."""
+    They are searched last. An edited copy in a folder that the user gives with -cd comes first,
+    because Hydra inserts that folder before the first entry with the name "schema"."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("schema", f"file://{SWEEPS}")
 
 
 def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], None]:
-    """Return the command that composes conf/<name>.yaml and the command line, and calls `job` with
-    the result.
+    """Return the command that composes conf/<name>.yaml with the command line and calls `job`.
 
-    `job` is a function of a module, decorated with `one_line`, so that a sweep's worker processes
-    import it."""
+    `job` gets the composed configuration. It must be a module's function, decorated with
+    `one_line`, because the worker processes of a sweep import it."""
     register_schemas()
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
@@ -62,34 +59,36 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_dashes(sys.argv[1:])
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
-        if name in TAKE_A_RUN:
+        if name in RUN_COMMANDS:
             words = [
                 f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words
             ]
-        resumes = any(word.startswith("resume=") for word in words)
-        sys.argv[1:] = map(of_any_option, words) if resumes else words
+        if any(word.startswith("resume=") for word in words):
+            words = list(map(of_any_option, words))
+        sys.argv[1:] = words
         return main()
 
     return command
 
 
 def refuse_dashes(words: list[str]) -> None:
-    """Raise ValueError for the first setting that is given as an option, such as
-    --learning_rate=1e-5 or --lr 1e-5.
-    """
+    """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5."""
     flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            here, _, condition = (our_name(key) or key).partition(" (with ")
-            said = here if "=" in here else f"{here}={value or '...'}"
+            setting, _, condition = (our_name(key) or key).partition(" (with ")
+            if "=" not in setting:
+                setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
-            raise ValueError(f"{word}: settings have no dashes and an equals sign, {option}{said}")
+            raise ValueError(
+                f"{word}: settings have no dashes and an equals sign, {option}{setting}"
+            )
 
 
 def refuse_folders(words: list[str]) -> None:
-    """Raise ValueError for Hydra's own settings of folders, which nothing here reads."""
+    """Raise ValueError for Hydra's settings of output folders, which this program does not use."""
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
@@ -99,42 +98,46 @@ def refuse_folders(words: list[str]) -> None:
 
 
 def multirun_first(words: list[str]) -> list[str]:
-    """Return the words with -m at the front, the one place in which Hydra accepts it beside
-    settings on both sides.
+    """Return the words with -m at the front. Hydra refuses it between two settings.
 
     >>> multirun_first(["objective=gspo,grpo", "-m", "seed=1,2"])
     ['-m', 'objective=gspo,grpo', 'seed=1,2']
     """
-    others = [word for word in words if word not in MULTIRUN]
-    return ["-m", *others] if len(others) < len(words) else words
+    settings = [word for word in words if word not in MULTIRUN]
+    return ["-m", *settings] if len(settings) < len(words) else words
 
 
 def of_any_option(word: str) -> str:
-    """Return a word beside resume= so that Hydra takes settings of options that it has not
-    composed: those of the run. Whether the run has the setting is checked when the run is read.
+    """Return a setting with "++", so that Hydra accepts settings of options it has not composed.
+
+    A command line with resume= can set the options of the resumed run. They are checked when the
+    run is read.
 
     >>> of_any_option("rollout.url=http://127.0.0.1:8000")
     '++rollout.url=http://127.0.0.1:8000'
     """
-    key, sign, _ = word.partition("=")
-    plain = sign and "." in key and key[0].isalpha() and not key.startswith("hydra.")
-    return f"++{word}" if plain else word
+    key, equals_sign, _ = word.partition("=")
+    is_option_setting = (
+        equals_sign and "." in key and key[0].isalpha() and not key.startswith("hydra.")
+    )
+    return f"++{word}" if is_option_setting else word
 
 
 def quoted(word: str) -> str:
-    """Return a word of the command line as Hydra's grammar can read it.
+    """Return a word of the command line in a form that Hydra's grammar can read.
 
-    Values such as paths with `=`, `~`, `#` or letters of other alphabets are put into quotes, which
-    the shell has taken away if the user wrote them. The carriage return that a script from Windows
-    leaves at the end of a line is dropped.
+    Values such as paths with `=`, `~`, `#` or letters of other alphabets are quoted. The shell has
+    already removed the user's quotes. A carriage return at the end, from a Windows script, is
+    dropped.
 
     >>> quoted("model.path=checkpoints/epoch=9")
     "model.path='checkpoints/epoch=9'"
     """
     word = word.rstrip("\r")
-    key, sign, value = word.partition("=")
-    if word.startswith("-") or not sign or not value or SURROGATES.search(word):
-        return word  # of a word that is not UTF-8 the program says so
+    key, _, value = word.partition("=")
+    # A word that is not UTF-8 is refused later, with a clear message.
+    if word.startswith("-") or not value or SURROGATES.search(word):
+        return word
     parser = OverridesParser.create()
     try:
         parser.parse_override(word)
@@ -146,11 +149,11 @@ def quoted(word: str) -> str:
         parser.parse_override(in_quotes)
         return in_quotes
     except HydraException:
-        return word  # Hydra says what is wrong with it
+        return word  # Hydra explains the mistake
 
 
 def composed_settings(words: list[str]) -> Settings:
-    """Return the settings of the run that `gspo train` would make of these words."""
+    """Return the settings that `gspo train` would use for these words."""
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)

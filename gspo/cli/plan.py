@@ -1,20 +1,21 @@
-"""Says what a run needs of its GPUs before anything loads: memory in each phase, traffic, the time
-of a step, and what to change if it does not fit.
+"""Prints the GPU memory, traffic and step time that a run needs, before anything loads.
 
-    gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 --hardware
-    rtx_4090 gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard
-    parallel.ranks=16
-    gspo plan ... parallel.ranks=16,64,256          how it scales: a line for each number of GPUs
+    gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 \\
+        --hardware rtx_4090
+    gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard \\
+        parallel.ranks=16
+    gspo plan ... parallel.ranks=16,64,256          scaling: a line for each number of GPUs
 
-The words are those of `gspo train`. Beside them:
+If the run does not fit, the plan suggests changes. The settings are the settings of `gspo train`.
+Further options:
 
-    --hardware NAME     the kind of GPU: h100 (default), h200, a100, a100_40gb, l40s, rtx_4090; with
-                        other numbers h100,memory=94,network=25 (GB, GB/s)
+    --hardware NAME     the kind of GPU: h100 (default), h200, a100, a100_40gb, l40s, rtx_4090, or
+                        with other numbers: h100,memory=94,network=25 (GB, GB/s)
     --prompt TOKENS     the tokens of a prompt (default: rollout.max_prompt_tokens, or 512)
 
-No GPU and no weights are needed: the run's own forward and backward pass go through tensors without
-content. It takes from some seconds to a minute. Times are those of a roofline, right to a factor of
-two; docs/parallel.md says how they are made.
+No GPU and no weights are needed: the run's forward and backward pass go through tensors without
+content. It takes from some seconds to a minute. Times come from a roofline model and are right to a
+factor of two. docs/parallel.md explains them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 OPTIONS = {"--hardware": "h100", "--prompt": "0"}
 RANKS = "parallel.ranks="
-KINDS = ("update", "old log-probs", "exchange", "rollout")  # how the names of a plan's times begin
+TIME_PREFIXES = ("update", "old log-probs", "exchange", "rollout")  # of the names of a plan's times
 
 
 def main() -> None:
@@ -42,145 +43,165 @@ def main() -> None:
 
 
 def print_plan() -> None:
-    """Print the plan, or plans for several numbers of GPUs; the exit code is 1 if the run does not
-    fit.
-    """
+    """Print the plan, or a scaling table. The exit code is 1 if the run does not fit."""
     words, options = with_options(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         sys.exit(0 if words else 2)
     if not options["--prompt"].isdecimal():
         raise ValueError(f"--prompt {options['--prompt']} must be a number of tokens")
-    gpu, prompt = hardware(options["--hardware"]), int(options["--prompt"])
-    words, counts = with_counts(words)
+    gpu = hardware(options["--hardware"])
+    prompt_tokens = int(options["--prompt"])
+    words, gpu_counts = with_counts(words)
     settings = composed_settings(words)
-    from gspo.planning.plan import advice, plan  # these import PyTorch, which takes seconds
+    # these import PyTorch, which takes seconds
+    from gspo.planning.plan import advice, plan
     from gspo.planning.scaling import smallest, strong, weak
 
-    if counts:
-        points = strong(settings, counts, gpu, prompt)
-        print("\n".join(lines_of_scaling(points, weak(settings, points, gpu, prompt))))
+    if gpu_counts:
+        points = strong(settings, gpu_counts, gpu, prompt_tokens)
+        weak_points = weak(settings, points, gpu, prompt_tokens)
+        print("\n".join(lines_of_scaling(points, weak_points)))
         sys.exit(0 if smallest(points) else 1)
-    made = plan(settings, gpu, prompt)
-    print("\n".join([*lines_of(made), "", *advice(made)]))
-    sys.exit(0 if made.fits else 1)
+    run_plan = plan(settings, gpu, prompt_tokens)
+    print("\n".join([*lines_of(run_plan), "", *advice(run_plan)]))
+    sys.exit(0 if run_plan.fits else 1)
 
 
 def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of `gspo train`, and the values of the options beside them."""
-    words, options, rest = [], dict(OPTIONS), list(arguments)
+    """Return the words of `gspo train`, and the values of this command's options.
+
+    Raises ValueError for an unknown option, or an option without a value."""
+    words: list[str] = []
+    options = dict(OPTIONS)
+    rest = list(arguments)
     while rest:
-        name, given, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        name, equals_sign, value = word.partition("=")
         if name in OPTIONS:
-            if not given and not rest:
+            if not equals_sign and not rest:
                 raise ValueError(f"{name} needs a value")
-            options[name] = value if given else rest.pop(0)
+            options[name] = value if equals_sign else rest.pop(0)
         elif name.startswith("-") and name not in ("-h", "--help"):
             raise ValueError(f"there is no option {name}; the nearest is {nearest(name, OPTIONS)}")
         else:
-            words.append(name + given + value)
+            words.append(word)
     return words, options
 
 
 def with_counts(words: list[str]) -> tuple[list[str], list[int]]:
-    """Return the words with one number of GPUs, and the numbers of `parallel.ranks=16,64`; none of
-    these where it names one. Raises ValueError for what is not a number above 0."""
-    named = [word.removeprefix(RANKS) for word in words if word.startswith(RANKS)]
-    if not named or "," not in named[-1]:
+    """Return the words with one number of GPUs, and all numbers of `parallel.ranks=16,64`.
+
+    The second list is empty if there is only one number. Raises ValueError for a number of GPUs
+    that is not a positive integer."""
+    values = [word.removeprefix(RANKS) for word in words if word.startswith(RANKS)]
+    if not values or "," not in values[-1]:
         return words, []
-    counts = named[-1].split(",")
-    if wrong := [count for count in counts if not count.isdecimal() or not int(count)]:
-        raise ValueError(
-            f"{RANKS}{named[-1]}: {wrong[0]!r} must be a number of GPUs, as in {RANKS}16,64"
-        )
-    others = [word for word in words if not word.startswith(RANKS)]
-    return [*others, f"{RANKS}{counts[0]}"], sorted({int(count) for count in counts})
+    counts = values[-1].split(",")
+    for count in counts:
+        if not count.isdecimal() or not int(count):
+            raise ValueError(
+                f"{RANKS}{values[-1]}: {count!r} must be a number of GPUs, as in {RANKS}16,64"
+            )
+    other_words = [word for word in words if not word.startswith(RANKS)]
+    return [*other_words, f"{RANKS}{counts[0]}"], sorted({int(count) for count in counts})
 
 
-def lines_of(made: Plan) -> list[str]:
-    """Return the plan as the lines of a terminal."""
-    s, work, measured, gpu = made.settings, made.work, made.measured, made.hardware
+def lines_of(plan: Plan) -> list[str]:
+    """Return the plan as lines of text."""
+    s = plan.settings
+    measured = plan.measured
+    model = s.model.source() or s.model.name
     active = f", {measured.active / 1e9:.2f} of them active" if measured.active else ""
-    each = s.rollout.prompts_per_step * s.rollout.group_size
     lines = [
-        f"{s.model.source() or s.model.name}: {measured.parameters / 1e9:.2f} billion parameters{active}",
-        f"{work.ranks} x {gpu.name} ({gpu.memory:g} GB), parallel.mode={s.parallel.mode}, {each} responses a step of "
-        f"up to {work.prompt} + {work.response} tokens, {work.rows} in a micro-batch",
+        f"{model}: {measured.parameters / 1e9:.2f} billion parameters{active}",
+        f"{plan.work.ranks} x {hardware_text(plan)}, {step_text(plan)}",
         "",
         f"memory of a GPU in GB, {RESERVE:g} of them for driver and libraries",
     ]
-    for phase, held in made.phases.items():
+    for phase, sizes in plan.phases.items():
         parts = ", ".join(
-            f"{name} {size / GB:.1f}" for name, size in held.items() if size >= 0.05 * GB
+            f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= 0.05 * GB
         )
-        lines.append(f"  {phase:<14}{sum(held.values()) / GB + RESERVE:7.1f}   {parts}")
-    if made.traffic:
-        parts = ", ".join(f"{name} {size / GB:.0f}" for name, size in made.traffic.items())
+        lines.append(f"  {phase:<14}{sum(sizes.values()) / GB + RESERVE:7.1f}   {parts}")
+    if plan.traffic:
+        parts = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.traffic.items())
         lines += ["", f"exchange of a GPU in a step, GB: {parts}"]
-    total = sum(made.times.values())
-    lines += [
-        "",
-        f"a step takes about {seconds(total)}, if every response is of the greatest length",
-    ]
-    lines += [
-        f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}" for name, time in made.times.items()
-    ]
-    return [*lines, f"  most goes to {max(made.times, key=made.times.get)}"]
+    total = sum(plan.times.values())
+    lines.append("")
+    lines.append(
+        f"a step takes about {seconds(total)}, if every response is of the greatest length"
+    )
+    for name, time in plan.times.items():
+        lines.append(f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}")
+    return [*lines, f"  most goes to {max(plan.times, key=plan.times.get)}"]
 
 
-def lines_of_scaling(points: list[Point], grown: list[Point]) -> list[str]:
-    """Return plans for several numbers of GPUs, with the same step and with a step that grows, as
-    the lines of a terminal."""
+def hardware_text(plan: Plan) -> str:
+    """Return the GPU and the parallel mode in words."""
+    gpu = plan.hardware
+    return f"{gpu.name} ({gpu.memory:g} GB), parallel.mode={plan.settings.parallel.mode}"
+
+
+def step_text(plan: Plan) -> str:
+    """Return the responses of a step and their tokens in words."""
+    work = plan.work
+    return (
+        f"{responses_per_step(plan)} responses a step of up to {work.prompt} + {work.response} "
+        f"tokens, {work.rows} in a micro-batch"
+    )
+
+
+def responses_per_step(plan: Plan) -> int:
+    """Return the number of responses that a step samples."""
+    return plan.settings.rollout.prompts_per_step * plan.settings.rollout.group_size
+
+
+def lines_of_scaling(strong_points: list[Point], weak_points: list[Point]) -> list[str]:
+    """Return plans for several numbers of GPUs as lines of text.
+
+    A step has the same responses in `strong_points`, and the same per GPU in `weak_points`."""
     from gspo.planning.scaling import smallest
 
-    made = next(p.plan for p in points if p.plan)
-    first, second, *_ = lines_of(made)
-    each, base = second.split(", ", 2)[2], smallest(points)
-    lines = [
-        first,
-        f"{made.hardware.name} ({made.hardware.memory:g} GB), parallel.mode={made.settings.parallel.mode}",
-    ]
-    lines += ["", f"strong scaling: {each}", *scaling_table(points)]
+    first_plan = next(point.plan for point in strong_points if point.plan)
+    lines = [lines_of(first_plan)[0], hardware_text(first_plan)]
+    lines += ["", f"strong scaling: {step_text(first_plan)}", *scaling_table(strong_points)]
+    base = smallest(strong_points)
     if base:
-        rollout = base.plan.settings.rollout
-        share = rollout.prompts_per_step * rollout.group_size / base.ranks
-        lines += [
-            "",
-            f"weak scaling: {share:g} responses a step for each GPU",
-            *scaling_table(grown),
-        ]
+        share = responses_per_step(base.plan) / base.ranks
+        lines += ["", f"weak scaling: {share:g} responses a step for each GPU"]
+        lines += scaling_table(weak_points)
     return lines
 
 
 def scaling_table(points: list[Point]) -> list[str]:
-    """Return a line for each number of GPUs: memory, a step's seconds and their parts, efficiency,
-    what takes most.
-    """
+    """Return a line for each number of GPUs: memory, times, efficiency, the largest time."""
     from gspo.planning.scaling import efficiency, smallest
 
-    head = f"{'GPUs':>6}{'responses':>11}{'GB':>6}{'step':>9}" + "".join(
-        f"{kind:>15}" for kind in KINDS
-    )
-    lines, base = [f"{head}{'efficiency':>14}  most goes to"], smallest(points)
-    for p in points:
-        if not p.plan:
-            lines.append(f"{p.ranks:>6}  {p.refused}")
+    base = smallest(points)
+    head = f"{'GPUs':>6}{'responses':>11}{'GB':>6}{'step':>9}"
+    head += "".join(f"{prefix:>15}" for prefix in TIME_PREFIXES)
+    lines = [f"{head}{'efficiency':>14}  most goes to"]
+    for point in points:
+        if not point.plan:
+            lines.append(f"{point.ranks:>6}  {point.refused}")
             continue
-        times, rollout = p.plan.times, p.plan.settings.rollout
-        parts = [
-            sum(time for name, time in times.items() if name.startswith(kind)) for kind in KINDS
-        ]
-        found = efficiency(p, base)
-        lines.append(
-            f"{p.ranks:>6}{rollout.prompts_per_step * rollout.group_size:>11}{p.plan.peak[1] / GB:>6.0f}"
-            f"{seconds(p.step):>9}"
-            + "".join(f"{seconds(part):>15}" for part in parts)
-            + f"{'does not fit' if found is None else f'{found:.0%}':>14}  {max(times, key=times.get)}"
-        )
+        times = point.plan.times
+        share = efficiency(point, base)
+        efficiency_text = "does not fit" if share is None else f"{share:.0%}"
+        line = f"{point.ranks:>6}{responses_per_step(point.plan):>11}"
+        line += f"{point.plan.peak[1] / GB:>6.0f}{seconds(point.step):>9}"
+        for prefix in TIME_PREFIXES:
+            part = sum(time for name, time in times.items() if name.startswith(prefix))
+            line += f"{seconds(part):>15}"
+        lines.append(f"{line}{efficiency_text:>14}  {max(times, key=times.get)}")
     return lines
 
 
 def seconds(time: float) -> str:
-    return (
-        f"{time:.2g} s" if time < 10 else f"{time:.0f} s" if time < 120 else f"{time / 60:.0f} min"
-    )
+    """Return a time in seconds or minutes in words."""
+    if time < 10:
+        return f"{time:.2g} s"
+    if time < 120:
+        return f"{time:.0f} s"
+    return f"{time / 60:.0f} min"

@@ -1,5 +1,6 @@
-"""Prints what a run's policy writes, with the verdicts: the first look at any run. `--help` says
-more.
+"""Prints responses of a run's policy, with the verdicts: the first look at any run.
+
+`--help` says more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Print the samples that the command line asks for."""
+    """Print samples, with the settings of the command line."""
     command_line(composed("sample", job))
 
 
@@ -55,7 +56,8 @@ def job(config: DictConfig) -> None:
     if command.rollout:
         check_engine_start(command.rollout, settings.model)
     policy = open_policy(settings, checkpoint, on_cold_start_step=lambda *_: None)
-    if command.rollout:  # it is told of the stop strings, so that it can end responses itself
+    if command.rollout:
+        # the engine gets the stop strings, so that it can end responses itself
         engine = make_engine(policy, replace(command.rollout, stop=settings.rollout.stop))
     else:
         engine = local_engine(policy, settings.rollout)
@@ -64,13 +66,14 @@ def job(config: DictConfig) -> None:
 
 
 def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
-    """Sample, score and print."""
+    """Sample responses, score them, and print the groups."""
     from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
     from gspo.rollout.scoring import sample, score
 
     seed = settings.seed if command.set == "train" else SEED
     problems = [
-        settings.task.problem(seed, command.set, command.first + i) for i in range(command.problems)
+        settings.task.problem(seed, command.set, index)
+        for index in range(command.first, command.first + command.problems)
     ]
     sampling = Sampling(
         command.temperature,
@@ -80,31 +83,42 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         top_k=command.top_k,
         min_p=command.min_p,
     )
-    chosen = with_room(
+    evaluation_set = with_room(
         EvaluationSet(command.set, settings.task, problems), engine, sampling.max_new_tokens
     )
-    if chosen.left_out:
+    if evaluation_set.left_out:
         print(
-            f"{chosen.left_out} problems left out: prompt and response exceed the model's {engine.positions} positions"
+            f"{evaluation_set.left_out} problems left out: prompt and response exceed the model's "
+            f"{engine.positions} positions"
         )
     random_key = (seed, "sample", command.set)
-    request = SamplingRequest(chosen.problems, command.samples, sampling, random_key)
+    request = SamplingRequest(evaluation_set.problems, command.samples, sampling, random_key)
     groups = sample(engine, settings.task, request)
-    score(settings.task, [r for group in groups for r in group])
+    score(settings.task, [response for group in groups for response in group])
     print(
-        f"prompts as the policy sees them (prompt.format={settings.prompt.format}: {engine.policy.prompt_format_used}):"
+        f"prompts as the policy sees them (prompt.format={settings.prompt.format}: "
+        f"{engine.policy.prompt_format_used}):"
     )
-    # vLLM, which is not told of the rules when it starts, reports them after tokens were left out
-    among = " among the tokens that were left in" if command.rules and command.rollout else ""
+    # This vLLM starts without the rules (top_p, top_k, min_p), so its log-probs are of the
+    # distribution after they have removed tokens.
+    log_prob_name = "mean log-prob"
+    if command.rules and command.rollout:
+        log_prob_name += " among the tokens that were left in"
     for group in groups:
         problem = group[0].problem
         family = f" ({problem.family})" if problem.family else ""
         print(f"--- {problem.task} {problem.index}{family}\n{group[0].rendered.rstrip()}")
-        for r in group:
-            mean_logp = r.logprobs[r.policy_mask].mean() if r.length else math.nan
-            reward = "not graded" if r.score.reward is None else f"{r.score.reward:g}"
+        for response in group:
+            mean_logp = math.nan
+            if response.length:
+                mean_logp = response.logprobs[response.policy_mask].mean()
+            reward = response.score.reward
+            reward_text = "not graded" if reward is None else f"{reward:g}"
             print(
-                f"  [{reward} {r.score.verdict}; {r.length} tokens, mean log-prob{among} {mean_logp:.2f}]"
+                f"  [{reward_text} {response.score.verdict}; {response.length} tokens, "
+                f"{log_prob_name} {mean_logp:.2f}]"
             )
-            text = conversation([vars(turn) for turn in r.turns]) if r.turns else r.text
+            text = response.text
+            if response.turns:
+                text = conversation([vars(turn) for turn in response.turns])
             print("  | " + text.replace("\n", "\n  | "))

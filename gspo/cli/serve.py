@@ -3,10 +3,11 @@
     gspo serve experiment=tiny_moe model.heads=2 rollout=vllm_server
     gspo serve model=hf model.path=Qwen/Qwen3-30B-A3B rollout=vllm_server -- --data-parallel-size 4
 
-The words are those of `gspo train`: model and rollout must be the run's. What stands after -- goes
-to `vllm serve` as it is. The server has random weights until a run hands it its own. It listens at
-rollout.url, which is an address of this machine alone unless you give another. It answers to
-trainers that can read the key in its folder, which are those of the user who has started it.
+The settings are the settings of `gspo train`: model and rollout must equal the run's. Words after
+-- go to `vllm serve` unchanged. The server has random weights until a run sends it the run's
+weights. It listens at rollout.url. The default is an address that only this machine reaches. The
+server only answers trainers that can read the key in its folder: trainers of the user who started
+it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Start the server that the command line describes; this process becomes it."""
+    """Start the server that the command line describes, in place of this process."""
     command_line(serve)
 
 
 def serve() -> None:
     """Write the model's folder, without weights, and become `vllm serve`."""
-    words, passed = parted(sys.argv[1:])
+    words, vllm_words = parted(sys.argv[1:])
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         sys.exit(0 if words else 2)
@@ -48,13 +49,13 @@ def serve() -> None:
     rollout = settings.rollout
     if rollout.name != "vllm_server":
         raise ValueError(
-            f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; say that"
+            f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; "
+            "say that"
         )
+    # these import PyTorch, which takes seconds
     from gspo.rollout.engines.external import PIECE_BYTES
     from gspo.rollout.engines.vllm import check_installed, own_environment, set_environment
-    from gspo.rollout.engines.weights_folder import (
-        EngineFolder,
-    )  # these import PyTorch, which takes seconds
+    from gspo.rollout.engines.weights_folder import EngineFolder
 
     check_installed()
     if settings.threads:
@@ -62,12 +63,12 @@ def serve() -> None:
     set_environment(rollout.routes, not torch.cuda.is_available())
     folder = EngineFolder(PIECE_BYTES, rollout.folder)
     options = prepared(settings, folder)
-    os.set_inheritable(folder.lock, True)  # the server holds it as long as it lives
+    os.set_inheritable(folder.lock, True)  # the server holds the lock until its end
     environment = own_environment([]) | {
         "TMPDIR": str(folder.path),
         "VLLM_SERVER_DEV_MODE": "1",  # for the requests that load weights
         DESCRIPTION_VARIABLE: str(folder.path / "description.json"),
-        # which becomes the server, and whose end vLLM's workers follow
+        # this process becomes the server, and vLLM's workers end with it
         SERVER_PID_VARIABLE: str(os.getpid()),
     }
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has a process for its engine
@@ -81,25 +82,25 @@ def serve() -> None:
     print(
         f"vLLM starts at {rollout.url}; it is ready when {rollout.url}/health answers", flush=True
     )
-    os.execve(command[0], [*command, *as_words(options), *passed], environment)
+    os.execve(command[0], [*command, *as_words(options), *vllm_words], environment)
 
 
 def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the run, and what stands after "--", which is for `vllm serve`."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], arguments[at + 1 :]
+    """Return the run's settings, and the words after "--", which go to `vllm serve`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:end], arguments[end + 1 :]
 
 
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
-    """Write the model's configuration and the server's description into the folder, and return the
-    options of vLLM."""
+    """Write the model's configuration and the server's description, and return vLLM's options."""
     from gspo.model.loading import positions, save_configuration
     from gspo.rollout.engines.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
 
     model, tokenizer = settings.model.outline()
-    on_cpu, rollout = not torch.cuda.is_available(), settings.rollout
+    on_cpu = not torch.cuda.is_available()
+    rollout = settings.rollout
     check_heads(head_dim_of(model.config), on_cpu)
-    longest = rollout.max_model_len or positions(model)
+    max_model_len = rollout.max_model_len or positions(model)
     save_configuration(model, tokenizer, folder.path / "model")
     description = {
         "url": rollout.url,
@@ -108,26 +109,26 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "head_dtype": settings.policy.head_dtype,
         "routes": rollout.routes,
         "logprobs_mode": logprobs_mode(rollout),
-        "max_model_len": longest,
+        "max_model_len": max_model_len,
         "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }
     write_key(folder.path)
     replace_text(folder.path / "description.json", json.dumps(description))
-    place = urlsplit(rollout.url)
-    return vllm_options(rollout, settings.policy.head_dtype, longest, on_cpu) | {
+    address = urlsplit(rollout.url)
+    return vllm_options(rollout, settings.policy.head_dtype, max_model_len, on_cpu) | {
         "load_format": "dummy",
         "tokens_only": True,
         "disable_uvicorn_access_log": True,
         "middleware": f"{Guard.__module__}.{Guard.__name__}",
-        "host": place.hostname,
-        "port": place.port,
+        "host": address.hostname,
+        "port": address.port,
     }
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
-    """Return options as words of the command line: {"seed": 0, "eager": False} as --seed=0,
-    --no-eager.
-    """
+    """Return options as words of the command line.
+
+    For example, {"seed": 0, "eager": False} becomes --seed=0 --no-eager."""
     words = []
     for name, value in options.items():
         dashed = name.replace("_", "-")

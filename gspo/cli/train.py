@@ -1,4 +1,5 @@
 """Trains a policy: Hydra composes conf/, the settings become dataclasses, the trainer runs.
+
 `--help` says more.
 """
 
@@ -31,9 +32,8 @@ SWEEP = (
 
 
 def main() -> None:
-    """Make the run, or the sweep of runs, that the command line asks for."""
-    # The workers of a sweep import what is installed, whatever files lie in the folder that they
-    # are started in.
+    """Make the run, or the sweep of runs, that the command line describes."""
+    # The workers of a sweep import installed modules, never files of the current folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     stop_signal().loud = not is_follower()
     if is_follower():
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def one_run() -> None:
-    """Make the one run that several processes share."""
+    """Make the run that several processes share."""
     if {"-m", "--multirun"} & set(sys.argv):
         raise ValueError(SWEEP)
     composed("train", job)()
@@ -56,7 +56,7 @@ def one_run() -> None:
 
 @one_line
 def job(config: DictConfig) -> float:
-    """Make one run, alone or as a job of a sweep, and return its score; NaN if it has none."""
+    """Make a run, alone or as a job of a sweep, and return its score, or NaN if it has none."""
     hydra = HydraConfig.get()
     scheduled = join_scheduler()
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
@@ -64,8 +64,9 @@ def job(config: DictConfig) -> float:
         folder = RunDirectory.for_run(settings, in_sweep=False).path
         print(forecast([{"overrides": [], "folder": str(folder), "steps": settings.steps}]))
         return math.nan
-    if first := taken_by_another_job(settings):
-        print(f"job {hydra.job.num} is {first}: nothing is left to do")
+    other_job = taken_by_another_job(settings)
+    if other_job:
+        print(f"job {hydra.job.num} is {other_job}: nothing is left to do")
         return math.nan
     if launched() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
         raise ValueError(SWEEP)
@@ -90,7 +91,8 @@ def job(config: DictConfig) -> float:
                     score = run(settings, hydra.mode == RunMode.RUN and not under_agent(), peers)
         except Stopped:
             print(
-                f"{settings.label()}: stopped before its first step; the same command starts it again"
+                f"{settings.label()}: stopped before its first step; "
+                "the same command starts it again"
             )
         finally:
             if scheduled:

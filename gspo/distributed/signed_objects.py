@@ -1,13 +1,14 @@
-"""Signs the Python objects that ranks exchange, so that nobody else's are unpickled.
+"""Signs the Python objects that ranks exchange, so that only objects of this user are unpickled.
 
-torch.distributed sends objects as pickles, and unpickling runs code. Whoever reaches the port at
-which ranks find each other can join in a rank's place. So every pickle goes with a keyed hash
-(HMAC-SHA256), and one without is refused before it is read. The key is this user's own
-(gspo.io.ownership), which machines share with the home directory, or $GSPO_RANKS_KEY where they
-share none.
+torch.distributed sends objects as pickles, and unpickling runs code. Anybody who reaches the port
+at which ranks find each other can join in place of a rank. Therefore a keyed hash (HMAC-SHA256)
+goes with every pickle. A pickle without a valid hash is refused before it is read.
 
-All of torch.distributed's exchanges of objects go through two functions, those of its distributed
-checkpoint too. They are replaced here.
+The key belongs to this user (gspo.io.ownership). Machines share it through the home directory. If
+they share no home directory, $GSPO_RANKS_KEY gives the key.
+
+torch.distributed exchanges objects through two functions, in its distributed checkpoint too. This
+module replaces both.
 """
 
 from __future__ import annotations
@@ -24,43 +25,46 @@ from torch import Tensor
 from gspo.io.ownership import derived_key
 
 VARIABLE = "GSPO_RANKS_KEY"
-HASH = 32  # bytes
-_to_tensor, _to_object = c10d._object_to_tensor, c10d._tensor_to_object
+HASH_BYTES = 32
+_to_tensor = c10d._object_to_tensor
+_to_object = c10d._tensor_to_object
 
 
 def sign_objects() -> None:
-    """Let all objects that this process exchanges by torch.distributed be signed, and refuse those
-    that are not.
+    """Sign all objects that this process sends by torch.distributed, and refuse unsigned objects.
 
     Raises ValueError if there is no key."""
     key = derived_key("ranks")
-    if secret := os.environ.get(VARIABLE):
+    secret = os.environ.get(VARIABLE)
+    if secret:
         key = hashlib.sha256(secret.encode()).digest()
     if key is None:
         raise ValueError(
-            f"several processes sign what they exchange, and there is no home directory for the key: set {VARIABLE} to "
-            "the same secret for all of them"
+            "several processes sign what they exchange, and there is no home directory for the "
+            f"key: set {VARIABLE} to the same secret for all of them"
         )
 
     def to_tensor(value: Any, device: torch.device, group: Any) -> tuple[Tensor, Tensor]:
-        """Stand in for _object_to_tensor: the hash comes before the pickle."""
+        """Replace _object_to_tensor: return a tensor of hash and pickle, and its size."""
         pickled, _ = _to_tensor(value, torch.device("cpu"), group)
         signature = torch.frombuffer(bytearray(signature_of(key, pickled)), dtype=torch.uint8)
         signed = torch.cat([signature, pickled]).to(device)
         return signed, torch.LongTensor([signed.numel()]).to(device)
 
-    def to_object(signed: Tensor, size: Any, group: Any) -> Any:
-        """Stand in for _tensor_to_object."""
-        whole = signed.cpu()[: int(size)]
-        signature, pickled = whole[:HASH], whole[HASH:]
+    def to_object(received: Tensor, size: Any, group: Any) -> Any:
+        """Replace _tensor_to_object: check the hash, then unpickle."""
+        signed = received.cpu()[: int(size)]
+        signature = signed[:HASH_BYTES]
+        pickled = signed[HASH_BYTES:]
         if not hmac.compare_digest(signature.numpy().tobytes(), signature_of(key, pickled)):
             raise ValueError(
-                "another rank sent an object that is not signed with this user's key: ranks on machines without a "
-                f"common home directory need the same secret in {VARIABLE}"
+                "another rank sent an object that is not signed with this user's key: ranks on "
+                f"machines without a common home directory need the same secret in {VARIABLE}"
             )
         return _to_object(pickled, pickled.numel(), group)
 
-    c10d._object_to_tensor, c10d._tensor_to_object = to_tensor, to_object
+    c10d._object_to_tensor = to_tensor
+    c10d._tensor_to_object = to_object
 
 
 def signature_of(key: bytes, pickled: Tensor) -> bytes:
