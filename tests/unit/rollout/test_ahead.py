@@ -7,7 +7,7 @@ import pytest
 
 from builders import small_policy
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response
+from gspo.data.samples import Problem, Response, ScoredResponse
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
@@ -39,18 +39,13 @@ def same(a: Response, b: Response) -> bool:
         np.array_equal(getattr(a, name), getattr(b, name))
         for name in ("logprobs", "experts", "old_logprobs", "old_experts")
     )
-    return arrays and all(
-        getattr(a, name, None) == getattr(b, name, None)
-        for name in (
-            "problem",
-            "sample",
-            "token_ids",
-            "finish_reason",
-            "text",
-            "policy_step",
-            "segments",
-            "score",
-        )
+    names = ["problem", "sample", "token_ids", "finish_reason", "text", "policy_step", "segments"]
+    if isinstance(a, ScoredResponse):
+        names.append("score")
+    return (
+        type(a) is type(b)
+        and arrays
+        and all(getattr(a, name) == getattr(b, name) for name in names)
     )
 
 
