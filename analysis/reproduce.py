@@ -74,7 +74,7 @@ def draw_all(
         if reason is None:
             paths += figure.draw(data, out, options)
         else:
-            left_out.append(f"{figure.__name__.removeprefix('analysis.')} left out: {reason}")
+            left_out.append(f"{figure.__name__.rpartition('.')[2]} left out: {reason}")
     if other_studies:
         studies = [*other_studies, data]
         reason = fig_contrast.why_not_drawn(studies)

@@ -93,8 +93,7 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
         )
     random_key = (seed, "sample", command.set)
     request = SamplingRequest(evaluation_set.problems, command.samples, sampling, random_key)
-    groups = sample(engine, settings.task, request)
-    score(settings.task, [response for group in groups for response in group])
+    groups = [score(settings.task, group) for group in sample(engine, settings.task, request)]
     print(
         f"prompts as the policy sees them (prompt.format={settings.prompt.format}: "
         f"{engine.policy.prompt_format_used}):"

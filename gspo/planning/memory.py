@@ -115,6 +115,11 @@ class Allocations(TorchDispatchMode):
             self.exchanged[name] = self.exchanged.get(name, 0) + largest
         if name == "fsdp::split_with_sizes_copy":
             self._gathered.update(tensor.untyped_storage() for tensor in kwargs["out"])
+        if name == "aten::copy_" and not isinstance(args[0], DTensor):
+            # FSDP copies so if a single rank holds the weights that it unshards
+            storage = args[0].untyped_storage()
+            if storage in self._sizes:
+                self._gathered.add(storage)
         self._count_resized()
         out = function(*args, **kwargs)
         for value in tree_leaves(out):

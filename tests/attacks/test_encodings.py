@@ -123,9 +123,9 @@ def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
     for script, argument in (
         ("report", f"run={run}"),
         ("sample", f"run={run}"),
-        ("sweep_status", str(run.parent)),
+        ("sweep-status", str(run.parent)),
     ):
-        script = [sys.executable, str(ROOT / "experiments" / f"{script}.py"), argument]
+        script = [sys.executable, "-P", "-m", "gspo", script, argument]
         done = subprocess.run(script, cwd=tmp_path, env=there, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()[-3000:]
 

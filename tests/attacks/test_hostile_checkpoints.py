@@ -149,7 +149,10 @@ def test_in_a_process(real, tmp_path, script):
         there = os.environ | {"PYTHONPATH": str(ROOT)}
         program = [
             sys.executable,
-            str(ROOT / "experiments" / f"{script}.py"),
+            "-P",
+            "-m",
+            "gspo",
+            script,
             f"run={run.name}",
             "problems=1",
         ]

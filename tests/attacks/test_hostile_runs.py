@@ -118,7 +118,7 @@ def test_report_of_every_run(spoiled):
 @pytest.mark.slow
 def test_study_report_and_its_markdown(spoiled, tmp_path):
     folder = spoiled["whole"].parents[2]
-    done = call("analysis/study_report.py", "runs", "--out", tmp_path, cwd=folder)
+    done = call("study-report", "runs", "--out", tmp_path, cwd=folder)
     assert done.returncode == 0, done.stderr
     html, markdown = (Path(line) for line in done.stdout.split())
     text, words = html.read_text(), markdown.read_text()
@@ -132,7 +132,7 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_and_its_summary(spoiled, tmp_path):
-    done = call("analysis/reproduce.py", "runs", "--out", tmp_path, cwd=spoiled["whole"].parents[2])
+    done = call("figures", "runs", "--out", tmp_path, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "summary.md").read_text()
     assert_left_out(spoiled, words)
@@ -161,7 +161,8 @@ def assert_inert(markdown: str) -> None:
 @pytest.mark.slow
 def test_curves(spoiled, tmp_path):
     done = call(
-        "analysis/fig_curves.py",
+        "figure",
+        "curves",
         "runs",
         "--out",
         tmp_path,

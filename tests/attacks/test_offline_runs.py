@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import forked
-from commands import ROOT, SMALL, command, environment, only_run
+from commands import SMALL, command, environment, only_run
 from gspo.tracking.wandb_run import refuse_settings_of_the_folder
 from recorded_wandb import TABLES, pause, with_rollouts
 from wandb_server import serving
@@ -262,25 +262,25 @@ def test_tracking_needs_no_home_directory(home, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["/dev/null", None])
 def test_everything_works_without_a_home_directory(home, tmp_path):
-    def ended(folder: str, script: str, *words: str, imported: bool = False) -> str:
+    def ended(command: str, *words: str, imported: bool = False) -> str:
         """Its error output. `imported`: what it imports has been imported elsewhere, with a home
         directory.
         """
-        line = [sys.executable, str(ROOT / folder / f"{script}.py"), *words]
+        line = [sys.executable, "-P", "-m", "gspo", command, *words]
         if imported:
             done = forked.run(line, cwd=tmp_path, env=homeless(home))
         else:
             done = subprocess.run(
                 line, cwd=tmp_path, env=homeless(home), capture_output=True, text=True, check=False
             )
-        assert done.returncode == 0, (script, done.stdout[-2000:], done.stderr[-3000:])
+        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-3000:])
         return done.stderr
 
-    ended("experiments", "train", *SMALL, *FEW, "tracking.rollouts_every=1")
+    ended("train", *SMALL, *FEW, "tracking.rollouts_every=1")
     run = str(only_run(tmp_path))
-    said = ended("experiments", "train", f"resume={run}", "steps=3")
+    said = ended("train", f"resume={run}", "steps=3")
     assert ("there is no home directory for the key" in said) == (home is not None)
-    ended("experiments", "evaluate", f"run={run}", "problems=1", "k=1", imported=True)
-    ended("experiments", "sample", f"run={run}", "problems=1", "samples=1", imported=True)
-    ended("experiments", "report", f"run={run}", imported=True)
-    ended("analysis", "fig_curves", run)
+    ended("evaluate", f"run={run}", "problems=1", "k=1", imported=True)
+    ended("sample", f"run={run}", "problems=1", "samples=1", imported=True)
+    ended("report", f"run={run}", imported=True)
+    ended("figure", "curves", run)

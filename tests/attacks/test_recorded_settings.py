@@ -14,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from commands import ROOT, SMALL, environment, only_run, train
+from commands import SMALL, environment, only_run, train
 from composing import settings
 from gspo.config.load import read_settings, resumed_settings, write_settings
 from gspo.config.settings import same_result, settings_hash
@@ -338,7 +338,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 def unconfined(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """An entry point on a machine that cannot confine programs."""
-    command = [sys.executable, "-c", WEAK, str(ROOT / "experiments" / f"{script}.py"), *words]
+    command = [sys.executable, "-c", WEAK, "-P", "-m", "gspo", script, *words]
     where = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either, and no git
     return subprocess.run(
         command, cwd=cwd, env=where, capture_output=True, text=True, check=False, timeout=300

@@ -89,7 +89,9 @@ MOMENTS = {
     "rollout.rows_dropped": lambda: wrap(decode.NetworkDecoder, "keep", after=True),
     "rollout.scored": lambda: wrap(Trainer, "train_step", before=anything),
     "update.old_policy": lambda: wrap(Trainer, "add_old_policy", after=True),
-    "update.in_a_layer": lambda: wrap(network, "run_experts", after=True, when=torch.is_grad_enabled),
+    "update.in_a_layer": lambda: wrap(
+        network, "run_experts", after=True, when=torch.is_grad_enabled
+    ),
     "update.backward": lambda: wrap(torch.Tensor, "backward", after=True),
     "update.gradient_clipped": lambda: wrap(trainer, "clip_grad_norm", after=True, calls=2),
     "update.first_minibatch_done": lambda: wrap(Trainer, "update", after=True),

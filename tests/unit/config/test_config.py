@@ -58,7 +58,8 @@ def test_every_option_file_composes_and_every_class_has_one(group):
             assert type(getattr(result, group)) is CHOICES[group].get(
                 option, type(getattr(result, group))
             )
-    assert set(CHOICES.get(group, {})) <= set(options(group))
+    of_studies = {path.stem for path in (CONF.parent / "sweeps" / group).glob("*.yaml")}
+    assert set(CHOICES.get(group, {})) <= set(options(group)) | of_studies
 
 
 def test_the_help_names_every_option():

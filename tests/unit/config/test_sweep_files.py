@@ -74,7 +74,7 @@ def test_what_an_agent_of_wandb_would_start_composes(path):
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
     sweep, draw = yaml.safe_load(path.read_text()), random.Random(0)
-    assert (ROOT / sweep["program"]).exists()
+    assert sweep["program"] == "gspo"
     blocks = {
         name for name, value in vars(settings()).items() if hasattr(value, "__dataclass_fields__")
     }
@@ -85,8 +85,9 @@ def test_what_an_agent_of_wandb_would_start_composes(path):
         arguments = create_sweep_command_args(
             {"args": {name: {"value": value} for name, value in values.items()}}
         )
-        command = [part for part in sweep["command"] if not part.startswith("${")]
-        assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
+        begin = ["${env}", "${interpreter}", "-m", "${program}", "train"]
+        assert sweep["command"][: len(begin)] == begin
+        command = [part for part in sweep["command"][len(begin) :] if not part.startswith("${")]
         run = settings(*command, *shlex.split(" ".join(arguments["args_no_hyphens"])))
         assert run.on_existing == "auto" and run.tracking.wandb == "online"
         folders.add(run.study)
