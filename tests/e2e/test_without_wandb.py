@@ -43,6 +43,7 @@ def gspo(tmp_path: Path, before: str, *words: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_a_run_trains_where_wandb_is_missing_and_another_mode_is_refused_in_one_line(tmp_path):
     done = gspo(
         tmp_path,

@@ -124,11 +124,7 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     ].startswith("seen")
     paths = fig_contrast.draw([calm, edge], tmp_path, FigureOptions(formats=("png",)))
     assert [path.name for path in paths] == ["fig_contrast.png"]
-    drawn, left_out = reproduce.draw_all(
-        edge, tmp_path / "all", FigureOptions(formats=("png",)), [calm]
-    )
-    assert tmp_path / "all" / "fig_contrast.png" in drawn
-    text = "\n".join(reproduce.summary(edge, drawn, left_out, [calm]))
+    text = "\n".join(reproduce.summary(edge, paths, [], [calm]))
     assert "## Beside other studies\n\n| study" in text and "| learning rate 2e-4 " in text
     lines = fig_contrast.table([calm, edge])
     assert len(lines) == 2 + 6 + 3 and "learning rate 8e-4" in lines[7]

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from daily import daily_but
+
 HEAVY = {
     "torch",
     "transformers",
@@ -54,7 +56,17 @@ finally:
 MOST_MODULES = 1000  # with Hydra and numpy 600 to 800 are loaded; with PyTorch some 2,500
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize(
+    "words",
+    daily_but(
+        WORDS,
+        "train --help",
+        "train lr=1",
+        "train -m experiment=micro_moe objective=gspo_tiny,grpo seed=1,2,3 dry_run=true",
+        "evaluate benchmark=[gsm9k]",
+        "report run=nothing",
+    ),
+)
 def test_answers_that_need_no_tensors_import_no_tensor_library(words, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words.split()],

@@ -10,10 +10,11 @@ import torch
 
 from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
-from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
+from gspo.planning.memory import measure
 from gspo.planning.scaling import efficiency, smallest, strong, weak
+from recorded_measurements import measurement, record, recorded
 
 H100 = hardware("h100")
 SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
@@ -25,20 +26,11 @@ LARGE = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def measured_once():
-    """What has been measured for a model and a rank's work is used again: plans differ in what they
-    make of it.
-    """
-    measured = {}
-
-    def measure(config, work):
-        key = config.to_json_string(), repr(work)
-        if key not in measured:
-            measured[key] = memory.measure(config, work)
-        return measured[key]
-
-    with patch("gspo.planning.plan.measure", measure):
+def recorded_measurements():
+    """Plans differ in what they make of the measurements, so these are read from a file."""
+    with patch("gspo.planning.plan.measure", measurement):
         yield
+    record()
 
 
 def planned(*words, gpu=H100, prompt=0):
@@ -523,3 +515,20 @@ def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
         "gathered twice in bfloat16, reduced in float32"
     )
     assert "exchange between GPUs" in "\n".join(lines_of(made))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        SMALL,
+        [*SMALL, "policy.lora.rank=4", "parallel.mode=replicate", "parallel.ranks=2"],
+        ["task=math", "model=tiny_moe", "parallel.mode=shard", "parallel.ranks=4"],
+    ],
+    ids=["one GPU", "adapter", "sharded experts"],
+)
+def test_a_recorded_measurement_is_what_is_measured(words):
+    made = planned(*words)
+    config = made.settings.model.make()[0].config
+    assert measurement(config, made.work) in recorded().values()
+    assert measure(config, made.work) == made.measured

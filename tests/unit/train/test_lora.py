@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from builders import SMOOTH, recorded_gradients, small_policy
 from composing import settings
+from daily import daily_but
 from gspo.algorithm.advantages import GAE
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.kl import KLInLoss
@@ -122,7 +123,12 @@ def test_an_update_costs_a_pass_less_than_one_of_all_weights():
 # ----------------------------------------------------------------------------------------------------------
 # checkpoints
 @pytest.mark.parametrize(
-    "case", ["all", "attention, r2", "dense", "kl to the model without adapter", "critic"]
+    "case",
+    daily_but(
+        ["all", "attention, r2", "dense", "kl to the model without adapter", "critic"],
+        "attention, r2",
+        "critic",
+    ),
 )
 def test_a_checkpoint_holds_the_adapter_alone_and_the_run_goes_on_to_the_bit(case, tmp_path):
     t = CASES[case]()

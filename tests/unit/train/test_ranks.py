@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builders import SMOOTH, recorded_gradients
+from daily import daily_but
 from gspo.algorithm.advantages import GAE, GroupNormalized, ReinforcePP
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
@@ -156,7 +157,18 @@ def check_alike(
             )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    daily_but(
+        CASES,
+        "grpo, three ranks",
+        "more ranks than a mini-batch has groups",
+        "r3",
+        "kl in the reward",
+        "dynamic sampling",
+        "partial rollouts",
+    ),
+)
 def test_ranks_train_as_one_process_does(case):
     make, count = CASES[case]
     one = trained(make, Ranks(), Ranks())

@@ -40,7 +40,8 @@ OTHER_WAITS = {
 # The most operations for a decoded token and layer, drawing included, which on a GPU a CUDA graph
 # makes one order but for drawing; and for the first update of two micro-batches and layer.
 LAUNCHES = {"dense": (74, 780), "MoE": (84, 850)}
-HALVES = (list(CASES)[::2], list(CASES)[1::2])
+EVERY_CHANGE = ["MoE", "bfloat16, R2"]
+ONCE_A_DAY = [case for case in CASES if case not in EVERY_CHANGE]
 DETECTED = """
 import sys
 import threading
@@ -84,7 +85,11 @@ with simulated.Observer() as observer:
 """
 
 
-@pytest.mark.parametrize("cases", HALVES, ids=["one half", "the other half"])
+@pytest.mark.parametrize(
+    "cases",
+    [EVERY_CHANGE, pytest.param(ONCE_A_DAY, marks=pytest.mark.daily)],
+    ids=["every change", "once a day"],
+)
 def test_a_step_on_the_second_device_is_the_cpus_and_waits_seldom(cases):
     """In a process of its own, as the device cannot be taken away again."""
     command = [sys.executable, str(SCRIPT), "--json", *cases]
