@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -83,7 +84,7 @@ class StopSignal:
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
         # submitit's own signal handler, if there is one
-        self._requeue: Callable[[int, None], None] | None = None
+        self._requeue: Callable[[int, FrameType | None], object] | None = None
 
     def install(self, *numbers: int) -> None:
         """Listen to these signals."""
@@ -96,7 +97,8 @@ class StopSignal:
         The current step is then finished and saved before `requeue` lets submitit queue the job
         again."""
         handler = signal.getsignal(signal.SIGUSR2)
-        if callable(handler) and handler != self._note:
+        is_function = callable(handler) and not isinstance(handler, int)
+        if is_function and handler != self._note:
             self._requeue = handler
             signal.signal(signal.SIGUSR2, self._note)
 
@@ -175,6 +177,8 @@ class Outcome(float):
     Sweepers optimise the score, which is NaN if the job has none. `unfinished` is {"reason": why it
     failed}, {"stopped": the signal that stopped it}, or {} if it finished.
     """
+
+    unfinished: dict[str, str]
 
     def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
         outcome = super().__new__(cls, math.nan if score is None else score)
@@ -327,8 +331,9 @@ def explain(error: BaseException) -> str:
     advice = ("full_key", "object_type", "reference_type")
     messages = []
     # loky's _RemoteTraceback repeats the error of a worker
-    while error is not None and type(error).__name__ != "_RemoteTraceback":
-        lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "_RemoteTraceback":
+        lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
         messages += [text for text in lines if not text.startswith(advice)]
-        error = error.__cause__
+        cause = cause.__cause__
     return " ".join(dict.fromkeys(messages))
