@@ -144,7 +144,7 @@ class TextGame(Environment):
     def __init__(self, env: Any, task: TextGames) -> None:
         self.env = env
         self.task = task
-        self.space = getattr(env, "action_space", None)
+        self.space: Any = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
             raise ValueError(

@@ -67,8 +67,9 @@ class Benchmark(Task):
 
     # see gspo.tasks.base; each benchmark names the evaluation that its limit is from
     max_new_tokens: ClassVar[int] = 0
-    hub_split: ClassVar[str] = "test"  # the hub's split that holds the evaluation set
-    hub_train_split: ClassVar[str] = ""  # the hub's training split; "" if the benchmark has none
+    # OwnRows has the next two as settings. They have no annotation, so they are no fields here.
+    hub_split = "test"  # the hub's split that holds the evaluation set
+    hub_train_split = ""  # the hub's training split; "" if the benchmark has none
     one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
     # the prefix of these settings in messages; `gspo evaluate` sets tasks.NAME
     key: ClassVar[str] = "task"

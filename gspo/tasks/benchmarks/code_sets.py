@@ -17,13 +17,16 @@ from gspo.io.ranges import choice, ranged
 from gspo.rewards.code.grader import Asserts, StdinCase
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
 from gspo.tasks.benchmarks.base import Item
-from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
+from gspo.tasks.benchmarks.programs import (
+    EXPERT,
+    MAX_PARSED_CHARS,
+    READ_STDIN,
+    CodeBenchmark,
+    Tests,
+)
 from gspo.tasks.benchmarks.records_file import Row, Source, writable
 
 MAX_RATING = 10_000  # the best of all people have 4,000
-# Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
-# does, a long text that is nested deeply overflows the stack and kills the process.
-MAX_PARSED_CHARS = 20_000
 EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
@@ -91,7 +94,7 @@ class Mbpp(CodeBenchmark):
     wording: str = choice("instruct", ("instruct", "completion"))
     shown_tests: int = ranged(3, least=1, most=3)
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
-    hub_train_split: ClassVar[str] = "train"
+    hub_train_split = "train"
     one_file: ClassVar[bool] = True
     max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = MBPP_STOPS

@@ -71,6 +71,39 @@ class Packed:
     private: str
     preamble: str = IMPORTS
 
+    @property
+    def entry_point(self) -> str:
+        """The function that the tests call, "" for whole programs."""
+        return self.function
+
+    @property
+    def start(self) -> str:
+        """The start of the function, which no problem of LiveCodeBench has."""
+        return ""
+
+    def decoded(self) -> Tests:
+        """Return the decoded tests.
+
+        Raises ValueError, which names the record, if they cannot be decoded."""
+        tests = read_tests(self.public, self.where, "public_test_cases")
+        tests += read_tests(self.private, self.where, "private_test_cases")
+        row = Row(self.where, {})
+        if not tests:
+            raise row.wrong(
+                "private_test_cases", "and 'public_test_cases' are empty: every program would pass"
+            )
+        if not writable(tests):
+            raise row.wrong(
+                "private_test_cases",
+                "or 'public_test_cases' holds half a character (a lone surrogate)",
+            )
+        if sum(map(_count_values_of_test, tests)) > MAX_VALUES:
+            raise row.wrong(
+                "private_test_cases", f"or 'public_test_cases' holds more than {MAX_VALUES} values"
+            )
+        cases = tuple(_case(row, test, self.function) for test in tests)
+        return Tests(self.function, cases, self.preamble)
+
 
 @dataclass
 class LiveCodeBench(CodeBenchmark):
@@ -113,34 +146,8 @@ class LiveCodeBench(CodeBenchmark):
         else:
             prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
-        self.tests(packed)
+        packed.decoded()  # raises ValueError for tests that cannot be decoded
         return Item(text, prompt, packed, family)
-
-    def tests(self, answer: Packed) -> Tests:
-        """Return the decoded tests.
-
-        Raises ValueError, which names the record, if they cannot be decoded."""
-        tests = read_tests(answer.public, answer.where, "public_test_cases")
-        tests += read_tests(answer.private, answer.where, "private_test_cases")
-        row = Row(answer.where, {})
-        if not tests:
-            raise row.wrong(
-                "private_test_cases", "and 'public_test_cases' are empty: every program would pass"
-            )
-        if not writable(tests):
-            raise row.wrong(
-                "private_test_cases",
-                "or 'public_test_cases' holds half a character (a lone surrogate)",
-            )
-        if sum(map(_count_values_of_test, tests)) > MAX_VALUES:
-            raise row.wrong(
-                "private_test_cases", f"or 'public_test_cases' holds more than {MAX_VALUES} values"
-            )
-        cases = tuple(_case(row, test, answer.function) for test in tests)
-        return Tests(answer.function, cases, answer.preamble)
-
-    def called_function(self, answer: Packed) -> str:
-        return answer.function
 
     def entry_point(self, tests: Tests, code: str) -> str:
         """Return the function, or the method of `Solution` if the program has that class."""
@@ -226,7 +233,7 @@ def unpacked(text: str) -> str:
                 "it must hold one text and nothing else"
             )
         if opcode.name in TEXT_OPCODES:
-            texts.append(argument)
+            texts.append(str(argument))
         elif opcode.name not in HARMLESS_OPCODES:
             raise ValueError(f"a pickle with {opcode.name}: it must hold one text and nothing else")
     if len(texts) != 1:

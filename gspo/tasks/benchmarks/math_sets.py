@@ -113,7 +113,7 @@ class GSM8K(MathBenchmark):
     hub: str = "openai/gsm8k"
     hub_config: str = "main"
     max_new_tokens: ClassVar[int] = QWEN_MATH_MAX_NEW_TOKENS
-    hub_train_split: ClassVar[str] = "train"
+    hub_train_split = "train"
 
     def read(self, row: Row) -> tuple[str, str]:
         solution = row.text("answer")
@@ -182,7 +182,7 @@ class AIME24(Competition):
 
     name: str = "aime24"
     hub: str = "HuggingFaceH4/aime_2024"
-    hub_split: ClassVar[str] = "train"
+    hub_split = "train"
 
 
 @dataclass

@@ -398,7 +398,9 @@ def bytes_of(array: Any) -> int:
         binaries = (pyarrow.binary(), pyarrow.large_binary())
         if array.type.value_type not in (*texts, *binaries):
             return array.nbytes
-        return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+        # pyarrow makes its functions such as compute.sum at import, so type checkers do not see them
+        sizes = compute.call_function("binary_length", [array.dictionary])
+        return compute.call_function("sum", [sizes.take(array.indices)]).as_py() or 0
     if "dictionary<" in str(array.type):
         raise OSError(f"a column of type {str(array.type)[:80]} is not read: write its texts out")
     return array.nbytes
