@@ -30,7 +30,7 @@ from pathlib import Path
 
 from audit import cases
 from audit.attacks import SUITE_LIMITS, run_attacks
-from audit.cases import Outcome
+from audit.cases import CaseResult
 from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
 from audit.tool import ToolRunner, suite_tool
 from gspo.io.arguments import key_values
@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
     return options
 
 
-def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
+def run(options: dict[str, str]) -> dict[str, list[CaseResult]]:
     """Run every part that was asked for, and print each when it is done."""
     slots, weak, parts = int(options["slots"]), options["weak"] == "yes", {}
     if options["suite"] == "yes":
@@ -105,20 +105,21 @@ def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
     return parts
 
 
-def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[Outcome]:
+def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[CaseResult]:
     """Run the suite of attacks on a runner, and close it."""
     try:
         results = run_attacks(runner)
     finally:
         runner.close()
     outcomes = [
-        Outcome(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped) for r in results
+        CaseResult(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped)
+        for r in results
     ]
     show(title, outcomes)
     return outcomes
 
 
-def hostile(workers: int) -> list[Outcome]:
+def hostile(workers: int) -> list[CaseResult]:
     """Judge answers that make other verifiers hang, crash or give in. None may be judged correct,
     nor take long.
     """
@@ -133,7 +134,7 @@ def hostile(workers: int) -> list[Outcome]:
             seconds = time.perf_counter() - started
             slowest = max(slowest, seconds)
             said = verdict if seconds < LONGEST else f"{verdict} after {seconds:.0f} s"
-            outcomes.append(Outcome(name, "not correct", said, said == verdict != "correct"))
+            outcomes.append(CaseResult(name, "not correct", said, said == verdict != "correct"))
     finally:
         verifier.close()
     show("hostile answers", outcomes, table=True)
@@ -141,7 +142,7 @@ def hostile(workers: int) -> list[Outcome]:
     return outcomes
 
 
-def show(title: str, outcomes: list[Outcome], table: bool = False) -> None:
+def show(title: str, outcomes: list[CaseResult], table: bool = False) -> None:
     bad = cases.disagreements(outcomes)
     print(f"\n{title}: {len(outcomes) - len(bad)} of {len(outcomes)} as expected")
     if table:

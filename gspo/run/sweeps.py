@@ -36,7 +36,7 @@ from gspo.run.entry_point import (
     REASONS,
     UNFINISHED_JOBS,
     USER_ERRORS,
-    Outcome,
+    JobResult,
     explain,
     print_error,
 )
@@ -126,8 +126,8 @@ class WriteManifest(Callback):
         job = HydraConfig.get()
         number = job.job.num
         overrides = list(job.overrides.task)
-        result = job_return._return_value  # an Outcome, or an error of Hydra's own
-        if isinstance(result, Outcome):
+        result = job_return._return_value  # a JobResult, or an error of Hydra's own
+        if isinstance(result, JobResult):
             unfinished = result.unfinished
         else:
             unfinished = {"reason": explain(result)}

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from gspo.data.samples import Problem
 from gspo.data.seeding import permutation
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
-from gspo.tasks.benchmarks.records_file import Row, Source
+from gspo.tasks.benchmarks.records_file import DataRow, Source
 
 # Replacements for problems with too long prompts have indices from here on. The index modulo this
 # number keeps their epoch small.
@@ -86,7 +86,7 @@ class Benchmark(Task):
         # the evaluation set
         self.skipped: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         """Return a record as an item, or None if it does not belong to this set.
 
         Raises ValueError for an invalid record."""

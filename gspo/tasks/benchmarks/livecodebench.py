@@ -31,7 +31,7 @@ from typing import Any
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
-from gspo.tasks.benchmarks.records_file import Row, writable
+from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 # decompressed tests of a record; a few kB of zlib can hold gigabytes
 MAX_DECOMPRESSED_BYTES = 1 << 28
@@ -87,7 +87,7 @@ class Packed:
         Raises ValueError, which names the record, if they cannot be decoded."""
         tests = read_tests(self.public, self.where, "public_test_cases")
         tests += read_tests(self.private, self.where, "private_test_cases")
-        row = Row(self.where, {})
+        row = DataRow(self.where, {})
         if not tests:
             raise row.wrong(
                 "private_test_cases", "and 'public_test_cases' are empty: every program would pass"
@@ -126,7 +126,7 @@ class LiveCodeBench(CodeBenchmark):
         if self.start_date and self.end_date and self.start_date > self.end_date:
             raise ValueError(f"start_date={self.start_date} is after end_date={self.end_date}")
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         # the date is a text, or a time if the reader has parsed it
         day = str(row.values.get("contest_date", ""))[:10]
         if not _is_date(day):
@@ -160,7 +160,7 @@ class LiveCodeBench(CodeBenchmark):
         end = self.end_date or "ever"
         return f"no problem has a contest_date from {start} to {end}"
 
-    def _function(self, row: Row) -> str:
+    def _function(self, row: DataRow) -> str:
         """Return the name of the function of functional tests, "" if the record has none."""
         metadata = row.get("metadata", str, dict, default="")
         try:
@@ -241,13 +241,13 @@ def unpacked(text: str) -> str:
     return texts[0]
 
 
-def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
+def _case(row: DataRow, test: Any, function: str) -> FunctionCase | StdinCase:
     """Return the test as a case for the grader. Raises ValueError if it is invalid."""
     if not isinstance(test, dict):
         raise row.wrong(
             "private_test_cases", "or 'public_test_cases' holds a test that is no object"
         )
-    inner = Row(f"{row.where}, a test", test)
+    inner = DataRow(f"{row.where}, a test", test)
     input_text = inner.get("input", str)
     expected = inner.get("output", str)
     kind = inner.get("testtype", str)
@@ -278,7 +278,7 @@ def _integer(digits: str) -> int:
     return int(Decimal(digits))
 
 
-def _json_text(row: Row, key: str) -> str:
+def _json_text(row: DataRow, key: str) -> str:
     """Return a value as JSON text, even if the hub's reader has parsed it."""
     value = row.get(key, str, list)
     return value if isinstance(value, str) else json.dumps(value)

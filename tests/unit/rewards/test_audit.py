@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from audit.cases import Outcome, confusion, read_lines
+from audit.cases import CaseResult, confusion, read_lines
 
 ROOT = Path(__file__).parents[3]
 PAIRS = [
@@ -116,9 +116,9 @@ def test_bad_lines_are_named(tmp_path):
 
 def test_the_table_counts():
     outcomes = [
-        Outcome("a", "pass", "pass", True),
-        Outcome("b", "pass", "wrong", False),
-        Outcome("c", None, "wrong", True),
+        CaseResult("a", "pass", "pass", True),
+        CaseResult("b", "pass", "wrong", False),
+        CaseResult("c", None, "wrong", True),
     ]
     rows = [line.split() for line in confusion(outcomes).splitlines()]
     assert rows == [["expected", "pass", "wrong"], ["pass", "1", "1"], ["undecided", ".", "1"]]
