@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gspo.data.batch import TrainBatch
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer

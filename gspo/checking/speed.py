@@ -25,7 +25,7 @@ from gspo.checking.bench import (
 )
 from gspo.checking.machine import GB, short
 from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
 from gspo.rollout.engines.local import LocalEngine

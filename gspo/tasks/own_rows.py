@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gspo.data.samples import ChatPrompt, Problem, Score
+from gspo.data.problems import ChatPrompt, Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import held_out

@@ -27,7 +27,7 @@ from torch import Tensor
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.data.batch import TokenBatch
 from gspo.data.pack import layout
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.files import append_to, sync
 from gspo.io.ranges import as_hashed

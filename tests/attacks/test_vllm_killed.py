@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, command, environment, only_run, train, wait_for_step
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.io.rows import read_rows
 from gspo.io.telemetry import TELEMETRY_OFF
 from gspo.model.policy import Policy

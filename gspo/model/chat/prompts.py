@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 
-from gspo.data.samples import ChatPrompt
+from gspo.data.problems import ChatPrompt
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice
 from gspo.model.chat.control_tokens import BEGIN, ControlTokens
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object

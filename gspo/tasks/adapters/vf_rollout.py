@@ -36,7 +36,7 @@ import datasets
 import verifiers as vf
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.tasks.environments.player import MAX_MEASURES
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import permutation
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
 from gspo.tasks.benchmarks.records_file import DataRow, Source

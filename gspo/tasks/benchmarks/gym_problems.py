@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract

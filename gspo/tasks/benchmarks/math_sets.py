@@ -20,7 +20,8 @@ import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier

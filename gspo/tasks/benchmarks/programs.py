@@ -20,7 +20,8 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
 from gspo.tasks.benchmarks.base import Benchmark

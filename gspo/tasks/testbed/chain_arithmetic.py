@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split, draw_prompt, held_out

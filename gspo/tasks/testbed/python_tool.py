@@ -23,7 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot

@@ -7,7 +7,8 @@ import torch
 
 from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.data.batch import TrainBatch
-from gspo.data.samples import Problem, Score, ScoredResponse, Turn
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse, Turn
 from gspo.tracking.metrics import lookup
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator

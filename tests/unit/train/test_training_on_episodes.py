@@ -28,7 +28,8 @@ from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOTo
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import Rollout
