@@ -6,7 +6,7 @@ conf/ and sweeps/ are beside gspo/ in the repository, and inside gspo/ in an ins
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
@@ -71,14 +71,17 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     return command
 
 
-def refuse_dashes(words: list[str]) -> None:
-    """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5."""
+def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
+    """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5.
+
+    `options` are the command's own options beside the settings of a run."""
     flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            setting, _, condition = (our_name(key) or key).partition(" (with ")
+            own = [option for option in options if option.startswith(key)]
+            setting, _, condition = (own[0] if own else our_name(key) or key).partition(" (with ")
             if "=" not in setting:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
@@ -154,6 +157,7 @@ def quoted(word: str) -> str:
 
 def composed_settings(words: list[str]) -> Settings:
     """Return the settings that `gspo train` would use for these words."""
+    refuse_dashes(words)
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)
