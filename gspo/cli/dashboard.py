@@ -89,7 +89,7 @@ def make() -> None:
     if not options.publish:
         return
     if account is None:
-        print(f"not published. To publish: wandb login; {shlex.join(sys.argv)}")
+        print(f"not published. To publish: wandb login; {sys.argv[0]} {shlex.join(sys.argv[1:])}")
         return
     for name, address in publish(workspaces):
         print(f"{name}: {address}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
@@ -81,6 +82,7 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
             own = [option for option in options if option.startswith(key)]
+            own += get_close_matches(key, options, 1, 0.8)
             setting, _, condition = (own[0] if own else our_name(key) or key).partition(" (with ")
             if "=" not in setting:
                 setting = f"{setting}={value or '...'}"
