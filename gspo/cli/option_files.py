@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from string import Template
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -17,11 +18,12 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.settings import Settings
 from gspo.config.synonyms import our_name
+from gspo.io.arguments import HELP
 from gspo.io.untrusted import SURROGATES
 
 
@@ -66,10 +68,26 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
             ]
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
+        options = {word for word in words if word.startswith("-")}
+        if options and options <= HELP:
+            print(help_of(name, [word for word in words if word not in HELP]))
+            return None
         sys.argv[1:] = words
         return main()
 
     return command
+
+
+def help_of(name: str, words: list[str]) -> str:
+    """Return the help that Hydra prints for these settings.
+
+    Hydra also lists all groups of options for it, which takes a second and is not printed."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(name, overrides=words, return_hydra_config=True)
+        template = Template(config.hydra.help.template)
+        with open_dict(config):
+            del config["hydra"]
+        return template.substitute(CONFIG=OmegaConf.to_yaml(config))
 
 
 def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
