@@ -27,7 +27,7 @@ from matplotlib.axes import Axes
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {
-    "log-x": "its bars start at 0, which a logarithmic axis does not have"
+    "log_x": "its bars start at 0, which a logarithmic axis does not have"
 }
 MAX_ARMS = 14  # arms that fit into the figure
 MAX_ARMS_SIDE_BY_SIDE = 5  # with more arms, the other panels stand above each other

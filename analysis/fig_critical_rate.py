@@ -39,22 +39,23 @@ from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from gspo.io.arguments import command_options
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"
 CLIP = "objective.clip_low"
-REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
+REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic already"}
 # the ratio of the critical rates of two arms, and its exact p
 Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = load.load(args.runs, script.chosen(args))
+    options = command_options(script.Options, __doc__, REFUSED)
+    data = load.load(options.paths, options.where)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
-    paths = draw(data, numbers, ratios, args.out, script.figure_options(args))
+    paths = draw(data, numbers, ratios, options.out, options)
     script.print_lines(
         table(numbers), difference_table(numbers), ratio_table(numbers, ratios), paths
     )

@@ -35,7 +35,7 @@ def check(address: str, data: Data) -> None:
     """
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
-        raise RunsError(f"--publish {address}: write ENTITY/PROJECT")
+        raise RunsError(f"publish={address}: write ENTITY/PROJECT")
     for name in studies(data):
         if not re.fullmatch(r"[\w.,+ -]+", name):
             raise RunsError(
@@ -43,7 +43,7 @@ def check(address: str, data: Data) -> None:
             )
     if not sources.signed_in():
         raise RunsError(
-            f"--publish {address}: no W&B account is configured on this machine: wandb login"
+            f"publish={address}: no W&B account is configured on this machine: wandb login"
         )
 
 

@@ -238,10 +238,8 @@ def check(out: Path, miniature: bool) -> Command:
     words = (
         "check",
         f"device={device}",
-        "--seconds",
-        str(seconds),
-        "--json",
-        str(out / "check.json"),
+        f"seconds={seconds}",
+        f"json={out / 'check.json'}",
     )
     return Command("check", ("-m", "gspo", *words), 70)
 

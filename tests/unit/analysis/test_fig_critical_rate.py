@@ -78,8 +78,7 @@ def test_the_script_draws_and_prints(study, tmp_path):
         sys.executable,
         str(ROOT / "analysis" / "fig_critical_rate.py"),
         "runs",
-        "--format",
-        "png",
+        "formats=png",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (
