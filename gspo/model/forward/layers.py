@@ -8,7 +8,7 @@ layer (gspo.model.forward.low_rank).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     import transformers
     from typing_extensions import TypeIs
+
+
+# gives logits, gate weights and the choice of experts
+Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Linear(Protocol):
@@ -33,18 +37,6 @@ class Norm(Protocol):
 
     weight: Tensor
     variance_epsilon: float
-
-
-class Embedding(Protocol):
-    """The look-up of the tokens' embeddings."""
-
-    def __call__(self, tokens: Tensor, /) -> Tensor: ...
-
-
-class RotaryEmbedding(Protocol):
-    """The cosines and sines of the rotary embedding at some positions."""
-
-    def __call__(self, x: Tensor, positions: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Attention(Protocol):
@@ -72,12 +64,6 @@ class DenseMlp(Protocol):
     down_proj: Linear
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
-
-
-class Router(Protocol):
-    """The router of an MoE layer: returns logits, gate weights and the choice of experts."""
-
-    def __call__(self, x: Tensor, /) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Experts(Protocol):
@@ -147,10 +133,11 @@ Layer = DenseLayer | MoeLayer
 class Body(Protocol):
     """A model without its output head."""
 
-    embed_tokens: Embedding
+    embed_tokens: Callable[[Tensor], Tensor]
     layers: Sequence[Layer]
     norm: Norm
-    rotary_emb: RotaryEmbedding
+    # gives the cosines and sines at some positions, in the type of its first argument
+    rotary_emb: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def body(model: transformers.PreTrainedModel) -> Body:
