@@ -13,6 +13,11 @@ from torch import Tensor
 Loaded: TypeAlias = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
 
 
+def input_embedding(model: transformers.PreTrainedModel) -> Tensor:
+    """Return the weight of a model's input embedding, which has a row for each token."""
+    return model.get_input_embeddings().get_parameter("weight")
+
+
 def empty_copy(
     model: transformers.PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> transformers.PreTrainedModel:
