@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table

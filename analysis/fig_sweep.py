@@ -15,6 +15,8 @@ import math
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -23,8 +25,6 @@ from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.tracking.collapse import levels
 
 REPLAY = "policy.routing_replay"

@@ -24,7 +24,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.train import diagnostics
+from gspo.train import diagnostics, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
@@ -71,7 +71,7 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             accumulator = MetricAccumulator()
             diagnostics.mismatch(batch, accumulator)
             if size.experts:
-                diagnostics.engine_routes(
+                routing.engine_agreement(
                     batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator
                 )
             metrics = accumulator.result()

@@ -9,6 +9,8 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from gspo.algorithm.advantages import Credit
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
 from gspo.data.pack import pack_turns
-from gspo.data.samples import rewards_of
+from gspo.data.samples import ScoredResponse, rewards_of
+from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -75,6 +78,15 @@ def assign_credit(
         critic = Critic(values_BT, algorithm.advantage.returns(credit).float())
         diagnostics.explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
+
+
+def without_truncated(
+    batch: TrainBatch, responses: list[ScoredResponse], accumulator: MetricAccumulator
+) -> TrainBatch:
+    """Leave truncated responses out of the loss, and measure their share."""
+    truncated_B = torch.tensor([r.finish_reason in CUT for r in responses])
+    accumulator.mean("filter/truncated", truncated_B.sum(), len(truncated_B))
+    return replace(batch, mask_BT=batch.mask_BT & ~truncated_B.unsqueeze(-1))
 
 
 def last_token(mask_BT: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 The functions never add means. The accumulator divides once at the end of the step, so a metric does
 not depend on the cut of the step into micro-batches.
 
-Shape suffixes: B responses, T response tokens, S all tokens, N selected tokens, L MoE layers, K
-experts per token, E experts.
+gspo.train.routing measures the routers of MoE models.
+
+Shape suffixes: B responses, T response tokens, N selected tokens or rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
-from gspo.algorithm.objectives import LossInputs, LossOutputs, log_ratio
+from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
@@ -176,27 +177,6 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
-def engine_routes(
-    experts_BSLK: Tensor,
-    engine_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    accumulator: MetricAccumulator,
-) -> Tensor:
-    """Measure and return the share of the engine's experts that the old policy chooses too.
-
-    `experts_BSLK` are the old policy's. The share is the mean over layers and over the positions
-    that predict response tokens. It is measured for each layer too, and so is the share of tokens
-    for which the experts of any layer differ.
-    """
-    engine_BTLK = predicting(engine_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), engine_BTLK))
-    accumulator.mean_of("routing/engine_agreement", same_NL)
-    for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean_of(f"routing/engine_agreement_layer_{layer}", same_N)
-    accumulator.mean_of("routing/engine_changed_any_layer", (same_NL < 1).any(-1))
-    return same_NL.mean()
-
-
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
     """Measure the correction's mean weight on the loss of a token, and the share of masked tokens."""
     tokens = mask_BT.sum()
@@ -252,27 +232,24 @@ def clips(
 
 
 def rounding_floor(
-    outputs: LossOutputs,
-    inputs: LossInputs,
-    clip_range: float | None,
-    accumulator: MetricAccumulator,
+    objective: Objective, inputs: LossInputs, accumulator: MetricAccumulator
 ) -> None:
     """Measure the distance of a step's first ratios from 1.
 
     The policy still is the old policy in the first mini-batch. So all of the distance is rounding,
-    or with policy.old_logprobs=engine the mismatch of engine and trainer. `clip_range` is the
-    narrower side of a clip range of sequence ratios, None for objectives that clip no sequence
-    ratio.
+    or with policy.old_logprobs=engine the mismatch of engine and trainer. If the objective clips
+    sequence ratios, the distance is also measured as a multiple of the clip range's narrower side.
     """
     mask_BT = inputs.mask_BT
     sequences = mask_BT.any(-1).sum()
-    log_s_B = masked_mean(log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT), mask_BT)
-    distance = log_s_B.abs().sum()
-    outside_BT = outputs.outside_BT & mask_BT
+    log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT)
+    distance = masked_mean(log_BT, mask_BT).abs().sum()
+    outside_BT = objective(inputs).outside_BT & mask_BT
     outside_B = masked_mean(outside_BT.float(), mask_BT)
     accumulator.mean("ratio/floor_sequence_abs", distance, sequences)
     accumulator.mean("ratio/floor_outside", outside_B.sum(), sequences)
-    if clip_range is not None:
+    if objective.clips_sequence_ratio:
+        clip_range = min(objective.clip_low, objective.clip_high)
         accumulator.mean("ratio/floor_of_range", distance / clip_range, sequences)
 
 
@@ -331,67 +308,3 @@ def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulato
     """Measure the mean entropy of the policy over response tokens, in nats."""
     total = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
     accumulator.mean("policy/entropy", total, batch.mask_BT.sum())
-
-
-def consistency(experts_BSLK: Tensor, old_experts_BSLK: Tensor) -> Tensor:
-    """Compute the share of the K old experts that are also among the new: [B, S, L].
-
-    The share is |new intersect old| / K. One minus it is the share of changed experts in section
-    5.3 of the GSPO paper.
-    """
-    same_BSLKK = old_experts_BSLK.unsqueeze(-1) == experts_BSLK.unsqueeze(-2)
-    return same_BSLKK.any(-1).float().mean(-1)
-
-
-def predicting(x_BS: Tensor, batch: TokenBatch) -> Tensor:
-    """Select the positions that predict the response tokens: [B, T, ...].
-
-    The position before a token predicts it.
-    """
-    return x_BS[:, batch.prompt_width - 1 : -1]
-
-
-def expert_counts(experts_BSLK: Tensor, batch: TokenBatch, num_experts: int) -> Tensor:
-    """Count the choices of each expert at the positions that predict a response token: [L, E]."""
-    chosen_NLK = batch.of_tokens(predicting(experts_BSLK, batch)).long()
-    chosen_LM = chosen_NLK.transpose(0, 1).flatten(1)
-    counts_LE = chosen_LM.new_zeros(len(chosen_LM), num_experts)
-    # bincount would wait for a GPU
-    return counts_LE.scatter_add_(1, chosen_LM, torch.ones_like(chosen_LM))
-
-
-def routing(
-    experts_BSLK: Tensor,
-    old_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    num_experts: int,
-    minibatch: int,
-    accumulator: MetricAccumulator,
-) -> None:
-    """Measure the loads of the experts, and the agreement of the routers with the step's start.
-
-    `minibatch` counts from 1. The agreement of the first mini-batch is left out, because its
-    routing is the routing at the start itself.
-    """
-    accumulator.expert_loads(expert_counts(experts_BSLK, batch, num_experts))
-    if minibatch == 1:
-        return
-    old_BTLK = predicting(old_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean_of("routing/consistency", same_NL)
-    accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)
-    accumulator.mean_of("routing/changed_any_layer", (same_NL < 1).any(-1))
-    for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean_of(f"routing/consistency_layer_{layer}", same_N)
-
-
-def routing_after_step(
-    experts_BSLK: Tensor,
-    old_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    accumulator: MetricAccumulator,
-) -> None:
-    """Measure the agreement of the routers after the last update with the step's start."""
-    old_BTLK = predicting(old_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean_of("routing/consistency_after_step", same_NL)

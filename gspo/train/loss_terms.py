@@ -26,7 +26,7 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.settings import Algorithm
+from gspo.train.settings import Algorithm, TrainerSettings
 
 
 class Term(Protocol):
@@ -252,21 +252,23 @@ def corrected(loss_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 def loss_terms(
     algorithm: Algorithm,
-    aggregation: Aggregation,
+    settings: TrainerSettings,
     coefficient: KLCoefficient,
-    router_aux_loss_coef: float,
+    entropy: EntropyTerm | None,
 ) -> list[Term]:
     """Return the addends of the loss.
 
-    They are the policy term, the KL and value terms of algorithms that have them, and the auxiliary
-    loss of the routers if its coefficient is not 0. The trainer adds the entropy term."""
-    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
+    They are the policy term, the KL and value terms of algorithms that have them, the auxiliary
+    loss of the routers if its coefficient is not 0, and the entropy term if there is one."""
+    terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
         terms.append(ValueTerm(algorithm.advantage))
-    if router_aux_loss_coef:
-        terms.append(BalanceTerm(router_aux_loss_coef))
+    if settings.router_aux_loss_coef:
+        terms.append(BalanceTerm(settings.router_aux_loss_coef))
+    if entropy:
+        terms.append(entropy)
     return terms
 
 

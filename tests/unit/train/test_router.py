@@ -15,7 +15,7 @@ from gspo.model.settings import TinyDense, TinyMoE
 from gspo.train.accumulator import MetricAccumulator, load_max
 from gspo.train.loss_terms import BalanceTerm
 from gspo.train.optimizer import parameter_groups
-from gspo.train.trainer import old_loads
+from gspo.train.routing import old_loads
 from trainers import steps, trainer, weights
 
 
