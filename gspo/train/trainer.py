@@ -42,7 +42,7 @@ from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import assign_credit, without_truncated
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import EntropyTerm, loss_inputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_inputs, loss_terms
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
@@ -183,10 +183,10 @@ class Trainer:
         diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
 
         # one update per mini-batch
-        for minibatches in epochs:
-            missing = self.settings.minibatches - len(minibatches)
-            accumulator.count("optim/missing_updates", missing)
-        for number, rows_N in enumerate(chain.from_iterable(epochs), start=1):
+        minibatches = list(chain.from_iterable(epochs))
+        planned = self.settings.minibatches * self.settings.epochs
+        accumulator.count("optim/missing_updates", planned - len(minibatches))
+        for number, rows_N in enumerate(minibatches, start=1):
             is_local_B = torch.isin(rows_N, local_rows_N)
             self.update(batch.rows(rows_N), is_local_B, number, accumulator)
 
@@ -293,12 +293,12 @@ class Trainer:
                     if minibatch == 1 and self.starts_at_old_policy:
                         micro = self.start_at_old_policy(output, micro, accumulator)
                     loss = torch.zeros((), device=self.policy.device)
+                    inputs = TermInputs(output, micro, totals, minibatch, accumulator)
                     for term in self.terms:
-                        loss = loss + term(output, micro, totals, minibatch, accumulator)
+                        loss = loss + term(inputs)
                     if learns:
                         loss.backward()
-                share = len(micro) / len(batch)
-                accumulator.mean("optim/loss", loss.detach(), share)
+                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
                 with accumulator.timed("time/diagnostics_s"):
                     self.measure_pass(output, micro, minibatch, accumulator)
         if self.entropy:

@@ -12,7 +12,7 @@ from gspo.model.forward import network
 from gspo.model.forward.packing import lay_out
 from gspo.model.policy import Policy
 from gspo.model.routing_replay import Routing
-from gspo.train.accumulator import MetricAccumulator, load_entropy
+from gspo.train.accumulator import MetricAccumulator, load_metrics
 from gspo.train.routing import consistency, measure_update
 
 
@@ -187,6 +187,9 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
 
 
 def test_load_entropy_by_hand():
-    assert load_entropy(torch.tensor([[5, 5, 5, 5]])) == pytest.approx(1)
-    assert load_entropy(torch.tensor([[9, 0, 0, 0]])) == 0
-    assert load_entropy(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])) == pytest.approx((0.5 + 1) / 2)
+    def load_entropy(loads: list[list[int]]) -> float:
+        return load_metrics(torch.tensor(loads))["routing/load_entropy"]
+
+    assert load_entropy([[5, 5, 5, 5]]) == pytest.approx(1)
+    assert load_entropy([[9, 0, 0, 0]]) == 0
+    assert load_entropy([[1, 1, 0, 0], [1, 1, 1, 1]]) == pytest.approx((0.5 + 1) / 2)
