@@ -42,12 +42,16 @@ def assign_credit(
     all rewards so far.
     """
     mask_BT = batch.mask_BT
-    rewards = [reward for group in rollout.groups for reward in rewards_of(group)]
+    rewards: list[float] = []
+    groups: list[int] = []
+    for number, group in enumerate(rollout.groups):
+        rewards += rewards_of(group)
+        groups += [number for _ in group]
     rewards_B = torch.tensor(rewards)
-    group_sizes = torch.tensor([len(group) for group in rollout.groups])
-    groups_B = torch.arange(len(group_sizes)).repeat_interleave(group_sizes)
+    groups_B = torch.tensor(groups)
 
-    penalty_B = algorithm.reward.overlong(mask_BT.sum(-1), rollout.limit).double()
+    lengths_B = mask_BT.sum(-1)
+    penalty_B = algorithm.reward.overlong(lengths_B, rollout.limit).double()
     accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
     last_rewards_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
@@ -55,7 +59,8 @@ def assign_credit(
     if algorithm.reward.turns == "each" and turns is not None:
         token_rewards_BT = turns.rewards_BT.clone()
         last_rewards_B = penalty_B
-    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += last_rewards_B
+    rows_B = torch.arange(len(batch))
+    token_rewards_BT[rows_B, last_token(mask_BT)] += last_rewards_B
     if algorithm.kl.in_reward:
         if batch.ref_logp_BT is None:
             raise ValueError("KL in the reward needs log-probs of the reference policy")
@@ -75,7 +80,8 @@ def assign_credit(
     diagnostics.advantages(adv_BT, mask_BT, accumulator)
     critic = None
     if algorithm.advantage.needs_values and values_BT is not None:
-        critic = Critic(values_BT, algorithm.advantage.returns(credit).float())
+        returns_BT = algorithm.advantage.returns(credit)
+        critic = Critic(values_BT, returns_BT.float())
         diagnostics.explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
 
@@ -91,4 +97,5 @@ def without_truncated(
 
 def last_token(mask_BT: Tensor) -> Tensor:
     """Return the column of each response's last token, 0 for a response without tokens: [B]."""
-    return (mask_BT * torch.arange(mask_BT.shape[1])).amax(-1)
+    columns = torch.arange(mask_BT.shape[1])
+    return (mask_BT * columns).amax(-1)

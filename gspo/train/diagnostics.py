@@ -23,24 +23,20 @@ from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same
+from gspo.rollout.sources.base import Rollout
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 
 
-def rollout(
-    groups: list[list[ScoredResponse]],
-    ungraded: list[ScoredResponse],
-    filtered: dict[str, float],
-    limit: int,
-    accumulator: MetricAccumulator,
-) -> None:
+def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
     """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
+    groups = rollout.sampled
     rewards(groups, accumulator)
     responses = [r for group in groups for r in group]
     lengths(responses, accumulator)
-    episodes(responses + ungraded, accumulator)
-    accumulator.largest("length/limit", limit)
-    for reason, count in filtered.items():
+    episodes(responses + rollout.ungraded, accumulator)
+    accumulator.largest("length/limit", rollout.limit)
+    for reason, count in rollout.filtered.items():
         accumulator.mean(f"filter/{reason}", count, 1)
 
 
@@ -127,10 +123,9 @@ def reference(
         accumulator.mean(f"kl/ref_{estimator}", total, mask_BT.sum())
 
 
-def staleness(
-    responses: list[ScoredResponse], step: int, in_flight: int, accumulator: MetricAccumulator
-) -> None:
+def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
     """Measure the age of the weights that sampled each token, in steps, and count the segments."""
+    responses = rollout.responses
     tokens_by_age: Counter[int] = Counter()
     segment_count = 0
     for r in responses:
@@ -142,7 +137,7 @@ def staleness(
     accumulator.mean("staleness/mean", ages, tokens_by_age.total())
     accumulator.largest("staleness/max", max(tokens_by_age))
     accumulator.mean("staleness/segments", segment_count, len(responses))
-    accumulator.mean("staleness/in_flight", in_flight, 1)
+    accumulator.mean("staleness/in_flight", rollout.in_flight, 1)
 
 
 def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
@@ -165,13 +160,12 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
-    bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
-    k3_BT = torch.where(mask_BT, k3(bounded_BT), 0.0)
-    accumulator.mean("mismatch/k3", k3_BT.sum(), tokens)
+    # the bound keeps k3 finite
+    k3_BT = kl_estimate(-log_BT, "k3", bound=EXPONENT_BOUND)
+    accumulator.mean("mismatch/k3", torch.where(mask_BT, k3_BT, 0.0).sum(), tokens)
     for level in LEVELS:
-        weight_N = batch.of_tokens(
-            importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
-        )
+        weight_BT = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
+        weight_N = batch.of_tokens(weight_BT)
         accumulator.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
@@ -185,14 +179,6 @@ def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumu
     accumulator.mean("mismatch/masked", masked_BT.sum(), tokens)
 
 
-def k3(log_BT: Tensor) -> Tensor:
-    """Compute r - 1 - log r with r = exp(log_BT), an estimate of KL(old || new) (Schulman 2020).
-
-    It is never negative.
-    """
-    return torch.expm1(log_BT) - log_BT
-
-
 def clips(
     outputs: LossOutputs, inputs: LossInputs, minibatch: int, accumulator: MetricAccumulator
 ) -> None:
@@ -202,26 +188,25 @@ def clips(
     `active` tokens lost their gradient. The ratio of `outside` tokens lies outside the clip range.
     Token fractions are measured for each mini-batch too.
     """
-    mask_BT = inputs.mask_BT
-    tokens = mask_BT.sum()
-    sequences = mask_BT.any(-1).sum()
     kinds = {"active": outputs.active_BT, "outside": outputs.outside_BT}
-    for kind, clipped_BT in kinds.items():
-        clipped_BT = clipped_BT & mask_BT
-        clipped = clipped_BT.sum()
-        share_B = masked_mean(clipped_BT.float(), mask_BT)
-        accumulator.mean(f"clip/token_{kind}", clipped, tokens)
-        accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
-        accumulator.mean(f"clip/sequence_{kind}", share_B.sum(), sequences)
-    signs = {"positive": inputs.adv_BT > 0, "negative": inputs.adv_BT < 0}
-    for sign, signed_BT in signs.items():
-        signed_BT = signed_BT & mask_BT
-        rows = signed_BT.any(-1).sum()
+    mask_BT = inputs.mask_BT
+    selections = {
+        "": mask_BT,
+        "_positive": mask_BT & (inputs.adv_BT > 0),
+        "_negative": mask_BT & (inputs.adv_BT < 0),
+    }
+    for sign, selected_BT in selections.items():
+        tokens = selected_BT.sum()
+        sequences = selected_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
-            clipped_BT = clipped_BT & signed_BT
-            share_B = masked_mean(clipped_BT.float(), signed_BT)
-            accumulator.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), signed_BT.sum())
-            accumulator.mean(f"clip/sequence_{kind}_{sign}", share_B.sum(), rows)
+            clipped_BT = clipped_BT & selected_BT
+            clipped = clipped_BT.sum()
+            share_B = masked_mean(clipped_BT.float(), selected_BT)
+            accumulator.mean(f"clip/token_{kind}{sign}", clipped, tokens)
+            if not sign:
+                accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
+            accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
+    tokens = mask_BT.sum()
     bounded_BT = outputs.bounded_BT & mask_BT
     accumulator.mean("clip/log_ratio_bounded", bounded_BT.sum(), tokens)
     weight_BT = torch.where(mask_BT, outputs.weight_BT, 0.0)
@@ -284,7 +269,8 @@ def ratios(
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
     lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
-    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT)).clamp(lowest, bound)
+    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
+    log_s_N = log_s_N.clamp(lowest, bound)
     log_BT = log_BT.clamp(lowest, bound)
     token_N = batch.of_tokens(log_BT.exp())
     log_N = batch.of_tokens(log_BT)
@@ -301,7 +287,7 @@ def ratios(
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean("kl/old_k1", -log_N.sum(), len(log_N))
-    accumulator.mean_of("kl/old_k3", k3(log_N))
+    accumulator.mean_of("kl/old_k3", kl_estimate(-log_N, "k3", bound=-lowest))
 
 
 def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:

@@ -9,7 +9,6 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -39,30 +38,26 @@ class TermInputs:
     accumulator: MetricAccumulator
 
 
-class Term(Protocol):
-    """An addend of the loss."""
+class Term:
+    """The base of the terms, which are the addends of the loss."""
 
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether rows whose advantages are all 0 have a gradient too."""
-        ...
+    # rows whose advantages are all 0 have a gradient too
+    needs_every_row: bool = True
 
     def __call__(self, inputs: TermInputs) -> Tensor:
         """Compute the micro-batch's share of the term, a scalar."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass
-class PolicyTerm:
+class PolicyTerm(Term):
     """The policy term: aggregate( correction * objective )."""
 
     objective: Objective
     aggregation: Aggregation
 
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether the objective has a gradient at advantage 0."""
-        return self.objective.needs_every_row
+    def __post_init__(self):
+        self.needs_every_row = self.objective.needs_every_row
 
     def __call__(self, inputs: TermInputs) -> Tensor:
         batch = inputs.batch
@@ -76,7 +71,7 @@ class PolicyTerm:
 
 
 @dataclass
-class KLTerm:
+class KLTerm(Term):
     """The KL term, beta * aggregate( KL estimate ), see KLInLoss.
 
     It raises ValueError without reference log-probs.
@@ -84,7 +79,6 @@ class KLTerm:
 
     settings: KLInLoss
     coefficient: KLCoefficient
-    needs_every_row: ClassVar[bool] = True
 
     def __call__(self, inputs: TermInputs) -> Tensor:
         settings = self.settings
@@ -110,7 +104,7 @@ class KLTerm:
 
 
 @dataclass
-class ValueTerm:
+class ValueTerm(Term):
     """The critic's term, see GAE: value_coef * the mean over tokens of
 
     1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
@@ -119,7 +113,6 @@ class ValueTerm:
     """
 
     settings: Advantage
-    needs_every_row: ClassVar[bool] = True
 
     def __call__(self, inputs: TermInputs) -> Tensor:
         values_BT = inputs.output.values_BT
@@ -142,7 +135,7 @@ class ValueTerm:
 
 
 @dataclass
-class BalanceTerm:
+class BalanceTerm(Term):
     """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers:
 
     router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
@@ -154,7 +147,6 @@ class BalanceTerm:
     """
 
     coef: float
-    needs_every_row: ClassVar[bool] = True
 
     def __call__(self, inputs: TermInputs) -> Tensor:
         balance_BT = inputs.output.balance_BT
@@ -167,15 +159,13 @@ class BalanceTerm:
         return self.coef * balance
 
 
-class EntropyTerm:
+class EntropyTerm(Term):
     """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation.
 
     verl and ROLL have it too. H = -sum_v pi_v log pi_v is the entropy of the whole distribution at
     the sampling temperature, as is the ratio. alpha is the coefficient that acts in this update,
     see EntropyCoefficient. The term raises ValueError without the entropy of every token.
     """
-
-    needs_every_row: ClassVar[bool] = True
 
     def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):
         self.coefficient = coefficient

@@ -177,10 +177,8 @@ class Trainer:
                 rollout_batch, rollout.responses, local_rows_N, self.ranks, accumulator
             )
         batch, measured_kl = self.add_advantages(old_batch, values_BT, rollout, accumulator)
-        diagnostics.rollout(
-            rollout.sampled, rollout.ungraded, rollout.filtered, rollout.limit, accumulator
-        )
-        diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
+        diagnostics.rollout(rollout, accumulator)
+        diagnostics.staleness(rollout, step, accumulator)
 
         # one update per mini-batch
         minibatches = list(chain.from_iterable(epochs))
