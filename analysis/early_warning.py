@@ -25,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import foresight, load, script, style
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
@@ -32,8 +34,6 @@ from gspo.analysis.foresight import LR, Alarm, History, Value
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, collapse, levels

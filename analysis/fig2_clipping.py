@@ -17,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, paper, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_style, arm_styles, tint
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, estimate
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {

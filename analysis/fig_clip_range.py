@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -22,8 +24,6 @@ from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import WINDOW, ratio, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.io.arguments import command_options
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axis is logarithmic already"}

@@ -20,6 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -36,9 +39,6 @@ from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
 from gspo.io.arguments import command_options
 from gspo.statistics import standard_error
 

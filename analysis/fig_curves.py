@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from gspo.analysis import load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
 from gspo.io.arguments import command_options, option
 
 METRICS = (

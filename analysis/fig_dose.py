@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table
@@ -42,7 +43,6 @@ from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import FigureOptions
-
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES

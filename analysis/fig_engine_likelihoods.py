@@ -19,6 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -36,10 +40,6 @@ from gspo.analysis.stats import (
 )
 from gspo.analysis.style import FigureOptions
 from gspo.analysis.verdicts import MAX_P
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
-
 from gspo.io.arguments import command_options
 from gspo.statistics import sign_flip_p
 

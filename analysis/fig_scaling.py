@@ -18,13 +18,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator, ScalarFormatter
+
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator, ScalarFormatter
-
 from gspo.io.arguments import command_options, option
 
 ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -24,8 +26,6 @@ from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.io.arguments import command_options, option
 from gspo.tracking.collapse import levels
 

@@ -11,7 +11,6 @@ from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError, nearest
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
-
 from gspo.io import escaping
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting

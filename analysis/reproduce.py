@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+
 from gspo.analysis import (
     claims,
     fig1_stability,
@@ -34,7 +35,6 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import FigureOptions
-
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text

@@ -11,7 +11,6 @@ from gspo.analysis import load, sources
 from gspo.analysis.claims import Claim
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
-
 from gspo.io import escaping
 from gspo.io.arguments import ArgumentsError, command_options, option
 

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from gspo.analysis.arm_styles import ArmStyle
-from gspo.analysis.load import Data
-from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -25,6 +22,9 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
+from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.load import Data
+from gspo.analysis.stats import WINDOW
 from gspo.io.arguments import option
 from gspo.io.escaping import escape
 from gspo.io.files import replace_bytes

@@ -24,7 +24,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.train import diagnostics
+from gspo.train import diagnostics, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
@@ -74,7 +74,7 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             experts = batch.experts_BSLK
             engine_experts = batch.engine_experts_BSLK
             if experts is not None and engine_experts is not None:  # a sparse model has both
-                diagnostics.engine_routes(experts, engine_experts, batch, accumulator)
+                routing.engine_agreement(experts, engine_experts, batch, accumulator)
             metrics = accumulator.result()
             name = f"{size.name}, {short(dtype)}"
             yield at_most(

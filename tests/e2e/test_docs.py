@@ -15,7 +15,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from gspo.analysis import script as figures
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
@@ -24,6 +23,7 @@ import parity
 from commands import environment
 from composing import CONF, options, settings
 from gpu import box
+from gspo.analysis import script as figures
 from gspo.cli import (
     check,
     check_objective,

@@ -140,7 +140,7 @@ def updated(name: str, model):
     t = echo_trainer(HAND[name], model=model, minibatches=1)
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
-    old = t.add_old_policy(batch, rollout.responses, everything, MetricAccumulator())
+    old = t.old_policy.add(batch, rollout.responses, everything, t.ranks, MetricAccumulator())
     batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     with torch.no_grad():
         olds = [own_log_probs(t.policy.model, r) for r in rollout.responses]
