@@ -128,17 +128,17 @@ docs: setup
 	$(BIN)/zensical build --strict
 
 # Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
-BESIDE := analysis/data/comfortable.parquet analysis/data/paper_ranges.parquet
+BESIDE := [analysis/data/comfortable.parquet,analysis/data/paper_ranges.parquet]
 reproduce: setup
 	$(BIN)/gspo train -cd sweeps -cn paper_figures -m $(OVERRIDES)
-	$(BIN)/gspo figures $(RUNS) --beside $(BESIDE)
+	$(BIN)/gspo figures $(RUNS) beside=$(BESIDE)
 
 # Checks the times that README and docs/getting_started.md state; on an idle machine.
 times: setup
 	$(BIN)/python experiments/times.py
 
 figures: setup
-	$(BIN)/gspo figures $(RUNS) --beside $(BESIDE)
+	$(BIN)/gspo figures $(RUNS) beside=$(BESIDE)
 
 view: RUNS = runs
 view: $(VENV)/.viewer

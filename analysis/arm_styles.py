@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import matplotlib
+
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 BLACK = "#000000"

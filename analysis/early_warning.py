@@ -1,9 +1,7 @@
 """Early warnings: which signals of the monitor see a collapse coming, how early, how reliably?
 
-    gspo figure early-warning                          the recorded runs of
-                                                              analysis/data/stressors/
-    gspo figure early-warning runs/stressors --save    runs of your own; --save: keep their
-                                                              metrics there
+    gspo figure early-warning
+    gspo figure early-warning runs/stressors save=true
 
 Runs that collapse by the registered rule are compared with runs that do not, under several
 stresses. A run's stress is the settings in which it differs, apart from seed, objective and
@@ -27,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import foresight, load, script, style
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
@@ -34,8 +34,7 @@ from gspo.analysis.foresight import LR, Alarm, History, Value
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
+from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
 
@@ -58,27 +57,31 @@ LEAD_MARKERS = ("o", "s", "^")
 MONITOR = "any, as the monitor ships"
 
 
-def main() -> None:
-    parser = script.parser(__doc__, needs_runs=False, refused=REFUSED)
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help=f"keep the runs' metrics in analysis/data/{RECORDED.name}/",
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    paths: tuple[str, ...] = option(
+        (), f"runs, as for the other figures (default: analysis/data/{RECORDED.name})"
     )
-    args = parser.parse_args()
-    if args.save and not args.runs:
-        raise RunsError("--save needs runs")
-    if not args.runs and not RECORDED.exists():
+    save: bool = option(False, f"keep the runs' metrics in analysis/data/{RECORDED.name}")
+
+
+def main() -> None:
+    options = command_options(Options, __doc__, REFUSED)
+    if options.save and not options.paths:
+        raise RunsError("save=true needs runs")
+    if not options.paths and not RECORDED.exists():
         raise RunsError(f"{RECORDED} is not there: name the runs")
-    if args.where and not args.runs:
-        raise RunsError("--where chooses among runs: name some")
-    if args.runs:
-        frame, notes = from_runs(args.runs, script.chosen(args))
+    if options.where and not options.paths:
+        raise RunsError("where.KEY=VALUE chooses among runs: name some")
+    if options.paths:
+        frame, notes = from_runs(options.paths, options.where)
         for note in notes:
             print(f"note: {note}")
     else:
         frame = pd.read_parquet(RECORDED)
-    if args.save:
+    if options.save:
         keep(frame, RECORDED)
     runs = foresight.histories(frame)
     thresholds = shipped(frame)
@@ -90,7 +93,7 @@ def main() -> None:
             "early_warning needs runs that collapsed and runs that did not, under two stresses or more"
         )
     together = foresight.worth([foresight.judged(run, thresholds) for run in runs])
-    paths = draw(results, together, runs, args.out, script.figure_options(args))
+    paths = draw(results, together, runs, options.out, options)
     print("\n".join(outcomes(frame, runs)))
     script.print_lines(table(results, together), paths)
 

@@ -17,17 +17,18 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, paper, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_style, arm_styles, tint
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, estimate
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {
-    "log-x": "its bars start at 0, which a logarithmic axis does not have"
+    "log_x": "its bars start at 0, which a logarithmic axis does not have"
 }
 MAX_ARMS = 14  # arms that fit into the figure
 MAX_ARMS_SIDE_BY_SIDE = 5  # with more arms, the other panels stand above each other

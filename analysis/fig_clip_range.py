@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -22,19 +24,19 @@ from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import WINDOW, ratio, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
+from gspo.io.arguments import command_options
 
-REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
+REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 PAPER_LOW = {GSPO: CLIP_RANGES["gspo"][0], GRPO: CLIP_RANGES["grpo"][0]}
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = script.read(args, notes=False)
+    options = command_options(script.Options, __doc__, REFUSED)
+    data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "cut")
     numbers = measure(data)
-    paths = draw(data, numbers, args.out, script.figure_options(args))
+    paths = draw(data, numbers, options.out, options)
     script.print_lines(table(numbers), [disparity(numbers)], paths)
 
 

@@ -14,6 +14,8 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.blocks import markdown_table
@@ -22,7 +24,7 @@ from gspo.analysis.load import ARMS, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, paired_difference
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
+from gspo.io.arguments import command_options
 
 SETTING_NAMES = {
     "optim.lr": "learning rate",
@@ -34,15 +36,15 @@ MAX_TITLE_SETTINGS = 2  # differences between studies that a title names
 
 
 def main() -> None:
-    args = script.parser(__doc__).parse_args()
+    options = command_options(script.Options, __doc__)
     studies = []
-    for path in args.runs:
+    for path in options.paths:
         script.check_one_study(path)
-        studies.append(load.load([path], script.chosen(args)))
+        studies.append(load.load([path], options.where))
     for data in studies:
         for note in data.notes:
             print(f"note: {note}")
-    paths = draw(studies, args.out, script.figure_options(args))
+    paths = draw(studies, options.out, options)
     print("\n".join([*table(studies), "", *map(str, paths)]))
 
 

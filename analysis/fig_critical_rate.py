@@ -20,6 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -36,25 +39,23 @@ from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
+from gspo.io.arguments import command_options
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"
 CLIP = "objective.clip_low"
-REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axes are logarithmic already"}
+REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic already"}
 # the ratio of the critical rates of two arms, and its exact p
 Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = load.load(args.runs, script.chosen(args))
+    options = command_options(script.Options, __doc__, REFUSED)
+    data = load.load(options.paths, options.where)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
-    paths = draw(data, numbers, ratios, args.out, script.figure_options(args))
+    paths = draw(data, numbers, ratios, options.out, options)
     script.print_lines(
         table(numbers), difference_table(numbers), ratio_table(numbers, ratios), paths
     )

@@ -1,7 +1,7 @@
 """The curves of any study: a panel per metric, and the same style for an arm in every panel.
 
     gspo figure curves runs/objectives
-    gspo figure curves runs/learning_rate --metrics reward/mean optim/grad_norm
+    gspo figure curves runs/learning_rate metrics=[reward/mean,optim/grad_norm]
 
 Any metric of gspo/tracking/metrics.py can be drawn (members of a family by their full names), and
 metrics of your own, such as custom/answers. Metrics that the runs have not recorded are left out.
@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from gspo.analysis import load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from gspo.io.arguments import command_options, option
 
 METRICS = (
     "reward/mean",
@@ -47,14 +49,17 @@ MAX_BANDS = 6  # with more arms than this, bands would hide each other
 SPARSE = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    metrics: tuple[str, ...] = option(METRICS, "the metrics, a panel for each")
+
+
 def main() -> None:
-    parser = script.parser(__doc__)
-    parser.add_argument(
-        "--metrics", nargs="+", default=list(METRICS), help=f"default: {' '.join(METRICS)}"
-    )
-    args = parser.parse_args()
-    data = script.read(args, several_studies=True)
-    for path in draw(data, args.out, script.figure_options(args), args.metrics):
+    options = command_options(Options, __doc__)
+    data = script.read(options, several_studies=True)
+    for path in draw(data, options.out, options, options.metrics):
         print(path)
 
 

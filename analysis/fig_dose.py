@@ -1,33 +1,32 @@
 """A dose: does more and more of something cost the reward, and which objective withstands it longer?
 
-    gspo figure dose runs/routing_dose --dose optim.router_lr_factor \
-        --measured routing/consistency_after_step --arms policy.freeze_router
-    gspo figure dose runs/mismatch_dose --dose rollout.dtype rollout.quantization \
-        --measured mismatch/beyond_2 --arms correction.name policy.old_logprobs
-    gspo figure dose runs/observation_share --dose task.log --measured
-    episode/environment_tokens \
-        --against gspo --also clip/token_active
+    gspo figure dose runs/routing_dose dose=optim.router_lr_factor \\
+        measured=routing/consistency_after_step arms=policy.freeze_router
+    gspo figure dose runs/mismatch_dose dose=[rollout.dtype,rollout.quantization] \\
+        measured=mismatch/beyond_2 arms=[correction.name,policy.old_logprobs]
+    gspo figure dose runs/observation_share dose=task.log measured=episode/environment_tokens \\
+        against=gspo also=clip/token_active
 
---dose names the setting that was varied, or several that stand for the dose together. --measured
-names the metric that says how much of it the runs got. It is read in the first fifth of their
-batches, before any run sinks. Arms are the objectives with their Routing Replay, and with the
-settings of --arms.
+The metric `measured` is read in the first fifth of the batches, before any run sinks. Arms are the
+objectives with their Routing Replay, and with the settings of `arms`.
 
 Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
-objective minus GRPO (or the objective of --against) with the same remedy, and every remedy minus
-none of the same objective. Prints Markdown tables of all of it, with the means of the metrics of
---also, and of each dose minus the least dose. Writes fig_dose_<study>.pdf and .png. Metrics:
+objective minus GRPO (or the objective `against`) with the same remedy, and every remedy minus
+none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
+`also`, and of each dose minus the least dose. Writes fig_dose_<study>.pdf and .png. Metrics:
 reward/mean and the named metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table
@@ -44,6 +43,7 @@ from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import FigureOptions
+from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
 # the words for a setting's value in an arm's name; "" for the value that needs no word
@@ -58,47 +58,39 @@ WORDS = {
 Pairs = dict[tuple[str, str], pd.DataFrame]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    dose: tuple[str, ...] = option(
+        meaning="the setting that was varied, or the settings that stand for the dose together"
+    )
+    measured: str = option(meaning="the metric that says how much of it the runs got")
+    arms: tuple[str, ...] = option((), "settings that make an arm besides objective and replay")
+    against: str = option(
+        "grpo", "the objective that the others are compared with", choices=tuple(OBJECTIVES)
+    )
+    also: tuple[str, ...] = option((), "metrics whose means the table shows")
+
+
 def main() -> None:
-    parser = script.parser(__doc__, refused=REFUSED)
-    parser.add_argument(
-        "--dose", nargs="+", required=True, metavar="SETTING", help="the setting that was varied"
-    )
-    parser.add_argument(
-        "--measured", required=True, metavar="METRIC", help="the metric that says how much of it"
-    )
-    parser.add_argument(
-        "--arms", nargs="+", default=[], metavar="SETTING", help="settings that make an arm"
-    )
-    parser.add_argument(
-        "--against",
-        default="grpo",
-        choices=OBJECTIVES,
-        help="the objective that others are set beside",
-    )
-    parser.add_argument(
-        "--also",
-        nargs="+",
-        default=[],
-        metavar="METRIC",
-        help="metrics whose means the table shows",
-    )
-    args = parser.parse_args()
-    data = script.read(args, notes=False)
+    options = command_options(Options, __doc__, REFUSED)
+    data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(data, args.dose, args.measured, args.arms, args.also)
-    baseline = OBJECTIVES[args.against]
+    numbers = measure(data, options.dose, options.measured, options.arms, options.also)
+    baseline = OBJECTIVES[options.against]
     paths = draw(
         data,
         numbers,
-        args.dose,
-        args.measured,
-        args.out,
-        script.figure_options(args),
+        options.dose,
+        options.measured,
+        options.out,
+        options,
         baseline=baseline,
-        also=args.also,
+        also=options.also,
     )
     script.print_lines(
-        table(numbers, args.dose, args.measured, args.also),
+        table(numbers, options.dose, options.measured, options.also),
         difference_table(numbers, baseline),
         dose_table(numbers),
         paths,
@@ -130,7 +122,7 @@ def measure(
         if len(repeated):
             raise RunsError(
                 f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
-                "name with --arms what they differ in"
+                "name with arms=[...] what they differ in"
             )
         unexpected = load.differing([runs[index] for index in cell.index])
         if unexpected:

@@ -19,6 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -36,10 +40,7 @@ from gspo.analysis.stats import (
 )
 from gspo.analysis.style import FigureOptions
 from gspo.analysis.verdicts import MAX_P
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
-
+from gspo.io.arguments import command_options
 from gspo.statistics import sign_flip_p
 
 COARSE = "bfloat16"
@@ -85,11 +86,11 @@ GAPS = {  # title of a panel, label of its x axis, and its unit as a number
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=script.DOTS | script.NO_CURVES).parse_args()
-    loaded = script.read(args, notes=False)
+    options = command_options(script.Options, __doc__, script.DOTS | script.NO_CURVES)
+    loaded = script.read(options, notes=False)
     data = chosen(loaded)
     print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
-    paths = draw(data, args.out, script.figure_options(args))
+    paths = draw(data, options.out, options)
     script.print_lines(arm_table(data), effect_table(data), verdict(data), paths)
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -24,8 +27,7 @@ from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import STRIP, FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from gspo.io.arguments import command_options
 
 MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",
@@ -46,9 +48,9 @@ REASONS = {"CISPO": "caps the weight only", "REINFORCE": "no ratio", "SAPO": "no
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=REFUSED).parse_args()
-    data = script.read(args)
-    paths = draw(data, args.out, script.figure_options(args))
+    options = command_options(script.Options, __doc__, REFUSED)
+    data = script.read(options)
+    paths = draw(data, options.out, options)
     script.print_lines(table(measure(data)), paths)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.grid import interval_line
@@ -22,7 +24,6 @@ from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import centred_mean, estimate
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
 
 PREFIX = "routing/consistency_layer_"
 MAX_ARMS = 12  # each arm has a panel

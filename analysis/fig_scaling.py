@@ -1,7 +1,7 @@
 """Scaling: what does a training step cost against response length, batch, width and experts?
 
-    python experiments/benchmark.py curves=true                 measures and draws
     gspo figure scaling runs/benchmarks/scaling.json
+    python experiments/benchmark.py curves=true      # measures and draws
 
 Expected: seconds grow as the tokens do, so seconds per token stay level until attention shows at
 the longest responses. With the model's width, seconds grow more slowly than the arithmetic, which
@@ -15,19 +15,25 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from gspo.io.arguments import command_options, option
 
 ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}
 # by number of threads: line, marker, colour
 THREAD_STYLES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}
-REFUSED = script.NO_CURVES | {"seeds": "it measures time, once for each point"}
+REFUSED = script.NO_CURVES | {
+    "seeds": "it measures time, once for each point",
+    "where": "it reads no runs",
+}
 CAPTION = (
     "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing "
     "changed at a time around 64 responses of 128 tokens, width 64, 16 experts of which a token "
@@ -37,15 +43,22 @@ CAPTION = (
 Lines = dict[tuple[str, int], list[dict]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    paths: tuple[str, ...] = option(meaning="the file of the benchmark")
+
+
 def main() -> None:
-    args = script.parser(__doc__, refused=REFUSED).parse_args()
-    path = Path(args.runs[0])
+    options = command_options(Options, __doc__, REFUSED)
+    path = Path(options.paths[0])
     if not path.is_file():
         sys.exit(
             f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`"
         )
     records = json.loads(path.read_text(encoding="utf-8"))["points"]
-    paths = draw(records, args.out, script.figure_options(args))
+    paths = draw(records, options.out, options)
     script.print_lines(table(records), paths)
 
 

@@ -1,20 +1,23 @@
 """A sweep over one or two settings: their effect on reward, stability and clipped tokens.
 
-    gspo figure sweep runs/learning_rate --x optim.lr --by trainer.minibatches
-    gspo figure sweep runs/staleness --x rollout.staleness
+    gspo figure sweep runs/learning_rate x=optim.lr by=trainer.minibatches
+    gspo figure sweep runs/staleness x=rollout.staleness
 
-Any setting can be --x. Each value of --by is a row of panels. Prints a Markdown table with the
-paired difference of GSPO and GRPO, seed by seed. Writes fig_sweep_<study>.pdf and .png. The first
-lines of the sweep's own file describe the expected result.
+Any setting can be `x`. Each value of the setting `by` is a row of panels. Prints a Markdown table
+with the paired difference of GSPO and GRPO, seed by seed. Writes fig_sweep_<study>.pdf and .png.
+The first lines of the sweep's own file describe the expected result.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -23,8 +26,7 @@ from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
+from gspo.io.arguments import command_options, option
 from gspo.tracking.collapse import levels
 
 REPLAY = "policy.routing_replay"
@@ -55,31 +57,27 @@ DERIVED = {  # the settings that a sweep must change along with another
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    x: str = option("", "the setting on the x axis, such as optim.lr")
+    by: str = option("", "a second setting: a row of panels for each of its values")
+    end: int = option(WINDOW, "batches of the reward at the end", least=1)
+
+
 def main() -> None:
-    parser = script.parser(__doc__, refused=REFUSED)
-    parser.add_argument("--x", default="", help="the setting on the x axis, such as optim.lr")
-    parser.add_argument(
-        "--by", default="", help="a second setting: a row of panels for each of its values"
-    )
-    parser.add_argument(
-        "--end",
-        type=script.batches,
-        default=WINDOW,
-        metavar="N",
-        help=f"batches of the reward at the end ({WINDOW})",
-    )
-    args = parser.parse_args()
-    data = script.read(args, notes=False)
+    options = command_options(Options, __doc__, REFUSED)
+    data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "cut")
-    if not args.x:
+    if not options.x:
         varied = ", ".join(load.varied(data)) or "no setting beside those that make an arm"
         raise RunsError(
-            f"--x: say which setting is on the x axis, as in --x optim.lr; these runs vary {varied}"
+            f"x=: say which setting is on the x axis, as in x=optim.lr; these runs vary {varied}"
         )
-    numbers = measure(data, args.x, args.by, args.end)
-    options = script.figure_options(args)
-    paths = draw(data, numbers, args.x, args.by, args.out, options, end=args.end)
-    script.print_lines(table(numbers, args.x, args.by), paths)
+    numbers = measure(data, options.x, options.by, options.end)
+    paths = draw(data, numbers, options.x, options.by, options.out, options, end=options.end)
+    script.print_lines(table(numbers, options.x, options.by), paths)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -123,8 +121,8 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
     unexpected = [key for key in unexpected if key not in expected]
     if unexpected:
         raise RunsError(
-            f"the runs differ also in {', '.join(unexpected)}: choose among them with --x and --by, or "
-            "one value with --where"
+            f"the runs differ also in {', '.join(unexpected)}: choose among them with x= and by=, or "
+            "one value with where.KEY=VALUE"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError, nearest
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
-
 from gspo.io import escaping
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
@@ -81,7 +80,7 @@ NOT_THE_ARM = (
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
-def load(paths: list[Path | str], where: Mapping[str, object] | None = None) -> Data:
+def load(paths: Sequence[Path | str], where: Mapping[str, object] | None = None) -> Data:
     """Return all runs of these sources with their arms, ordered by source and then by path.
 
     With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises RunsError
@@ -138,11 +137,11 @@ def having(runs: list[Run], key: str, value: object) -> list[Run]:
     if not recorded:
         settings = sorted({name for run in runs for name in run.settings})
         suggestion = nearest(key, settings)
-        raise RunsError(f"--where {key}={value}: these runs have no setting {key}{suggestion}")
+        raise RunsError(f"where.{key}={value}: these runs have no setting {key}{suggestion}")
     chosen = [run for run in runs if key in run.settings and same_value(run.settings[key], value)]
     if not chosen:
         values = ", ".join(in_order(recorded.values()))
-        raise RunsError(f"--where {key}={value}: no run has it; there are {values}")
+        raise RunsError(f"where.{key}={value}: no run has it; there are {values}")
     return chosen
 
 
@@ -208,11 +207,11 @@ def choose_one(data: Data) -> str:
     if not settings:
         return ""
     values = "; ".join(f"{key} ({', '.join(texts)})" for key, texts in settings.items())
-    choice = " ".join(f"{key}={texts[0]}" for key, texts in settings.items())
+    choice = " ".join(f"where.{key}={texts[0]}" for key, texts in settings.items())
     first = next(iter(settings))
     return (
-        f"these runs also vary {values}. Choose one of each, as in --where {choice}; "
-        f"`gspo figure sweep --x {first}` draws all of them, and `gspo figure curves` those of up "
+        f"these runs also vary {values}. Choose one of each, as in {choice}; "
+        f"`gspo figure sweep x={first}` draws all of them, and `gspo figure curves` those of up "
         "to 6 combinations"
     )
 

@@ -1,6 +1,6 @@
 """Keep the metrics of a study's runs in a small Parquet file, which every figure reads.
 
-    python analysis/recorded_study.py runs/paper_figures --out analysis/data
+    python analysis/recorded_study.py runs/paper_figures out=analysis/data
     gspo figures analysis/data/paper_figures.parquet
 
 The file, which has the study's name, has a row per run and step with the metrics in single
@@ -13,23 +13,25 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+from pyarrow import parquet
+
 from gspo.analysis import load, script
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.sources import RUN, STUDY_FILE, STUDY_KEY
-from pyarrow import parquet
-
+from gspo.io.arguments import command_options, option
 from gspo.io.files import replace_bytes
 
 REFUSED = dict.fromkeys(
-    ("seeds", "smooth", "log-x", "format", "no-caption", "width"), "it draws nothing"
+    ("seeds", "smooth", "log_x", "formats", "caption", "width"), "it draws nothing"
 )
-# The metrics of the figures. Other metrics are for --metrics.
+# The metrics of the figures. Others are chosen with metrics=[...].
 METRICS = (
     "reward/mean",
     "compute/*",
@@ -45,20 +47,25 @@ METRICS = (
 )
 
 
-def main() -> None:
-    parser = script.parser(__doc__, refused=REFUSED)
-    parser.add_argument(
-        "--metrics", nargs="+", metavar="NAME", help="other metrics than those of figures; * is any"
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this script."""
+
+    metrics: tuple[str, ...] = option(
+        (), "other metrics than those of the figures; * stands for any text"
     )
-    args = parser.parse_args()
-    data = load.load(args.runs, script.chosen(args))
+
+
+def main() -> None:
+    options = command_options(Options, __doc__, REFUSED)
+    data = load.load(options.paths, options.where)
     studies = sorted({str(run.settings.get("study")) for run in data.runs})
     if len(studies) > 1:
         raise RunsError(
             f"{len(studies)} studies ({', '.join(studies)}): a file holds one, so name the folder of one"
         )
-    file = args.out / f"{Path(studies[0]).name}{STUDY_FILE}"
-    write(data, file, args.metrics)
+    file = options.out / f"{Path(studies[0]).name}{STUDY_FILE}"
+    write(data, file, options.metrics)
     print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,8 +1,8 @@
 """What did the runs find? Every figure that they permit, a table, and a verdict on each claim.
 
-    gspo figures runs/paper_figures --beside analysis/data/comfortable.parquet
+    gspo figures runs/paper_figures beside=analysis/data/comfortable.parquet
 
-`make reproduce` ends with this command, and `make figures` repeats it. The studies of --beside,
+`make reproduce` ends with this command, and `make figures` repeats it. The studies of `beside`,
 here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast beside the
 runs.
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+
 from gspo.analysis import (
     claims,
     fig1_stability,
@@ -33,7 +35,7 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import FigureOptions
-
+from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text
 
@@ -41,17 +43,20 @@ ESCAPED = re.compile(r"\\([^\w\s])")  # escapes that Markdown needs and a termin
 FIGURES = (fig1_stability, fig2_clipping, fig3_routing_replay, fig_efficiency, fig_routing)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this command."""
+
+    beside: tuple[str, ...] = option((), "other studies, for the figure contrast")
+
+
 def main() -> None:
-    parser = script.parser(__doc__)
-    parser.add_argument(
-        "--beside", nargs="*", default=[], metavar="STUDY", help="other studies, for fig_contrast"
-    )
-    args = parser.parse_args()
-    data = script.read(args, notes=False)
-    other_studies = [load.load([study]) for study in args.beside]
-    paths, left_out = draw_all(data, args.out, script.figure_options(args), other_studies)
+    options = command_options(Options, __doc__)
+    data = script.read(options, notes=False)
+    other_studies = [load.load([study]) for study in options.beside]
+    paths, left_out = draw_all(data, options.out, options, other_studies)
     text = "\n".join(summary(data, paths, left_out, other_studies)) + "\n"
-    file = args.out / "summary.md"
+    file = options.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, text)
     print(ESCAPED.sub(r"\1", text) + f"\nThe same in {file}")

@@ -111,7 +111,7 @@ def differences(data: Data, baseline: str) -> list[Block]:
         rows.append((arm, rival, f"{interval.text('+.3f')} {interval.kind}", p, batches))
     for arm in data.arms:
         if arm not in pairs and arm not in pairs.values():
-            remarks.append(f"{arm} has no rival under the same settings (--baseline names one)")
+            remarks.append(f"{arm} has no rival under the same settings (baseline=ARM names one)")
     text = DIFFERENCES
     if len(rows) > 1:
         text += f" {len(rows)} comparisons: one in twenty excludes 0 by chance alone."

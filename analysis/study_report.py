@@ -1,75 +1,72 @@
 """The report of a study: figures, settings, statistics and links to its runs.
 
     gspo study-report runs/paper_figures
-    gspo study-report runs/learning_rate --figures figures/fig_sweep_learning_rate.png
-    gspo study-report runs/paper_figures --publish TEAM/PROJECT
+    gspo study-report runs/learning_rate figures=figures/fig_sweep_learning_rate.png
+    gspo study-report runs/paper_figures publish=TEAM/PROJECT
 
 Writes report_<study>.html (a file that needs nothing else) and report_<study>.md. The figures are
-the study's curves, the paper's figures that its arms permit, and the PNG files of --figures.
---publish saves the same as a report in a W&B project, over the report that it saved there before.
-It needs an account.
+the study's curves, the paper's figures that its arms permit, and the PNG files of `figures`. With
+`publish` the same is saved as a report in a W&B project, over the report that it saved there
+before. This needs an account.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.analysis import fig_curves, reproduce, script, study_parts
 from gspo.analysis.blocks import Block, Figure, Heading, Link, address, to_html, to_markdown
 from gspo.analysis.load import Run
 from gspo.analysis.runs import RunsError
-
+from gspo.io.arguments import command_options, option
 from gspo.io.files import replace_text
+
+REFUSED = {"formats": "the report shows PNG files"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this command."""
+
+    figures: tuple[Path, ...] = option((), "further PNG files to show")
+    baseline: str = option(
+        "", "the arm that the others are compared with, instead of GRPO under the same settings"
+    )
+    publish: str = option("", "ENTITY/PROJECT: save the report in this W&B project too")
 
 
 def main() -> None:
-    parser = script.parser(__doc__, refused={"format": "the report shows PNG files"})
-    parser.add_argument(
-        "--figures", nargs="*", type=Path, default=[], help="further PNG files to show"
-    )
-    parser.add_argument(
-        "--baseline",
-        default="",
-        metavar="ARM",
-        help=(
-            "the arm that the others are compared with "
-            "(default: each with GRPO under the same settings)"
-        ),
-    )
-    parser.add_argument(
-        "--publish", default="", metavar="ENTITY/PROJECT", help="save it as a W&B Report too"
-    )
-    args = parser.parse_args()
-    data = script.read(args, several_studies=True, notes=False)
-    if args.baseline and args.baseline not in data.arms:
+    options = command_options(Options, __doc__, REFUSED)
+    data = script.read(options, several_studies=True, notes=False)
+    if options.baseline and options.baseline not in data.arms:
         arms = ", ".join(data.arms)
-        raise RunsError(f"--baseline {args.baseline!r} is no arm of these runs: {arms}")
-    for path in args.figures:
+        raise RunsError(f"baseline={options.baseline!r} is no arm of these runs: {arms}")
+    for path in options.figures:
         if path.suffix != ".png" or not path.is_file():
-            raise RunsError(f"--figures {path}: no PNG file")
-    if args.publish:
+            raise RunsError(f"figures={path}: no PNG file")
+    if options.publish:
         from gspo.analysis import wandb_report  # imported here because wandb takes a second
 
-        wandb_report.check(args.publish, data)
-    options = script.figure_options(args)
-    drawn, left_out = reproduce.draw_all(data, args.out, options)
+        wandb_report.check(options.publish, data)
+    drawn, left_out = reproduce.draw_all(data, options.out, options)
     # the table of settings already lists the arms
     data.notes += [reason.split("; found: ")[0] for reason in left_out]
-    curves = fig_curves.draw(data, args.out, options)
-    figures = [path for path in (*curves, *drawn, *args.figures) if path.suffix == ".png"]
+    curves = fig_curves.draw(data, options.out, options)
+    figures = [path for path in (*curves, *drawn, *options.figures) if path.suffix == ".png"]
     name = fig_curves.study_name(data.runs)
     title = f"Study {name}"
-    words = study_parts.opening(data, args.baseline)
-    runs_table = study_parts.runs(data, lambda run: local_link(run, args.out))
+    words = study_parts.opening(data, options.baseline)
+    runs_table = study_parts.runs(data, lambda run: local_link(run, options.out))
     content = [*words, *figure_blocks(figures), Heading("Runs"), runs_table]
-    page = args.out / f"report_{name}.html"
-    text = args.out / f"report_{name}.md"
+    page = options.out / f"report_{name}.html"
+    text = options.out / f"report_{name}.md"
     replace_text(page, to_html(title, content))
-    replace_text(text, to_markdown(title, content, args.out))
+    replace_text(text, to_markdown(title, content, options.out))
     print(page)
     print(text)
-    if args.publish:
-        print(wandb_report.publish(args.publish, title, data, words, figures))
+    if options.publish:
+        print(wandb_report.publish(options.publish, title, data, words, figures))
 
 
 def figure_blocks(figures: list[Path]) -> list[Block]:

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from gspo.analysis.arm_styles import ArmStyle
-from gspo.analysis.load import Data
-from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -25,6 +22,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
+from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.load import Data
+from gspo.analysis.stats import WINDOW
+from gspo.io.arguments import option
 from gspo.io.escaping import escape
 from gspo.io.files import replace_bytes
 
@@ -51,17 +52,25 @@ UNDATED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FigureOptions:
-    """How figures are drawn and written, by the options of script.py."""
+    """How figures are drawn and written: the options that all figures share."""
 
-    seeds: bool = False  # whether each seed's curve is drawn too
-    smooth: int = WINDOW // 2  # batches on either side over which curves are averaged
-    log_x: bool = False
-    formats: tuple[str, ...] = ("pdf", "png")
-    caption: bool = True
-    width: float = WIDTH  # inches
-    where: str = ""  # the settings by which the runs were chosen, as in "optim.lr=2e-4"
+    where: dict[str, str] = option({}, "only the runs with this setting: where.optim.lr=2e-4")
+    seeds: bool = option(False, "draw a thin curve for each seed too")
+    smooth: int = option(
+        WINDOW // 2, "average curves over so many batches on either side; 0: as they are", least=0
+    )
+    log_x: bool = option(False, "logarithmic axis of training compute or batches")
+    formats: tuple[str, ...] = option(("pdf", "png"), "file formats", choices=FORMATS)
+    caption: bool = option(True, "write the caption into the picture")
+    width: float = option(
+        WIDTH,
+        "width of the picture in inches; text keeps its size",
+        least=6,
+        most=40,
+        why="in a narrower picture the panels' texts collide",
+    )
 
 
 matplotlib.use("Agg")
@@ -216,8 +225,9 @@ def save(figure: Figure, out: Path, name: str, caption: str, options: FigureOpti
     """
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")
     if options.where:
-        name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', options.where)}"
-        caption = f"Runs with {options.where}. {caption}"
+        settings = ", ".join(f"{key}={value}" for key, value in options.where.items())
+        name = f"{name}_{re.sub(r'[^A-Za-z0-9.+-]+', '_', settings)}"
+        caption = f"Runs with {settings}. {caption}"
     if options.caption:
         write_under(figure, caption)
     for text in figure.findobj(Text):

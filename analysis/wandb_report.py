@@ -15,12 +15,13 @@ from pathlib import Path
 
 import wandb
 import wandb_workspaces.reports.v2 as wr
+from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+from wandb_workspaces import expr
+
 from gspo.analysis import sources, study_parts
 from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
-from wandb.sdk.lib.service.service_connection import WandbApiFailedError
-from wandb_workspaces import expr
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"
@@ -35,7 +36,7 @@ def check(address: str, data: Data) -> None:
     """
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
-        raise RunsError(f"--publish {address}: write ENTITY/PROJECT")
+        raise RunsError(f"publish={address}: write ENTITY/PROJECT")
     for name in studies(data):
         if not re.fullmatch(r"[\w.,+ -]+", name):
             raise RunsError(
@@ -43,7 +44,7 @@ def check(address: str, data: Data) -> None:
             )
     if not sources.signed_in():
         raise RunsError(
-            f"--publish {address}: no W&B account is configured on this machine: wandb login"
+            f"publish={address}: no W&B account is configured on this machine: wandb login"
         )
 
 

@@ -1,21 +1,14 @@
 """What the verifiers of this machine withstand: attacks on the sandbox, hostile answers, and your
 own cases.
 
-    python experiments/audit_rewards.py                            the attack and the hostile suite,
-                                                                   about a minute
-    python experiments/audit_rewards.py pairs=FILE.jsonl           your answers and golds (may be
-                                                                   given together with
-    python experiments/audit_rewards.py programs=FILE.jsonl        your programs and tests, and with
-                                                                   suite=yes)
+    python experiments/audit_rewards.py                       # the built-in suites, about a minute
+    python experiments/audit_rewards.py pairs=FILE.jsonl      # your answers and golds
+    python experiments/audit_rewards.py programs=FILE.jsonl suite=true
 
-pairs=FILE      lines {"id", "prediction", "gold", "expected": true | false | null, "tags": [...]};
-                tag "hash": answer after ####, else in the last \\boxed{}
-programs=FILE   lines {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [{"args",
-                "expected"} or {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
-suite=yes|no    run the built-in suites (by default only where neither pairs nor programs is given)
-slots=N         programs at a time (default 2)
-weak=yes        go on where the machine cannot confine programs (see the layers that are printed)
-json=FILE       all outcomes, for machines
+A line of `pairs` has "id", "prediction", "gold", "expected" (true, false or null) and "tags". With
+the tag "hash" the answer is after ####, else in the last \\boxed{}. A line of `programs` has "id",
+"kind" ("function" or "stdin"), "code", "entry_point", "tests" (of "args" and "expected", or of
+"stdin" and "expected_stdout"), "expected_verdict" and "also_ok", a list.
 
 Exit code 0 if everything is as expected, 1 if not, 2 if the command or a file is wrong.
 """
@@ -25,100 +18,99 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from audit import cases
 from audit.attacks import SUITE_LIMITS, run_attacks
-from audit.cases import Outcome
+from audit.cases import CaseResult
 from audit.hostile import HOSTILE_RESPONSES, hacks, poisons
 from audit.tool import ToolRunner, suite_tool
-from gspo.io.arguments import key_values
+from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.escaping import escape_output
 from gspo.rewards.code.grader import CodeGrader
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.rewards.sandbox.runner import CodeRunner
 
-DEFAULTS = {"pairs": "", "programs": "", "suite": "", "slots": "2", "weak": "no", "json": ""}
 POISONS = 100  # number of different answers that would keep a naive verifier busy
 LONGEST = 5.0  # every hostile answer must be judged within so many seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this script."""
+
+    pairs: str = option("", "a file of answers with their golds")
+    programs: str = option("", "a file of programs with their tests")
+    suite: bool = option(False, "run the built-in suites too; without files they always run")
+    slots: int = option(2, "programs at a time", least=1)
+    weak: bool = option(False, "go on if the machine cannot confine programs")
+    json: str = option("", "a file for all outcomes")
+
+
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
+    if HELP & set(arguments):
+        print(help_text(Options, __doc__))
         return 0
     try:
-        outcomes = run(parse(arguments))
+        outcomes = run(parsed(Options, arguments))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if all(outcome.agrees for part in outcomes.values() for outcome in part) else 1
 
 
-def parse(arguments: list[str]) -> dict[str, str]:
-    """Return the options: `name=value` words over the defaults. Raises ValueError for anything
-    else.
-    """
-    options, _ = key_values(arguments, DEFAULTS, empty=False)
-    for name in ("suite", "weak"):
-        if options[name] not in ("", "yes", "no"):
-            raise ValueError(f"{name}={options[name]}: say yes or no")
-    if not options["slots"].isdecimal() or int(options["slots"]) < 1:
-        raise ValueError(f"slots={options['slots']} must be a number of at least 1")
-    if not options["suite"]:
-        options["suite"] = "no" if options["pairs"] or options["programs"] else "yes"
-    return options
-
-
-def run(options: dict[str, str]) -> dict[str, list[Outcome]]:
+def run(options: Options) -> dict[str, list[CaseResult]]:
     """Run every part that was asked for, and print each when it is done."""
-    slots, weak, parts = int(options["slots"]), options["weak"] == "yes", {}
-    if options["suite"] == "yes":
-        runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=weak)
+    parts: dict[str, list[CaseResult]] = {}
+    if options.suite or not (options.pairs or options.programs):
+        runner = CodeRunner(SUITE_LIMITS, slots=1, allow_weak_sandbox=options.weak)
         print("layers of the sandbox")
         for layer, state in runner.layers().items():
             print(f"  {layer:<10}  {state}")
         parts["attacks on the sandbox"] = attacks(runner, "attacks on the sandbox")
         parts["attacks through a tool"] = attacks(
-            suite_tool(weak), "attacks through the tool of an environment"
+            suite_tool(options.weak), "attacks through the tool of an environment"
         )
-        parts["hostile answers"] = hostile(slots)
-    if options["pairs"]:
-        verifiers = {form: MathVerifier(form=form, workers=slots) for form in ("boxed", "hash")}
+        parts["hostile answers"] = hostile(options.slots)
+    if options.pairs:
+        verifiers = {
+            form: MathVerifier(form=form, workers=options.slots) for form in ("boxed", "hash")
+        }
         try:
-            parts["pairs"] = cases.audit_pairs(Path(options["pairs"]), verifiers)
+            parts["pairs"] = cases.audit_pairs(Path(options.pairs), verifiers)
         finally:
             for verifier in verifiers.values():
                 verifier.close()
         show("pairs", parts["pairs"], table=True)
-    if options["programs"]:
-        grader = CodeGrader(slots=slots, allow_weak_sandbox=weak)
+    if options.programs:
+        grader = CodeGrader(slots=options.slots, allow_weak_sandbox=options.weak)
         try:
-            parts["programs"] = cases.audit_programs(Path(options["programs"]), grader)
+            parts["programs"] = cases.audit_programs(Path(options.programs), grader)
         finally:
             grader.close()
         show("programs", parts["programs"], table=True)
-    if options["json"]:
+    if options.json:
         content = {name: [asdict(outcome) for outcome in part] for name, part in parts.items()}
-        Path(options["json"]).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        Path(options.json).write_text(json.dumps(content, indent=1), encoding="utf-8")
     return parts
 
 
-def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[Outcome]:
+def attacks(runner: CodeRunner | ToolRunner, title: str) -> list[CaseResult]:
     """Run the suite of attacks on a runner, and close it."""
     try:
         results = run_attacks(runner)
     finally:
         runner.close()
     outcomes = [
-        Outcome(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped) for r in results
+        CaseResult(r.name, "stopped", "stopped" if r.stopped else r.seen, r.stopped)
+        for r in results
     ]
     show(title, outcomes)
     return outcomes
 
 
-def hostile(workers: int) -> list[Outcome]:
+def hostile(workers: int) -> list[CaseResult]:
     """Judge answers that make other verifiers hang, crash or give in. None may be judged correct,
     nor take long.
     """
@@ -133,7 +125,7 @@ def hostile(workers: int) -> list[Outcome]:
             seconds = time.perf_counter() - started
             slowest = max(slowest, seconds)
             said = verdict if seconds < LONGEST else f"{verdict} after {seconds:.0f} s"
-            outcomes.append(Outcome(name, "not correct", said, said == verdict != "correct"))
+            outcomes.append(CaseResult(name, "not correct", said, said == verdict != "correct"))
     finally:
         verifier.close()
     show("hostile answers", outcomes, table=True)
@@ -141,7 +133,7 @@ def hostile(workers: int) -> list[Outcome]:
     return outcomes
 
 
-def show(title: str, outcomes: list[Outcome], table: bool = False) -> None:
+def show(title: str, outcomes: list[CaseResult], table: bool = False) -> None:
     bad = cases.disagreements(outcomes)
     print(f"\n{title}: {len(outcomes) - len(bad)} of {len(outcomes)} as expected")
     if table:

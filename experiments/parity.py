@@ -1,11 +1,10 @@
 """Compare our losses, advantages and weights with golden vectors of other frameworks; prints a
 Markdown page.
 
-    python experiments/parity.py [vectors=DIR] [out=FILE]
+    python experiments/parity.py
+    python experiments/parity.py out=experiments/PARITY.md
 
-vectors: a folder of golden vectors (experiments/peers/vectors.py says their format); by default
-tests/data/parity. out: the page goes into this file instead. experiments/PARITY.md is kept that
-way.
+experiments/peers/vectors.py describes the format of golden vectors.
 
 Exit code 1 if an entry is out of its tolerance, 2 if the command or the folder is wrong.
 """
@@ -13,11 +12,12 @@ Exit code 1 if an entry is out of its tolerance, 2 if the command or the folder 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from gspo.io.arguments import key_values
+from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.escaping import escape_output
 from peers.compare import OUT, compare
 from peers.table import page
@@ -27,37 +27,38 @@ ROOT = Path(__file__).parent.parent
 DEFAULT = "tests/data/parity"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this script."""
+
+    vectors: str = option("", f"a folder of golden vectors (default: {DEFAULT})")
+    out: str = option("", "a file for the page, which is printed otherwise")
+
+
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
+    if HELP & set(arguments):
+        print(help_text(Options, __doc__))
         return 0
     try:
-        options = parse(arguments)
-        given = options.get("vectors")
-        entries, unreadable = load(ROOT / DEFAULT if given is None else given)
+        options = parsed(Options, arguments)
+        entries, unreadable = load(options.vectors or ROOT / DEFAULT)
         torch.set_num_threads(1)
         comparisons = [compare(entry) for entry in entries]
         command = " ".join(
             [
                 "python experiments/parity.py",
-                *(f"{name}={value}" for name, value in options.items()),
+                *(f"{name}={value}" for name, value in asdict(options).items() if value),
             ]
         )
         text = page(command, comparisons, unreadable)
-        if "out" in options:
-            Path(options["out"]).write_text(text, encoding="utf-8")
+        if options.out:
+            Path(options.out).write_text(text, encoding="utf-8")
         else:
             print(text, end="")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 1 if any(c.verdict == OUT for c in comparisons) else 0
-
-
-def parse(arguments: list[str]) -> dict[str, str]:
-    """Return the options: `name=value` words. Raises ValueError for anything else."""
-    chosen, _ = key_values(arguments, {"vectors": "", "out": ""}, empty=False)
-    return {name: value for name, value in chosen.items() if value}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """How long the commands of README and docs/getting_started.md take on this machine: `make times`.
 
-    python experiments/times.py                 the answers and the first run, some minutes
-    python experiments/times.py --reproduce     the comparison of `make reproduce` too
-    python experiments/times.py --json FILE     the same as numbers
+    python experiments/times.py                      # the answers and the first run, some minutes
+    python experiments/times.py reproduce=true       # the comparison of `make reproduce` too
 
 The pages state times of one machine, which they name. Run this when nothing else runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -17,7 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+
+from gspo.io.arguments import command_options, option
 
 ROOT = Path(__file__).resolve().parents[1]
 GSPO = [sys.executable, "-m", "gspo.cli.main"]
@@ -34,34 +35,31 @@ COMMANDS = {  # what it is -> the words after `gspo`, and the exit code that is 
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this script."""
+
+    reproduce: bool = option(False, "also the sweep and the figures of `make reproduce`")
+    json: str = option("", "a file for the numbers")
+
+
 def main() -> None:
     """Time the commands one after the other in an empty folder, and print a table."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "--reproduce",
-        action="store_true",
-        help="also the sweep and the figures of `make reproduce`",
-    )
-    options.add_argument("--json", metavar="FILE", help="write the numbers")
-    arguments = options.parse_args()
+    options = command_options(Options, __doc__)
     commands = dict(COMMANDS)
-    if arguments.reproduce:
-        beside = [
-            str(ROOT / "analysis/data" / name)
-            for name in ("comfortable.parquet", "paper_ranges.parquet")
-        ]
+    if options.reproduce:
+        data = ROOT / "analysis/data"
+        beside = f"beside=[{data / 'comfortable.parquet'},{data / 'paper_ranges.parquet'}]"
         commands["reproduce: 30 runs"] = (["train", "-cn", "paper_figures", "-m"], 0)
-        commands["reproduce: figures"] = (["figures", "runs/paper_figures", "--beside", *beside], 0)
+        commands["reproduce: figures"] = (["figures", "runs/paper_figures", beside], 0)
     print(machine())
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="gspo-times-") as folder:
         for name, (words, right) in commands.items():
             seconds[name] = timed(words, right, Path(folder))
             print(f"{name:<36}{seconds[name]:8.1f} s   gspo {' '.join(words)[:70]}", flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(
+    if options.json:
+        Path(options.json).write_text(
             json.dumps({"machine": machine(), "seconds": seconds}, indent=1) + "\n",
             encoding="utf-8",
         )

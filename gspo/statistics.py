@@ -7,6 +7,7 @@ it, so that commands which compute nothing start fast.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -110,7 +111,9 @@ def resample_counts(size: int, draws: int, rng: np.random.Generator) -> np.ndarr
     return rng.multinomial(size, np.full(size, 1 / size), size=draws)
 
 
-def percentile_interval(draws_D: np.ndarray, method: str = "linear") -> tuple[float, float]:
+def percentile_interval(
+    draws_D: np.ndarray, method: Literal["linear", "nearest"] = "linear"
+) -> tuple[float, float]:
     """Return the 95 % interval of a bootstrap: the 2.5 % and 97.5 % percentiles of its draws."""
     low, high = np.quantile(draws_D, [0.025, 0.975], method=method)
     return float(low), float(high)

@@ -21,7 +21,7 @@ from gspo.rewards.math.verifier import MathVerifier
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """One case: the verdict that was expected (None: undecided), the verdict that was given, and
     whether they agree.
     """
@@ -56,10 +56,10 @@ def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, 
     return rows
 
 
-def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]:
+def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[CaseResult]:
     """Judge every pair. `verifiers` has one verifier for "hash" and one for "boxed"."""
     rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, CaseResult] = {}
     for form, verifier in verifiers.items():
         mine = [
             i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")
@@ -72,13 +72,13 @@ def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[Outcome]
                 )
             expected = {True: "correct", False: "not correct", None: None}[rows[i]["expected"]]
             agrees = expected is None or (verdict == "correct") == (expected == "correct")
-            outcomes[i] = Outcome(
+            outcomes[i] = CaseResult(
                 str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ()))
             )
     return [outcomes[i] for i in range(len(rows))]
 
 
-def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:
+def audit_programs(path: Path, grader: CodeGrader) -> list[CaseResult]:
     """Run every program on its tests."""
     rows = read_lines(path, ("id", "kind", "code", "tests", "expected_verdict"), "programs")
     grades = grader.grade([_submission(row, path) for row in rows])
@@ -87,7 +87,7 @@ def audit_programs(path: Path, grader: CodeGrader) -> list[Outcome]:
         expected = row["expected_verdict"]
         agrees = expected is None or grade.verdict in (expected, *row.get("also_ok", ()))
         outcomes.append(
-            Outcome(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ())))
+            CaseResult(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ())))
         )
     return outcomes
 
@@ -111,7 +111,7 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
     return Submission(row["code"], row["entry_point"], cases)
 
 
-def confusion(outcomes: list[Outcome]) -> str:
+def confusion(outcomes: list[CaseResult]) -> str:
     """Return a table of counts, with the expected verdicts as rows and the given ones as columns."""
     counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
     return _table(
@@ -128,5 +128,5 @@ def _table(counts: Counter, rows: list[str], columns: list[str]) -> str:
     return "\n".join(lines)
 
 
-def disagreements(outcomes: list[Outcome]) -> list[Outcome]:
+def disagreements(outcomes: list[CaseResult]) -> list[CaseResult]:
     return [outcome for outcome in outcomes if not outcome.agrees]

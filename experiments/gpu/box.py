@@ -95,7 +95,7 @@ class Command:
 
 
 @dataclass
-class Outcome:
+class CommandResult:
     """How a command ended."""
 
     name: str
@@ -238,10 +238,8 @@ def check(out: Path, miniature: bool) -> Command:
     words = (
         "check",
         f"device={device}",
-        "--seconds",
-        str(seconds),
-        "--json",
-        str(out / "check.json"),
+        f"seconds={seconds}",
+        f"json={out / 'check.json'}",
     )
     return Command("check", ("-m", "gspo", *words), 70)
 
@@ -310,14 +308,16 @@ def run(
     return int(failed)
 
 
-def run_one(command: Command, out: Path, deadline: float, keep: Callable[[], None]) -> Outcome:
+def run_one(
+    command: Command, out: Path, deadline: float, keep: Callable[[], None]
+) -> CommandResult:
     """Run one command until it ends or its time is up, with its output in a log. `keep` is called
     every second.
     """
     words = [sys.executable, *command.words]
     left = deadline - GRACE - time.monotonic()
     if left < GRACE:
-        return Outcome(command.name, words, None, 0.0, cut_off=True)
+        return CommandResult(command.name, words, None, 0.0, cut_off=True)
     started = time.monotonic()
     end = started + min(left, command.seconds)
     cut_off = False
@@ -339,7 +339,9 @@ def run_one(command: Command, out: Path, deadline: float, keep: Callable[[], Non
                 end_group(process)
     keep()
     print(log.read_text(encoding="utf-8", errors="replace")[-4000:], flush=True)
-    return Outcome(command.name, words, process.returncode, time.monotonic() - started, cut_off)
+    return CommandResult(
+        command.name, words, process.returncode, time.monotonic() - started, cut_off
+    )
 
 
 def end_group(process: subprocess.Popen) -> None:

@@ -17,7 +17,7 @@ from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import Correction
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import GMPO, SAPO, LossInputs, LossOutputs, Objective, log_ratio
-from gspo.algorithm.objectives.base import RatioObjective, sequence_log_ratio
+from gspo.algorithm.objectives.base import RatioObjective
 from gspo.data.masked import masked_mean
 from peers.options import Untranslated
 from peers.vectors import Entry
@@ -154,8 +154,9 @@ def loss_inputs(
     adv = given["advantages"]
     adv_BT = (adv if adv.ndim == 2 else adv.unsqueeze(-1)).expand_as(logp_BT)
     if peer.spread:
-        mean_B1 = sequence_log_ratio(logp_BT, given["old_logp"], mask_BT)
-        logp_BT = given["old_logp"] + mean_B1
+        log_BT = log_ratio(logp_BT, given["old_logp"], mask_BT)
+        mean_B = masked_mean(log_BT, mask_BT)
+        logp_BT = given["old_logp"] + mean_B.unsqueeze(-1)
     inputs = LossInputs(
         logp_BT=logp_BT,
         old_logp_BT=given["old_logp"],

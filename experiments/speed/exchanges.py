@@ -52,7 +52,7 @@ class Exchanges:
         source = trainer.source
         phases = (
             (source, "next"),
-            (trainer, "add_old_policy"),
+            (trainer.old_policy, "add"),
             (trainer, "update"),
             (source, "update"),
         )

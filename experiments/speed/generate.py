@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from gspo.config.settings import Settings
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import SamplingRequest

@@ -132,7 +132,7 @@ def row(
         "tracking_s": tracking,
         "total_s": total,
         "rollout_flops": forward,
-        "old_logprobs_flops": 0.0 if trainer.skips_old_pass else forward,
+        "old_logprobs_flops": 0.0 if trainer.old_policy.is_skipped else forward,
         "update_flops": 3 * forward,
         "tokens": sum(len(r.token_ids) for r in rollout.responses),
         "sequences": len(rollout.responses),

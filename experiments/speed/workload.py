@@ -23,7 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.arguments import nearest
 from gspo.io.ranges import Ranged, ranged
 from gspo.model.loading import save

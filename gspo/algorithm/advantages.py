@@ -5,7 +5,7 @@ the set of responses to a problem. Usually only the last token of a response has
 verifier's, minus any KL penalty. The estimator returns an advantage for every token. Settings can
 whiten the advantages over the batch and then clip them.
 
-Shape suffixes: B responses, T response tokens, K turns of an episode.
+Shape suffixes: B responses, T response tokens, K turns of an episode, N selected responses.
 """
 
 from __future__ import annotations
@@ -75,13 +75,16 @@ class Advantage(Ranged, key="advantage"):
         adv = self.estimate(credit)
         adv_BT = adv if adv.ndim == 2 else adv.unsqueeze(-1)
         adv_BT = torch.where(mask_BT, adv_BT, 0.0)
+        has_tokens_B = mask_BT.any(-1)
         if self.whiten == "tokens":
-            adv_BT = torch.where(mask_BT, whitened(adv_BT, adv_BT[mask_BT]), 0.0)
-        elif self.whiten == "responses" and mask_BT.any(-1).sum() > 1:
-            mean_B = masked_mean(adv_BT, mask_BT)[mask_BT.any(-1)]
-            adv_BT = (adv_BT - mean_B.mean()) / (mean_B.std() + 1e-4)
-            adv_BT = torch.where(mask_BT, adv_BT, 0.0)
-        return adv_BT if self.clip is None else adv_BT.clamp(-self.clip, self.clip)
+            adv_BT = whitened(adv_BT, adv_BT[mask_BT])
+        elif self.whiten == "responses" and has_tokens_B.sum() > 1:
+            mean_N = masked_mean(adv_BT, mask_BT)[has_tokens_B]
+            adv_BT = (adv_BT - mean_N.mean()) / (mean_N.std() + 1e-4)
+        adv_BT = torch.where(mask_BT, adv_BT, 0.0)
+        if self.clip is not None:
+            adv_BT = adv_BT.clamp(-self.clip, self.clip)
+        return adv_BT
 
     def estimate(self, credit: Credit) -> Tensor:
         """Compute the advantages before whitening: by response [B] or by token [B, T]."""
@@ -107,7 +110,8 @@ class GroupAdvantage(Advantage):
     def estimate(self, credit: Credit) -> Tensor:
         rewards_B = credit.rewards_B
         groups = Groups(credit.groups_B)
-        adv_B = torch.where(groups.all_equal(rewards_B), 0.0, self.compare(rewards_B, groups))
+        adv_B = self.compare(rewards_B, groups)
+        adv_B = torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
         alone_B = torch.zeros_like(rewards_B)
         if self.group_of_one == "reward":
             alone_B = self.alone(rewards_B)
@@ -143,7 +147,8 @@ class GroupNormalized(GroupAdvantage):
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
         std = groups.std(rewards_B) if self.std == "group" else deviation(rewards_B)
-        return (rewards_B - groups.mean(rewards_B)) / (std + self.eps)
+        distance_B = rewards_B - groups.mean(rewards_B)
+        return distance_B / (std + self.eps)
 
 
 @dataclass
@@ -173,8 +178,8 @@ class LeaveOneOut(GroupAdvantage):
     name: str = "rloo"
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        size_B = groups.size_B
-        return (rewards_B - groups.mean(rewards_B)) * size_B / (size_B - 1).clamp(min=1)
+        distance_B = rewards_B - groups.mean(rewards_B)
+        return distance_B * groups.size_B / groups.freedom_B
 
 
 @dataclass
@@ -214,22 +219,25 @@ class TurnNormalized(GroupAdvantage):
             turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64)
         turns = int(turns_BT.max()) + 1
         rewards_BT = torch.where(mask_BT, credit.token_rewards_BT, 0.0)
-        return_BK = rewards_BT.new_zeros(len(mask_BT), turns).scatter_add(1, turns_BT, rewards_BT)
+        zeros_BK = rewards_BT.new_zeros(len(mask_BT), turns)
+        return_BK = zeros_BK.scatter_add(1, turns_BT, rewards_BT)
         for k in reversed(range(turns - 1)):
-            return_BK[:, k] += self.gamma * return_BK[:, k + 1]
-        tokens_BK = torch.zeros_like(return_BK, dtype=torch.int64)
-        tokens_BK = tokens_BK.scatter_add(1, turns_BT, mask_BT.long())
+            later_B = return_BK[:, k + 1]
+            return_BK[:, k] += self.gamma * later_B
+        tokens_BK = zeros_BK.long().scatter_add(1, turns_BT, mask_BT.long())
         adv_BK = torch.zeros_like(return_BK)
         for k in range(turns):
             has_turn_B = tokens_BK[:, k] > 0
             if has_turn_B.any():
                 groups = Groups(credit.groups_B[has_turn_B])
-                adv_BK[has_turn_B, k] = self.compare(return_BK[has_turn_B, k], groups)
+                returns_N = return_BK[has_turn_B, k]
+                adv_BK[has_turn_B, k] = self.compare(returns_N, groups)
         return adv_BK.gather(1, turns_BT)
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
         """Compute the advantages of a turn from its returns. Shape [episodes that have the turn]."""
-        adv_B = (rewards_B - groups.mean(rewards_B)) / (groups.std(rewards_B) + self.eps)
+        distance_B = rewards_B - groups.mean(rewards_B)
+        adv_B = distance_B / (groups.std(rewards_B) + self.eps)
         return torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
 
 
@@ -305,15 +313,14 @@ class GAE(Advantage):
 
         Raises ValueError without values.
         """
-        if credit.values_BT is None:
-            raise ValueError("advantage=gae needs the critic's values")
+        values_BT = self.values(credit)
         adv_BT = torch.zeros_like(credit.token_rewards_BT)
         next_adv_B = torch.zeros_like(adv_BT[:, 0])
         next_value_B = torch.zeros_like(adv_BT[:, 0])
         for t in reversed(range(adv_BT.shape[1])):
             mask_B = credit.mask_BT[:, t]
             reward_B = credit.token_rewards_BT[:, t]
-            value_B = credit.values_BT[:, t]
+            value_B = values_BT[:, t]
             delta_B = reward_B + self.gamma * next_value_B - value_B
             adv_B = delta_B + self.gamma * self.lam * next_adv_B
             next_adv_B = torch.where(mask_B, adv_B, next_adv_B)
@@ -323,9 +330,14 @@ class GAE(Advantage):
 
     def returns(self, credit: Credit) -> Tensor:
         """Compute R_t = A_t + V_t, the critic's target, from unwhitened advantages. [B, T]."""
+        returns_BT = self.estimate(credit) + self.values(credit)
+        return torch.where(credit.mask_BT, returns_BT, 0.0)
+
+    def values(self, credit: Credit) -> Tensor:
+        """Return the critic's values [B, T]. Raises ValueError if there are none."""
         if credit.values_BT is None:
             raise ValueError("advantage=gae needs the critic's values")
-        return torch.where(credit.mask_BT, self.estimate(credit) + credit.values_BT, 0.0)
+        return credit.values_BT
 
 
 class Groups:
@@ -338,21 +350,22 @@ class Groups:
         _, self.index_B, sizes = groups_B.unique(return_inverse=True, return_counts=True)
         self.count = len(sizes)
         self.size_B = sizes[self.index_B]
+        self.freedom_B = (self.size_B - 1).clamp(min=1)  # the degrees of freedom of a variance
 
     def mean(self, x_B: Tensor) -> Tensor:
         """Compute the mean of each response's group."""
-        zeros = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
-        sums = zeros.index_add(0, self.index_B, x_B)
+        sums = x_B.new_zeros(self.count).index_add(0, self.index_B, x_B)
         return sums[self.index_B] / self.size_B
 
     def std(self, x_B: Tensor) -> Tensor:
         """Compute the std (ddof 1) of each response's group, which is 0 for groups of size 1."""
-        variance_B = self.mean((x_B - self.mean(x_B)).square())  # ddof 0
-        return (variance_B * self.size_B / (self.size_B - 1).clamp(min=1)).sqrt()
+        distance_B = x_B - self.mean(x_B)
+        variance_B = self.mean(distance_B.square())  # ddof 0
+        return (variance_B * self.size_B / self.freedom_B).sqrt()
 
     def all_equal(self, x_B: Tensor) -> Tensor:
         """Return whether all values of each response's group are exactly equal."""
-        zeros = torch.zeros(self.count, dtype=x_B.dtype, device=x_B.device)
+        zeros = x_B.new_zeros(self.count)
         low = zeros.scatter_reduce(0, self.index_B, x_B, "amin", include_self=False)
         high = zeros.scatter_reduce(0, self.index_B, x_B, "amax", include_self=False)
         return (low == high)[self.index_B]
@@ -364,7 +377,8 @@ def discounted(x_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     sum_BT = torch.zeros_like(x_BT)
     sum_B = torch.zeros_like(x_BT[:, 0])
     for t in reversed(range(x_BT.shape[1])):
-        sum_B = torch.where(mask_BT[:, t], x_BT[:, t] + gamma * sum_B, sum_B)
+        next_sum_B = x_BT[:, t] + gamma * sum_B
+        sum_B = torch.where(mask_BT[:, t], next_sum_B, sum_B)
         sum_BT[:, t] = sum_B
     return sum_BT
 
@@ -374,9 +388,11 @@ def whitened(x: Tensor, sample: Tensor) -> Tensor:
 
     A sample of fewer than two values leaves x unchanged.
     """
-    return x if len(sample) < 2 else (x - sample.mean()) * (sample.var() + 1e-8).rsqrt()
+    if len(sample) < 2:
+        return x
+    return (x - sample.mean()) * (sample.var() + 1e-8).rsqrt()
 
 
 def deviation(x_B: Tensor) -> Tensor:
     """Compute the standard deviation (ddof 1) of all values, or 0 of a single value."""
-    return x_B.std() if len(x_B) > 1 else torch.zeros((), dtype=x_B.dtype)
+    return x_B.std() if len(x_B) > 1 else x_B.new_zeros(())

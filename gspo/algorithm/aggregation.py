@@ -37,7 +37,8 @@ class Totals:
         """Count the responses and tokens of a mask."""
         rows, width = mask_BT.shape
         sequences = int(mask_BT.any(-1).sum())
-        return Totals(sequences, rows, int(mask_BT.sum()), width)
+        tokens = int(mask_BT.sum())
+        return Totals(sequences, rows, tokens, width)
 
 
 @dataclass
@@ -87,17 +88,18 @@ class Aggregation(Ranged, key="aggregation"):
 
         Raises ValueError for mode=auto or length=null, which gspo.config replaces before training.
         """
-        if self.mode == "token-mean":
-            return masked_sum(loss_BT, mask_BT).sum() / max(totals.tokens, 1)
-        count = {"nonempty": totals.sequences, "all": totals.rows, "one": 1}[self.rows]
+        counts = {"nonempty": totals.sequences, "all": totals.rows, "one": 1}
+        count = max(counts[self.rows], 1)
         if self.mode == "seq-mean-token-mean":
-            return masked_mean(loss_BT, mask_BT).sum() / max(count, 1)
-        total = masked_sum(loss_BT, mask_BT).sum() / max(count, 1)
+            return masked_mean(loss_BT, mask_BT).sum() / count
+        total = masked_sum(loss_BT, mask_BT).sum()
+        if self.mode == "token-mean":
+            return total / max(totals.tokens, 1)
         if self.mode == "seq-mean-token-sum":
-            return total
+            return total / count
         if self.mode == "auto" or self.length is None:
             raise ValueError(
                 f"aggregation.mode={self.mode} with length={self.length} "
                 "does not say what to divide by"
             )
-        return total / (self.length or totals.width)
+        return total / count / (self.length or totals.width)

@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives.base import log_ratio
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
@@ -44,7 +45,25 @@ class Correction(Ranged, key="correction"):
 
 
 @dataclass
-class TIS(Correction):
+class BandCorrection(Correction):
+    """The base of the corrections that depend on a band [low, high]."""
+
+    # Without annotations they are not fields, which would change the order of the fields.
+    low = 0.0
+    high = 2.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.low < self.high:
+            raise ValueError(f"correction.low={self.low} must be below correction.high={self.high}")
+
+    def in_band(self, x_BT: Tensor) -> Tensor:
+        """Return whether values lie in [low, high]. Shape [B, T]."""
+        return (x_BT >= self.low) & (x_BT <= self.high)
+
+
+@dataclass
+class TIS(BandCorrection):
     """Truncated importance sampling (Yao et al. 2025): the weight is clipped to [low, high].
 
     `normalize` divides the truncated weights by their mean over the rollout batch (verl's
@@ -57,18 +76,15 @@ class TIS(Correction):
     high: float = ranged(2.0, above=0)  # the authors' C; MiniRL (arXiv:2512.01374) uses 5
     normalize: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_band(self)
-
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
-        weight_BT = torch.where(mask_BT, weight_BT.clamp(self.low, self.high), 0.0)
+        weight_BT = weight_BT.clamp(self.low, self.high)
+        weight_BT = torch.where(mask_BT, weight_BT, 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
 
 @dataclass
-class MIS(Correction):
+class MIS(BandCorrection):
     """Masked importance sampling: weights outside [low, high] become 0, the others stay.
 
     With `judged_by`, the weight of another level decides. For example, ms-swift keeps the token
@@ -83,16 +99,11 @@ class MIS(Correction):
     high: float = ranged(2.0, above=0)
     normalize: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_band(self)
-
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         weight_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
         judge_level = self.judged_by or self.level
         judge_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, judge_level)
-        in_band_BT = (judge_BT >= self.low) & (judge_BT <= self.high)
-        weight_BT = torch.where(mask_BT & in_band_BT, weight_BT, 0.0)
+        weight_BT = torch.where(mask_BT & self.in_band(judge_BT), weight_BT, 0.0)
         return normalized(weight_BT, mask_BT, self.level) if self.normalize else weight_BT
 
 
@@ -106,7 +117,7 @@ class IcePop(MIS):
 
 
 @dataclass
-class Rejection(Correction):
+class Rejection(BandCorrection):
     """Rejection (verl's rollout_rs): the weight is 1 if the mismatch lies in [low, high], else 0.
 
     `measure` selects how the mismatch of a token is measured:
@@ -127,20 +138,14 @@ class Rejection(Correction):
     low: float = ranged(0.0, least=0)
     high: float = ranged(2.0, above=0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_band(self)
-
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         if self.measure == "ratio":
             value_BT = importance_weight(old_logp_BT, engine_logp_BT, mask_BT, self.level)
         else:
             m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
-            m_BT = m_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-            value_BT = m_BT.square() / 2 if self.measure == "k2" else torch.expm1(m_BT) - m_BT
+            value_BT = kl_estimate(-m_BT, self.measure, EXPONENT_BOUND)
             value_BT = reduce(value_BT, mask_BT, self.level)
-        in_band_BT = (value_BT >= self.low) & (value_BT <= self.high)
-        return (mask_BT & in_band_BT).to(old_logp_BT.dtype)
+        return (mask_BT & self.in_band(value_BT)).to(old_logp_BT.dtype)
 
 
 def importance_weight(
@@ -151,7 +156,8 @@ def importance_weight(
     Masked positions hold no meaningful value.
     """
     m_BT = log_ratio(old_logp_BT, engine_logp_BT, mask_BT).detach()
-    return reduce(m_BT, mask_BT, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+    exponent_BT = reduce(m_BT, mask_BT, level)
+    return exponent_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
@@ -163,7 +169,8 @@ def normalized(weight_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
         mean = weight_BT.sum() / mask_BT.sum()
     else:
         mean_B = masked_mean(weight_BT, mask_BT)
-        mean = mean_B.sum() / mask_BT.any(-1).sum()
+        sequences = mask_BT.any(-1).sum()
+        mean = mean_B.sum() / sequences
     return weight_BT / mean if mean > 0 else weight_BT
 
 
@@ -172,14 +179,9 @@ def reduce(x_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     if level == "token":
         return x_BT
     if level == "largest":
-        return torch.where(mask_BT, x_BT, -math.inf).amax(-1, keepdim=True).expand_as(x_BT)
-    reduction = masked_sum if level == "sequence" else masked_mean
-    return reduction(x_BT, mask_BT).unsqueeze(-1).expand_as(x_BT)
-
-
-def check_band(correction: TIS | MIS | Rejection) -> None:
-    """Raise ValueError for a band that does not satisfy low < high."""
-    if not correction.low < correction.high:
-        raise ValueError(
-            f"correction.low={correction.low} must be below correction.high={correction.high}"
-        )
+        reduced_B = torch.where(mask_BT, x_BT, -math.inf).amax(-1)
+    elif level == "sequence":
+        reduced_B = masked_sum(x_BT, mask_BT)
+    else:
+        reduced_B = masked_mean(x_BT, mask_BT)
+    return reduced_B.unsqueeze(-1).expand_as(x_BT)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.objectives.base import log_ratio
 from gspo.data.lazy_torch import torch
 from gspo.io.ranges import Ranged, choice, ranged
 
@@ -84,7 +85,7 @@ class Penalized(KL):
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
+        d_BT = log_ratio(logp_BT, ref_logp_BT, mask_BT)
         value_BT = kl_estimate(d_BT, self.estimator, self.log_ratio_bound)
         if self.value_bound is not None:
             value_BT = value_BT.clamp(-self.value_bound, self.value_bound)
@@ -129,7 +130,7 @@ class KLInLoss(Penalized):
         value_BT = super().estimate(logp_BT, ref_logp_BT, mask_BT)
         if self.gradient == "own":
             return value_BT
-        d_BT = torch.where(mask_BT, logp_BT - ref_logp_BT.detach(), 0.0)
+        d_BT = log_ratio(logp_BT, ref_logp_BT, mask_BT)
         k2_BT = kl_estimate(d_BT, "k2", self.log_ratio_bound)
         return value_BT.detach() + (k2_BT - k2_BT.detach())
 
@@ -177,7 +178,9 @@ class KLCoefficient:
 
     def update(self, kl: float, responses: int) -> None:
         """Adapt beta after a step of `responses` responses and a mean KL of `kl` nats per token."""
-        if self.settings.target is None:
+        settings = self.settings
+        if settings.target is None:
             return
-        error = min(max(kl / self.settings.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * min(responses / self.settings.horizon, 1)
+        error = kl / settings.target - 1
+        clipped = min(max(error, -0.2), 0.2)
+        self.value *= 1 + clipped * min(responses / settings.horizon, 1)

@@ -43,14 +43,17 @@ class RunningMoments:
         total = self.count + count
         mean = float(x_B.mean())
         delta = mean - self.mean
-        self.squares += float((x_B - mean).square().sum()) + delta**2 * self.count * count / total
+        squares = float((x_B - mean).square().sum())
+        self.squares += squares + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
 
     @property
     def std(self) -> float:
         """The standard deviation with ddof 1, or 0 for fewer than two values."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        if self.count < 2:
+            return 0.0
+        return math.sqrt(self.squares / (self.count - 1))
 
 
 @dataclass
@@ -98,7 +101,8 @@ class RewardShaping(Ranged, key="reward"):
         """
         if not self.overlong_cache:
             return torch.zeros(length_B.shape)
-        over_B = (length_B - (limit - self.overlong_cache)) / self.overlong_cache
+        start = limit - self.overlong_cache
+        over_B = (length_B - start) / self.overlong_cache
         return -self.overlong_penalty * over_B.clamp(0, 1)
 
     def __call__(self, rewards_B: Tensor, groups_B: Tensor, running: RunningMoments) -> Tensor:
@@ -116,7 +120,9 @@ class RewardShaping(Ranged, key="reward"):
             rounding = 1e-6 if rewards_B.dtype == torch.float32 else 1e-12
             varies = std > rounding * rewards_B.abs().max()
             shaped_B = torch.where(varies, shaped_B / (std + self.eps), shaped_B)
-        return shaped_B if self.clip is None else shaped_B.clamp(-self.clip, self.clip)
+        if self.clip is not None:
+            shaped_B = shaped_B.clamp(-self.clip, self.clip)
+        return shaped_B
 
     def _mean(self, rewards_B: Tensor, groups: Groups, running: RunningMoments) -> Tensor | float:
         if self.shift == "group":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from gspo.data.batch import TrainBatch
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer
@@ -191,7 +193,7 @@ def kind_of(size: Size) -> type[transformers.PreTrainedModel]:
 def config_of(size: Size) -> transformers.PretrainedConfig:
     """Return the configuration of a model of this size."""
     tokenizer = character_tokenizer()
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": size.vocabulary or len(tokenizer),
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,

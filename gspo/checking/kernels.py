@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +42,13 @@ def kernels_against_float64(bench: Bench) -> Iterator[Finding]:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory() -> Generator[None]:
     """Fill new tensors with NaN in this context. A read before the first write then shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # its attribute is made at import
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             # The deterministic mode is only needed to fill new tensors. Attention's backward pass
@@ -55,7 +57,7 @@ def poisoned_memory() -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def cases() -> Iterator[tuple[str, Arithmetic, Arithmetic, list[Tensor]]]:

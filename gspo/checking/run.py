@@ -51,7 +51,7 @@ def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
                 SKIP,
                 check.name,
                 f"{max(bench.seconds_left, 0):.0f} s left",
-                f"needs {check.seconds:g} s: --seconds",
+                f"needs {check.seconds:g} s: seconds=",
             )
             continue
         started = time.monotonic()

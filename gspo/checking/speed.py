@@ -25,7 +25,7 @@ from gspo.checking.bench import (
 )
 from gspo.checking.machine import GB, short
 from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
 from gspo.rollout.engines.local import LocalEngine
@@ -58,10 +58,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._schema.name.split("::")[1] not in VIEWS:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.split("::")[1] not in VIEWS:
             self.count += 1
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def decoding(bench: Bench) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
 
     These are the weights that the rows use, and the KV cache at half of the response's length."""
     parameters = sum(p.numel() for p in policy.model.parameters())
-    parameters -= policy.model.get_input_embeddings().weight.numel()
+    parameters -= sum(p.numel() for p in policy.model.get_input_embeddings().parameters())
     if size.experts:
         expert_parameters = 3 * size.layers * size.experts * size.hidden * size.width
         used_share = min(1.0, rows * size.experts_per_token / size.experts)

@@ -24,7 +24,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.train import diagnostics
+from gspo.train import diagnostics, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
@@ -33,6 +33,7 @@ MAX_STEPS = 100
 MIN_STEPS = 30  # enough to see whether the reward rises
 MAX_LEARNING_SECONDS = 25.0  # learning ends after this time, but not before MIN_STEPS
 RESUME_SECONDS = 120  # a run of six steps that takes longer counts as hanging
+MAX_OUTPUT_CHARS = 4000  # of the end of a run that is shown
 
 
 def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
@@ -70,10 +71,10 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
             batch = batch.with_old_results(scored.logp_BT, scored.experts_BSLK)
             accumulator = MetricAccumulator()
             diagnostics.mismatch(batch, accumulator)
-            if size.experts:
-                diagnostics.engine_routes(
-                    batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator
-                )
+            experts = batch.experts_BSLK
+            engine_experts = batch.engine_experts_BSLK
+            if experts is not None and engine_experts is not None:  # a sparse model has both
+                routing.engine_agreement(experts, engine_experts, batch, accumulator)
             metrics = accumulator.result()
             name = f"{size.name}, {short(dtype)}"
             yield at_most(
@@ -143,21 +144,18 @@ def resume(bench: Bench) -> Iterator[Finding]:
         in_time = wait_for(lambda: killed.poll() is not None or rows_of(runs / "killed") >= 3)
         if killed.poll() is not None or not in_time:
             end(whole)
-            end(killed)
+            output = end(killed)
             yield Finding(
-                FAIL, "killed and resumed", "the run did not come to step 3", detail=output(killed)
+                FAIL, "killed and resumed", "the run did not come to step 3", detail=output
             )
             return
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        whole_code = finished(whole)
-        resumed = start(bench, runs, "killed")
-        resumed_code = finished(resumed)
+        whole_code, whole_output = finished(whole)
+        resumed_code, resumed_output = finished(start(bench, runs, "killed"))
         if whole_code or resumed_code:
-            failed = whole if whole_code else resumed
-            yield Finding(
-                FAIL, "killed and resumed", "a run of six steps failed", detail=output(failed)
-            )
+            output = whole_output if whole_code else resumed_output
+            yield Finding(FAIL, "killed and resumed", "a run of six steps failed", detail=output)
             return
         if weights_of(runs / "whole") == weights_of(runs / "killed"):
             yield Finding(OK, "killed and resumed", "weights equal", "equal to the bit")
@@ -213,24 +211,21 @@ def wait_for(condition) -> bool:
     return False
 
 
-def finished(run: subprocess.Popen) -> int:
-    """Wait for a run's end and return its exit code. A run that hangs is killed."""
+def finished(run: subprocess.Popen) -> tuple[int, str]:
+    """Wait for a run's end, and return its exit code and the end of its output.
+
+    A run that hangs is killed."""
     try:
-        run.detail = run.communicate(timeout=RESUME_SECONDS)[0]
+        output = run.communicate(timeout=RESUME_SECONDS)[0][-MAX_OUTPUT_CHARS:]
     except subprocess.TimeoutExpired:
-        end(run)
-    return run.returncode
+        output = end(run)
+    return run.returncode, output
 
 
-def end(run: subprocess.Popen) -> None:
-    """Kill a run and store its output."""
+def end(run: subprocess.Popen) -> str:
+    """Kill a run, and return the end of its output."""
     run.kill()
-    run.detail = run.communicate()[0]
-
-
-def output(run: subprocess.Popen) -> str:
-    """Return the end of a run's output, at most 4,000 characters."""
-    return getattr(run, "detail", "")[-4000:]
+    return run.communicate()[0][-MAX_OUTPUT_CHARS:]
 
 
 def weights_of(study: Path) -> dict[str, str]:

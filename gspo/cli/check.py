@@ -1,13 +1,8 @@
 """Checks in three minutes whether this software computes correctly on this machine, and how fast.
 
-    gspo check                                  the GPU if there is one, else the CPU
-    gspo check device=cuda --seconds 300
-    gspo check --json check.json                a file to attach to a bug report
-
-    device=auto|cpu|cuda    the device that is checked (default: auto)
-    --seconds N             how long it may take (default: 150). A check is skipped if too
-                            little time is left for it
-    --json FILE             write all numbers, versions and tracebacks
+    gspo check                            # the GPU if there is one, else the CPU
+    gspo check device=cuda seconds=300
+    gspo check json=check.json            # a file to attach to a bug report
 
 Each finding is a line: `ok`, `SLOW` (correct, but slower than it should be), `FAIL` (wrong), or
 `skip` (not checked, with the reason). The exit code is 1 if anything failed. Nothing is downloaded,
@@ -17,17 +12,17 @@ and no account is needed: the models have random weights and are created on the 
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.data.lazy_torch import torch
-from gspo.io.arguments import nearest
+from gspo.io.arguments import command_options, option
 from gspo.io.files import replace_text
 from gspo.run.code_state import code_state
 from gspo.run.entry_point import command_line
@@ -35,15 +30,16 @@ from gspo.run.entry_point import command_line
 if TYPE_CHECKING:
     from gspo.checking.bench import Bench
 
-OPTIONS = {"--seconds": "150", "--json": "", "device": "auto"}
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command."""
 
-class Options(NamedTuple):
-    """The options of the command line."""
-
-    device: str
-    seconds: float
-    json: str
+    device: str = option("auto", "the device that is checked: auto, cpu or cuda")
+    seconds: float = option(
+        150.0, "how long it may take; a check is skipped if too little time is left", above=0
+    )
+    json: str = option("", "a file for all numbers, versions and tracebacks")
 
 
 def main() -> None:
@@ -53,10 +49,7 @@ def main() -> None:
 
 def check() -> None:
     """Print each finding as soon as its check yields it. The exit code is 1 if a check failed."""
-    options = options_of(sys.argv[1:])
-    if options is None:
-        print(__doc__)
-        return
+    options = command_options(Options, __doc__)
     if options.json:
         # fail before the checks if the file cannot be written
         replace_text(Path(options.json), "{}\n")
@@ -99,30 +92,6 @@ def write_record(
             "findings": [finding.record() for finding in findings],
         }
         replace_text(Path(file), json.dumps(record, indent=1, default=str) + "\n")
-
-
-def options_of(arguments: list[str]) -> Options | None:
-    """Return the options of the command line, or None if the user asks for help.
-
-    Raises ValueError for an unknown option or a wrong value."""
-    values = dict(OPTIONS)
-    rest = list(arguments)
-    while rest:
-        name, equals_sign, value = rest.pop(0).partition("=")
-        if name in ("-h", "--help"):
-            return None
-        if name not in OPTIONS:
-            raise ValueError(f"there is no {name}; the nearest is {nearest(name, OPTIONS)}")
-        if not equals_sign and not rest:
-            raise ValueError(f"{name} needs a value")
-        values[name] = value if equals_sign else rest.pop(0)
-    try:
-        seconds = float(values["--seconds"])
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"--seconds {values['--seconds']} must be a number above 0")
-    return Options(values["device"], seconds, values["--json"])
 
 
 def summary(counts: Counter[str]) -> str:

@@ -1,8 +1,14 @@
 """Checks your own objective by the invariances that every objective here must pass.
 
+    gspo check-objective my_pkg.losses:Mine
     gspo check-objective my_pkg.losses:Mine clip_high=0.3
 
 It prints a line for each invariance: `holds` or `FAILS`, with the reason.
+
+== Options (key=value) ==
+
+  MODULE:NAME  the class of the objective, or the name of a built-in one
+  KEY=VALUE    a setting of the objective
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from omegaconf import OmegaConf
 from gspo.algorithm.objectives import OBJECTIVES, Objective
 from gspo.config.schema import to_dataclass
 from gspo.config.user_code import load_class, with_values
-from gspo.io.arguments import nearest
+from gspo.io.arguments import HELP, nearest
 from gspo.io.user_code import is_path
 from gspo.run.entry_point import command_line
 
@@ -28,8 +34,8 @@ def main() -> None:
 
 def check() -> None:
     """Print a line for each invariance. The exit code is 1 if an invariance does not hold."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
+    if len(sys.argv) < 2 or HELP & set(sys.argv):
+        print(__doc__.strip())
         sys.exit(0 if sys.argv[1:] else 2)
     objective = chosen(sys.argv[1], sys.argv[2:])
     # it imports PyTorch, which takes seconds

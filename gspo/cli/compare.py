@@ -1,8 +1,8 @@
 """Compares runs side by side in the terminal, or an evaluation with the evaluation of its base.
 
     gspo compare runs/STUDY/A runs/STUDY/B ...
-    gspo compare runs/STUDY --where optim.lr=2e-4 task.name=math
-    gspo compare runs/STUDY --all
+    gspo compare runs/STUDY where.optim.lr=2e-4 where.task.name=math
+    gspo compare runs/STUDY all=true
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
 Runs are printed in the given order: the settings that differ, how the runs ended, reward and
@@ -14,9 +14,6 @@ W&B files, or wandb:ENTITY/PROJECT, as for the figures.
 For more than 4 runs, the table has a line for each group of seeds, with the settings that vary. Up
 to 12 runs also have a line each.
 
-    --all               print everything for every run
-    --where KEY=VALUE   compare only the runs with these settings
-
 Two evaluations (`gspo evaluate`) must be on the same problems. Name the base's evaluation first.
 The table has the gain in accuracy for each set, with its 95 % interval (Student's t over the
 problems' paired differences) and exact sign-flip p. It splits the gain into format (more responses
@@ -27,9 +24,9 @@ these two parts are by bootstrap over problems. The formula is in gspo/evaluatio
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +35,13 @@ import pandas as pd
 from gspo.analysis import load, script
 from gspo.analysis.load import Run
 from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
-from gspo.io.arguments import key_values
+from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.tables import text_table
 from gspo.tracking.collapse import best as peak_of
 
 MAX_LISTED_RUNS = 12  # more runs are only summarised by groups of seeds
-MAX_COLUMNS = 4  # more runs are not printed as columns, except with --all
+MAX_COLUMNS = 4  # more runs are not printed as columns, except with all=true
 # if several settings vary together, these are shown first
 PREFERRED_SETTINGS = ("objective.name", "policy.routing_replay")
 # rows of the table: the metric, and the format of its mean over the batches
@@ -62,25 +59,28 @@ TOTALS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command."""
+
+    paths: tuple[str, ...] = option(meaning="runs, or two evaluations")
+    where: dict[str, str] = option({}, "only the runs with this setting: where.optim.lr=2e-4")
+    all: bool = option(False, "print everything for every run")
+
+
 def main() -> None:
     """Compare the runs that the command line names."""
-    script.command(lambda: sys.exit(compare(sys.argv[1:])))
+    script.command(compare)
 
 
-def compare(arguments: list[str]) -> int:
-    """Print the comparison of these runs and return the exit code."""
-    if not arguments or arguments[0].startswith("-"):
-        print(__doc__)
-        return 0 if arguments in (["-h"], ["--help"]) else 2
-    try:
-        words, where, show_all = options_of(arguments)
-        _, paths = key_values(words, {}, paths=True)
-    except ValueError as error:
-        raise load.RunsError(str(error)) from None
-    evaluations = [path for path in paths if (Path(path) / "responses").is_dir()]
+def compare() -> None:
+    """Print the comparison of the runs or evaluations that the command line names."""
+    options = command_options(Options, __doc__)
+    evaluations = [path for path in options.paths if (Path(path) / "responses").is_dir()]
     if evaluations:
-        return compare_evaluations(paths, evaluations)
-    data = load.load(paths, where)
+        compare_evaluations(options.paths, evaluations)
+        return
+    data = load.load(options.paths, options.where)
     for note in data.notes:
         if not note.startswith("seeds of"):
             print(f"note: {escape_line(note)}")
@@ -97,44 +97,18 @@ def compare(arguments: list[str]) -> int:
             if has_groups:
                 print()
             print("\n".join(list_of_runs(data.runs)))
-    if has_columns or show_all:
+    if has_columns or options.all:
         if not has_columns:
             print()
         print("\n".join(table(data.runs)))
-    return 0
 
 
-def options_of(arguments: list[str]) -> tuple[list[str], dict[str, str], bool]:
-    """Return the words that name runs, the settings after --where, and whether --all is given.
-
-    Raises ValueError for --where without a setting, or with two values of a setting."""
-    words: list[str] = []
-    where: dict[str, str] = {}
-    rest = [argument for argument in arguments if argument != "--all"]
-    while rest:
-        word = rest.pop(0)
-        if word != "--where":
-            words.append(word)
-            continue
-        settings = []
-        while rest and "=" in rest[0] and not Path(rest[0]).exists():
-            settings.append(rest.pop(0))
-        if not settings:
-            raise ValueError("--where needs settings, such as --where optim.lr=2e-4")
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            if key in where:
-                raise ValueError(f"--where {key}={where[key]} and {key}={value}: give one value")
-            where[key] = value
-    return words, where, "--all" in arguments
-
-
-def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
-    """Print the comparison of two evaluations and return the exit code."""
+def compare_evaluations(paths: Sequence[str], evaluations: Sequence[str]) -> None:
+    """Print the comparison of two evaluations."""
     # It imports PyTorch, which takes seconds. A comparison of runs does not need it.
     from gspo.evaluation.comparison import compared, comparison_table, read_finished
 
-    if evaluations != paths or len(paths) != 2:
+    if len(evaluations) != 2 or len(paths) != 2:
         raise load.RunsError(
             f"{evaluations[0]} is an evaluation: name two, the base's and the trained policy's, "
             "and nothing else"
@@ -143,7 +117,6 @@ def compare_evaluations(paths: list[str], evaluations: list[str]) -> int:
         print(comparison_table(compared(*map(read_finished, paths))))
     except (ValueError, OSError) as error:
         raise load.RunsError(str(error)) from None
-    return 0
 
 
 def differing(runs: list[Run]) -> list[str]:
@@ -210,7 +183,7 @@ def summary(runs: list[Run]) -> list[str]:
     head = [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"]
     title = (
         f"{len(runs)} runs in {len(groups)} groups that differ in more than the seed "
-        "(--all: every run)"
+        "(all=true: every run)"
     )
     return [title, "", *aligned([head, *(cells for _, cells in lines)])]
 
@@ -224,7 +197,7 @@ def list_of_runs(runs: list[Run]) -> list[str]:
         batches = f"{run.last}/{run.planned}"
         results = [str(run.seed), batches, last_reward, best(run), ended(run)]
         rows.append([*setting_values(run, keys), *results])
-    return [f"{len(runs)} runs (--all: everything of every run)", "", *aligned(rows)]
+    return [f"{len(runs)} runs (all=true: everything of every run)", "", *aligned(rows)]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

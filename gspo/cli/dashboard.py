@@ -1,4 +1,8 @@
-"""Makes W&B dashboards from the metric registry: `gspo dashboard project=NAME [entity=TEAM]`
+"""Makes W&B dashboards from the metric registry.
+
+    gspo dashboard project=NAME entity=TEAM
+    gspo dashboard project=NAME study=STUDY by=[objective.name,optim.lr]
+    gspo dashboard by=options.objective       # gspo_tiny apart from gspo
 
 There are eight saved views: Stability, Clipping, Routing, Routing Replay, Mismatch, Episodes,
 Evaluation, Efficiency. Runs are grouped by objective and Routing Replay. A group is drawn as its
@@ -8,16 +12,6 @@ other settings.
 With a W&B account, the views are saved in the project and their addresses are printed. They replace
 the views that this command saved before. Without an account, the command writes the JSON for W&B
 and prints the command to publish it.
-
-  project=NAME    W&B project (default: WANDB_PROJECT, else gspo, as tracking.project)
-  entity=TEAM     W&B user or team (default: WANDB_ENTITY, else the account's own)
-  study=NAME      only the runs of this study, in separate views (default: all runs of the project)
-  by=SETTING,...  settings to group runs by (default: objective.name,policy.routing_replay), e.g.
-                  by=options.objective (gspo_tiny apart from gspo), by=objective.name,optim.lr
-  runs=PATH       run directories, offline files or wandb:ENTITY/PROJECT (default: runs). Panels
-                  whose metrics none of these runs has recorded are left out and named
-  out=FOLDER      folder of the JSON (default: figures/dashboard)
-  publish=no      only write the JSON
 """
 
 from __future__ import annotations
@@ -26,25 +20,36 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.analysis import load, sources
 from gspo.analysis.sources import Record
-from gspo.io.arguments import key_values
+from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import GROUP_BY, LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
 from gspo.tracking.wandb_choice import check_installed, default_project
 
-DEFAULTS = {
-    "project": default_project(),
-    "entity": os.environ.get("WANDB_ENTITY", ""),
-    "study": "",
-    "by": ",".join(GROUP_BY),
-    "runs": "runs",
-    "out": "figures/dashboard",
-    "publish": "yes",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command."""
+
+    project: str = option(default_project(), "W&B project (as tracking.project of a run)")
+    entity: str = option(
+        os.environ.get("WANDB_ENTITY", ""), "W&B user or team (default: the account's own)"
+    )
+    study: str = option("", "only the runs of this study, in separate views")
+    by: tuple[str, ...] = option(GROUP_BY, "settings to group runs by")
+    runs: str = option(
+        "runs",
+        "run directories, offline files or wandb:ENTITY/PROJECT: panels whose metrics none of "
+        "these runs has recorded are left out and named",
+    )
+    out: Path = option(Path("figures/dashboard"), "folder of the JSON")
+    publish: bool = option(True, "save the views in W&B; false: only write the JSON")
 
 
 def main() -> None:
@@ -66,55 +71,41 @@ def main() -> None:
 
 def make() -> None:
     """Arrange the views, write them as JSON, and save them in W&B if there is an account."""
-    arguments = sys.argv[1:]
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(__doc__)
-        return
-    chosen = options(arguments)
+    options = command_options(Options, __doc__)
+    check(options)
     check_installed("gspo dashboard")
     # it imports W&B
     from gspo.tracking.dashboard import home, publish, workspace, write
 
-    views, notes = checked_views(chosen["runs"], chosen["by"], chosen["study"])
-    account = home(chosen["entity"]) if chosen["publish"] == "yes" else None
-    entity = account or chosen["entity"]
-    group_by = tuple(chosen["by"].split(","))
+    views, notes = checked_views(options.runs, options.by, options.study)
+    account = home(options.entity) if options.publish else None
+    entity = account or options.entity
     workspaces = [
-        workspace(view, entity, chosen["project"], group_by, chosen["study"]) for view in views
+        workspace(view, entity, options.project, options.by, options.study) for view in views
     ]
-    for view, path in zip(views, write(workspaces, Path(chosen["out"])), strict=True):
+    for view, path in zip(views, write(workspaces, options.out), strict=True):
         print(f"{view.name:<14} {len(view.panels()):>3} panels  {path}")
     print("\n".join(map(escape_line, notes)))
-    if chosen["publish"] == "no":
+    if not options.publish:
         return
     if account is None:
-        words = [
-            shlex.quote(f"{key}={value}") for key, value in chosen.items() if value != DEFAULTS[key]
-        ]
-        print(f"not published. To publish: wandb login; {sys.argv[0]}", *words)
+        print(f"not published. To publish: wandb login; {sys.argv[0]} {shlex.join(sys.argv[1:])}")
         return
     for name, address in publish(workspaces):
         print(f"{name}: {address}")
 
 
-def options(arguments: list[str]) -> dict[str, str]:
-    """Return the options of the command line, with DEFAULTS for the others.
-
-    Raises ValueError for an unknown option or a wrong value."""
-    chosen, _ = key_values(arguments, DEFAULTS)
-    if not chosen["project"]:
+def check(options: Options) -> None:
+    """Raise ValueError for a project or a study that W&B cannot have."""
+    if not options.project:
         raise ValueError("project=: name a W&B project")
-    if not re.fullmatch(r"[\w.,+ -]*", chosen["study"]):
+    if not re.fullmatch(r"[\w.,+ -]*", options.study):
         raise ValueError(
-            f"study={chosen['study']}: W&B's filters take letters, digits, spaces and "
-            "_ . , + - alone"
+            f"study={options.study}: W&B's filters take letters, digits, spaces and _ . , + - alone"
         )
-    if chosen["publish"] not in ("yes", "no"):
-        raise ValueError(f"publish={chosen['publish']}: choose yes or no")
-    return chosen
 
 
-def checked_views(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, ...], list[str]]:
+def checked_views(runs: str, keys: Sequence[str], study: str) -> tuple[tuple[View, ...], list[str]]:
     """Return the views, and notes on the panels and runs that are left out.
 
     The views are checked against the registry and against the metrics that the runs recorded."""
@@ -134,19 +125,20 @@ def checked_views(runs: str, grouped_by: str, study: str) -> tuple[tuple[View, .
         else:
             records.append(record)
     source = f"{runs} of study {study}" if study else runs
+    grouped_by = ",".join(keys)
     if not records:
         notes.append(
-            f"no run under {source}: by={grouped_by} and the panels are checked against the "
+            f"no run under {source}: by=[{grouped_by}] and the panels are checked against the "
             "registry alone"
         )
         return VIEWS, notes
-    for key in grouped_by.split(","):
+    for key in keys:
         if not any(key in record.settings for record in records):
-            raise ValueError(f"by={grouped_by}: no run under {source} has the setting {key!r}")
+            raise ValueError(f"by=[{grouped_by}]: no run under {source} has the setting {key!r}")
     views, missing = recorded(VIEWS, {name for record in records for name in reported(record)})
     if missing:
         notes.append(f"left out, for no run under {source} has recorded them: {', '.join(missing)}")
-    return views, notes + mixed_groups(records, grouped_by)
+    return views, notes + mixed_groups(records, keys)
 
 
 def existing_records(runs: str) -> list[Record]:
@@ -161,11 +153,11 @@ def reported(record: Record) -> list[str]:
     return list(record.rows.columns[record.rows.notna().any()])
 
 
-def mixed_groups(records: list[Record], grouped_by: str) -> list[str]:
+def mixed_groups(records: list[Record], group_by: Sequence[str]) -> list[str]:
     """Return a note if the runs of a group differ in more than the seed: its mean would hide it."""
     groups: dict[object, list[Record]] = {}
     for record in records:
-        values = tuple(record.settings.get(key) for key in grouped_by.split(","))
+        values = tuple(record.settings.get(key) for key in group_by)
         groups.setdefault(values, []).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
     studies = {str(record.settings.get("study")) for record in records}
@@ -177,6 +169,6 @@ def mixed_groups(records: list[Record], grouped_by: str) -> list[str]:
     if len(keys) > 6:
         text += ", ..."
     return [
-        f"by={grouped_by} draws means over {text} beside seeds: study= chooses one study, "
+        f"by=[{','.join(group_by)}] draws means over {text} beside seeds: study= chooses one study, "
         "by= other settings"
     ]

@@ -40,7 +40,7 @@ COMMANDS = {
         "parallel.ranks=16 ...",
     ),
     "check": Command(
-        "gspo.cli.check", "Check what this machine computes, and how fast.", "--seconds 150"
+        "gspo.cli.check", "Check what this machine computes, and how fast.", "seconds=150"
     ),
     "serve": Command(
         "gspo.cli.serve",
@@ -51,7 +51,9 @@ COMMANDS = {
     "sample": Command(
         "gspo.cli.sample", "Print what a run's policy writes, with the verdicts.", RUN
     ),
-    "report": Command("gspo.cli.report", "Write the report of a run, an HTML page.", RUN),
+    "report": Command(
+        "gspo.cli.report", "Write the reports of runs, HTML pages.", "runs/STUDY/RUN"
+    ),
     "compare": Command(
         "gspo.cli.compare",
         "Compare runs, or two evaluations, in the terminal.",
@@ -113,6 +115,9 @@ def choice(
     if not words or words[0] in ("-h", "--help"):
         print(text())
         sys.exit(0 if words else 2)
+    if words[0].startswith("-"):
+        print(f"error: {words[0]}: the only option here is --help", file=sys.stderr)
+        sys.exit(2)
     if words[0] not in names:
         suggestion = f"{program} {nearest(words[0], names)}"
         print(

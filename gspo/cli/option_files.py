@@ -6,8 +6,10 @@ conf/ and sweeps/ are beside gspo/ in the repository, and inside gspo/ in an ins
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from string import Template
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -16,11 +18,12 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gspo.config.load import register_schemas, to_settings
 from gspo.config.settings import Settings
 from gspo.config.synonyms import our_name
+from gspo.io.arguments import HELP
 from gspo.io.untrusted import SURROGATES
 
 
@@ -65,20 +68,40 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
             ]
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
+        options = {word for word in words if word.startswith("-")}
+        if options and options <= HELP:
+            print(help_of(name, [word for word in words if word not in HELP]))
+            return None
         sys.argv[1:] = words
         return main()
 
     return command
 
 
-def refuse_dashes(words: list[str]) -> None:
-    """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5."""
+def help_of(name: str, words: list[str]) -> str:
+    """Return the help that Hydra prints for these settings.
+
+    Hydra also lists all groups of options for it, which takes a second and is not printed."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(name, overrides=words, return_hydra_config=True)
+        template = Template(config.hydra.help.template)
+        with open_dict(config):
+            del config["hydra"]
+        return template.substitute(CONFIG=OmegaConf.to_yaml(config))
+
+
+def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
+    """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5.
+
+    `options` are the command's own options beside the settings of a run."""
     flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            setting, _, condition = (our_name(key) or key).partition(" (with ")
+            own = [option for option in options if option.startswith(key)]
+            own += get_close_matches(key, options, 1, 0.8)
+            setting, _, condition = (own[0] if own else our_name(key) or key).partition(" (with ")
             if "=" not in setting:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
@@ -154,6 +177,7 @@ def quoted(word: str) -> str:
 
 def composed_settings(words: list[str]) -> Settings:
     """Return the settings that `gspo train` would use for these words."""
+    refuse_dashes(words)
     register_schemas()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)

@@ -1,17 +1,12 @@
 """Prints the GPU memory, traffic and step time that a run needs, before anything loads.
 
     gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 \\
-        --hardware rtx_4090
+        hardware=rtx_4090
     gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard \\
         parallel.ranks=16
-    gspo plan ... parallel.ranks=16,64,256          scaling: a line for each number of GPUs
+    gspo plan ... parallel.ranks=16,64,256        # scaling: a line for each number of GPUs
 
-If the run does not fit, the plan suggests changes. The settings are the settings of `gspo train`.
-Further options:
-
-    --hardware NAME     the kind of GPU: h100 (default), h200, a100, a100_40gb, l40s, rtx_4090, or
-                        with other numbers: h100,memory=94,network=25 (GB, GB/s)
-    --prompt TOKENS     the tokens of a prompt (default: rollout.max_prompt_tokens, or 512)
+If the run does not fit, the plan suggests changes. All settings of `gspo train` are options too.
 
 No GPU and no weights are needed: the run's forward and backward pass go through tensors without
 content. It takes from some seconds to a minute. Times come from a roofline model and are right to a
@@ -21,20 +16,35 @@ factor of two. docs/parallel.md explains them.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from gspo.cli.option_files import composed_settings
-from gspo.io.arguments import nearest
-from gspo.planning.hardware import GB, RESERVE, hardware
+from gspo.cli.option_files import composed_settings, refuse_dashes
+from gspo.io.arguments import HELP, help_text, option, parsed
+from gspo.planning.hardware import GB, KNOWN, RESERVE, hardware
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
     from gspo.planning.plan import Plan
     from gspo.planning.scaling import Point
 
-OPTIONS = {"--hardware": "h100", "--prompt": "0"}
 RANKS = "parallel.ranks="
 TIME_PREFIXES = ("update", "old log-probs", "exchange", "rollout")  # of the names of a plan's times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command, besides the settings of a run."""
+
+    hardware: str = option(
+        "h100",
+        f"the kind of GPU ({', '.join(KNOWN)}), or one with other numbers in GB and GB/s: "
+        "h100,memory=94,network=25",
+    )
+    prompt_tokens: int = option(
+        0, "the tokens of a prompt (0: rollout.max_prompt_tokens, or 512)", least=0
+    )
 
 
 def main() -> None:
@@ -44,14 +54,12 @@ def main() -> None:
 
 def print_plan() -> None:
     """Print the plan, or a scaling table. The exit code is 1 if the run does not fit."""
-    words, options = with_options(sys.argv[1:])
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__)
+    words = sys.argv[1:]
+    if not words or HELP & set(words):
+        print(help_text(Options, __doc__))
         sys.exit(0 if words else 2)
-    if not options["--prompt"].isdecimal():
-        raise ValueError(f"--prompt {options['--prompt']} must be a number of tokens")
-    gpu = hardware(options["--hardware"])
-    prompt_tokens = int(options["--prompt"])
+    options, words = with_options(words)
+    gpu = hardware(options.hardware)
     words, gpu_counts = with_counts(words)
     settings = composed_settings(words)
     # these import PyTorch, which takes seconds
@@ -59,34 +67,22 @@ def print_plan() -> None:
     from gspo.planning.scaling import smallest, strong, weak
 
     if gpu_counts:
-        points = strong(settings, gpu_counts, gpu, prompt_tokens)
-        weak_points = weak(settings, points, gpu, prompt_tokens)
+        points = strong(settings, gpu_counts, gpu, options.prompt_tokens)
+        weak_points = weak(settings, points, gpu, options.prompt_tokens)
         print("\n".join(lines_of_scaling(points, weak_points)))
         sys.exit(0 if smallest(points) else 1)
-    run_plan = plan(settings, gpu, prompt_tokens)
+    run_plan = plan(settings, gpu, options.prompt_tokens)
     print("\n".join([*lines_of(run_plan), "", *advice(run_plan)]))
     sys.exit(0 if run_plan.fits else 1)
 
 
-def with_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of `gspo train`, and the values of this command's options.
-
-    Raises ValueError for an unknown option, or an option without a value."""
-    words: list[str] = []
-    options = dict(OPTIONS)
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals_sign, value = word.partition("=")
-        if name in OPTIONS:
-            if not equals_sign and not rest:
-                raise ValueError(f"{name} needs a value")
-            options[name] = value if equals_sign else rest.pop(0)
-        elif name.startswith("-") and name not in ("-h", "--help"):
-            raise ValueError(f"there is no option {name}; the nearest is {nearest(name, OPTIONS)}")
-        else:
-            words.append(word)
-    return words, options
+def with_options(words: list[str]) -> tuple[Options, list[str]]:
+    """Return this command's options, and the other words, which are settings of a run."""
+    names = [field.name for field in fields(Options)]
+    refuse_dashes(words, names)
+    # a mistyped option of this command must not be taken for a setting
+    own_words = [word for word in words if get_close_matches(word.partition("=")[0], names, 1, 0.8)]
+    return parsed(Options, own_words), [word for word in words if word not in own_words]
 
 
 def with_counts(words: list[str]) -> tuple[list[str], list[int]]:

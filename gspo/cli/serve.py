@@ -3,11 +3,14 @@
     gspo serve experiment=tiny_moe model.heads=2 rollout=vllm_server
     gspo serve model=hf model.path=Qwen/Qwen3-30B-A3B rollout=vllm_server -- --data-parallel-size 4
 
-The settings are the settings of `gspo train`: model and rollout must equal the run's. Words after
--- go to `vllm serve` unchanged. The server has random weights until a run sends it the run's
-weights. It listens at rollout.url. The default is an address that only this machine reaches. The
-server only answers trainers that can read the key in its folder: trainers of the user who started
-it.
+The server has random weights until a run sends it the run's weights. It listens at rollout.url. The
+default is an address that only this machine reaches. The server only answers trainers that can read
+the key in its folder: trainers of the user who started it.
+
+== Options (key=value) ==
+
+  KEY=VALUE    a setting of `gspo train`; model and rollout must equal the run's
+  -- WORD ...  words for `vllm serve`, passed on unchanged
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from urllib.parse import urlsplit
 from gspo.cli.option_files import composed_settings
 from gspo.config.settings import Settings
 from gspo.data.lazy_torch import torch
+from gspo.io.arguments import HELP
 from gspo.io.files import replace_text
 from gspo.rollout.engines.server_guard import (
     DESCRIPTION_VARIABLE,
@@ -42,8 +46,8 @@ def main() -> None:
 def serve() -> None:
     """Write the model's folder, without weights, and become `vllm serve`."""
     words, vllm_words = parted(sys.argv[1:])
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__)
+    if not words or HELP & set(words):
+        print(__doc__.strip())
         sys.exit(0 if words else 2)
     settings = composed_settings(words)
     rollout = settings.rollout

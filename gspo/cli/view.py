@@ -1,16 +1,15 @@
-"""Shows the curves of runs, live and without an account: `gspo view runs/STUDY [runs/OTHER ...]`
+"""Shows the curves of runs, live and without an account.
 
-  in=browser      trackio's page at http://127.0.0.1:PORT (the default). To install trackio, use
-                  pip install '.[view]' or `make view RUNS=runs/STUDY`. A study is a project of the
-                  page. Runs can be grouped by arm (Group by: Group) or by any setting, and the x
-                  axis can be chosen. New rows appear within seconds. Ctrl-C ends it.
-  in=terminal     W&B's `leet`: the offline files of each run, in this terminal (h: help, q: quit)
-  port=7860       port of the page, or the next free port
-  open=no         do not open a browser. On a cluster, forward the port and open the printed address
+    gspo view runs/STUDY
+    gspo view runs/STUDY runs/OTHER in=terminal
 
-Name run directories, offline W&B files, folders above them, or wandb:ENTITY/PROJECT. The default is
-runs. The command only reads files, so it is safe during runs. The page's data is in a temporary
-folder, which is removed at the end.
+The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install '.[view]' or
+`make view RUNS=runs/STUDY`. A study is a project of the page. Runs can be grouped by arm (Group by:
+Group) or by any setting, and the x axis can be chosen. New rows appear within seconds. Ctrl-C ends
+it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
+
+The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
+which is removed at the end.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ import sys
 import tempfile
 import time
 import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
 
 from gspo.analysis import sources
 from gspo.analysis.sources import Record
-from gspo.io.arguments import key_values
+from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import VIEWS
 
-OPTIONS = {"in": "browser", "open": "yes", "port": "7860"}
-CHOICES = {"in": ("browser", "terminal"), "open": ("yes", "no")}
 LOOPBACK = "127.0.0.1"
 # trackio reads the environment variables that begin like this, and SYSTEM
 TRACKIO_VARIABLES = ("TRACKIO_", "GRADIO_", "SPACE_", "OAUTH_")
@@ -50,6 +49,18 @@ MAX_STUDY_CHARS = 100
 PAUSE_SECONDS = 2.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command."""
+
+    paths: tuple[str, ...] = option(
+        ("runs",), "run directories, offline W&B files, or folders above them (default: runs)"
+    )
+    in_: str = option("browser", "show a page, or W&B's leet", choices=("browser", "terminal"))
+    port: int = option(7860, "port of the page, or the next free port", least=1, most=65535)
+    open: bool = option(True, "open a browser; on a cluster, forward the port instead")
+
+
 def main() -> None:
     """Show the runs that the command line names, until Ctrl-C."""
     command_line(show)
@@ -57,19 +68,8 @@ def main() -> None:
 
 def show() -> None:
     """Read the command line, and show the runs in the browser or in the terminal."""
-    arguments = sys.argv[1:]
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print(__doc__)
-        return
-    options, paths = key_values(arguments, OPTIONS, paths=True)
-    for key, choices in CHOICES.items():
-        if options[key] not in choices:
-            raise ValueError(f"{key}={options[key]}: choose one of {', '.join(choices)}")
-    port = options["port"]
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"port={port} is not a port: give a number below 65536")
-    paths = paths or ["runs"]
-    for path in paths:
+    options = command_options(Options, __doc__)
+    for path in options.paths:
         if not path.startswith(sources.SERVER) and not Path(path).exists():
             raise ValueError(f"{path} does not exist")
     # SIGTERM acts like Ctrl-C, so that the folder below is removed
@@ -78,15 +78,15 @@ def show() -> None:
         tempfile.TemporaryDirectory(prefix="gspo-view-") as folder,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        if options["in"] == "terminal":
-            sys.exit(terminal(paths, Path(folder)))
-        browser(paths, Path(folder), port, options["open"] != "no")
+        if options.in_ == "terminal":
+            sys.exit(terminal(options.paths, Path(folder)))
+        browser(options.paths, Path(folder), options.port, options.open)
     print("closed")
 
 
 # -------------------------------------------------------------------------------------------------
 # in a browser
-def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
+def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
     """Fill trackio's store from the files, show its page, and add new rows until Ctrl-C."""
     # The user's variables could change the address, upload the data, or show another page.
     for name in list(os.environ):
@@ -95,7 +95,7 @@ def browser(paths: list[str], folder: Path, port: str, opens: bool) -> None:
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
     os.environ["TRACKIO_DIR"] = str(folder)
     os.environ["TRACKIO_PLOT_ORDER"] = ",".join(order)
-    os.environ["GRADIO_SERVER_PORT"] = port  # trackio tries this port first
+    os.environ["GRADIO_SERVER_PORT"] = str(port)  # trackio tries this port first
     try:
         from trackio import SQLiteStorage
     except ImportError:
@@ -174,7 +174,7 @@ class Page:
     def studies(self) -> list[str]:
         return sorted({study for study, _ in self.sent})
 
-    def look(self, paths: list[str]) -> int:
+    def look(self, paths: Sequence[str]) -> int:
         """Read the files again and return the number of new rows."""
         return sum(self.add(record) for path in paths for record in sources.records(path))
 
@@ -298,7 +298,7 @@ def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------
 # in a terminal
-def terminal(paths: list[str], folder: Path) -> int:
+def terminal(paths: Sequence[str], folder: Path) -> int:
     """Run `wandb leet` on links to the newest offline files of each run, and return its exit code.
 
     `folder` gets the links."""

@@ -26,7 +26,9 @@ from gspo.config.schema import (
     SchemaSource,
     SearchSchemas,
     literal,
+    merged,
     no_such_setting,
+    plain,
     settings_of,
     to_dataclass,
 )
@@ -196,7 +198,7 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
                 f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}"
             )
     try:
-        config = OmegaConf.merge(config, content | {"task": with_consent(content["task"], consent)})
+        config = merged(config, content | {"task": with_consent(content["task"], consent)})
         to_settings(config)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
@@ -219,7 +221,9 @@ def recorded_code_paths(content: dict[str, Any]) -> dict[str, str]:
             paths[f"{group}.{name}"] = str(path)
     for group, options in CHOICES.items():
         chosen = content.get(group)
-        option = chosen.get("name") if isinstance(chosen, dict) else None
+        if not isinstance(chosen, dict):
+            continue
+        option = chosen.get("name")
         if isinstance(option, str) and option in options:
             for name in fields_with(options[option], "outside_code"):
                 if chosen.get(name):
@@ -238,7 +242,7 @@ def copy_outside_code(settings: Settings, folder: Path) -> None:
 
 def source_change(folder: Path, recorded: DictConfig, settings: Settings) -> str:
     """Describe a change of a run's outside code since it was recorded, or return ""."""
-    change = changed_source(OmegaConf.to_container(recorded.outside), settings.outside)
+    change = changed_source(plain(recorded.outside), settings.outside)
     return f"{folder}: {change}" if change else ""
 
 
@@ -310,7 +314,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
         )
     named_addresses: dict[str, str] = {}
     if not is_own_file(folder / "settings.yaml"):
-        named_addresses = addresses(OmegaConf.to_container(recorded))
+        named_addresses = addresses(plain(recorded))
         overridden = {override.split("=")[0] for override in overrides}
         missing = {key: value for key, value in named_addresses.items() if key not in overridden}
         consent = " ".join(f"{key}={value}" for key, value in missing.items())
@@ -330,7 +334,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     for override in overrides:
         check_change(override, keys, named_addresses, folder)
     changes = OmegaConf.from_dotlist(overrides)
-    return to_settings(OmegaConf.merge(recorded, changes, {"resume": str(folder)}))
+    return to_settings(merged(recorded, changes, {"resume": str(folder)}))
 
 
 def check_change(

@@ -96,7 +96,7 @@ def nothing_to_learn(
             f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise it"
         )
     has_reward_function = bool(getattr(s.task, "reward", ""))  # the user's
-    rewards = [r.score.reward for r in responses]
+    rewards = [r.reward for r in responses]
     no_group_differs = metrics.get("group/zero_variance") == 1
     if all_same(rewards) and rewards[0] == 0:
         function = "look at task.reward, " if has_reward_function else ""
@@ -149,7 +149,7 @@ def cut_off_pays(s: Settings, responses: list[ScoredResponse]) -> list[str]:
     truncated = s.reward.truncated
     if truncated is None or not any(r.score.verdict == "truncated" for r in responses):
         return []
-    ended = [r.score.reward for r in responses if r.score.verdict != "truncated"]
+    ended = [r.reward for r in responses if r.score.verdict != "truncated"]
     if not ended or min(ended) >= truncated:
         return []
     return [

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
@@ -31,6 +31,9 @@ from gspo.config.synonyms import our_name, our_option
 from gspo.io.arguments import nearest
 from gspo.io.ranges import refusal
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # groups that other frameworks have too
 SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
 # if at least this share of the letters is equal, the nearest key is assumed to be meant
@@ -38,7 +41,7 @@ MIN_SIMILARITY = 0.6
 # option groups of `gspo train` that are not fields of Settings
 GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm", "cut")
 # all schemas, by the paths that option files in conf/ refer to
-SCHEMAS: dict[str, type] = {
+SCHEMAS: dict[str, type[DataclassInstance]] = {
     "_settings": Settings,
     "_evaluate": EvaluateCommand,
     "_sample": SampleCommand,
@@ -47,8 +50,11 @@ SCHEMAS: dict[str, type] = {
 for group, options in CHOICES.items():
     SCHEMAS |= {f"{group}/_{name}": kind for name, kind in options.items()}
 
+# Hydra's sources of configs have a method `list`, which hides the type in their annotations
+Names = list[str]
 
-def schema(kind: type) -> DictConfig:
+
+def schema(kind: type[DataclassInstance]) -> DictConfig:
     """Make Hydra's schema of a dataclass. Keys can be added to its mappings without `+`."""
     node = OmegaConf.structured(kind)
     _open_mappings(node)
@@ -90,7 +96,7 @@ class SchemaSource(ConfigSource):
     def is_config(self, config_path: str) -> bool:
         return config_path.removesuffix(".yaml") in SCHEMAS
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+    def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
         groups = list(CHOICES) if config_path == "" else []
         paths = [path.rpartition("/") for path in SCHEMAS]
         configs = [name for group, _, name in paths if group == config_path]
@@ -113,6 +119,18 @@ class SearchSchemas(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("schemas", "schemas://")
+
+
+def merged(config: DictConfig, *changes: Any) -> DictConfig:
+    """Merge mappings into a copy of a config. Raises an OmegaConf error for a wrong value."""
+    # the type of the result is the type of the first argument, which OmegaConf does not declare
+    return cast(DictConfig, OmegaConf.merge(config, *changes))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Return a config as nested dictionaries and lists. Interpolations are not resolved."""
+    # OmegaConf declares the results for lists and for missing values too
+    return cast(dict[str, Any], OmegaConf.to_container(config))
 
 
 def literal(content: Any) -> Any:
@@ -161,13 +179,13 @@ def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from keys_without_field(child, f"{prefix}{key}.")
 
 
-def field_names(node: DictConfig) -> list[str]:
-    """Return the fields of a config's dataclass, or the keys of a plain mapping."""
+def field_names(node: DictConfig) -> list[Any]:
+    """Return the fields of a config's dataclass, or the keys of a plain mapping, texts or numbers."""
     kind = OmegaConf.get_type(node)
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
 
 
-def holds_values(child: Any) -> bool:
+def holds_values(child: Any) -> TypeGuard[DictConfig]:
     """Return whether a node of a config is itself a config, and neither missing nor null."""
     return isinstance(child, DictConfig) and not (child._is_missing() or child._is_none())
 
@@ -274,7 +292,7 @@ def plain_words(error: BaseException) -> str:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:
-        return _no_option(error)
+        return _no_option(error, error.options)
     text = str(error)
     unparsed = re.match(r"(?s)Error parsing override '(.*?)'\n", text)
     if unparsed:
@@ -301,13 +319,13 @@ def plain_words(error: BaseException) -> str:
     return ""
 
 
-def _no_option(error: MissingConfigException) -> str:
+def _no_option(error: MissingConfigException, found_options: Sequence[str]) -> str:
     """Say in words that there is no such option, and which options there are.
 
     Options whose names begin with _ are schemas, and are left out."""
     file = error.missing_cfg_file or ""
     group, _, option = file.partition("/") if file.startswith("model/") else file.rpartition("/")
-    options = [name for name in error.options if not name.startswith("_")]
+    options = [name for name in found_options if not name.startswith("_")]
     text = f"{group}={option}: there is no such option"
     if group == "model":
         return (

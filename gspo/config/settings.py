@@ -18,7 +18,7 @@ import json
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -77,6 +77,9 @@ from gspo.train.settings import (
     TrainerSettings,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 BENCHMARKS = (
     GSM8K,
     Math500,
@@ -92,7 +95,7 @@ BENCHMARKS = (
 ENVIRONMENTS = (PythonTool, Guessing, VfEnvironments, TextGames, OpenEnv)
 # The option groups whose options are different dataclasses. The option file of each starts with
 # `defaults: [_<name>]`.
-CHOICES: dict[str, dict[str, type]] = {
+CHOICES: dict[str, dict[str, type[DataclassInstance]]] = {
     "objective": {kind.name: kind for kind in OBJECTIVES},
     "advantage": {
         kind.name: kind
@@ -195,11 +198,11 @@ class Settings(Ranged):
     resume: str = field(default="", metadata=OUTSIDE_RESULT)
 
     # the overrides that tell a job of a sweep from its other jobs, in messages and in the name of
-    # its directory. `vary` sets them
-    varied: ClassVar[str] = ""
-    varied_name: ClassVar[str] = ""
+    # its directory. `vary` sets them. They have no annotation, so they are no fields
+    varied = ""
+    varied_name = ""
     # for a job of a sweep: the name of its directory in the sweep's plan
-    planned_name: ClassVar[str] = ""
+    planned_name = ""
 
     def __post_init__(self):
         super().__post_init__()
@@ -305,7 +308,7 @@ def changeable_on_resume() -> list[str]:
     for group in fields(Settings):
         kinds = CHOICES.get(group.name, {}).values() or [group.default_factory]
         for kind in kinds:
-            if is_dataclass(kind):
+            if isinstance(kind, type) and is_dataclass(kind):
                 keys += [f"{group.name}.{name}" for name in fields_with(kind, fact)]
     return list(dict.fromkeys(keys))
 

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.objectives import Objective
-from gspo.config.schema import schema
+from gspo.config.schema import Names, merged, schema
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
 from gspo.io.ranges import fields_with
@@ -37,6 +37,8 @@ from gspo.tasks.base import Task
 from gspo.train.extensions import Callback, CustomMetric
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from gspo.config.settings import Settings
 
 # By group: the base that a class of the user's derives from, and the methods that it must have,
@@ -77,7 +79,7 @@ class OutsideOptions(ConfigSource):
         group, _, option = config_path.removesuffix(".yaml").rpartition("/")
         return group in BASES and group not in CLASSES_BY_NAME and is_path(option)
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+    def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
         return []
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -105,7 +107,7 @@ def register_outside_code() -> None:
 
 # -------------------------------------------------------------------------------------------------
 # classes
-def load_class(path: str, group: str, key: str) -> type:
+def load_class(path: str, group: str, key: str) -> type[DataclassInstance]:
     """Import a class of the user's.
 
     Raises ValueError in one line, which begins with `key`, if it does not fit."""
@@ -116,7 +118,7 @@ def load_class(path: str, group: str, key: str) -> type:
         raise ValueError(
             f"{start}: must be a class that derives from {base.__module__}.{base.__name__}"
         )
-    if "__dataclass_fields__" not in vars(kind):
+    if not is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
         raise ValueError(
             f"{start}: write @dataclass above the class, so that its fields are settings"
         )
@@ -146,12 +148,13 @@ def check_method(kind: type, base: type, name: str, arguments: tuple[str, ...], 
         raise ValueError(f"{start}: {name}{signature} must be {expected}") from None
 
 
-def option_name(kind: type) -> str:
+def option_name(kind: type[DataclassInstance]) -> str:
     """Return the name of a class as an option: its own field `name`, else the class's name."""
     if "name" in inspect.get_annotations(kind):
         for field in fields(kind):
             if field.name == "name":
-                return field.default
+                default: Any = field.default
+                return default
     return kind.__name__
 
 
@@ -160,7 +163,7 @@ def class_path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def class_schema(kind: type, key: str) -> DictConfig:
+def class_schema(kind: type[DataclassInstance], key: str) -> DictConfig:
     """Return the schema of a class.
 
     Raises ValueError if a field's type cannot be that of a setting."""
@@ -207,7 +210,7 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
     return with_values(load_class(values["path"], group, key), values, key)
 
 
-def with_values(kind: type, values: Any, key: str) -> DictConfig:
+def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictConfig:
     """Return the schema of a class with values for its settings.
 
     Raises ValueError, naming the key, for an unknown setting or a value that does not fit."""
@@ -219,7 +222,7 @@ def with_values(kind: type, values: Any, key: str) -> DictConfig:
                 f"there is no setting {key}.{name}: the nearest is {key}.{nearest(name, names)}"
             )
     try:
-        return OmegaConf.merge(node, values)
+        return merged(node, values)
     except OmegaConfBaseException as error:
         raise ValueError(f"{key}: {str(error).splitlines()[0]}") from None
 

@@ -13,8 +13,8 @@ Each step of training adds tensors to the batch, and each stage has a type:
 
     TokenBatch       tokens and masks: all that a forward pass needs
     RolloutBatch     + the engine's log-probs and experts                    gspo.data.pack
-    OldPolicyBatch   + log-probs and experts under the old policy            Trainer.add_old_policy
-    TrainBatch       + advantages: all that an update needs                  Trainer.add_advantages
+    OldPolicyBatch   + log-probs and experts under the old policy            gspo.train.old_policy
+    TrainBatch       + advantages: all that an update needs                  gspo.train.credit
 
 Shape suffixes: B responses, T response tokens, S = prompt_width + T all tokens, L MoE layers, K
 experts per token, N selected tokens or rows.

@@ -1,4 +1,4 @@
-"""The types that all packages share: a problem, a response to it, and the verifier's score.
+"""Responses to problems, and the verifier's scores.
 
 This module does not import torch, so tasks, rewards, figures and tests can use it on any machine.
 """
@@ -6,23 +6,10 @@ This module does not import torch, so tasks, rewards, figures and tests can use 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Problem:
-    """A query, which its task computes from (seed, split, index) alone."""
-
-    task: str  # the task that makes and scores it, for example "math" or "code"
-    index: int  # its position in the split
-    prompt: str  # the text that the policy sees
-    answer: Any  # the verifier compares a response with it; the policy and the sandbox never see it
-    # the kind of problem within the task (number of operands, composition of operations)
-    family: str = ""
-    rating: float | None = None  # the difficulty on the Elo scale, for sets that have ratings
-
+from gspo.data.problems import Problem
 
 # The verdicts on responses that the verifier cannot judge: no answer, an answer in another form than
 # the problem requires, a text that is no program, a program without the function. A user's tasks may
@@ -30,23 +17,6 @@ class Problem:
 NO_ANSWER = frozenset(
     ["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"]
 )
-
-
-class ChatPrompt(str):
-    """A prompt of several messages, such as a system turn and a question.
-
-    As a text it is their contents, separated by empty lines. A chat template writes `messages`."""
-
-    messages: list[dict[str, str]]
-
-    def __new__(cls, messages: list[dict[str, str]]) -> ChatPrompt:
-        text = "\n\n".join(message["content"] for message in messages)
-        prompt = super().__new__(cls, text)
-        prompt.messages = messages
-        return prompt
-
-    def __reduce__(self) -> tuple[type[ChatPrompt], tuple]:
-        return ChatPrompt, (self.messages,)
 
 
 # a larger reward is a mistake, and its square overflows when deviations are computed

@@ -5,12 +5,12 @@ sample. `unshard` gives both ranks all eight groups again, in their order. Each 
 share of the responses through the model, and `all_reduce_gradients` adds the gradients. Every rank
 computes everything else alike, so sources and the step never ask for their rank.
 
-`Ranks` is a run of one process: every collective is the identity.
+`Ranks` is a run of a single process: every collective is the identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor
 from gspo.distributed.signed_objects import sign_objects
 
 T = TypeVar("T")
-BUCKET_NUMEL = 2**24  # elements of one all-reduce of gradients
+BUCKET_NUMEL = 2**24  # elements of an all-reduce of gradients
 
 
 class RankLost(RuntimeError):
@@ -30,7 +30,7 @@ class RankLost(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a run of one process."""
+    """The ranks of a run of a single process."""
 
     rank = 0
     world_size = 1
@@ -42,16 +42,19 @@ class Ranks:
     def unshard(self, items: Sequence[T]) -> list[T]:
         """Return the items of all ranks, in the order that they had before `shard`."""
         shares = self.all_gather(list(items))
-        merged: list[T] = [None] * sum(map(len, shares))  # type: ignore[list-item]
-        for rank, share in enumerate(shares):
-            merged[rank :: self.world_size] = share
+        count = sum(len(share) for share in shares)
+        merged = []
+        for i in range(count):
+            share = shares[i % self.world_size]
+            merged.append(share[i // self.world_size])
         return merged
 
     def shard_rows(self, size: int) -> Tensor:
         """Return the indices of this rank's rows of `size` rows.
 
-        They are consecutive: rows of one prompt cost less together."""
-        return torch.arange(size).tensor_split(self.world_size)[self.rank]
+        They are consecutive: rows of the same prompt cost less together."""
+        shares = torch.arange(size).tensor_split(self.world_size)
+        return shares[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, ordered by rank."""
@@ -59,10 +62,15 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
-        return self.all_gather(value if self.rank == 0 else None)[0]
+        # the other ranks' values do not travel
+        sent = value if self.rank == 0 else None
+        values: list[Any] = self.all_gather(sent)
+        return values[0]
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return rank 0's value for this rank. Rank 0 passes one value per rank, others None."""
+        """Return rank 0's value for this rank. Rank 0 passes a value per rank, others None."""
+        if values is None:
+            raise ValueError("rank 0 must pass a value per rank")
         return values[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -129,9 +137,11 @@ class DistributedRanks(Ranks):
 
     def scatter(self, values: Sequence[T] | None) -> T:
         received: list[Any] = [None]
+        sent = None if values is None else list(values)
         source = dist.get_global_rank(self.group, 0)
         with ranks_lost():
-            dist.scatter_object_list(received, values, src=source, group=self.group)
+            dist.scatter_object_list(received, sent, src=source, group=self.group)
+        # the object itself, not a copy
         return values[0] if values else received[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -143,17 +153,20 @@ class DistributedRanks(Ranks):
 
     def all_reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         replicated = [p for p in parameters if not hasattr(p, "full_tensor")]
-        has_gradient = torch.tensor([p.grad is not None for p in replicated], dtype=torch.int32)
-        ranks_with_gradient = self.all_reduce(has_gradient).tolist()
-        trained = [p for p, n in zip(replicated, ranks_with_gradient, strict=True) if n]
-        for parameter in trained:
+        has_gradient = [p.grad is not None for p in replicated]
+        ranks_with_gradient = self.all_reduce(torch.tensor(has_gradient, dtype=torch.int32))
+        gradients = []
+        for parameter, count in zip(replicated, ranks_with_gradient.tolist(), strict=True):
+            if count == 0:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in buckets([parameter.grad for parameter in trained]):
+            gradients.append(parameter.grad)
+        for bucket in buckets(gradients):
             total = self.all_reduce(torch.cat([gradient.flatten() for gradient in bucket]))
-            parts = total.split([gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            sums = total.split([gradient.numel() for gradient in bucket])
+            for gradient, gradient_sum in zip(bucket, sums, strict=True):
+                gradient.copy_(gradient_sum.view_as(gradient))
 
     def new_group(self, timeout: timedelta | None = None) -> Ranks:
         return DistributedRanks(timeout or self.timeout, self.world_size)
@@ -162,17 +175,24 @@ class DistributedRanks(Ranks):
         return DistributedRanks(self.timeout, size)
 
 
+def rank_lost(error: RuntimeError) -> RankLost:
+    """Return RankLost with the first line of a collective's error."""
+    first_line = str(error).splitlines()[0]
+    return RankLost(first_line)
+
+
 @contextmanager
-def ranks_lost() -> Iterator[None]:
+def ranks_lost() -> Generator[None]:
     """Turn the error of a collective inside the block into RankLost."""
     try:
         yield
-    except RuntimeError as error:  # gloo and NCCL raise it
-        raise RankLost(str(error).splitlines()[0]) from error
+    # gloo and NCCL raise it
+    except RuntimeError as error:
+        raise rank_lost(error) from error
 
 
 @contextmanager
-def ranks_lost_in_passes() -> Iterator[None]:
+def ranks_lost_in_passes() -> Generator[None]:
     """Turn the error of a collective that PyTorch makes by itself into RankLost.
 
     FSDP makes such collectives in the forward and the backward pass."""
@@ -180,21 +200,28 @@ def ranks_lost_in_passes() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # gloo's errors have no class of their own; each begins with the path of a source file
-        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
-            raise RankLost(str(error).splitlines()[0]) from error
+        is_of_gloo = "/gloo/" in str(error)
+        if is_of_gloo or isinstance(error, dist.DistError):
+            raise rank_lost(error) from error
         raise
 
 
-def buckets(tensors: list[Tensor], max_numel: int = BUCKET_NUMEL) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into lists of at most `max_numel` elements.
+def buckets(
+    tensors: list[Tensor],
+    max_numel: int = BUCKET_NUMEL,
+) -> list[list[Tensor]]:
+    """Group consecutive tensors of equal dtype into lists of at most `max_numel` elements.
 
     A tensor with more elements gets a list of its own."""
     grouped: list[list[Tensor]] = []
+    bucket: list[Tensor] = []
+    bucket_numel = 0
     for tensor in tensors:
-        last = grouped[-1] if grouped else []
-        numel = sum(t.numel() for t in last) + tensor.numel()
-        if last and last[0].dtype == tensor.dtype and numel <= max_numel:
-            last.append(tensor)
-        else:
-            grouped.append([tensor])
+        fits = bucket_numel + tensor.numel() <= max_numel
+        if not bucket or not fits or bucket[0].dtype != tensor.dtype:
+            bucket = []
+            bucket_numel = 0
+            grouped.append(bucket)
+        bucket.append(tensor)
+        bucket_numel += tensor.numel()
     return grouped

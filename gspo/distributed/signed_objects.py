@@ -44,29 +44,39 @@ def sign_objects() -> None:
             f"key: set {VARIABLE} to the same secret for all of them"
         )
 
-    def to_tensor(value: Any, device: torch.device, group: Any) -> tuple[Tensor, Tensor]:
+    def to_tensor(
+        obj: Any,
+        device: torch.device,
+        group: Any,
+    ) -> tuple[Tensor, Tensor]:
         """Replace _object_to_tensor: return a tensor of hash and pickle, and its size."""
-        pickled, _ = _to_tensor(value, torch.device("cpu"), group)
-        signature = torch.frombuffer(bytearray(signature_of(key, pickled)), dtype=torch.uint8)
-        signed = torch.cat([signature, pickled]).to(device)
-        return signed, torch.LongTensor([signed.numel()]).to(device)
+        pickled, _ = _to_tensor(obj, torch.device("cpu"), group)
+        signature = bytearray(signature_of(key, pickled))
+        signature_tensor = torch.frombuffer(signature, dtype=torch.uint8)
+        signed = torch.cat([signature_tensor, pickled]).to(device)
+        size = torch.LongTensor([signed.numel()])
+        return signed, size.to(device)
 
-    def to_object(received: Tensor, size: Any, group: Any) -> Any:
+    def to_object(tensor: Tensor, tensor_size: Any, group: Any) -> Any:
         """Replace _tensor_to_object: check the hash, then unpickle."""
-        signed = received.cpu()[: int(size)]
-        signature = signed[:HASH_BYTES]
+        size = int(tensor_size)
+        signed = tensor.cpu()[:size]
+        signature = signed[:HASH_BYTES].numpy().tobytes()
         pickled = signed[HASH_BYTES:]
-        if not hmac.compare_digest(signature.numpy().tobytes(), signature_of(key, pickled)):
+        expected = signature_of(key, pickled)
+        if not hmac.compare_digest(signature, expected):
             raise ValueError(
                 "another rank sent an object that is not signed with this user's key: ranks on "
                 f"machines without a common home directory need the same secret in {VARIABLE}"
             )
         return _to_object(pickled, pickled.numel(), group)
 
-    c10d._object_to_tensor = to_tensor
-    c10d._tensor_to_object = to_object
+    replacements = {"_object_to_tensor": to_tensor, "_tensor_to_object": to_object}
+    for name, replacement in replacements.items():
+        setattr(c10d, name, replacement)
 
 
 def signature_of(key: bytes, pickled: Tensor) -> bytes:
     """Return the keyed hash of a pickle."""
-    return hmac.new(key, pickled.numpy().tobytes(), hashlib.sha256).digest()
+    message = pickled.numpy().tobytes()
+    return hmac.digest(key, message, "sha256")

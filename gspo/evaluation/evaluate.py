@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo.data.samples import Problem, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import ScoredResponse
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.base import Engine

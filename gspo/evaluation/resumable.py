@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
 from gspo.io.files import LOCK_FILE, replace_text

@@ -1,39 +1,261 @@
-"""Parsing of `key=value` arguments without Hydra, and suggestions for mistyped names."""
+"""The grammar of all commands: `gspo COMMAND [PATH ...] [key=value ...] [--help]`.
+
+A command declares its options as the fields of a dataclass, and its docstring begins the help:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        paths: tuple[str, ...] = option(meaning="run directories")
+        smooth: int = option(5, "average curves over so many batches on either side", least=0)
+        where: dict[str, str] = option({}, "only runs with this setting")
+
+    options = command_options(Options, __doc__)
+
+Words without `=` are paths. A field without a default must be given. Values are written as Hydra
+wants them: `true` or `false`, lists as `[a,b]`, and quotes around a text with commas. A mapping has
+a word for each key: `where.optim.lr=2e-4`. The commands that train, sample and evaluate leave their
+settings to Hydra itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from inspect import get_annotations
+from itertools import takewhile
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from gspo.io.ranges import Range, default_of, refusal
+
+HELP = {"-h", "--help"}
+PATHS = "paths"  # the field of the words without "="
+MAPPING = dict[str, str]
+BOOLEANS = {"true": True, "false": False}
+LINE_CHARS = 100  # of the help
+MAX_WORD_CHARS = 32  # a longer option has a line of its own
+Options = TypeVar("Options")
 
 
-def key_values(
-    words: list[str], defaults: Mapping[str, str], paths: bool = False, empty: bool = True
-) -> tuple[dict[str, str], list[str]]:
-    """Return the defaults with the values from `words`, and the words that are paths.
+class ArgumentsError(ValueError):
+    """The command line is wrong. The message is a single line."""
 
-    With `paths`, a word is a path if it has no `=` or if it exists. Raises ValueError for a key
-    that is not among the defaults, and with `empty=False` for an empty value.
-    """
-    values = dict(defaults)
-    found_paths = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key in defaults and equals:
-            values[key] = value
-        elif paths and not word.startswith("-") and (not equals or Path(word).exists()):
-            found_paths.append(word)
-        elif not defaults:
-            raise ValueError(f"{word!r}: there is no such option; give paths alone")
+
+class Option(NamedTuple):
+    """A field of a command's dataclass: its name on the command line, its type and its default."""
+
+    key: str
+    kind: Any
+    default: Any
+    meaning: str
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    def word(self, text: str = "") -> str:
+        """Return the word of the command line that sets this option, for messages and help."""
+        if self.key == PATHS:
+            return "PATH ..."
+        return f"{self.key}.KEY=VALUE" if self.kind == MAPPING else f"{self.key}={text}"
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    meaning: str = "",
+    *,
+    choices: Sequence[str] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    why: str = "",
+) -> Any:
+    """Declare an option of a command, with its meaning for --help and the values it may have."""
+    if choices:
+        meaning = f"{meaning}: {', '.join(choices)}"
+    facts: dict[str, Any] = {"meaning": meaning}
+    if choices:
+        facts["choices"] = tuple(choices)
+    if (least, most, above) != (None, None, None):
+        facts["range"] = Range(above=above, least=least, most=most, why=why)
+    if default == {}:
+        return dataclasses.field(default_factory=dict, metadata=facts)
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """Return the options of a command by the names of the fields: paths, its own, its bases'.
+
+    A name such as `in`, which Python reserves, has an underscore as a field: `in_`."""
+    kinds = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    names = [name for base in kind.__mro__ for name in get_annotations(base) if name in fields]
+    names.sort(key=lambda name: name != PATHS)
+    return {
+        name: Option(
+            name.rstrip("_"),
+            kinds[name],
+            default_of(fields[name]),
+            fields[name].metadata["meaning"],
+        )
+        for name in names
+    }
+
+
+def command_options(
+    kind: type[Options], doc: str | None, refused: Mapping[str, str] | None = None
+) -> Options:
+    """Return the options of this process's command line, as `parsed` does.
+
+    Prints the help and ends the process for --help, and for no words if some are needed."""
+    words = sys.argv[1:]
+    required = any(entry.default is dataclasses.MISSING for entry in options_of(kind).values())
+    if HELP & set(words) or (required and not words):
+        print(help_text(kind, doc, refused))
+        sys.exit(0 if words else 2)
+    return parsed(kind, words, refused)
+
+
+def parsed(
+    kind: type[Options], words: Sequence[str], refused: Mapping[str, str] | None = None
+) -> Options:
+    """Return the options that the words of a command line give.
+
+    `refused` maps options that have no effect in this command to the reasons.
+
+    Raises ArgumentsError for an unknown option, a wrong value, an option that has no effect, and an
+    option that is missing."""
+    options = options_of(kind)
+    names = {entry.key: name for name, entry in options.items() if name != PATHS}
+    values: dict[str, Any] = {}
+    for position, word in enumerate(words):
+        key, equals_sign, text = word.partition("=")
+        group, _, item = key.partition(".")
+        name = names.get(group if item else key, "")
+        is_mapping = bool(name) and options[name].kind == MAPPING
+        if word.startswith("-"):
+            raise ArgumentsError(without_dashes(words[position:], options))
+        if name and equals_sign and is_mapping == bool(item):
+            if refused and name in refused:
+                raise ArgumentsError(f"{key} does nothing here: {refused[name]}; leave it out")
+            if not is_mapping:
+                values[name] = converted(options[name], text)
+                continue
+            mapping = values.setdefault(name, {})
+            if mapping.setdefault(item, text) != text:
+                raise ArgumentsError(f"{key}={mapping[item]} and {word}: give one value")
+        elif PATHS in options and (not equals_sign or Path(word).exists()):
+            values[PATHS] = (*values.get(PATHS, ()), word)
+        elif not names:
+            raise ArgumentsError(f"{word}: there is no such option; give paths alone")
         else:
-            options = ", ".join(f"{name}=" for name in defaults)
-            raise ValueError(
-                f"{word!r}: there is no such option; "
-                f"the nearest is {nearest(key, defaults)}= (of {options})"
-            )
-        if key in defaults and equals and not value and not empty:
-            raise ValueError(f"{word!r}: give a value, {key}=...")
-    return values, found_paths
+            near = options[names[nearest(key, names)]].word()
+            raise ArgumentsError(f"{word}: there is no such option; the nearest is {near}")
+    for name, entry in options.items():
+        if name in values:
+            for value in values[name] if entry.is_list else [values[name]]:
+                message = refusal(kind, name, value, entry.key)
+                if message:
+                    raise ArgumentsError(message)
+        elif entry.default is dataclasses.MISSING:
+            raise ArgumentsError(f"{entry.word('...')} is missing: {entry.meaning}")
+    return kind(**values)
+
+
+def converted(entry: Option, text: str) -> Any:
+    """Return the value of a word of the command line, by the option's type."""
+    word = f"{entry.key}={text}"
+    if entry.is_list:
+        (kind, _) = get_args(entry.kind)
+        return tuple(map(kind, listed(text, word)))
+    if entry.kind is bool:
+        if text.lower() not in BOOLEANS:
+            raise ArgumentsError(f"{word}: choose true or false")
+        return BOOLEANS[text.lower()]
+    if entry.kind in (int, float):
+        try:
+            return entry.kind(text)
+        except ValueError:
+            kind = "a whole number" if entry.kind is int else "a number"
+            raise ArgumentsError(f"{word} must be {kind}") from None
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return entry.kind(text[1:-1] if is_quoted else text)
+
+
+def listed(text: str, word: str) -> tuple[str, ...]:
+    """Return the items of a list `[a,'b,c']`, or a single value as a list of one item."""
+    in_brackets = text.startswith("[") and text.endswith("]")
+    lexer = shlex.shlex(text[1:-1] if in_brackets else text, posix=True)
+    lexer.whitespace = ","
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        items = tuple(item.strip() for item in lexer)
+    except ValueError:
+        raise ArgumentsError(f"{word}: a quotation mark has no second") from None
+    if not in_brackets and len(items) > 1:
+        raise ArgumentsError(f"{word}: write a list as {word.partition('=')[0]}=[{text}]")
+    return items
+
+
+def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> str:
+    """Return the refusal of an option with dashes: it names the new spelling.
+
+    For example, `--smooth 3` is smooth=3, `--no-caption` is caption=false, and `--where optim.lr=1`
+    is where.optim.lr=1."""
+    old, equals_sign, text = words[0].partition("=")
+    values = list(takewhile(lambda word: not word.startswith("-"), words[1:]))
+    if equals_sign:
+        values = [text]
+    keys = {entry.key: entry for name, entry in options.items() if name != PATHS}
+    if not keys:
+        return f"{words[0]}: there is no such option; give paths alone"
+    name = old.lstrip("-").replace("-", "_")
+    entry = keys[nearest(name.removeprefix("no_"), keys)]
+    if entry.kind is bool:
+        spelling = entry.word("false" if name.startswith("no_") else "true")
+    elif entry.kind == MAPPING:
+        spelling = " ".join(f"{entry.key}.{value}" for value in values) or entry.word()
+    elif entry.is_list and len(values) > 1:
+        spelling = entry.word(f"[{','.join(values)}]")
+    else:
+        spelling = entry.word(values[0] if values else "...")
+    return f"{words[0]}: options have no dashes; say {spelling}"
+
+
+def help_text(kind: type, doc: str | None, refused: Mapping[str, str] | None = None) -> str:
+    """Return a command's help: its docstring, and a table of its options.
+
+    Options that have no effect in this command are left out."""
+    rows = [
+        (entry.word(default_text(entry)), entry.meaning)
+        for name, entry in options_of(kind).items()
+        if not refused or name not in refused
+    ]
+    column = max((len(word) for word, _ in rows if len(word) <= MAX_WORD_CHARS), default=0) + 4
+    lines = [(doc or "").strip(), "", "== Options (key=value) ==", ""]
+    for word, meaning in rows:
+        first, *others = textwrap.wrap(meaning, LINE_CHARS - column)
+        if len(word) <= MAX_WORD_CHARS:
+            lines.append(f"  {word:<{column - 4}}  {first}")
+        else:
+            lines += [f"  {word}", " " * column + first]
+        lines += [" " * column + line for line in others]
+    return "\n".join(lines)
+
+
+def default_text(entry: Option) -> str:
+    """Return an option's default as it is written on the command line, "..." if it has none."""
+    if entry.default is dataclasses.MISSING:
+        return "..."
+    if isinstance(entry.default, bool):
+        return str(entry.default).lower()
+    if isinstance(entry.default, float):
+        return f"{entry.default:g}"
+    return f"[{','.join(entry.default)}]" if entry.is_list else str(entry.default)
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -86,9 +86,10 @@ class EscapingStream:
         self.stream = stream
         self.at_line_start = True
         self.in_progress_bar = False
-        if hasattr(stream, "reconfigure"):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
             # do not fail if the locale lacks a character
-            stream.reconfigure(errors="backslashreplace")
+            reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         starts_bar = text.startswith("\r") and (self.at_line_start or self.in_progress_bar)

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -155,7 +155,7 @@ class CreatedFiles:
 
 
 @contextmanager
-def errors_of_the_disk(path: Path) -> Iterator[None]:
+def errors_of_the_disk(path: Path) -> Generator[None]:
     """Turn errors of the disk inside the block into OSError.
 
     safetensors, tokenizers and torch raise other exceptions for them.

@@ -55,8 +55,9 @@ def write_signed(file: Path, text: str) -> None:
     key = _key()
     if key:
         signatures = [_signature(key, file, text.encode())]
-        if is_own_file(file):
-            signatures.append(_signature(key, file, _content(file)))
+        old_content = _content(file)
+        if old_content is not None and is_own_file(file):
+            signatures.append(_signature(key, file, old_content))
         signatures_file = file.with_name(SIGNATURES)
         all_signatures = _read(signatures_file) | {file.name: signatures}
         replace_text(signatures_file, json.dumps(all_signatures, indent=1))

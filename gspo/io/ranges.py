@@ -17,7 +17,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LARGEST_SEED = 2**63 - 1  # of torch's generators
 
@@ -203,7 +206,7 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory()
 
 
-def refusal(kind: type, name: str, value: Any, key: str) -> str:
+def refusal(kind: type[DataclassInstance], name: str, value: Any, key: str) -> str:
     """Return the reason why a field may not have this value; "" if it may."""
     choices = field_facts(kind).get(name, {}).get("choices")
     if choices is not None and value not in choices:

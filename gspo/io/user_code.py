@@ -17,9 +17,8 @@ import os
 import re
 import sys
 import traceback
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo.io.arguments import nearest
 
@@ -103,12 +102,12 @@ def source_files(path: str, key: str) -> dict[str, Path]:
     """Return the source files of an import path (see `sources`). Its module is not imported."""
     module, _ = module_and_name(path, key)
     search_current_folder()
-    spec = _spec(module)
-    if spec is None or not _has_source(spec):
+    source = _source(module)
+    if source is None:
         raise ValueError(f"{key}={path}: there is no source file of the module {module}")
     outermost = module.partition(".")[0]
-    depth = module.count(".") + (1 if _is_package(spec) else 0)
-    root = Path(spec.origin).resolve().parents[depth]
+    depth = module.count(".") + (1 if source.is_package else 0)
+    root = source.file.parents[depth]
     in_shared_folder = any(folder in root.parts for folder in SHARED_FOLDERS)
     files: dict[str, Path] = {}
     pending = [module]
@@ -116,33 +115,38 @@ def source_files(path: str, key: str) -> dict[str, Path]:
         name = pending.pop()
         if in_shared_folder and name.partition(".")[0] != outermost:
             continue
-        spec = _spec(name) if _is_in(name, root) else None
-        if spec is None or not _has_source(spec):
+        source = _source(name) if _is_in(name, root) else None
+        if source is None:
             continue
-        file = Path(spec.origin).resolve()
-        relative_path = file.relative_to(root).as_posix()
+        relative_path = source.file.relative_to(root).as_posix()
         if relative_path not in files:
-            files[relative_path] = file
-            package = name if _is_package(spec) else name.rpartition(".")[0]
-            pending += [*_parents(name), *_imports(file, package)]
+            files[relative_path] = source.file
+            package = name if source.is_package else name.rpartition(".")[0]
+            pending += [*_parents(name), *_imports(source.file, package)]
     return dict(sorted(files.items()))
 
 
-def _spec(module: str) -> ModuleSpec | None:
-    """Return a module's spec, or None if there is no such module. Its packages are imported."""
+class _Source(NamedTuple):
+    """The source file of a module, of a package its __init__.py."""
+
+    file: Path
+    is_package: bool
+
+
+def _source(module: str) -> _Source | None:
+    """Return a module's source, or None if there is no such module or it has no source.
+
+    The packages around the module are imported.
+    """
     try:
-        return importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     # packages of the user may raise anything on import, and so may odd entries of sys.modules
     except Exception:
         return None
-
-
-def _has_source(spec: ModuleSpec) -> bool:
-    return spec.origin is not None and spec.origin.endswith(".py")
-
-
-def _is_package(spec: ModuleSpec) -> bool:
-    return spec.submodule_search_locations is not None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    is_package = spec.submodule_search_locations is not None
+    return _Source(Path(spec.origin).resolve(), is_package)
 
 
 def _is_in(module: str, root: Path) -> bool:
@@ -153,11 +157,11 @@ def _is_in(module: str, root: Path) -> bool:
     outermost = module.partition(".")[0]
     if outermost == THIS_PACKAGE:
         return False
-    spec = _spec(outermost)
-    if spec is None or not _has_source(spec):
+    source = _source(outermost)
+    if source is None:
         return False
-    file = Path(spec.origin).resolve()
-    return (file.parents[1] if _is_package(spec) else file.parent) == root
+    folder = source.file.parents[1] if source.is_package else source.file.parent
+    return folder == root
 
 
 def _parents(module: str) -> list[str]:

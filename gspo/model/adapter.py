@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gspo.data.seeding import seed_for
 from gspo.io.files import errors_of_the_disk
+from gspo.model.forward.layers import Wrapper
 from gspo.model.forward.low_rank import NAME, is_wrapped
 from gspo.model.settings import LoraSettings
 
@@ -97,7 +98,7 @@ class Adapter:
         return [parameter for name, parameter in self.model.named_parameters() if ".lora_" in name]
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> Generator[None]:
         """Switch the adapter off within this context."""
         enabled_layers = [layer for layer in self.layers if not layer.disable_adapters]
         for layer in enabled_layers:
@@ -224,9 +225,9 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
     return linear, stacked_experts
 
 
-def _wrappers_by_weight(model: nn.Module) -> dict[str, nn.Module]:
+def _wrappers_by_weight(model: nn.Module) -> dict[str, Wrapper]:
     """Return peft's wrappers, by the name without adapter of the tensor that each adapts."""
-    wrappers = {}
+    wrappers: dict[str, Wrapper] = {}
     for name, module in model.named_modules():
         if is_wrapped(module):
             parameter_name = getattr(module, "parameter_name", "weight")

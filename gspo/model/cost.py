@@ -11,6 +11,8 @@ from __future__ import annotations
 import transformers
 from torch import Tensor, nn
 
+from gspo.model.weights import input_embedding
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
@@ -26,7 +28,7 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
         return None
     total = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
-        total -= model.get_input_embeddings().weight.numel()
+        total -= input_embedding(model).numel()
     routed = {}
     for name, module in model.named_modules():
         if name.split(".")[-1] == "experts":

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
+from transformers.utils import logging
 
 from gspo.io.files import errors_of_the_disk
 from gspo.model.chat.template_trial import check_template
@@ -39,7 +40,7 @@ MAX_TRIAL_BYTES = 2**28
 SAMPLE_TEXT = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."
 
 # Otherwise every checkpoint would draw a progress bar over the run's own.
-transformers.utils.logging.disable_progress_bar()
+logging.disable_progress_bar()
 
 
 def load(path: str, attention: str = "sdpa") -> Loaded:
@@ -49,7 +50,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     check_stated_sizes(path)
     check_tokenizer_files(path)
     with one_line(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
     check_claimed_size(config, path)
@@ -63,7 +64,9 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
             use_safetensors=True,
         )
     check_not_quantized(model.config, path, allowed=())
-    model.generation_config = writable(model.generation_config)
+    # a model that cannot generate has none
+    if model.generation_config is not None:
+        model.generation_config = writable(model.generation_config)
     return model, usable(tokenizer, path)
 
 
@@ -73,7 +76,7 @@ def load_outline(path: str, attention: str) -> Loaded:
     Raises ValueError with a single-line message if that fails."""
     check_tokenizer_files(path)
     with one_line(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
     with one_line(path), torch.device("meta"):
@@ -100,14 +103,12 @@ def check_not_quantized(
         )
 
 
-def writable(config: transformers.GenerationConfig | None) -> transformers.GenerationConfig | None:
+def writable(config: transformers.GenerationConfig) -> transformers.GenerationConfig:
     """Return a generation configuration that transformers agrees to write.
 
     Some public models have `do_sample: false` beside a temperature, which transformers reads but
     does not write. Then `do_sample` becomes true, and the other values stay. If that does not help,
     only the ids of tokens are kept."""
-    if config is None:
-        return None
     repaired = copy.deepcopy(config)
     for change in ({}, {"do_sample": True}):
         try:
@@ -137,7 +138,7 @@ def check_can_be_written(
         try:
             save_configuration(model, tokenizer, Path(folder))
             transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            reread = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            reread = load_tokenizer(folder)
             if weight_bytes <= MAX_TRIAL_BYTES:
                 model.save_pretrained(folder)
         except OSError:
@@ -157,6 +158,15 @@ def check_can_be_written(
         )
 
 
+def load_tokenizer(folder: str | Path) -> transformers.PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or of a name on the hub."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # transformers' annotation allows None
+    if tokenizer is None:
+        raise ValueError("transformers knows no tokenizer for it")
+    return tokenizer
+
+
 def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
     """Load a model's configuration, and set our choice of attention.
 
@@ -164,7 +174,7 @@ def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
     PyTorch's own attention (sdpa), such as Mamba, get "eager" instead."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if attention == "sdpa" and model_class is not None and not model_class._supports_sdpa:
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         attention = "eager"
     config._attn_implementation = attention
     return config
@@ -194,7 +204,7 @@ def usable(
 
 
 @contextmanager
-def one_line(path: str) -> Iterator[None]:
+def one_line(path: str) -> Generator[None]:
     """Turn any error of reading a model in this context into a ValueError of a single line."""
     is_folder = Path(path).is_dir()
     # a name on the hub is NAME or OWNER/NAME

@@ -36,7 +36,7 @@ from gspo.model.loading import positions
 from gspo.model.policy_text import PolicyText
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
-from gspo.model.sharding.dtensors import architecture, full_tensor, run_unsharded
+from gspo.model.sharding.dtensors import architecture, full_tensor, reshard, run_unsharded
 from gspo.model.value_head import ValueHead
 from gspo.model.weights import empty_copy, load_tensors
 
@@ -193,12 +193,14 @@ class Policy(PolicyText):
         If the batch has `replay_BSLK`, the tokens go through these experts. `entropy` says whether
         to compute the entropy too."""
         self.routing.begin_forward()
-        compute = self._network_forward if self.network else self._model_forward
         with self._adapter_switched():
-            output = compute(batch, entropy)
+            if self.network:
+                output = self._network_forward(self.network, batch, entropy)
+            else:
+                output = self._model_forward(batch, entropy)
         if self.shards and not torch.is_grad_enabled():
             # FSDP keeps the outermost weights for a backward pass
-            self.model.reshard()
+            reshard(self.model)
         return output
 
     def lockstep(self, needs_gradient: list[bool]) -> Iterable[tuple[int | None, bool]]:
@@ -231,14 +233,16 @@ class Policy(PolicyText):
 
     def _adapter_switched(self) -> AbstractContextManager:
         """Return a context in which the adapter is off, if this is the policy without adapter."""
-        return self.adapter.off() if self._adapter_is_off else nullcontext()
+        if self.adapter and self._adapter_is_off:
+            return self.adapter.off()
+        return nullcontext()
 
     def _frozen(self) -> AbstractContextManager:
         """Return a context in which the weights must not change."""
-        can_freeze = self.network and not self.shards and self.precision == torch.float32
-        return self.network.frozen() if can_freeze else nullcontext()
+        can_freeze = not self.shards and self.precision == torch.float32
+        return self.network.frozen() if self.network and can_freeze else nullcontext()
 
-    def _network_forward(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
+    def _network_forward(self, network: Network, batch: TokenBatch, entropy: bool) -> PolicyOutput:
         """Use our own forward (gspo.model.forward.network), with logits at response tokens only.
 
         The layout is computed on the CPU, where the batch is. Reading its sizes from a GPU would
@@ -252,10 +256,10 @@ class Policy(PolicyText):
             replay_NLK = to_device(sequences.flat(batch.replay_BSLK), self.device)
         sequences = sequences.to(self.device)
         logp_M, entropy_M, experts_NLK, hidden_MW, balance_N = run_unsharded(
-            self.model, self._network_outputs, sequences, replay_NLK, entropy
+            self.model, self._network_outputs, network, sequences, replay_NLK, entropy
         )
         output = PolicyOutput(sequences.responses(logp_M, width), None, None)
-        if entropy:
+        if entropy_M is not None:
             if not self._entropy_has_gradient:
                 entropy_M = entropy_M.detach()
             output.entropy_BT = sequences.responses(entropy_M, width)
@@ -270,18 +274,20 @@ class Policy(PolicyText):
 
     def _uses_varlen(self) -> bool:
         """Return whether attention is computed by variable lengths rather than in rectangles."""
+        if self.network is None:
+            return False
         config = self.model.config
         key_heads = config.num_key_value_heads
-        head_dim = self.network.body.layers[0].self_attn.head_dim
+        head_dim = self.network.head_dim
         dtype = self.model.dtype if self.precision == torch.float32 else self.precision
         return uses_varlen(self.device, dtype, config.num_attention_heads, key_heads, head_dim)
 
     def _network_outputs(
-        self, sequences: Sequences, replay_NLK: Tensor | None, entropy: bool
-    ) -> tuple[Tensor | None, ...]:
+        self, network: Network, sequences: Sequences, replay_NLK: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Return `network_outputs` and the balance of the routers [N]."""
         outputs = network_outputs(
-            self.network, sequences, replay_NLK, self.precision, self.temperature, entropy
+            network, sequences, replay_NLK, self.precision, self.temperature, entropy
         )
         return *outputs, self.routing.balance()
 
@@ -343,9 +349,9 @@ class Policy(PolicyText):
         def store(rows: Tensor, chunk: TokenBatch, output: PolicyOutput) -> None:
             width = chunk.mask_BT.shape[1]
             logp_BT[rows, :width] = output.logp_BT
-            if values_BT is not None:
+            if values_BT is not None and output.values_BT is not None:
                 values_BT[rows, :width] = output.values_BT
-            if experts_BSLK is not None:
+            if experts_BSLK is not None and output.experts_BSLK is not None:
                 first_column = batch.prompt_width - chunk.prompt_width
                 is_token = chunk.attention_BS[:, :, None, None]
                 recorded = torch.where(is_token, output.experts_BSLK, NOT_RECORDED)
@@ -379,4 +385,7 @@ class Policy(PolicyText):
         """Return the FLOPs of a forward pass over sequences of these lengths.
 
         A backward pass costs twice as much. `active_parameters` must not be None."""
-        return forward_flops(self.model.config, self.active_parameters, lengths)
+        active = self.active_parameters
+        if active is None:
+            raise ValueError("the number of parameters that a token passes through is unknown")
+        return forward_flops(self.model.config, active, lengths)

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import transformers
 
 from gspo.model.chat.control_tokens import check_readable
+from gspo.model.chat.decoding import decoded
 from gspo.model.chat.prompts import PromptFormat
+from gspo.model.weights import input_embedding
 
 
 class PolicyText:
@@ -74,7 +76,7 @@ class PolicyText:
         """Return the text of a response or a turn, as verifiers and environments read it."""
         textless_ids = self.textless_ids
         text_ids = [token for token in token_ids if token not in textless_ids]
-        return self.tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
+        return decoded(self.tokenizer, text_ids)
 
     @property
     def prompt_format_used(self) -> str:
@@ -87,14 +89,14 @@ class PolicyText:
 
     def rendered(self, prompt_ids: list[int]) -> str:
         """Return the text of a prompt's token ids, with special tokens."""
-        return self.tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
+        return decoded(self.tokenizer, prompt_ids)
 
     @property
     def pad_id(self) -> int:
         """A token id for padding, which is masked.
 
         It is the tokenizer's padding token if the model has an embedding for it, else 0."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        vocabulary = len(input_embedding(self.model))
         pad_token_id = self.tokenizer.pad_token_id
         return pad_token_id if pad_token_id is not None and pad_token_id < vocabulary else 0
 
@@ -102,7 +104,7 @@ class PolicyText:
         """Raise ValueError if tokens that can occur have no embedding.
 
         Padding is masked and needs none."""
-        rows = self.model.get_input_embeddings().weight.shape[0]
+        rows = len(input_embedding(self.model))
         added_tokens = self.tokenizer.added_tokens_decoder
         template = str(self.tokenizer.chat_template)
 

@@ -21,7 +21,7 @@ Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
@@ -44,8 +44,8 @@ class Routing:
 
     def __init__(self, model: nn.Module):
         self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
-        # set within `recording`: the experts that each router chose
-        self._chosen_LNK: list[Tensor | None] | None = None
+        # set within `recording`: the experts that each router chose, by its layer
+        self._chosen_NK: dict[int, Tensor] | None = None
         self._replay_BSLK: Tensor | None = None
         # set within `balancing`
         self._loads_LE: Tensor | None = None
@@ -61,12 +61,16 @@ class Routing:
     @property
     def experts(self) -> int:
         """The number of experts of a layer (E); 0 for a dense model."""
-        return self.routers[0].num_experts if self.routers else 0
+        return self._size("num_experts")
 
     @property
     def top_k(self) -> int:
         """The number of experts that a token goes to (K); 0 for a dense model."""
-        return self.routers[0].top_k if self.routers else 0
+        return self._size("top_k")
+
+    def _size(self, name: str) -> int:
+        """Return a size that all routers have under this name; 0 for a dense model."""
+        return getattr(self.routers[0], name) if self.routers else 0
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights of all routers. Raises ValueError if there is no router."""
@@ -86,21 +90,21 @@ class Routing:
             _check_gate_formula(router)
 
     @contextmanager
-    def recording(self, replay_BSLK: Tensor | None = None) -> Iterator[None]:
+    def recording(self, replay_BSLK: Tensor | None = None) -> Generator[None]:
         """Record the routers' choice in every forward within this context.
 
         If `replay_BSLK` is given, tokens go to these experts instead. The routers' own choice is
         recorded all the same."""
-        self._chosen_LNK = [None] * self.layers
+        self._chosen_NK = {}
         self._replay_BSLK = replay_BSLK
         try:
             yield
         finally:
-            self._chosen_LNK = None
+            self._chosen_NK = None
             self._replay_BSLK = None
 
     @contextmanager
-    def balancing(self, loads_LE: Tensor | None) -> Iterator[None]:
+    def balancing(self, loads_LE: Tensor | None) -> Generator[None]:
         """Compute E sum_e load_e p_e of each token and MoE layer in every forward in this context.
 
         p is the softmax of the router's logits and has a gradient. The loads are on the model's
@@ -124,7 +128,12 @@ class Routing:
 
     def recorded(self, rows: int) -> Tensor:
         """Return the routers' own choice in the last forward within `recording` [B, S, L, K]."""
-        layers = [chosen_NK.view(rows, -1, chosen_NK.shape[-1]) for chosen_NK in self._chosen_LNK]
+        if self._chosen_NK is None:
+            raise RuntimeError("the routers' choice is recorded within `recording` only")
+        layers = []
+        for layer in range(self.layers):
+            chosen_NK = self._chosen_NK[layer]
+            layers.append(chosen_NK.view(rows, -1, chosen_NK.shape[-1]))
         return torch.stack(layers, dim=2).to(torch.int16)
 
     def _hook(
@@ -139,9 +148,9 @@ class Routing:
         if self._loads_LE is not None:
             p_NE = logits_NE.softmax(-1, dtype=torch.float32)
             self._balances_LN.append(self.experts * (p_NE @ self._loads_LE[layer]))
-        if self._chosen_LNK is None:
+        if self._chosen_NK is None:
             return None
-        self._chosen_LNK[layer] = chosen_NK.detach()
+        self._chosen_NK[layer] = chosen_NK.detach()
         if self._replay_BSLK is None:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(chosen_NK.shape)
@@ -152,7 +161,7 @@ class Routing:
         return logits_NE, replayed_weights_NK, experts_NK
 
 
-def gate_weights(router: nn.Module, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+def gate_weights(router: object, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
     """Return the softmax over all experts, at the chosen experts [N, K].
 
     It is normalised over the chosen experts if the model does so."""

@@ -33,7 +33,7 @@ class ModelSettings(Ranged, key="model"):
     # the model has no routers, which is known before it is loaded
     is_dense: ClassVar[bool] = False
     # transformers' name of the attention in the model's own forward
-    attention: ClassVar[str] = "sdpa"
+    attention = "sdpa"
 
     def source(self) -> str:
         """Return the folder or hub name of the model, "" if it is built from its settings."""

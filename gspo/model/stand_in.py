@@ -73,7 +73,8 @@ def random_stand_in(
     values.pop("layer_types", None)
     config = type(public_config).from_dict(values)
     config._attn_implementation = attention
-    model_class = getattr(transformers, public_config.architectures[0])
+    architecture = (public_config.architectures or [""])[0]
+    model_class = getattr(transformers, architecture)
     model = random_model(model_class, config, init_seed)
     if chat.ends_text:
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]

@@ -10,7 +10,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class ValueHead(torch.nn.Module):
         self._hidden_BCH: Tensor | None = None
 
     @contextmanager
-    def recording(self, model: transformers.PreTrainedModel) -> Iterator[None]:
+    def recording(self, model: transformers.PreTrainedModel) -> Generator[None]:
         """Record the last hidden states of the model's forward passes in this context."""
 
         def record(module: torch.nn.Module, inputs: tuple[Tensor]) -> None:
@@ -53,6 +53,8 @@ class ValueHead(torch.nn.Module):
 
         The head keeps no reference to them."""
         hidden_BCH = self._hidden_BCH
+        if hidden_BCH is None:
+            raise RuntimeError("no forward pass has run within `recording`")
         self._hidden_BCH = None
         return hidden_BCH
 

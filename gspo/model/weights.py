@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 import transformers
 from torch import Tensor
 
 # In quotes: transformers imports a class and its dependencies when the class's name is first read.
-Loaded = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
+Loaded: TypeAlias = "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]"
+
+
+def input_embedding(model: transformers.PreTrainedModel) -> Tensor:
+    """Return the weight of a model's input embedding, which has a row for each token."""
+    return model.get_input_embeddings().get_parameter("weight")
 
 
 def empty_copy(

@@ -74,7 +74,7 @@ def hardware(text: str) -> Hardware:
     name, *changes = text.split(",")
     if name not in KNOWN:
         raise ValueError(
-            f"--hardware {name}: choose one of {', '.join(KNOWN)}; "
+            f"hardware={name}: choose one of {', '.join(KNOWN)}; "
             f"the nearest is {nearest(name, KNOWN)}"
         )
     keys = [field.name for field in fields(Hardware) if field.name != "name"]
@@ -82,11 +82,11 @@ def hardware(text: str) -> Hardware:
     for change in changes:
         key, _, value = change.partition("=")
         if key not in keys:
-            raise ValueError(f"--hardware {text}: there is no {key}; a GPU has {', '.join(keys)}")
+            raise ValueError(f"hardware={text}: there is no {key}; a GPU has {', '.join(keys)}")
         try:
             numbers[key] = int(value) if key == "per_machine" else float(value)
         except ValueError:
-            raise ValueError(f"--hardware {text}: {key}={value} must be a number") from None
+            raise ValueError(f"hardware={text}: {key}={value} must be a number") from None
         if not 0 < numbers[key] < float("inf"):
-            raise ValueError(f"--hardware {text}: {key}={value} must be a number above 0")
+            raise ValueError(f"hardware={text}: {key}={value} must be a number above 0")
     return replace(KNOWN[name], **numbers)

@@ -15,20 +15,22 @@ inside kernels. gspo.planning.hardware.RESERVE stands for them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import Function
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
@@ -106,9 +108,9 @@ class Allocations(TorchDispatchMode):
 
     __hash__ = object.__hash__
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         kwargs = kwargs or {}
-        name = function._schema.name
+        name = func._schema.name
         if name.startswith("c10d::") or "all_to_all" in name:
             tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
             largest = max((t.nbytes for t in tensors), default=0)
@@ -121,7 +123,7 @@ class Allocations(TorchDispatchMode):
             if storage in self._sizes:
                 self._gathered.add(storage)
         self._count_resized()
-        out = function(*args, **kwargs)
+        out = func(*args, **kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
                 self._count_new(value.untyped_storage())
@@ -175,7 +177,7 @@ class GroupedShapes(Function):
         return rows.new_empty(len(rows), weight.shape[1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
         rows, weight = ctx.saved_tensors
         return torch.empty_like(rows), torch.empty_like(weight)
 
@@ -201,7 +203,7 @@ class AbsentRanks(Ranks):
 
 
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Generator[None]:
     """Within this context, there is a process group whose collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -250,7 +252,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
         with allocations, forward.cached_casts():
             with torch.no_grad():
                 log_probs(scored)
-                if shards:
+                if isinstance(model, FSDPModule):  # `shards` has made it such a module
                     model.reshard()
             scoring = allocations.peak
             exchanged_scoring = allocations.exchanged.copy()
@@ -277,7 +279,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
 
 def without_weights(
     config: PretrainedConfig, work: Work, shards: Shards | None
-) -> tuple[torch.nn.Module, Adapter | None, tuple[int, int | None, int]]:
+) -> tuple[PreTrainedModel, Adapter | None, tuple[int, int | None, int]]:
     """Return the model without content, its LoRA adapter if it has any, and three counts.
 
     The counts are the first fields of Measured: parameters, active parameters, experts.

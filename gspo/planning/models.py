@@ -28,5 +28,7 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
 
 
 def class_of(config: PretrainedConfig) -> type[transformers.PreTrainedModel]:
-    """Return the transformers class for a configuration."""
+    """Return the transformers class for a configuration. Raises ValueError if it names none."""
+    if not config.architectures:
+        raise ValueError("the model's configuration has no entry `architectures`")
     return getattr(transformers, config.architectures[0])

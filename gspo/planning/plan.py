@@ -165,7 +165,7 @@ def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
     if positions and prompt + response > positions:
         raise ValueError(
             f"a prompt of {prompt} and a response of {response} tokens exceed the model's "
-            f"{positions} positions: lower rollout.max_new_tokens, or set --prompt"
+            f"{positions} positions: lower rollout.max_new_tokens, or set prompt_tokens"
         )
 
 

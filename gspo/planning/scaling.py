@@ -30,13 +30,19 @@ class Point:
     @property
     def step(self) -> float:
         """The seconds of a step."""
-        return sum(self.plan.times.values())
+        return sum(self._existing_plan().times.values())
 
     @property
     def speed(self) -> float:
         """The responses per GPU and second."""
-        rollout = self.plan.settings.rollout
+        rollout = self._existing_plan().settings.rollout
         return rollout.prompts_per_step * rollout.group_size / self.step / self.ranks
+
+    def _existing_plan(self) -> Plan:
+        """Return the plan. Raises ValueError with the reason if there is none."""
+        if self.plan is None:
+            raise ValueError(self.refused)
+        return self.plan
 
 
 def strong(

@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo.data.samples import Score
 from gspo.rewards.reward_worker import RewardCall, timeout
@@ -116,6 +116,13 @@ class RewardFunction:
                 process.close()
 
 
+class _Running(NamedTuple):
+    """A running process that calls the function, and the connection to it."""
+
+    process: subprocess.Popen
+    connection: Connection
+
+
 class RewardProcess:
     """A process that calls the function. It is started when it is needed."""
 
@@ -123,8 +130,7 @@ class RewardProcess:
         self.path = path
         self.key = key
         self.seconds = seconds
-        self._process: subprocess.Popen | None = None
-        self._connection: Connection | None = None
+        self._running: _Running | None = None
         self._style = ""
 
     def start(self) -> str:
@@ -132,15 +138,20 @@ class RewardProcess:
 
         Does nothing if the process is running. Raises ValueError if the function is not there or
         has a wrong signature."""
-        if self._process and self._process.poll() is None:
-            return self._style
-        self._connection, worker_end = multiprocessing.Pipe()
+        self._started()
+        return self._style
+
+    def _started(self) -> _Running:
+        """Return the running process, which is started if needed. Raises ValueError as `start` does."""
+        if self._running and self._running.process.poll() is None:
+            return self._running
+        connection, worker_end = multiprocessing.Pipe()
         command = [sys.executable, "-P", "-m", "gspo.rewards.reward_worker"]
         command += [str(worker_end.fileno()), self.path, self.key, str(os.getpid())]
         # The current folder is searched last, by `import_object`: its files must not stand in for
         # installed modules.
         paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             pass_fds=[worker_end.fileno()],
             stdin=subprocess.DEVNULL,
@@ -148,7 +159,9 @@ class RewardProcess:
             start_new_session=True,  # Ctrl-C is for the run, which finishes its step
         )
         worker_end.close()
-        message = self._receive(START_SECONDS)
+        running = _Running(process, connection)
+        self._running = running
+        message = _receive(running, START_SECONDS)
         if message is None:
             message = ("refused", f"{self.key}={self.path}: its process has ended")
         kind, text = message
@@ -156,16 +169,16 @@ class RewardProcess:
             self.close()
             raise ValueError(text)
         self._style = text
-        return text
+        return running
 
     def try_out(self, calls: list[RewardCall]) -> tuple[bool, str]:
         """Make these calls and return (is_certain, reason), as RewardCaller.trial does."""
-        self.start()
-        self._connection.send((calls, self.seconds, True))
-        message = self._receive(len(calls) * self.seconds + GRACE_SECONDS)
+        running = self._started()
+        running.connection.send((calls, self.seconds, True))
+        message = _receive(running, len(calls) * self.seconds + GRACE_SECONDS)
         if message is not None:
             return message[1:]
-        reason = self._failure().reason
+        reason = self._failure(running).reason
         self.close()
         return False, f"{self.key}={self.path}: {reason}"
 
@@ -174,13 +187,13 @@ class RewardProcess:
         waiting = {call[0]: call for call in calls}
         scores: dict[int, Score] = {}
         while waiting:
-            self.start()
-            self._connection.send((list(waiting.values()), self.seconds, False))
-            scores |= self._collect(waiting)
+            running = self._started()
+            running.connection.send((list(waiting.values()), self.seconds, False))
+            scores |= self._collect(running, waiting)
             waiting = {index: call for index, call in waiting.items() if index not in scores}
         return scores
 
-    def _collect(self, waiting: dict[int, RewardCall]) -> dict[int, Score]:
+    def _collect(self, running: _Running, waiting: dict[int, RewardCall]) -> dict[int, Score]:
         """Return the scores of the calls that were sent.
 
         If the process ends or must be ended, the calls that had begun count as failed, and the
@@ -190,9 +203,9 @@ class RewardProcess:
         while len(scores) < len(waiting):
             oldest = min(begun.values(), default=time.monotonic())
             deadline = oldest + self.seconds + GRACE_SECONDS
-            message = self._receive(max(0.0, deadline - time.monotonic()))
+            message = _receive(running, max(0.0, deadline - time.monotonic()))
             if message is None:
-                failure = self._failure()
+                failure = self._failure(running)
                 self.close()
                 return scores | dict.fromkeys(begun or waiting, failure)
             if message[0] == "begins":
@@ -203,28 +216,28 @@ class RewardProcess:
                 begun.pop(index, None)
         return scores
 
-    def _failure(self) -> Score:
+    def _failure(self, running: _Running) -> Score:
         """Return the score of calls without outcome: the process has ended, or takes too long."""
-        code = self._process.poll()
+        code = running.process.poll()
         if code is None:
             return timeout(self.seconds)
         return Score(
             None, "error", reason=f"the reward function's process ended (exit status {code})"
         )
 
-    def _receive(self, seconds: float) -> Any:
-        """Return the process's next message, or None after `seconds` or at its end."""
-        try:
-            return self._connection.recv() if self._connection.poll(seconds) else None
-        except (EOFError, OSError):
-            self._process.wait()
-            return None
-
     def close(self) -> None:
         """End the process, if it is running."""
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-            self._connection.close()
-        self._process = None
-        self._connection = None
+        if self._running:
+            self._running.process.kill()
+            self._running.process.wait()
+            self._running.connection.close()
+        self._running = None
+
+
+def _receive(running: _Running, seconds: float) -> Any:
+    """Return the process's next message, or None after `seconds` or at its end."""
+    try:
+        return running.connection.recv() if running.connection.poll(seconds) else None
+    except (EOFError, OSError):
+        running.process.wait()
+        return None

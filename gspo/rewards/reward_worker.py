@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from gspo.data.samples import LARGEST_REWARD, Score
 from gspo.io.user_code import import_object
@@ -92,10 +93,16 @@ def as_score(value: Any) -> Score:
     return score
 
 
+class Outbox(Protocol):
+    """The destination of the messages: the connection, or a list in a trial."""
+
+    def send(self, message: tuple, /) -> None: ...
+
+
 class RewardCaller:
     """Calls the function and sends the score of each response."""
 
-    def __init__(self, connection: Connection, function: Callable[..., Any], style: str, name: str):
+    def __init__(self, connection: Outbox, function: Callable[..., Any], style: str, name: str):
         self.connection = connection
         self.function = function
         self.style = style
@@ -130,7 +137,7 @@ class RewardCaller:
         exceptions may be due to the trial's responses."""
         reason, errors = self._try(calls, seconds)
         if any(isinstance(error, KeyError) for error in errors):
-            trial_calls = [(*call[:3], TrialRow(call[3])) for call in calls]
+            trial_calls: list[RewardCall] = [(*call[:3], TrialRow(call[3])) for call in calls]
             reason, errors = self._try(trial_calls, seconds)
         for error in errors:
             if isinstance(error, AbsentColumn):
@@ -154,7 +161,7 @@ class RewardCaller:
         class ScoreList:
             """Keeps the scores that would be sent."""
 
-            def send(self, message: tuple) -> None:
+            def send(self, message: tuple, /) -> None:
                 if message[0] == "outcome":
                     scores.append(message[2])
 
@@ -235,7 +242,8 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     descriptor, path, key, parent = sys.argv[1:5]
     os.dup2(2, 1)  # the function's output is shown at once, beside the run's own output
-    sys.stdout.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as at the start of every process
+        sys.stdout.reconfigure(line_buffering=True)
     threading.Thread(target=end_with_parent, args=(int(parent),), daemon=True).start()
     connection = Connection(int(descriptor))
     try:

@@ -17,12 +17,12 @@ from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.model.adapter import installed
 from gspo.model.policy import Policy
-from gspo.model.settings import ModelSettings
+from gspo.model.settings import ModelSettings, StandIn, Tiny
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm_server import VLLMServerEngine, check_server
-from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.rollout.sources.base import RolloutSource
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending
@@ -214,14 +214,15 @@ def check_engine_start(rollout: RolloutSettings, model: ModelSettings) -> None:
     """Check that the engine can start here, before a cold start that would be in vain.
 
     Raises ValueError if vLLM cannot start, or if no vLLM server answers."""
-    if rollout.name == "vllm_server":
+    if isinstance(rollout, VLLMServerRollout):
         check_server(rollout)
-    if rollout.name != "vllm":
+    if not isinstance(rollout, VLLMRollout):
         return
     # vLLM is an installation of its own: imported only if it is used
     from gspo.rollout.engines.vllm import check_start
 
-    check_start(rollout, model.hidden // model.heads if model.built_from_settings else None)
+    is_built = isinstance(model, Tiny | StandIn)  # else its heads are not known before it is loaded
+    check_start(rollout, model.hidden // model.heads if is_built else None)
 
 
 def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = None) -> Engine:
@@ -229,11 +230,11 @@ def make_engine(policy: Policy, rollout: RolloutSettings, ranks: Ranks | None = 
 
     Raises ValueError if it cannot start, and EngineEnded if its process ends."""
     ranks = ranks or Ranks()
-    if rollout.name == "vllm":
+    if isinstance(rollout, VLLMRollout):
         from gspo.rollout.engines.vllm import VLLMEngine
 
         return VLLMEngine(policy, rollout, ranks)
-    if rollout.name == "vllm_server":
+    if isinstance(rollout, VLLMServerRollout):
         return VLLMServerEngine(policy, rollout, ranks)
     return local_engine(policy, rollout, ranks=ranks)
 

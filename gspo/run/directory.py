@@ -10,11 +10,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-
-from omegaconf import OmegaConf
 
 from gspo.config.load import (
     addresses,
@@ -26,6 +24,7 @@ from gspo.config.load import (
     to_settings,
     write_settings,
 )
+from gspo.config.schema import plain
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
 from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
@@ -101,7 +100,7 @@ class RunDirectory:
         return exclusive(self.path)
 
     @contextmanager
-    def log_to_file(self) -> Iterator[None]:
+    def log_to_file(self) -> Generator[None]:
         """Log to train.log within this context, with the traceback of an error that ends it."""
         file = append_to(self.path / LOG)
         handler = logging.StreamHandler(file)
@@ -122,7 +121,9 @@ class RunDirectory:
             file.close()
 
     @contextmanager
-    def removed_if_refused(self, settings: Settings, created_files: CreatedFiles) -> Iterator[None]:
+    def removed_if_refused(
+        self, settings: Settings, created_files: CreatedFiles
+    ) -> Generator[None]:
         """Build a new run within this context, or remove its files if that raises ValueError.
 
         The settings are written at once, so that a run that is killed in its cold start can be
@@ -260,7 +261,7 @@ class RunDirectory:
 
 
 @contextmanager
-def exclusive(folder: Path, names: Collection[str] = ()) -> Iterator[CreatedFiles]:
+def exclusive(folder: Path, names: Collection[str] = ()) -> Generator[CreatedFiles]:
     """Let no other process write in a folder within this context. The folder is made if needed.
 
     Yields a record of the files that the folder held before. Raises ValueError if another process
@@ -309,7 +310,7 @@ def settings_and_checkpoint(
     settings = to_settings(recorded)
     is_own = is_own_file(directory / SETTINGS)
     if not is_own:
-        content = OmegaConf.to_container(recorded)
+        content = plain(recorded)
         content.pop("rollout")  # the engine is this command's
         refused = {key: value for key, value in addresses(content).items() if value not in allowed}
         refuse_addresses(directory, refused, f"addresses=[{','.join(refused.values())}]")
@@ -320,11 +321,14 @@ def settings_and_checkpoint(
     if paths and not is_own:
         print(f"warning: {run}/settings.yaml {why_not_own()}; it reads {paths}", file=sys.stderr)
     checkpoints = directory / "checkpoints"
-    folder = latest_checkpoint(directory) if step < 0 else checkpoints / f"step_{step:06d}"
-    if step == 0 and not folder.exists():
-        if not is_own:
-            settings.runs = Settings.runs  # the folder of a cold start that has to be made
-        return settings, None
+    if step < 0:
+        folder = latest_checkpoint(directory)
+    else:
+        folder = checkpoints / f"step_{step:06d}"
+        if step == 0 and not folder.exists():
+            if not is_own:
+                settings.runs = Settings.runs  # the folder of a cold start that has to be made
+            return settings, None
     if folder is None or not folder.exists():
         names = ", ".join(sorted(path.name for path in checkpoints.glob("step_??????")))
         raise ValueError(f"step={step}: {run} has no such checkpoint; it has {names or 'none'}")

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -83,7 +84,7 @@ class StopSignal:
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
         # submitit's own signal handler, if there is one
-        self._requeue: Callable[[int, None], None] | None = None
+        self._requeue: Callable[[int, FrameType | None], object] | None = None
 
     def install(self, *numbers: int) -> None:
         """Listen to these signals."""
@@ -96,7 +97,8 @@ class StopSignal:
         The current step is then finished and saved before `requeue` lets submitit queue the job
         again."""
         handler = signal.getsignal(signal.SIGUSR2)
-        if callable(handler) and handler != self._note:
+        is_function = callable(handler) and not isinstance(handler, int)
+        if is_function and handler != self._note:
             self._requeue = handler
             signal.signal(signal.SIGUSR2, self._note)
 
@@ -169,14 +171,16 @@ def stop_signal() -> StopSignal:
     return _STOP
 
 
-class Outcome(float):
+class JobResult(float):
     """The result of a job for Hydra: its score, and the reason if it did not finish.
 
     Sweepers optimise the score, which is NaN if the job has none. `unfinished` is {"reason": why it
     failed}, {"stopped": the signal that stopped it}, or {} if it finished.
     """
 
-    def __new__(cls, score: float | None = None, **unfinished: str) -> Outcome:
+    unfinished: dict[str, str]
+
+    def __new__(cls, score: float | None = None, **unfinished: str) -> JobResult:
         outcome = super().__new__(cls, math.nan if score is None else score)
         outcome.unfinished = unfinished
         return outcome
@@ -185,19 +189,19 @@ class Outcome(float):
 USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
 
 
-def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], Outcome]:
+def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], JobResult]:
     """Wrap a job: its errors become a line and an exit code, before Hydra adds lines of its own.
 
     For example, a wrong setting becomes "error: ..." and exit code 2. In a sweep the wrapped job
-    returns an Outcome instead, with the reason if it did not finish."""
+    returns a JobResult instead, with the reason if it did not finish."""
 
     @functools.wraps(job)
-    def wrapped(config: DictConfig) -> Outcome:
+    def wrapped(config: DictConfig) -> JobResult:
         escape_output()  # needed in each worker of a sweep
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return _one_of_many(job, config)
         try:
-            return Outcome(job(config))
+            return JobResult(job(config))
         except Collapsed:
             sys.exit(COLLAPSED)
         except (*USER_ERRORS, OSError, Broken, EngineEnded) as error:
@@ -210,7 +214,7 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
 _DISK: list[Exception] = []
 
 
-def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> Outcome:
+def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> JobResult:
     """Run a job of a sweep and return its score, or the reason why it did not finish.
 
     Errors do not leave this function, because Hydra would start no further jobs after an error.
@@ -227,12 +231,12 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
             raise
         if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
             traceback.print_exc()
-        return Outcome(reason=explain(error) or type(error).__name__)
+        return JobResult(reason=explain(error) or type(error).__name__)
     if _STOP.number:
-        return Outcome(
+        return JobResult(
             stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it"
         )
-    return Outcome(score)
+    return JobResult(score)
 
 
 # by run: why a job of the sweep that this process started did not finish
@@ -327,8 +331,9 @@ def explain(error: BaseException) -> str:
     advice = ("full_key", "object_type", "reference_type")
     messages = []
     # loky's _RemoteTraceback repeats the error of a worker
-    while error is not None and type(error).__name__ != "_RemoteTraceback":
-        lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "_RemoteTraceback":
+        lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
         messages += [text for text in lines if not text.startswith(advice)]
-        error = error.__cause__
+        cause = cause.__cause__
     return " ".join(dict.fromkeys(messages))

@@ -30,7 +30,7 @@ from gspo.run.entry_point import (
 )
 from gspo.run.event_files import EventFiles
 from gspo.run.inputs import left_out_in_words
-from gspo.run.loop import Session, follow, warn
+from gspo.run.loop import TrainingLoop, follow, warn
 from gspo.run.policies import cold_start_folder
 from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
@@ -138,7 +138,9 @@ def attempt(
     directory.note_start(trainer.state.step if checkpoint else None)
     directory.write_status("running", trainer.state.step)
     try:
-        how = Session(settings, directory, trainer, tracker, alone, stop_signal().requested).run()
+        how = TrainingLoop(
+            settings, directory, trainer, tracker, alone, stop_signal().requested
+        ).run()
         peers.agree_on_signal()
     except SystemExit:  # a scheduler has queued the job again
         how = "stopped"

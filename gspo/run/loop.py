@@ -41,7 +41,7 @@ EVENTS = "monitor.jsonl"
 FIRST_STEPS = 3  # in these steps a batch without anything to learn causes a warning
 
 
-class Session:
+class TrainingLoop:
     """A trainer's steps up to the last, with all that `Trainer.fit` calls between the steps.
 
     `alone` says that the run has the terminal to itself. `stop_requested()` returns whether the
@@ -333,7 +333,7 @@ def follow(
 
 
 class Follower:
-    """The part of a rank other than 0 between the steps, beside the `Session` on rank 0.
+    """The part of a rank other than 0 between the steps, beside the `TrainingLoop` on rank 0.
 
     It samples its share of the held-out problems. With sharded weights it also writes its part of
     the checkpoints."""
@@ -367,7 +367,7 @@ class Follower:
                 self.writer.wait()
 
     def save_last_step(self) -> None:
-        """Do this rank's part of `Session.save_last_step`."""
+        """Do this rank's part of `TrainingLoop.save_last_step`."""
         step = self.trainer.state.step
         with suppress(EngineEnded):
             if step and step != self.saved:

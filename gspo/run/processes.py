@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -56,7 +56,7 @@ class Peers:
         self.processes = ranks.all_gather((platform.node(), os.getpid()))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> Generator[None]:
         """Let the other ranks know of an error of this rank within this context."""
         try:
             yield

@@ -9,9 +9,10 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
@@ -66,7 +67,7 @@ def entries(study: Path) -> list[dict]:
 def _entry(line: object) -> dict:
     """Return a line of the manifest, or raise ValueError if it has another form."""
     kinds = {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
-    entry = {"time": 0.0} | _typed(line, kinds)
+    entry: dict[str, Any] = {"time": 0.0} | _typed(line, kinds)
     if "jobs" in entry:
         entry["jobs"] = [_planned(job) for job in entry["jobs"]]
     return entry
@@ -82,19 +83,19 @@ def _planned(job: object) -> dict:
         "reason": str,
         "same_as": int,
     }
-    job = {"run": "", "overrides": []} | _typed(job, kinds)
-    run = job["run"]
-    if not all(isinstance(override, str) for override in job["overrides"]):
+    planned: dict[str, Any] = {"run": "", "overrides": []} | _typed(job, kinds)
+    run = planned["run"]
+    if not all(isinstance(override, str) for override in planned["overrides"]):
         raise ValueError("not a job of a sweep")
     if len(run) > MAX_RUN_NAME_CHARS:
         raise ValueError(f"run={run[:40]!r} ...: a name of {len(run):,} characters")
     # a job without steps has no folder: its settings were refused
-    if "steps" in job and ("/" in run or run.strip(".") == ""):
+    if "steps" in planned and ("/" in run or run.strip(".") == ""):
         raise ValueError(f"run={run!r} is no folder of a study")
-    return job
+    return planned
 
 
-def _typed(line: object, kinds: dict[str, type]) -> dict:
+def _typed(line: object, kinds: Mapping[str, type]) -> dict:
     """Return a mapping if its values have the types of `kinds`, else raise ValueError."""
     if not isinstance(line, dict):
         raise ValueError("not a line of a manifest")

@@ -15,10 +15,11 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
@@ -35,7 +36,7 @@ from gspo.run.entry_point import (
     REASONS,
     UNFINISHED_JOBS,
     USER_ERRORS,
-    Outcome,
+    JobResult,
     explain,
     print_error,
 )
@@ -125,8 +126,8 @@ class WriteManifest(Callback):
         job = HydraConfig.get()
         number = job.job.num
         overrides = list(job.overrides.task)
-        result = job_return._return_value  # an Outcome, or an error of Hydra's own
-        if isinstance(result, Outcome):
+        result = job_return._return_value  # a JobResult, or an error of Hydra's own
+        if isinstance(result, JobResult):
             unfinished = result.unfinished
         else:
             unfinished = {"reason": explain(result)}
@@ -187,7 +188,9 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     overrides_of_jobs = expanded([*params, *config.hydra.overrides.task])
     shared = shared_overrides(overrides_of_jobs)
-    configs = SweepConfigs(GlobalHydra.instance().config_loader(), config)
+    # Hydra has no other loader. `config_loader` is declared to return its abstract base.
+    loader = cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader())
+    configs = SweepConfigs(loader, config)
     jobs: list[dict[str, Any]] = []
     first_with_hash: dict[tuple[Path, str], dict[str, Any]] = {}
     for overrides in overrides_of_jobs:
@@ -216,7 +219,7 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
 
 
 def planned_job(
-    overrides: list[str], config: Callable[[], DictConfig], own: list[str] = ()
+    overrides: list[str], config: Callable[[], DictConfig], own: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return a job as the manifest lists it: overrides, and run, folder and steps.
 

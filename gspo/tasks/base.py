@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import Ranged
 
 TRAINING_SPLITS = ("train", "cold_start")

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split

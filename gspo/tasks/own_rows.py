@@ -14,12 +14,13 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gspo.data.samples import ChatPrompt, Problem, Score
+from gspo.data.problems import ChatPrompt, Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import held_out
 from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
-from gspo.tasks.benchmarks.records_file import Row
+from gspo.tasks.benchmarks.records_file import DataRow
 
 COLUMNS = ("prompt", "family", "rating")
 ROLES = ("system", "user", "assistant")
@@ -74,7 +75,7 @@ class OwnRows(Benchmark):
         )
         self._is_tried = False
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         text = prompt_text(row, self.columns["prompt"])
         family = ""
         if "family" in self.columns:
@@ -147,7 +148,7 @@ def shown(row: dict[str, Any]) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-def prompt_text(row: Row, column: str) -> str:
+def prompt_text(row: DataRow, column: str) -> str:
     """Return the prompt of a row, which is a text or a chat that ends with the user's message.
 
     A chat of one message gives the text of this message. Raises ValueError for anything else."""

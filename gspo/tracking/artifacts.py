@@ -75,9 +75,12 @@ class Lineage:
         if self.run.offline:
             return
         for artifact in self.recorded.values():
+            handle = artifact._save_handle
+            if handle is None:  # W&B has not begun to save it
+                continue
             try:
                 # `Artifact.wait` would fetch all data about the artifact from the server
-                answer = artifact._save_handle.wait_or(timeout=0).response.log_artifact_response
+                answer = handle.wait_or(timeout=0).response.log_artifact_response
             except (TimeoutError, HandleAbandonedError):
                 # the upload is not complete, which `WandbRun.finish` reports
                 continue

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -30,6 +30,9 @@ STEPS_TO_RECOVER = 50
 # A spike is compared with the median of the previous numbers: at most 20, and at least 5.
 WINDOW = 20
 MIN_WINDOW = 5
+
+# the numbers of a metric by step; None or NaN: the step has none
+Series = Sequence[float | None] | np.ndarray
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Level:
         return self.now > RECOVERED * self.largest
 
 
-def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def levels(rewards: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, for every step, the smoothed reward, its running peak, and whether it has fallen.
 
     The reward has fallen while the smoothed reward is below 0.7 x its peak."""
@@ -99,7 +102,7 @@ def levels(rewards: Sequence[float | None]) -> tuple[np.ndarray, np.ndarray, np.
     return np.array(smoothed), np.array(peaks), np.array(fallen, dtype=bool)
 
 
-def best(rewards: Sequence[float | None]) -> tuple[float, int]:
+def best(rewards: Series) -> tuple[float, int]:
     """Return the highest smoothed reward and its index.
 
     As in the collapse rule, the first nine rewards count only if there are no more. Raises
@@ -113,7 +116,7 @@ def best(rewards: Sequence[float | None]) -> tuple[float, int]:
     return float(smoothed[index]), index
 
 
-def collapse(rewards: Sequence[float | None]) -> int | None:
+def collapse(rewards: Series) -> int | None:
     """Return the index of the step at which a run collapsed, None if it did not collapse.
 
     It is the first step with both properties. From this step on, the smoothed reward stays below
@@ -230,7 +233,7 @@ class Signal:
     kind: type[Score]
     meaning: str  # what the score means, in the words of a warning
 
-    def score(self, values: Sequence[float | None]) -> np.ndarray:
+    def score(self, values: Series) -> np.ndarray:
         """Return the scores of a series, [steps], with NaN before its first number."""
         score = self.kind()
         latest = math.nan
@@ -284,7 +287,7 @@ SIGNALS = {
 }
 
 
-def is_finite(value: float | None) -> bool:
+def is_finite(value: float | None) -> TypeGuard[float]:
     """Return whether a row's entry is a finite number."""
     return value is not None and math.isfinite(value)
 

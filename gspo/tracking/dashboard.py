@@ -142,7 +142,7 @@ def home(entity: str) -> str | None:
         default = wandb.Api().default_entity
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(
-            f"W&B does not answer: {error}; publish=no writes the JSON alone"
+            f"W&B does not answer: {error}; publish=false writes the JSON alone"
         ) from None
     if not default:
         raise ValueError("entity=: the account has no default; set entity=TEAM")

@@ -49,26 +49,26 @@ METRICS = [
     Metric(
         "reward/mean",
         "reward",
-        "mean reward of the step's responses, also of responses that dynamic sampling dropped",
+        "mean over the step's responses, also those that dynamic sampling dropped",
     ),
     Metric("reward/*", "reward", "mean reward of one task's responses"),
     Metric(
         "verdict/*",
         SEQUENCE,
-        "responses with this verdict (task_verdict). If a task has more than 20 verdicts, the "
-        "rarest are counted as task_other",
+        "responses with this verdict (task_verdict). The rarest of more than 20 verdicts of a "
+        "task are task_other",
     ),
     Metric(
         "group/zero_variance",
         "share of groups",
-        "groups whose responses all have the same reward: they give no signal (except with "
+        "groups whose responses all have the same reward: no signal (except with "
         "advantage=turn_normalized)",
     ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric(
         "reward/overlong_penalty",
         "reward",
-        "mean soft overlong penalty added to rewards (0 or negative)",
+        "mean soft overlong penalty (0 or negative)",
     ),
     Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
     Metric("advantage/std", "advantage", "standard deviation over response tokens"),
@@ -76,50 +76,46 @@ METRICS = [
     Metric(
         "filter/zero_variance",
         "groups",
-        "groups dropped by dynamic sampling because all their rewards were equal",
+        "groups dropped by dynamic sampling: all rewards were equal",
     ),
-    Metric(
-        "filter/surplus", "groups", "groups dropped by dynamic sampling because the batch was full"
-    ),
+    Metric("filter/surplus", "groups", "groups dropped by dynamic sampling: the batch was full"),
     Metric(
         "filter/filled",
         "groups",
-        "groups without signal that were trained on, because no refill round was left",
+        "groups without signal that were trained on: no refill round was left",
     ),
-    Metric(
-        "filter/refill_rounds", "rounds", "further sampling rounds of dynamic sampling in this step"
-    ),
+    Metric("filter/refill_rounds", "rounds", "further sampling rounds of dynamic sampling"),
     Metric(
         "filter/prompt_too_long",
         "problems",
-        "problems replaced because their prompt exceeds max_prompt_tokens, or leaves no room for "
-        "the response",
+        "problems replaced: the prompt exceeds max_prompt_tokens, or leaves no room for the "
+        "response",
     ),
     Metric(
         "filter/ungraded",
         "responses",
-        "responses left out because their verifier failed twice",
+        "responses left out: their verifier failed twice",
     ),
     Metric(
         "filter/truncated",
         SEQUENCE,
-        "responses left out of the loss because they were truncated",
+        "responses left out of the loss: they were truncated",
     ),
     # held-out evaluation
     Metric(
         "eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"
     ),
-    Metric("eval/*/stderr", "reward", "standard error of avg@k over the set's problems", "last"),
+    Metric("eval/*/stderr", "reward", "standard error of avg@k over problems", "last"),
     Metric(
         "eval/*/pass@*",
         "share of problems",
-        "problems solved by at least one of the k samples drawn",
+        "problems solved by at least one of k samples",
         "max",
     ),
     Metric(
         "eval/*/maj@*",
         "share of problems",
-        "problems whose most frequent answer of k samples is right",
+        "problems whose most frequent answer of k is right",
         "max",
     ),
     Metric("eval/*/truncated", SEQUENCE, "held-out responses that hit the token limit", "last"),
@@ -127,33 +123,32 @@ METRICS = [
     Metric(
         "eval/*/ungraded",
         "responses",
-        "held-out responses that could not be graded, and that no other metric counts",
+        "held-out responses that could not be graded. No other metric counts them",
         "last",
     ),
     Metric(
         "eval/*/prompt_too_long",
         "problems",
-        "held-out problems left out because prompt and response together exceed the model's "
-        "positions",
+        "held-out problems left out: prompt and response exceed the model's positions",
         "last",
     ),
     Metric(
         "eval/elo",
         "Elo points",
-        "rating that explains the solved problems of the rated set best (MAP, with a normal prior "
-        "of mean 1500 and standard deviation 700)",
+        "rating that best explains the solved problems of the rated set (MAP, normal prior, "
+        "mean 1500, standard deviation 700)",
         "max",
     ),
     Metric(
         "eval/elo_stderr",
         "Elo points",
-        "standard error of the rating, from the curvature of the posterior",
+        "standard error of the rating, from the posterior's curvature",
         "last",
     ),
     Metric(
         "eval/*/episode_*",
         "per episode",
-        "the same as episode/*, over the held-out episodes (for example episode_turns)",
+        "the same as episode/*, over held-out episodes (for example episode_turns)",
         "last",
     ),
     # Clipping. Active: the clip removed the gradient, which depends on the advantage's sign.
@@ -165,12 +160,12 @@ METRICS = [
     Metric(
         "clip/sequence_active",
         SEQUENCE,
-        "mean over responses of the share of their tokens that are clipped",
+        "mean over responses of the share of clipped tokens",
     ),
     Metric(
         "clip/sequence_outside",
         SEQUENCE,
-        "mean over responses of the share of their tokens outside the range",
+        "mean over responses of the share of tokens outside the range",
     ),
     Metric("clip/token_active_positive", TOKEN, "token_active among tokens with advantage > 0"),
     Metric("clip/token_active_negative", TOKEN, "token_active among tokens with advantage < 0"),
@@ -195,7 +190,7 @@ METRICS = [
     Metric(
         "clip/token_dual",
         TOKEN,
-        "tokens whose gradient the dual clip removed (counted in token_active too)",
+        "tokens whose gradient the dual clip removed (also in token_active)",
     ),
     Metric(
         "clip/weight",
@@ -206,13 +201,13 @@ METRICS = [
     Metric(
         "clip/token_active_minibatch_*",
         TOKEN,
-        "token_active in mini-batch n of the step (0 in the first)",
+        "token_active in mini-batch n (0 in the first)",
     ),
-    Metric("clip/token_outside_minibatch_*", TOKEN, "token_outside in mini-batch n of the step"),
+    Metric("clip/token_outside_minibatch_*", TOKEN, "token_outside in mini-batch n"),
     Metric(
         "clip/log_ratio_bounded",
         TOKEN,
-        "tokens whose log-ratio left the numerical bound, and that therefore have no gradient",
+        "tokens whose log-ratio left the numerical bound, without gradient",
     ),
     # importance ratios pi / pi_old
     Metric("ratio/sequence_mean", "ratio", "mean over responses of s = exp(mean log-ratio)"),
@@ -240,19 +235,19 @@ METRICS = [
     Metric(
         "ratio/floor_sequence_abs",
         "nats",
-        "mean |log s| in the step's first mini-batch. The policy is the old policy there, so this "
-        "is rounding alone",
+        "mean |log s| in the step's first mini-batch. The policy is the old policy there, so "
+        "it is rounding alone",
     ),
     Metric(
         "ratio/floor_outside",
         SEQUENCE,
-        "responses outside the clip range in the step's first mini-batch: by rounding alone",
+        "responses outside the clip range by rounding alone (first mini-batch)",
     ),
     Metric(
         "ratio/floor_of_range",
         "share",
-        "floor_sequence_abs as a share of the narrower side of the clip range (objectives that "
-        "clip s). Above 0.1 the clipped share measures rounding",
+        "floor_sequence_abs over the narrower side of the clip range (objectives that clip s). "
+        "Above 0.1 the clipped share measures rounding",
     ),
     # divergence, entropy
     Metric("kl/old_k1", "nats", "mean over tokens of log pi_old - log pi (can be negative)"),
@@ -265,14 +260,14 @@ METRICS = [
         "KL(pi_old || pi_ref) with the KL term's own estimator and bounds. The coefficient "
         "follows it",
     ),
-    Metric("kl/coef", "reward/nat", "coefficient of the KL term in this step", "last"),
-    Metric("kl/loss", "reward", "the KL term of the loss, mean over the step's updates"),
+    Metric("kl/coef", "reward/nat", "coefficient of the KL term", "last"),
+    Metric("kl/loss", "reward", "the KL term of the loss, mean over updates"),
     # The gap between engine and trainer. l is the trainer's old log-prob of a sampled token minus
     # the engine's log-prob of it.
     Metric(
         "mismatch/k1",
         "nats",
-        "mean over tokens of -l (can be negative), l = trainer's old log-prob - engine's log-prob",
+        "mean over tokens of -l (can be negative), l = trainer's old log-prob - engine's",
     ),
     Metric("mismatch/k3", "nats", "mean over tokens of exp(l) - 1 - l"),
     Metric("mismatch/logp_abs", "nats", "mean |l|"),
@@ -280,7 +275,7 @@ METRICS = [
     Metric(
         "mismatch/beyond_2",
         TOKEN,
-        "tokens with |l| > log 2: the probabilities differ by more than a factor of 2",
+        "tokens with |l| > log 2: probabilities differ by more than a factor of 2",
     ),
     Metric("mismatch/sequence_log_abs", "nats", "mean |log s|, s = exp(mean l) of a response"),
     Metric("mismatch/sequence_min", "ratio", "smallest s of the step"),
@@ -288,7 +283,7 @@ METRICS = [
     Metric(
         "mismatch/after_sync",
         "nats",
-        "mean min(|l|, 1) of a few tokens sampled after the weights were synced to the engine",
+        "mean min(|l|, 1) of a few tokens sampled after the weights reached the engine",
     ),
     Metric(
         "mismatch/weight_token_*",
@@ -299,12 +294,12 @@ METRICS = [
     Metric(
         "mismatch/weight_sequence_*",
         "weight",
-        "the same for the product of a response's token weights, averaged over tokens",
+        "the same, product of a response's token weights, averaged over tokens",
     ),
     Metric(
         "mismatch/weight_geometric_*",
         "weight",
-        "the same for the geometric mean of a response's token weights, averaged over tokens",
+        "the same, geometric mean of a response's token weights, averaged over tokens",
     ),
     Metric(
         "mismatch/corrected_mean",
@@ -315,35 +310,35 @@ METRICS = [
     Metric(
         "value/error",
         "reward^2",
-        "mean squared error of the critic's values, over the step's updates",
+        "mean squared error of the critic's values, over updates",
     ),
     Metric(
         "value/clipped",
         TOKEN,
-        "tokens whose value is further than value_clip from its value at the step's start",
+        "tokens whose value moved by more than value_clip since the step's start",
     ),
     Metric(
         "value/explained_variance",
         "share",
         "1 - var(R - V) / var(R) at the step's start (1: a perfect critic)",
     ),
-    Metric("policy/entropy", "nats", "mean over response tokens of the policy's entropy"),
+    Metric("policy/entropy", "nats", "the policy's entropy, mean over response tokens"),
     Metric(
         "policy/entropy_coef",
         "weight",
-        "coefficient of the entropy bonus, mean over the step's updates",
+        "coefficient of the entropy bonus, mean over updates",
     ),
     # optimisation
-    Metric("optim/loss", "reward", "the step's loss, mean over its updates"),
+    Metric("optim/loss", "reward", "the loss, mean over updates"),
     Metric(
         "optim/grad_norm",
         "norm",
-        "gradient norm before clipping, mean over the step's updates",
+        "gradient norm before clipping, mean over updates",
     ),
     Metric(
         "optim/grad_norm_max",
         "norm",
-        "largest gradient norm of the step's updates, before clipping",
+        "largest gradient norm before clipping",
         "max",
     ),
     Metric("optim/lr", "learning rate", "learning rate of the step's last update", "last"),
@@ -351,18 +346,17 @@ METRICS = [
     Metric(
         "optim/skipped",
         "updates",
-        "updates of the step left out because their gradient was not finite",
+        "updates left out: the gradient was not finite",
         "max",
     ),
     Metric(
         "optim/missing_updates",
         "updates",
-        "updates of the step left out because too few groups could be graded to fill every "
-        "mini-batch",
+        "updates left out: too few groups could be graded to fill every mini-batch",
         "max",
     ),
     # the monitor
-    Metric("monitor/warnings", "warnings", "early warnings in force after the step"),
+    Metric("monitor/warnings", "warnings", "early warnings in force"),
     Metric(
         "monitor/fallen",
         "0 or 1",
@@ -377,48 +371,46 @@ METRICS = [
     Metric(
         "length/repetition",
         "share",
-        "share of a response's 4-grams that occurred in it before, mean over responses",
+        "a response's 4-grams that occurred in it before, mean over responses",
     ),
     # episodes of several turns, with an environment
-    Metric("episode/turns", "turns", "number of the policy's turns, mean over episodes"),
-    Metric("episode/turns_max", "turns", "largest number of the policy's turns in an episode"),
+    Metric("episode/turns", "turns", "the policy's turns, mean over episodes"),
+    Metric("episode/turns_max", "turns", "the policy's turns, largest number"),
     Metric(
         "episode/environment_tokens",
         TOKEN,
-        "share of the tokens after the prompts that the environments wrote (context that is never "
-        "trained on)",
+        "tokens after the prompts that environments wrote (never trained on)",
     ),
     Metric(
         "episode/finish_*",
         "share of episodes",
-        "episodes with this end: stop (the environment ended it), length (token limit), turns "
-        "(turn limit), context (the model's context was full), environment (the environment "
-        "failed, and no other metric counts the episode)",
+        "episodes with this end: stop (by the environment), length (token limit), turns (turn "
+        "limit), context (full), environment (it failed, no other metric counts the episode)",
     ),
     Metric(
         "episode/reward_turns_*",
         "reward",
-        "mean reward of the episodes with n turns of the policy (over_8: with more than 8)",
+        "mean reward of episodes with n turns of the policy (over_8: more than 8)",
     ),
     Metric(
         "episode/*",
         "per episode",
         "an environment's measure of this name, summed over an episode, mean over the episodes "
-        "that have it. Episodes with an observation have escaped (special tokens in observations "
-        "that became text) and cut (observations that were too long). Episodes that were played "
-        "twice have replay_differs (whether the environment answered differently)",
+        "that have it. Episodes with an observation have escaped (special tokens in "
+        "observations that became text) and cut (observations that were too long). Episodes "
+        "that were played twice have replay_differs (the environment answered differently)",
     ),
     # expert routing, compared with the old policy's at the step's start or during sampling
     Metric(
         "routing/consistency",
         "share of experts",
-        "routing consistency: the old policy's experts that the router still chooses",
+        "the old policy's experts that the router still chooses",
     ),
     Metric("routing/consistency_layer_*", "share of experts", "the same, for one MoE layer"),
     Metric(
         "routing/consistency_minibatch_*",
         "share of experts",
-        "the same, in mini-batch n of the step",
+        "the same, in mini-batch n",
     ),
     Metric(
         "routing/consistency_after_step",
@@ -447,9 +439,7 @@ METRICS = [
         "entropy of expert loads / log(number of experts), mean over layers",
     ),
     Metric("routing/load_max", "ratio", "largest load of an expert / mean load, mean over layers"),
-    Metric(
-        "routing/unused_experts", "share of experts", "experts that no response token was sent to"
-    ),
+    Metric("routing/unused_experts", "share of experts", "experts without a response token"),
     Metric(
         "routing/balance",
         "ratio",
@@ -459,13 +449,13 @@ METRICS = [
     Metric(
         "staleness/mean",
         "rollout batches",
-        "age of the weights that sampled a token, mean over tokens (0 on policy)",
+        "age of the weights that sampled a token, mean (0 on policy)",
     ),
     Metric("staleness/max", "rollout batches", "age of the oldest token's weights"),
     Metric(
         "staleness/segments",
         "segments",
-        "number of policies that sampled parts of a response, mean over responses",
+        "policies that sampled parts of a response, mean over responses",
     ),
     Metric(
         "staleness/in_flight",
@@ -482,61 +472,57 @@ METRICS = [
     Metric(
         "compute/dropped_tokens",
         "tokens",
-        "tokens of this step that dynamic sampling generated and dropped",
+        "generated and dropped by dynamic sampling in this step",
     ),
     Metric(
         "compute/flops",
         "FLOPs",
-        "FLOPs so far: 2 per active parameter and generated or scored token, 6 per trained token "
-        "(4 with LoRA). It is missing if the number of active parameters is unknown",
+        "so far: 2 per active parameter and generated or scored token, 6 per trained token (4 "
+        "with LoRA). Missing if the number of active parameters is unknown",
         "last",
     ),
-    Metric(
-        "compute/seconds", "s", "wall-clock training seconds so far, evaluation left out", "last"
-    ),
-    Metric("time/rollout_s", "s", "seconds of the step spent in generation"),
+    Metric("compute/seconds", "s", "wall-clock training time so far, evaluation left out", "last"),
+    Metric("time/rollout_s", "s", "generation of responses"),
     Metric(
         "time/score_s",
         "s",
-        "seconds spent waiting for verifiers and for other ranks' responses (the rest of the "
-        "grading runs during sampling)",
+        "waiting for verifiers and for other ranks' responses (the rest of the grading runs "
+        "during sampling)",
     ),
-    Metric("time/environment_s", "s", "seconds of the generation spent waiting for environments"),
+    Metric("time/environment_s", "s", "of the generation: waiting for environments"),
     Metric(
         "time/behaviour_s",
         "s",
-        "seconds spent in log-probs under the behaviour policy (the weights that sampled)",
+        "log-probs under the weights that sampled",
     ),
     Metric(
         "time/waited_s",
         "s",
-        "seconds that the trainer waited for its batch: the sum of rollout_s, score_s, behaviour_s "
-        "and sync_s unless sampling overlaps with training",
+        "the trainer's wait for its batch: rollout_s + score_s + behaviour_s + sync_s unless "
+        "sampling overlaps with training",
     ),
     Metric(
         "time/sync_s",
         "s",
-        "seconds spent in syncing the weights to the engine and checking that they arrived",
+        "sending the weights to the engine and checking their arrival",
     ),
-    Metric(
-        "time/train_s", "s", "seconds of the step spent in old log-probs, updates and diagnostics"
-    ),
+    Metric("time/train_s", "s", "old log-probs, updates and diagnostics"),
     Metric(
         "time/old_logprobs_s",
         "s",
-        "seconds of train_s spent before the updates, in old and reference log-probs",
+        "of train_s: old and reference log-probs, before the updates",
     ),
     Metric(
         "time/diagnostics_s",
         "s",
-        "seconds of train_s spent in metrics, including the pass after the last update",
+        "of train_s: metrics, including the pass after the last update",
     ),
-    Metric("time/monitor_s", "s", "seconds spent in the monitor's scores"),
-    Metric("time/eval_s", "s", "seconds spent in held-out evaluation after the step"),
+    Metric("time/monitor_s", "s", "the monitor's scores"),
+    Metric("time/eval_s", "s", "held-out evaluation after the step"),
     Metric(
         "time/checkpoint_s",
         "s",
-        "seconds that training waited for the previous checkpoint (written in the background)",
+        "waiting for the previous checkpoint (written in the background)",
     ),
     Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
     Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
@@ -587,60 +573,62 @@ def custom_metrics(folder: Path) -> dict[str, Metric]:
 
 # The headings of docs/metrics.md, by the first word of the metrics' names.
 FAMILIES = {
-    "step": "The step axis",
-    "reward": "Rewards",
-    "verdict": "Verdicts",
-    "group": "Groups",
-    "advantage": "Advantages",
-    "filter": "What was left out",
+    "step": "Step, time and compute",
+    "time": "Step, time and compute",
+    "throughput": "Step, time and compute",
+    "compute": "Step, time and compute",
+    "reward": "Rewards and advantages",
+    "verdict": "Rewards and advantages",
+    "group": "Rewards and advantages",
+    "advantage": "Rewards and advantages",
+    "filter": "Groups and responses left out",
     "eval": "Held-out evaluation",
     "clip": "Clipping",
     "ratio": "Importance ratios",
     "kl": "Divergence from the old policy and from the reference",
     "mismatch": "The gap between trainer and engine",
-    "value": "The critic",
-    "policy": "The policy",
+    "staleness": "The gap between trainer and engine",
     "optim": "Optimization",
-    "monitor": "The monitor",
-    "length": "Response lengths",
-    "episode": "Episodes of several turns",
+    "policy": "Optimization",
+    "value": "Optimization",
+    "monitor": "Optimization",
+    "length": "Responses and episodes",
+    "episode": "Responses and episodes",
     "routing": "Expert routing",
-    "staleness": "The age of responses",
-    "compute": "Compute so far",
-    "time": "Time",
-    "throughput": "Throughput",
     "custom": "Metrics of your own",
 }
 PAGE_HEAD = """\
 # Metrics
 
-Written by `python -m gspo.tracking.metrics > docs/metrics.md` from the registry
-`gspo/tracking/metrics.py`. Do not edit this page by hand.
-[monitoring.md](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at.
+[Monitoring](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at. This
+page is written by `python -m gspo.tracking.metrics > docs/metrics.md`: edit the registry
+`gspo/tracking/metrics.py` instead.
 
-For example, `reward/mean` is the mean reward of a step's responses. A `*` in a name stands for any
-text: `reward/*` is a metric for each task, for example `reward/math`. Averages over a step are
-weighted by tokens or responses, over all mini-batches of the step. W&B's run summary has the last
-value of every metric. The column `summary` names its other entry: the mean over the last ten
-batches (recent), the largest value (max), or no other entry (last)."""
+A `*` stands for any text: `reward/*` is a metric per task, for example `reward/math`. Averages over
+a step are weighted by tokens or responses, over all its mini-batches. W&B's run summary has every
+metric's last value and the mean over the last ten batches. Exceptions are marked: the largest value
+instead of that mean (max), or the last value alone (last)."""
 
 
 def page() -> str:
-    """Return docs/metrics.md, a Markdown table of metrics for each of FAMILIES."""
+    """Return docs/metrics.md, a Markdown table of metrics for each heading of FAMILIES."""
     lines = [PAGE_HEAD]
-    for family, title in FAMILIES.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| metric | unit | meaning | summary |",
-            "|---|---|---|---|",
-        ]
-        for metric in METRICS:
-            if metric.name.partition("/")[0] == family:
-                meaning = metric.meaning.replace("|", r"\|")
-                lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.summary} |")
+    for title in dict.fromkeys(FAMILIES.values()):
+        families = [family for family in FAMILIES if FAMILIES[family] == title]
+        lines += ["", f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|"]
+        for family in families:
+            for metric in METRICS:
+                if metric.name.partition("/")[0] == family:
+                    lines.append(_row(metric))
     return "\n".join(lines) + "\n"
+
+
+def _row(metric: Metric) -> str:
+    """Return the metric's row of the table."""
+    meaning = metric.meaning.replace("|", r"\|")
+    if metric.summary != "recent":
+        meaning += f" ({metric.summary})"
+    return f"| `{metric.name}` | {metric.unit} | {meaning} |"
 
 
 if __name__ == "__main__":

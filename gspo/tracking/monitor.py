@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -109,7 +109,7 @@ class Monitor:
         # smoothed reward above 0.9 x the largest so far.
         self.last_healthy_step = 0
 
-    def observe(self, step: int, row: dict[str, float | None]) -> list[Event]:
+    def observe(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
         """Take in a step's metrics, and return the new events. Row 0 (before training) has none."""
         if step == 0:
             return []
@@ -119,8 +119,8 @@ class Monitor:
             event = self._signal(step, name, row.get(signal.metric))
             if event:
                 events.append(event)
-        if row.get("optim/skipped"):
-            count = row["optim/skipped"]
+        count = row.get("optim/skipped")
+        if count:
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
         events += self._zero_events(step, row)
@@ -168,7 +168,7 @@ class Monitor:
         )
         return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
-    def _zero_events(self, step: int, row: dict[str, float | None]) -> list[Event]:
+    def _zero_events(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
         """Return a warning when all rewards have been 0 for 3 steps, and later the warning's end.
 
         Rewards with a mean of 0 may differ from 0, but then some groups have variance."""
@@ -317,7 +317,7 @@ def _routing(rows: list[dict]) -> str:
     layers = {name.removeprefix(prefix): _column(rows, name).mean() for name in names}
     details = ""
     if layers:
-        layer = min(layers, key=layers.get)
+        layer = min(layers, key=lambda name: layers[name])
         details += f"; least in layer {layer}: {layers[layer]:.4f}"
     agreement = _column(rows, "routing/engine_agreement")
     if len(agreement):

@@ -206,7 +206,7 @@ class WandbRun:
             tags=[*self.about.tags, *filter(None, tags)],
             config=self.about.config | {"record": self._record() | self.about.record},
             dir=str(self.folder),
-            mode=mode,
+            mode="offline" if mode == "offline" else "online",
             resume="allow",
             settings=wandb.Settings(
                 x_transaction_log_flush_interval=1.0,
@@ -282,7 +282,7 @@ class WandbRun:
         self.run.alert(
             title=title,
             text=text,
-            level=wandb.AlertLevel.ERROR if fallen else wandb.AlertLevel.WARN,
+            level="ERROR" if fallen else "WARN",
         )
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:

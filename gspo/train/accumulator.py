@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -22,18 +21,7 @@ from gspo.distributed.ranks import Ranks
 
 Number = Tensor | float
 Rows = list[tuple[Number, ...]]
-Sums = dict[str, list[float]]
 T = TypeVar("T")
-
-
-@dataclass
-class StepTotals:
-    """The numbers of a step, over all ranks, by the names of their metrics."""
-
-    sums: Sums  # total, count
-    moments: Sums  # n, sum w, sum w^2
-    extremes: dict[str, float]
-    loads_LE: Tensor | None
 
 
 class MetricAccumulator:
@@ -44,12 +32,12 @@ class MetricAccumulator:
     """
 
     def __init__(self):
-        # (total, count) of each call of `mean`
+        # for each name the numbers of each call: (total, count) of `mean`, (n, sum w, sum w^2) of
+        # `ess`, (value,) of `largest` and `smallest`
         self._sums: dict[str, Rows] = defaultdict(list)
-        # (n, sum w, sum w^2) of each call of `ess`
         self._moments: dict[str, Rows] = defaultdict(list)
-        self._extremes: dict[str, list[Number]] = defaultdict(list)
-        self._signs: dict[str, int] = {}  # of extremes: 1 for the largest, -1 for the smallest
+        self._extremes: dict[str, Rows] = defaultdict(list)
+        self._smallest: set[str] = set()  # the names of `smallest`
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
         self._loads_LE: Tensor | None = None
@@ -78,17 +66,18 @@ class MetricAccumulator:
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
-        self._extremes[name].append(_detached(value))
-        self._signs[name] = 1
+        self._extremes[name].append((_detached(value),))
 
     def smallest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the smallest of the step."""
-        self._extremes[name].append(_detached(value))
-        self._signs[name] = -1
+        self._extremes[name].append((_detached(value),))
+        self._smallest.add(name)
 
     def expert_loads(self, loads_LE: Tensor) -> None:
         """Add the numbers of choices of each expert to the metrics of the experts' loads."""
-        self._loads_LE = loads_LE if self._loads_LE is None else self._loads_LE + loads_LE
+        if self._loads_LE is not None:
+            loads_LE = self._loads_LE + loads_LE
+        self._loads_LE = loads_LE
 
     @contextmanager
     def timed(self, name: str) -> Generator[None]:
@@ -110,33 +99,43 @@ class MetricAccumulator:
         that every rank has measured alike stays the same. Counts are alike on all ranks, and
         seconds are this rank's.
         """
-        totals = self._over_ranks(ranks or Ranks())
+        ranks = ranks or Ranks()
+        self._read()
+        local = (
+            _sum_by_name(self._sums),
+            _sum_by_name(self._moments),
+            self._extremes,
+            self._smallest,
+            self._loads_LE,
+        )
+        sums, moments, extremes, smallest, loads = zip(*ranks.all_gather(local), strict=True)
         result: dict[str, float] = {}
-        for name, (total, count) in totals.sums.items():
+        for name, (total, count) in _sum_by_name(_by_name(sums)).items():
             if count:
                 result[name] = total / count
-        for name, (n, weight_sum, square_sum) in totals.moments.items():
+        for name, (n, weight_sum, square_sum) in _sum_by_name(_by_name(moments)).items():
             if n and square_sum:
                 result[name] = weight_sum * weight_sum / (n * square_sum)
-        result |= totals.extremes
+        names_of_smallest = set().union(*smallest)
+        for name, rows in _by_name(extremes).items():
+            extreme = min if name in names_of_smallest else max
+            (result[name],) = extreme(chain.from_iterable(rows))
         result |= self._seconds
         result |= self._counts
-        loads_LE = totals.loads_LE
-        if loads_LE is not None and loads_LE.sum() > 0:
-            result["routing/load_entropy"] = load_entropy(loads_LE)
-            result["routing/load_max"] = load_max(loads_LE)
-            result["routing/unused_experts"] = float((loads_LE == 0).double().mean())
+        present = [loads_LE for loads_LE in loads if loads_LE is not None]
+        if present:
+            result |= load_metrics(torch.stack(present).sum(0))
         return result
 
     def _read(self) -> None:
         """Turn all numbers on a GPU into floats, and copy the loads to the CPU, with one wait."""
-        row_lists = [*self._sums.values(), *self._moments.values()]
-        numbers = [number for rows in row_lists for row in rows for number in row]
-        numbers += [number for values in self._extremes.values() for number in values]
-        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        by_name = [self._sums, self._moments, self._extremes]
+        row_lists = [rows for lists in by_name for rows in lists.values()]
+        numbers = chain.from_iterable(chain.from_iterable(row_lists))
+        tensors = [number.double() for number in numbers if isinstance(number, Tensor)]
         if not tensors:
             return
-        stacked = torch.stack([tensor.double() for tensor in tensors])
+        stacked = torch.stack(tensors)
         if self._loads_LE is None:
             (stacked,) = to_cpu(stacked)
         else:
@@ -147,36 +146,7 @@ class MetricAccumulator:
             return next(floats) if isinstance(number, Tensor) else number
 
         for rows in row_lists:
-            rows[:] = [tuple(read(number) for number in row) for row in rows]
-        for values in self._extremes.values():
-            values[:] = [read(number) for number in values]
-
-    def _over_ranks(self, ranks: Ranks) -> StepTotals:
-        """Return the numbers of all ranks together."""
-        self._read()
-        signed = {
-            name: [self._signs[name] * value for value in values]
-            for name, values in self._extremes.items()
-        }
-        local = (
-            _sum_by_name(self._sums),
-            _sum_by_name(self._moments),
-            signed,
-            self._signs,
-            self._loads_LE,
-        )
-        sums, moments, signed_extremes, signs, loads = zip(*ranks.all_gather(local), strict=True)
-        sign_of = {name: sign for of_rank in signs for name, sign in of_rank.items()}
-        extremes: dict[str, float] = {}
-        for name, values in _by_name(signed_extremes).items():
-            extremes[name] = sign_of[name] * max(chain.from_iterable(values))
-        present = [loads_LE for loads_LE in loads if loads_LE is not None]
-        return StepTotals(
-            sums=_sum_by_name(_by_name(sums)),
-            moments=_sum_by_name(_by_name(moments)),
-            extremes=extremes,
-            loads_LE=torch.stack(present).sum(0) if present else None,
-        )
+            rows[:] = [tuple(map(read, row)) for row in rows]
 
 
 def _detached(number: Number) -> Number:
@@ -187,7 +157,7 @@ def _detached(number: Number) -> Number:
 
 
 def _by_name(parts: Iterable[dict[str, T]]) -> dict[str, list[T]]:
-    """Collect the values of several dictionaries by their keys."""
+    """Collect the values of all ranks' dictionaries by their keys."""
     collected: dict[str, list[T]] = {}
     for part in parts:
         for name, value in part.items():
@@ -195,31 +165,32 @@ def _by_name(parts: Iterable[dict[str, T]]) -> dict[str, list[T]]:
     return collected
 
 
-def _sum_by_name(rows_by_name: Mapping[str, Sequence[Sequence[Number]]]) -> Sums:
+def _sum_by_name(rows_by_name: Mapping[str, Rows]) -> dict[str, tuple[float, ...]]:
     """Return the sum of each column of the rows of each name."""
-    sums: Sums = {}
+    sums = {}
     for name, rows in rows_by_name.items():
         columns = zip(*rows, strict=True)
-        sums[name] = [sum(map(float, column)) for column in columns]
+        sums[name] = tuple(sum(map(float, column)) for column in columns)
     return sums
 
 
-def load_entropy(loads_LE: Tensor) -> float:
-    """Compute the entropy of the expert loads divided by log E, as the mean over layers.
+def load_metrics(loads_LE: Tensor) -> dict[str, float]:
+    """Return the metrics of the expert loads, none of them if no expert was chosen.
 
-    1 means that all experts are used equally, 0 that a single expert is used.
+    load_entropy     the entropy of the loads divided by log E, as the mean over layers: 1 if all
+                     experts are used equally, 0 if a single expert is used
+    load_max         the largest load divided by the mean load, as the mean over layers: 1 if all
+                     experts are used equally, E / K if every token goes to the same experts
+    unused_experts   the share of experts without a token
     """
-    experts = loads_LE.shape[-1]
-    share_LE = loads_LE.double() / loads_LE.sum(-1, keepdim=True)
+    if loads_LE.sum() <= 0:
+        return {}
+    counts_LE = loads_LE.double()
+    share_LE = counts_LE / loads_LE.sum(-1, keepdim=True)
     entropy_L = torch.special.entr(share_LE).sum(-1)
-    return float((entropy_L / math.log(experts)).mean())
-
-
-def load_max(loads_LE: Tensor) -> float:
-    """Compute the largest load of an expert divided by the mean load, as the mean over layers.
-
-    1 means that all experts are used equally, E / K that every token goes to the same experts.
-    """
-    largest_L = loads_LE.max(-1).values
-    mean_L = loads_LE.double().mean(-1)
-    return float((largest_L / mean_L).mean())
+    max_L = loads_LE.max(-1).values / counts_LE.mean(-1)
+    return {
+        "routing/load_entropy": float((entropy_L / math.log(loads_LE.shape[-1])).mean()),
+        "routing/load_max": float(max_L.mean()),
+        "routing/unused_experts": float((loads_LE == 0).double().mean()),
+    }

@@ -64,7 +64,8 @@ class TrainState:
     @staticmethod
     def from_json(content: dict) -> TrainState:
         """Build the state from the content of state.json. Keys that are no fields are ignored."""
-        known = {f.name: content[f.name] for f in fields(TrainState) if f.name in content}
+        names = {f.name for f in fields(TrainState)}
+        known = {name: value for name, value in content.items() if name in names}
         known["rewards"] = RunningMoments(**content["rewards"])
         return TrainState(**known)
 
@@ -73,7 +74,6 @@ class TrainState:
 class Snapshot:
     """Copies of the contents of a checkpoint. Training continues while they are written."""
 
-    step: int
     model: dict[str, Tensor]  # with LoRA the adapter's tensors alone
     optimizer: dict
     state: str  # the content of state.json
@@ -130,11 +130,11 @@ class CheckpointWriter:
         self._begin(unfinished, pending)
         head = self.policy.value_head
         adapter = self.policy.adapter
+        tensors = adapter.tensors() if adapter else self.policy.model.state_dict()
         snapshot = Snapshot(
-            step=state.step,
-            model=copies(adapter.tensors() if adapter else self.policy.model.state_dict()),
+            model=copies(tensors),
             optimizer=copies(self.optimizer.state_dict()),
-            state=json.dumps(asdict(state) | {"settings": self.settings}),
+            state=self._state_json(state),
             value_head=copies(head.state_dict()) if head else None,
             reference=copies(reference.model.state_dict()) if reference else None,
             spared=spared,
@@ -144,6 +144,10 @@ class CheckpointWriter:
     def _unfinished(self, step: int) -> Path:
         """Return the unfinished folder of a checkpoint."""
         return self.folder / f"step_{step:06d}.unfinished"
+
+    def _state_json(self, state: TrainState) -> str:
+        """Return the content of state.json: the counters of the run and the hash of its settings."""
+        return json.dumps(asdict(state) | {"settings": self.settings})
 
     def _begin(self, unfinished: Path, pending: PendingRollouts | None) -> None:
         """Make the unfinished folder, and write the responses that wait into it."""
@@ -182,10 +186,11 @@ class CheckpointWriter:
         sync(self.folder)
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
-            folders = sorted(p for p in self.folder.glob("step_??????") if p.name <= folder.name)
-            spared_folders = [p for p in folders if p.name <= f"step_{spared:06d}"][-1:]
+            folders = sorted(self.folder.glob("step_??????"))
+            folders = [f for f in folders if f.name <= folder.name]
+            spared_folders = [f for f in folders if f.name <= f"step_{spared:06d}"]
             for old in folders[: -self.keep]:
-                if old not in spared_folders:
+                if old not in spared_folders[-1:]:
                     shutil.rmtree(old)
 
     def check(self) -> None:

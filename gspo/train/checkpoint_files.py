@@ -71,30 +71,26 @@ def damage(folder: Path) -> str | None:
     this user may not read, because its content is unknown.
     """
     with permission_needed(folder):
-        return _damage(folder)
-
-
-def _damage(folder: Path) -> str | None:
-    """Do the work of `damage`. Raises PermissionError for a file that this user may not read."""
-    try:
-        sums = read_json(folder / CHECKSUMS)
-    except PermissionError:
-        raise
-    except FileNotFoundError:
-        return f"{CHECKSUMS} is missing"
-    except (OSError, ValueError) as error:  # it is not a mapping in JSON, or not a regular file
-        return f"{CHECKSUMS} cannot be read ({error})"
-    for name, digest in sums.items():
         try:
-            if checksum(path_inside(folder, name)) != digest:
-                return f"{name} is not as it was written"
-        except FileNotFoundError:
-            return f"{name} is missing"
+            sums = read_json(folder / CHECKSUMS)
         except PermissionError:
             raise
-        # an error of the disk, a link, a folder, a path outside the folder
+        except FileNotFoundError:
+            return f"{CHECKSUMS} is missing"
+        # it is not a mapping in JSON, or not a regular file
         except (OSError, ValueError) as error:
-            return f"{name} cannot be read ({error})"
+            return f"{CHECKSUMS} cannot be read ({error})"
+        for name, digest in sums.items():
+            try:
+                if checksum(path_inside(folder, name)) != digest:
+                    return f"{name} is not as it was written"
+            except FileNotFoundError:
+                return f"{name} is missing"
+            except PermissionError:
+                raise
+            # an error of the disk, a link, a folder, a path outside the folder
+            except (OSError, ValueError) as error:
+                return f"{name} cannot be read ({error})"
     return None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.data.batch import TokenBatch
 from gspo.data.pack import layout
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.files import append_to, sync
 from gspo.io.ranges import as_hashed
@@ -94,10 +94,10 @@ def folder_of(
     prompts: PromptFormat,
 ) -> Path:
     """Return the folder of the cold start in `cache`, whether it exists or not."""
-    hashed = [as_hashed(part) for part in (model, task, settings, prompts)]
-    key = json.dumps(hashed, sort_keys=True)
-    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
-    return cache / f"{model.name}-{task.name}-{digest}"
+    parts = (model, task, settings, prompts)
+    key = json.dumps([as_hashed(part) for part in parts], sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return cache / f"{model.name}-{task.name}-{digest[:10]}"
 
 
 def _train_into(
@@ -121,19 +121,22 @@ def _train_into(
     try:
         save(network, tokenizer, unfinished)
         started = time.perf_counter()
+        network = network.to(device)
         # On a GPU, experts in float32 are multiplied one by one, and the CPU waits for each.
-        precision = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-        policy = Policy(network.to(device), tokenizer, prompts=prompts, precision=precision)
+        precision = torch.bfloat16 if network.device.type == "cuda" else torch.float32
+        policy = Policy(network, tokenizer, prompts=prompts, precision=precision)
         losses = _train(policy, task, settings, on_step)  # changes `network`
         save(network, tokenizer, unfinished)
+        # every task is a dataclass
+        parts = [asdict(part) for part in (model, task, settings, prompts)]  # ty: ignore[invalid-argument-type]
         record = {
-            # every task is a dataclass
-            "settings": [asdict(part) for part in (model, task, settings, prompts)],  # ty: ignore[invalid-argument-type]
+            "settings": parts,
             "seconds": time.perf_counter() - started,
             "reward": sampled_reward(policy, task, settings.seed),
             "losses": losses[::10],
         }
-        (unfinished / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        text = json.dumps(record, indent=1)
+        (unfinished / RECORD).write_text(text, encoding="utf-8")
         seal(unfinished)
         unfinished.rename(folder)
         sync(folder.parent)
@@ -164,9 +167,8 @@ def _train(
     """
     if not settings.steps:
         return []
-    optimizer = torch.optim.AdamW(
-        policy.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01
-    )
+    parameters = list(policy.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     warmup_steps = max(settings.warmup_steps, 1)
     decay_steps = max(settings.steps - settings.warmup_steps, 1)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-3, 1.0, warmup_steps)
@@ -179,13 +181,14 @@ def _train(
         batch_loss = 0.0
         for micro in batch.split(settings.micro_batch_size):
             logp_BT = policy.forward(micro).logp_BT
-            loss = Aggregation("token-mean")(-logp_BT, micro.mask_BT.to(policy.device), totals)
+            mask_BT = micro.mask_BT.to(policy.device)
+            loss = Aggregation("token-mean")(-logp_BT, mask_BT, totals)
             batch_loss += loss.item()
             if settings.log_normalizer is not None:
                 distance = _squared_distance(policy, micro, settings.log_normalizer)
                 loss = loss + NORMALIZER_WEIGHT * distance
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0, error_if_nonfinite=True)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
@@ -203,7 +206,8 @@ def _squared_distance(policy: Policy, micro: TokenBatch, log_normalizer: float) 
         input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()
     ).logits
     normalizer_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
-    return (normalizer_BT[micro.mask_BT] - log_normalizer).square().mean()
+    distance_N = normalizer_BT[micro.mask_BT] - log_normalizer
+    return distance_N.square().mean()
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
@@ -214,7 +218,8 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
     sampling = Sampling(max_new_tokens=engine.room(problems, MAX_CHECKED_TOKENS))
-    groups = sample(engine, task, SamplingRequest(problems, 1, sampling, (seed, "cold start")))
+    request = SamplingRequest(problems, 1, sampling, (seed, "cold start"))
+    groups = sample(engine, task, request)
     scored = score(task, [response for group in groups for response in group])
     rewards = [r.score.reward for r in scored if r.score.reward is not None]
     return sum(rewards) / len(rewards)
@@ -226,7 +231,7 @@ class Demonstration:
 
     prompt_ids: list[int]
     token_ids: list[int]
-    by_policy: list[bool]  # for each token, whether the policy writes it
+    by_policy: np.ndarray  # bool, for each token, whether the policy writes it
 
 
 def demonstrations(
@@ -249,7 +254,8 @@ def demonstrations(
             text = task.demonstration(problem, settings.wrong_step_rate, rng)
             prompt_ids = policy.encode_prompt(problem.prompt)
             token_ids = _turn_ids(policy, text)
-            batch.append(Demonstration(prompt_ids, token_ids, [True for _ in token_ids]))
+            by_policy = np.ones(len(token_ids), dtype=bool)
+            batch.append(Demonstration(prompt_ids, token_ids, by_policy))
     longest = max(len(d.prompt_ids) + len(d.token_ids) for d in batch)
     if policy.positions and longest > policy.positions:
         raise ValueError(
@@ -261,7 +267,7 @@ def demonstrations(
         [d.prompt_ids for d in batch],
         [d.token_ids for d in batch],
         policy.pad_id,
-        [np.array(d.by_policy) for d in batch],
+        [d.by_policy for d in batch],
     )
 
 
@@ -302,15 +308,17 @@ def _episode(
         )
     conversation = conversations[beginning.role]
     token_ids: list[int] = []
-    by_policy: list[bool] = []
+    is_policy: list[bool] = []  # for each turn
+    lengths: list[int] = []
     turns = task.demonstrated_turns(problem, settings.wrong_step_rate, rng)
     for number, text in enumerate(turns):
-        is_policy = number % 2 == 0
-        if is_policy:
+        is_policy.append(number % 2 == 0)
+        if is_policy[-1]:
             turn_ids = _turn_ids(policy, text)
         else:
-            turn_ids = conversation.reply(text, token_ids[-1], task.observation_tokens).token_ids
+            reply = conversation.reply(text, token_ids[-1], task.observation_tokens)
+            turn_ids = reply.token_ids
         token_ids += turn_ids
-        by_policy += [is_policy for _ in turn_ids]
+        lengths.append(len(turn_ids))
     prompt_ids = policy.prompts.encode_written(policy.tokenizer, prompt)
-    return Demonstration(prompt_ids, token_ids, by_policy)
+    return Demonstration(prompt_ids, token_ids, np.repeat(is_policy, lengths))

@@ -9,6 +9,8 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from gspo.algorithm.advantages import Credit
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
 from gspo.data.pack import pack_turns
-from gspo.data.samples import rewards_of
+from gspo.data.samples import ScoredResponse, rewards_of
+from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -39,12 +42,16 @@ def assign_credit(
     all rewards so far.
     """
     mask_BT = batch.mask_BT
-    rewards = [reward for group in rollout.groups for reward in rewards_of(group)]
+    rewards: list[float] = []
+    groups: list[int] = []
+    for number, group in enumerate(rollout.groups):
+        rewards += rewards_of(group)
+        groups += [number for _ in group]
     rewards_B = torch.tensor(rewards)
-    group_sizes = torch.tensor([len(group) for group in rollout.groups])
-    groups_B = torch.arange(len(group_sizes)).repeat_interleave(group_sizes)
+    groups_B = torch.tensor(groups)
 
-    penalty_B = algorithm.reward.overlong(mask_BT.sum(-1), rollout.limit).double()
+    lengths_B = mask_BT.sum(-1)
+    penalty_B = algorithm.reward.overlong(lengths_B, rollout.limit).double()
     accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
     last_rewards_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
@@ -52,7 +59,8 @@ def assign_credit(
     if algorithm.reward.turns == "each" and turns is not None:
         token_rewards_BT = turns.rewards_BT.clone()
         last_rewards_B = penalty_B
-    token_rewards_BT[torch.arange(len(batch)), last_token(mask_BT)] += last_rewards_B
+    rows_B = torch.arange(len(batch))
+    token_rewards_BT[rows_B, last_token(mask_BT)] += last_rewards_B
     if algorithm.kl.in_reward:
         if batch.ref_logp_BT is None:
             raise ValueError("KL in the reward needs log-probs of the reference policy")
@@ -72,11 +80,22 @@ def assign_credit(
     diagnostics.advantages(adv_BT, mask_BT, accumulator)
     critic = None
     if algorithm.advantage.needs_values and values_BT is not None:
-        critic = Critic(values_BT, algorithm.advantage.returns(credit).float())
+        returns_BT = algorithm.advantage.returns(credit)
+        critic = Critic(values_BT, returns_BT.float())
         diagnostics.explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
 
 
+def without_truncated(
+    batch: TrainBatch, responses: list[ScoredResponse], accumulator: MetricAccumulator
+) -> TrainBatch:
+    """Leave truncated responses out of the loss, and measure their share."""
+    truncated_B = torch.tensor([r.finish_reason in CUT for r in responses])
+    accumulator.mean("filter/truncated", truncated_B.sum(), len(truncated_B))
+    return replace(batch, mask_BT=batch.mask_BT & ~truncated_B.unsqueeze(-1))
+
+
 def last_token(mask_BT: Tensor) -> Tensor:
     """Return the column of each response's last token, 0 for a response without tokens: [B]."""
-    return (mask_BT * torch.arange(mask_BT.shape[1])).amax(-1)
+    columns = torch.arange(mask_BT.shape[1])
+    return (mask_BT * columns).amax(-1)

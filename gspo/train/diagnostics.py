@@ -3,8 +3,9 @@
 The functions never add means. The accumulator divides once at the end of the step, so a metric does
 not depend on the cut of the step into micro-batches.
 
-Shape suffixes: B responses, T response tokens, S all tokens, N selected tokens, L MoE layers, K
-experts per token, E experts.
+gspo.train.routing measures the routers of MoE models.
+
+Shape suffixes: B responses, T response tokens, N selected tokens or rows.
 """
 
 from __future__ import annotations
@@ -17,29 +18,25 @@ from torch import Tensor
 
 from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
-from gspo.algorithm.objectives import LossInputs, LossOutputs, log_ratio
+from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same
+from gspo.rollout.sources.base import Rollout
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 
 
-def rollout(
-    groups: list[list[ScoredResponse]],
-    ungraded: list[ScoredResponse],
-    filtered: dict[str, float],
-    limit: int,
-    accumulator: MetricAccumulator,
-) -> None:
+def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
     """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
+    groups = rollout.sampled
     rewards(groups, accumulator)
     responses = [r for group in groups for r in group]
     lengths(responses, accumulator)
-    episodes(responses + ungraded, accumulator)
-    accumulator.largest("length/limit", limit)
-    for reason, count in filtered.items():
+    episodes(responses + rollout.ungraded, accumulator)
+    accumulator.largest("length/limit", rollout.limit)
+    for reason, count in rollout.filtered.items():
         accumulator.mean(f"filter/{reason}", count, 1)
 
 
@@ -126,10 +123,9 @@ def reference(
         accumulator.mean(f"kl/ref_{estimator}", total, mask_BT.sum())
 
 
-def staleness(
-    responses: list[ScoredResponse], step: int, in_flight: int, accumulator: MetricAccumulator
-) -> None:
+def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
     """Measure the age of the weights that sampled each token, in steps, and count the segments."""
+    responses = rollout.responses
     tokens_by_age: Counter[int] = Counter()
     segment_count = 0
     for r in responses:
@@ -141,7 +137,7 @@ def staleness(
     accumulator.mean("staleness/mean", ages, tokens_by_age.total())
     accumulator.largest("staleness/max", max(tokens_by_age))
     accumulator.mean("staleness/segments", segment_count, len(responses))
-    accumulator.mean("staleness/in_flight", in_flight, 1)
+    accumulator.mean("staleness/in_flight", rollout.in_flight, 1)
 
 
 def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
@@ -164,37 +160,15 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
-    bounded_BT = log_BT.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # keeps k3 finite
-    k3_BT = torch.where(mask_BT, k3(bounded_BT), 0.0)
-    accumulator.mean("mismatch/k3", k3_BT.sum(), tokens)
+    # the bound keeps k3 finite
+    k3_BT = kl_estimate(-log_BT, "k3", bound=EXPONENT_BOUND)
+    accumulator.mean("mismatch/k3", torch.where(mask_BT, k3_BT, 0.0).sum(), tokens)
     for level in LEVELS:
-        weight_N = batch.of_tokens(
-            importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
-        )
+        weight_BT = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
+        weight_N = batch.of_tokens(weight_BT)
         accumulator.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
-
-
-def engine_routes(
-    experts_BSLK: Tensor,
-    engine_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    accumulator: MetricAccumulator,
-) -> Tensor:
-    """Measure and return the share of the engine's experts that the old policy chooses too.
-
-    `experts_BSLK` are the old policy's. The share is the mean over layers and over the positions
-    that predict response tokens. It is measured for each layer too, and so is the share of tokens
-    for which the experts of any layer differ.
-    """
-    engine_BTLK = predicting(engine_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), engine_BTLK))
-    accumulator.mean_of("routing/engine_agreement", same_NL)
-    for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean_of(f"routing/engine_agreement_layer_{layer}", same_N)
-    accumulator.mean_of("routing/engine_changed_any_layer", (same_NL < 1).any(-1))
-    return same_NL.mean()
 
 
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
@@ -203,14 +177,6 @@ def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumu
     masked_BT = mask_BT & (correction_BT == 0)
     accumulator.mean("mismatch/corrected_mean", correction_BT[mask_BT].sum(), tokens)
     accumulator.mean("mismatch/masked", masked_BT.sum(), tokens)
-
-
-def k3(log_BT: Tensor) -> Tensor:
-    """Compute r - 1 - log r with r = exp(log_BT), an estimate of KL(old || new) (Schulman 2020).
-
-    It is never negative.
-    """
-    return torch.expm1(log_BT) - log_BT
 
 
 def clips(
@@ -222,26 +188,25 @@ def clips(
     `active` tokens lost their gradient. The ratio of `outside` tokens lies outside the clip range.
     Token fractions are measured for each mini-batch too.
     """
-    mask_BT = inputs.mask_BT
-    tokens = mask_BT.sum()
-    sequences = mask_BT.any(-1).sum()
     kinds = {"active": outputs.active_BT, "outside": outputs.outside_BT}
-    for kind, clipped_BT in kinds.items():
-        clipped_BT = clipped_BT & mask_BT
-        clipped = clipped_BT.sum()
-        share_B = masked_mean(clipped_BT.float(), mask_BT)
-        accumulator.mean(f"clip/token_{kind}", clipped, tokens)
-        accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
-        accumulator.mean(f"clip/sequence_{kind}", share_B.sum(), sequences)
-    signs = {"positive": inputs.adv_BT > 0, "negative": inputs.adv_BT < 0}
-    for sign, signed_BT in signs.items():
-        signed_BT = signed_BT & mask_BT
-        rows = signed_BT.any(-1).sum()
+    mask_BT = inputs.mask_BT
+    selections = {
+        "": mask_BT,
+        "_positive": mask_BT & (inputs.adv_BT > 0),
+        "_negative": mask_BT & (inputs.adv_BT < 0),
+    }
+    for sign, selected_BT in selections.items():
+        tokens = selected_BT.sum()
+        sequences = selected_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
-            clipped_BT = clipped_BT & signed_BT
-            share_B = masked_mean(clipped_BT.float(), signed_BT)
-            accumulator.mean(f"clip/token_{kind}_{sign}", clipped_BT.sum(), signed_BT.sum())
-            accumulator.mean(f"clip/sequence_{kind}_{sign}", share_B.sum(), rows)
+            clipped_BT = clipped_BT & selected_BT
+            clipped = clipped_BT.sum()
+            share_B = masked_mean(clipped_BT.float(), selected_BT)
+            accumulator.mean(f"clip/token_{kind}{sign}", clipped, tokens)
+            if not sign:
+                accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
+            accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
+    tokens = mask_BT.sum()
     bounded_BT = outputs.bounded_BT & mask_BT
     accumulator.mean("clip/log_ratio_bounded", bounded_BT.sum(), tokens)
     weight_BT = torch.where(mask_BT, outputs.weight_BT, 0.0)
@@ -252,27 +217,24 @@ def clips(
 
 
 def rounding_floor(
-    outputs: LossOutputs,
-    inputs: LossInputs,
-    clip_range: float | None,
-    accumulator: MetricAccumulator,
+    objective: Objective, inputs: LossInputs, accumulator: MetricAccumulator
 ) -> None:
     """Measure the distance of a step's first ratios from 1.
 
     The policy still is the old policy in the first mini-batch. So all of the distance is rounding,
-    or with policy.old_logprobs=engine the mismatch of engine and trainer. `clip_range` is the
-    narrower side of a clip range of sequence ratios, None for objectives that clip no sequence
-    ratio.
+    or with policy.old_logprobs=engine the mismatch of engine and trainer. If the objective clips
+    sequence ratios, the distance is also measured as a multiple of the clip range's narrower side.
     """
     mask_BT = inputs.mask_BT
     sequences = mask_BT.any(-1).sum()
-    log_s_B = masked_mean(log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT), mask_BT)
-    distance = log_s_B.abs().sum()
-    outside_BT = outputs.outside_BT & mask_BT
+    log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT)
+    distance = masked_mean(log_BT, mask_BT).abs().sum()
+    outside_BT = objective(inputs).outside_BT & mask_BT
     outside_B = masked_mean(outside_BT.float(), mask_BT)
     accumulator.mean("ratio/floor_sequence_abs", distance, sequences)
     accumulator.mean("ratio/floor_outside", outside_B.sum(), sequences)
-    if clip_range is not None:
+    if objective.clips_sequence_ratio:
+        clip_range = min(objective.clip_low, objective.clip_high)
         accumulator.mean("ratio/floor_of_range", distance / clip_range, sequences)
 
 
@@ -307,7 +269,8 @@ def ratios(
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
     lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
-    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT)).clamp(lowest, bound)
+    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
+    log_s_N = log_s_N.clamp(lowest, bound)
     log_BT = log_BT.clamp(lowest, bound)
     token_N = batch.of_tokens(log_BT.exp())
     log_N = batch.of_tokens(log_BT)
@@ -324,74 +287,10 @@ def ratios(
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean("kl/old_k1", -log_N.sum(), len(log_N))
-    accumulator.mean_of("kl/old_k3", k3(log_N))
+    accumulator.mean_of("kl/old_k3", kl_estimate(-log_N, "k3", bound=-lowest))
 
 
 def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
     """Measure the mean entropy of the policy over response tokens, in nats."""
     total = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
     accumulator.mean("policy/entropy", total, batch.mask_BT.sum())
-
-
-def consistency(experts_BSLK: Tensor, old_experts_BSLK: Tensor) -> Tensor:
-    """Compute the share of the K old experts that are also among the new: [B, S, L].
-
-    The share is |new intersect old| / K. One minus it is the share of changed experts in section
-    5.3 of the GSPO paper.
-    """
-    same_BSLKK = old_experts_BSLK.unsqueeze(-1) == experts_BSLK.unsqueeze(-2)
-    return same_BSLKK.any(-1).float().mean(-1)
-
-
-def predicting(x_BS: Tensor, batch: TokenBatch) -> Tensor:
-    """Select the positions that predict the response tokens: [B, T, ...].
-
-    The position before a token predicts it.
-    """
-    return x_BS[:, batch.prompt_width - 1 : -1]
-
-
-def expert_counts(experts_BSLK: Tensor, batch: TokenBatch, num_experts: int) -> Tensor:
-    """Count the choices of each expert at the positions that predict a response token: [L, E]."""
-    chosen_NLK = batch.of_tokens(predicting(experts_BSLK, batch)).long()
-    chosen_LM = chosen_NLK.transpose(0, 1).flatten(1)
-    counts_LE = chosen_LM.new_zeros(len(chosen_LM), num_experts)
-    # bincount would wait for a GPU
-    return counts_LE.scatter_add_(1, chosen_LM, torch.ones_like(chosen_LM))
-
-
-def routing(
-    experts_BSLK: Tensor,
-    old_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    num_experts: int,
-    minibatch: int,
-    accumulator: MetricAccumulator,
-) -> None:
-    """Measure the loads of the experts, and the agreement of the routers with the step's start.
-
-    `minibatch` counts from 1. The agreement of the first mini-batch is left out, because its
-    routing is the routing at the start itself.
-    """
-    accumulator.expert_loads(expert_counts(experts_BSLK, batch, num_experts))
-    if minibatch == 1:
-        return
-    old_BTLK = predicting(old_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean_of("routing/consistency", same_NL)
-    accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)
-    accumulator.mean_of("routing/changed_any_layer", (same_NL < 1).any(-1))
-    for layer, same_N in enumerate(same_NL.unbind(1)):
-        accumulator.mean_of(f"routing/consistency_layer_{layer}", same_N)
-
-
-def routing_after_step(
-    experts_BSLK: Tensor,
-    old_experts_BSLK: Tensor,
-    batch: TokenBatch,
-    accumulator: MetricAccumulator,
-) -> None:
-    """Measure the agreement of the routers after the last update with the step's start."""
-    old_BTLK = predicting(old_experts_BSLK, batch)
-    same_NL = batch.of_tokens(consistency(predicting(experts_BSLK, batch), old_BTLK))
-    accumulator.mean_of("routing/consistency_after_step", same_NL)

@@ -1,8 +1,7 @@
 """The terms of the loss. The loss is their sum. Each term aggregates by itself and has its metrics.
 
-A term gets a micro-batch, the result of its forward pass, and the counts of the whole optimizer
-step. It returns its share of the step's loss. The trainer adds up the terms of a list, so a new
-term is a new object in the list, not a branch.
+A term gets a micro-batch and returns its share of the step's loss. The trainer adds up the terms of
+a list, so a new term is a new object in the list, not a branch.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -10,7 +9,6 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,62 +24,54 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.settings import Algorithm
-
-
-class Term(Protocol):
-    """An addend of the loss."""
-
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether rows whose advantages are all 0 have a gradient too."""
-        ...
-
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
-        """Compute the micro-batch's share of the term, a scalar.
-
-        `output` is the result of the forward pass over the micro-batch `batch`. `minibatch` counts
-        the updates of the step from 1.
-        """
-        ...
+from gspo.train.settings import Algorithm, TrainerSettings
 
 
 @dataclass
-class PolicyTerm:
+class TermInputs:
+    """The inputs of a term."""
+
+    output: PolicyOutput  # the result of the forward pass over the micro-batch
+    batch: TrainBatch  # the micro-batch
+    totals: Totals  # the counts of the whole optimizer step
+    minibatch: int  # the number of the update in its step, from 1
+    accumulator: MetricAccumulator
+
+
+class Term:
+    """The base of the terms, which are the addends of the loss."""
+
+    # rows whose advantages are all 0 have a gradient too
+    needs_every_row: bool = True
+
+    def __call__(self, inputs: TermInputs) -> Tensor:
+        """Compute the micro-batch's share of the term, a scalar."""
+        raise NotImplementedError
+
+
+@dataclass
+class PolicyTerm(Term):
     """The policy term: aggregate( correction * objective )."""
 
     objective: Objective
     aggregation: Aggregation
 
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether the objective has a gradient at advantage 0."""
-        return self.objective.needs_every_row
+    def __post_init__(self):
+        self.needs_every_row = self.objective.needs_every_row
 
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
-        inputs = loss_inputs(output, batch)
-        outputs = self.objective(inputs)
+    def __call__(self, inputs: TermInputs) -> Tensor:
+        batch = inputs.batch
+        accumulator = inputs.accumulator
+        tensors = loss_inputs(inputs.output, batch)
+        outputs = self.objective(tensors)
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, inputs, minibatch, accumulator)
-        return self.aggregation(corrected(outputs.loss_BT, batch), batch.mask_BT, totals)
+            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
+        loss_BT = corrected(outputs.loss_BT, batch)
+        return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)
 
 
 @dataclass
-class KLTerm:
+class KLTerm(Term):
     """The KL term, beta * aggregate( KL estimate ), see KLInLoss.
 
     It raises ValueError without reference log-probs.
@@ -89,17 +79,11 @@ class KLTerm:
 
     settings: KLInLoss
     coefficient: KLCoefficient
-    needs_every_row: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
+    def __call__(self, inputs: TermInputs) -> Tensor:
         settings = self.settings
+        output = inputs.output
+        batch = inputs.batch
         mask_BT = batch.mask_BT
         if batch.ref_logp_BT is None:
             raise ValueError(
@@ -113,14 +97,14 @@ class KLTerm:
             kl_BT = kl_BT * bounded.sequence_ratio(loss_inputs(output, batch))[0]
         if settings.weighted:
             kl_BT = corrected(kl_BT, batch)
-        loss = self.coefficient.value * settings.aggregation(kl_BT, mask_BT, totals)
-        share = mask_BT.any(-1).sum() / max(totals.sequences, 1)
-        accumulator.mean("kl/loss", loss.detach(), share)
+        loss = self.coefficient.value * settings.aggregation(kl_BT, mask_BT, inputs.totals)
+        share = mask_BT.any(-1).sum() / max(inputs.totals.sequences, 1)
+        inputs.accumulator.mean("kl/loss", loss.detach(), share)
         return loss
 
 
 @dataclass
-class ValueTerm:
+class ValueTerm(Term):
     """The critic's term, see GAE: value_coef * the mean over tokens of
 
     1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
@@ -129,34 +113,29 @@ class ValueTerm:
     """
 
     settings: Advantage
-    needs_every_row: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
-        if output.values_BT is None or batch.critic is None:
+    def __call__(self, inputs: TermInputs) -> Tensor:
+        values_BT = inputs.output.values_BT
+        critic = inputs.batch.critic
+        if values_BT is None or critic is None:
             raise ValueError(f"advantage={self.settings.name} needs the critic's values")
-        mask_BT = batch.mask_BT
+        mask_BT = inputs.batch.mask_BT
         clip = self.settings.value_clip
-        values_BT = torch.where(mask_BT, output.values_BT, 0.0)
-        old_values_BT = torch.where(mask_BT, batch.critic.old_values_BT, 0.0)
-        returns_BT = torch.where(mask_BT, batch.critic.returns_BT, 0.0)
+        with torch.no_grad():
+            diagnostics.values(values_BT, critic, mask_BT, clip, inputs.accumulator)
+        values_BT = torch.where(mask_BT, values_BT, 0.0)
+        old_values_BT = torch.where(mask_BT, critic.old_values_BT, 0.0)
+        returns_BT = torch.where(mask_BT, critic.returns_BT, 0.0)
         clipped_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
         error_BT = (values_BT - returns_BT).square()
         clipped_error_BT = (clipped_BT - returns_BT).square()
         loss_BT = torch.maximum(error_BT, clipped_error_BT) / 2
-        with torch.no_grad():
-            diagnostics.values(output.values_BT, batch.critic, mask_BT, clip, accumulator)
-        return self.settings.value_coef * Aggregation("token-mean")(loss_BT, mask_BT, totals)
+        loss = Aggregation("token-mean")(loss_BT, mask_BT, inputs.totals)
+        return self.settings.value_coef * loss
 
 
 @dataclass
-class BalanceTerm:
+class BalanceTerm(Term):
     """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers:
 
     router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
@@ -168,25 +147,19 @@ class BalanceTerm:
     """
 
     coef: float
-    needs_every_row: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
-        if output.balance_BT is None:
+    def __call__(self, inputs: TermInputs) -> Tensor:
+        balance_BT = inputs.output.balance_BT
+        mask_BT = inputs.batch.mask_BT
+        if balance_BT is None:
             raise ValueError("the auxiliary loss needs the routers' loads: balance_BT is missing")
-        balance = Aggregation("token-mean")(output.balance_BT, batch.mask_BT, totals)
-        share = batch.mask_BT.sum() / max(totals.tokens, 1)
-        accumulator.mean("routing/balance", balance.detach(), share)
+        balance = Aggregation("token-mean")(balance_BT, mask_BT, inputs.totals)
+        share = mask_BT.sum() / max(inputs.totals.tokens, 1)
+        inputs.accumulator.mean("routing/balance", balance.detach(), share)
         return self.coef * balance
 
 
-class EntropyTerm:
+class EntropyTerm(Term):
     """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation.
 
     verl and ROLL have it too. H = -sum_v pi_v log pi_v is the entropy of the whole distribution at
@@ -194,33 +167,25 @@ class EntropyTerm:
     see EntropyCoefficient. The term raises ValueError without the entropy of every token.
     """
 
-    needs_every_row: ClassVar[bool] = True
-
     def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):
         self.coefficient = coefficient
         self.aggregation = aggregation
         # nats: the sum over the tokens of the mini-batch that have been passed so far
         self.entropy_sum: Tensor | float = 0.0
 
-    def __call__(
-        self,
-        output: PolicyOutput,
-        batch: TrainBatch,
-        totals: Totals,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> Tensor:
-        mask_BT = batch.mask_BT
-        if output.entropy_BT is None:
+    def __call__(self, inputs: TermInputs) -> Tensor:
+        entropy_BT = inputs.output.entropy_BT
+        mask_BT = inputs.batch.mask_BT
+        if entropy_BT is None:
             raise ValueError(
                 "the entropy bonus needs the entropy of every token: entropy_BT is missing"
             )
-        entropy_BT = torch.where(mask_BT, output.entropy_BT.detach(), 0.0)
-        self.entropy_sum = self.entropy_sum + entropy_BT.double().sum()
-        share = mask_BT.sum() / max(totals.tokens, 1)
+        measured_BT = torch.where(mask_BT, entropy_BT.detach(), 0.0)
+        self.entropy_sum = self.entropy_sum + measured_BT.double().sum()
+        share = mask_BT.sum() / max(inputs.totals.tokens, 1)
         alpha = self.coefficient.acting
-        accumulator.mean("policy/entropy_coef", alpha * share, share)
-        return -alpha * self.aggregation(output.entropy_BT, mask_BT, totals)
+        inputs.accumulator.mean("policy/entropy_coef", alpha * share, share)
+        return -alpha * self.aggregation(entropy_BT, mask_BT, inputs.totals)
 
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
         """Adapt the coefficient by the entropy of the whole mini-batch.
@@ -230,8 +195,9 @@ class EntropyTerm:
         entropy_sum = self.entropy_sum
         self.entropy_sum = 0.0
         if totals.tokens and self.coefficient.target is not None:
-            total = torch.tensor(float(entropy_sum), dtype=torch.float64)
-            self.coefficient.update(float(ranks.all_reduce(total)) / totals.tokens)
+            local = torch.tensor(float(entropy_sum), dtype=torch.float64)
+            total = float(ranks.all_reduce(local))
+            self.coefficient.update(total / totals.tokens)
 
     def state(self) -> list[float | None]:
         """Return the state of the coefficient, ready for JSON."""
@@ -252,21 +218,23 @@ def corrected(loss_BT: Tensor, batch: TrainBatch) -> Tensor:
 
 def loss_terms(
     algorithm: Algorithm,
-    aggregation: Aggregation,
+    settings: TrainerSettings,
     coefficient: KLCoefficient,
-    router_aux_loss_coef: float,
+    entropy: EntropyTerm | None,
 ) -> list[Term]:
     """Return the addends of the loss.
 
-    They are the policy term, the KL and value terms of algorithms that have them, and the auxiliary
-    loss of the routers if its coefficient is not 0. The trainer adds the entropy term."""
-    terms: list[Term] = [PolicyTerm(algorithm.objective, aggregation)]
+    They are the policy term, the KL and value terms of algorithms that have them, the auxiliary
+    loss of the routers if its coefficient is not 0, and the entropy term if there is one."""
+    terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
         terms.append(ValueTerm(algorithm.advantage))
-    if router_aux_loss_coef:
-        terms.append(BalanceTerm(router_aux_loss_coef))
+    if settings.router_aux_loss_coef:
+        terms.append(BalanceTerm(settings.router_aux_loss_coef))
+    if entropy:
+        terms.append(entropy)
     return terms
 
 

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gspo.model.policy import Policy
@@ -23,7 +24,8 @@ from gspo.train.settings import OptimSettings
 
 def make_optimizer(groups: list[dict[str, Any]], settings: OptimSettings) -> Optimizer:
     """Return the optimizer of parameter groups. Raises ValueError as `check_optimizer` does."""
-    check_optimizer(settings, groups[0]["params"][0].device.type)
+    parameter = groups[0]["params"][0]
+    check_optimizer(settings, parameter.device.type)
     common: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
@@ -67,16 +69,18 @@ def parameter_groups(
     Raises ValueError if there is no router to freeze or to give another learning rate.
     """
     parameters = policy.parameters()
-    groups: list[dict[str, Any]] = [{"params": parameters}]
+    routers: list[Parameter] = []
     if freeze_router:
         for parameter in policy.routing.parameters():
             parameter.requires_grad_(False)
-        groups = [{"params": [p for p in parameters if p.requires_grad]}]
+        parameters = [p for p in parameters if p.requires_grad]
     elif router_lr_factor != 1:
         routers = policy.routing.parameters()
         router_ids = {id(p) for p in routers}
-        others = [p for p in parameters if id(p) not in router_ids]
-        groups = [{"params": others}, {"params": routers, "lr_factor": router_lr_factor}]
+        parameters = [p for p in parameters if id(p) not in router_ids]
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if routers:
+        groups.append({"params": routers, "lr_factor": router_lr_factor})
     return [
         group | {"params": list(same_mesh)}
         for group in groups

@@ -7,9 +7,8 @@ optimizer's state. The folder has the files of any checkpoint (gspo.train.checkp
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -76,7 +75,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
         files, index = local_files(self.policy.model, self.ranks)
         head = self.policy.value_head
         shard = Shard(
-            state=json.dumps(asdict(state) | {"settings": self.settings}),
+            state=self._state_json(state),
             files=files,
             index=index,
             value_head=copies(head.state_dict()) if head else None,
@@ -101,7 +100,8 @@ class ShardedCheckpointWriter(CheckpointWriter):
         checksums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
         checksums_of_ranks = ranks.all_gather(checksums)
         if ranks.rank == 0:
-            model, tokenizer = self.policy.model, self.policy.tokenizer
+            model = self.policy.model
+            tokenizer = self.policy.tokenizer
             write_rest(model, tokenizer, shard.index, unfinished)
             if shard.value_head:
                 save_tensors(shard.value_head, unfinished / VALUE_HEAD)

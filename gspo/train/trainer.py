@@ -2,8 +2,7 @@
 
 fit         for each step: train_step, evaluate if due, log, checkpoint if due
 train_step  scored groups -> batch -> old log-probs -> advantages -> N mini-batches of updates
-update      micro-batches -> sum of loss terms -> backward -> clip the gradient norm -> optimizer
-            step
+update      micro-batches -> sum of loss terms -> backward -> clipped gradient -> optimizer step
 
 The paper (arXiv:2507.18071) leaves some choices open. Here the optimizer is AdamW with linear
 warm-up, mini-batches are made of whole groups, gradients are clipped by their norm, and there is no
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -29,23 +28,22 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch, to_device
-from gspo.data.pack import pack, pack_recorded
-from gspo.data.samples import Response
+from gspo.data.batch import OldPolicyBatch, TrainBatch
+from gspo.data.pack import pack
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import clip_grad_norm
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout, RolloutSource
-from gspo.train import diagnostics, flops
+from gspo.train import diagnostics, flops, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
-from gspo.train.credit import assign_credit
+from gspo.train.credit import assign_credit, without_truncated
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import EntropyTerm, loss_inputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_inputs, loss_terms
+from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 
@@ -85,46 +83,28 @@ class Trainer:
         self.seed = seed
         self.extensions = extensions or Extensions({}, {})
         self.ranks = ranks or Ranks()
-        self.replay = policy_settings.routing_replay
-        if self.replay != "none":
-            policy.routing.check_replay()
-        self.old_logprobs = policy_settings.old_logprobs
-        self.skips_old_pass = policy_settings.skips_old_pass(
-            exact_engine=source.engine.shares_weights and policy.precision == policy.model.dtype,
-            samples_ahead=source.settings.samples_ahead,
-            correction=algorithm.correction.name,
-            critic=bool(policy.value_head),
-        )
-        if self.skips_old_pass and policy.routing.layers:
-            source.start_recording_experts()
-        self.starts_at_old_policy = self._starts_at_old_policy()
+        self.policy_settings = policy_settings
+        # The first ratios of a step must be 1 if they divide by log-probs of the weights that the
+        # step begins with, computed by the trainer or by the engine.
+        divides_by_old = algorithm.objective.ratio_to == "old"
+        recomputes_old = policy_settings.old_logprobs == "step_start"
+        old_is_start = recomputes_old or not source.settings.samples_ahead
+        self.starts_at_old_policy = divides_by_old and old_is_start
         self.state = TrainState()
-        # measured, and not compared with rollout.routes_floor yet
-        self.routes_agreements: list[Tensor] = []
+        self.old_policy = OldPolicyPass(
+            policy, reference, source, algorithm.correction, policy_settings, settings
+        )
         # set if the end of the engine's process is noticed after the last update of a step
         self.engine_ended: EngineEnded | None = None
         self.coefficient = KLCoefficient(algorithm.kl)
-        self.terms = loss_terms(
-            algorithm, settings.aggregation, self.coefficient, settings.router_aux_loss_coef
-        )
-        self.entropy: EntropyTerm | None = None
-        entropy_coefficient = settings.entropy_coefficient()
-        if entropy_coefficient:
-            self.entropy = EntropyTerm(entropy_coefficient, settings.aggregation)
-            self.terms.append(self.entropy)
+        entropy = settings.entropy_coefficient()
+        self.entropy = EntropyTerm(entropy, settings.aggregation) if entropy else None
+        if self.entropy:
             policy.enable_entropy_gradient()
+        self.terms = loss_terms(algorithm, settings, self.coefficient, self.entropy)
         self.every_row = any(term.needs_every_row for term in self.terms)
         groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
         self.optimizer = make_optimizer(groups, optim)
-
-    def _starts_at_old_policy(self) -> bool:
-        """Return whether the first ratios of a step must be 1.
-
-        They must if the ratio divides by log-probs of the weights that the step begins with,
-        computed by the trainer or by the engine."""
-        samples_ahead = self.source.settings.samples_ahead
-        divides_by_old = self.algorithm.objective.ratio_to == "old"
-        return divides_by_old and (self.old_logprobs == "step_start" or not samples_ahead)
 
     def restore(self, state: TrainState) -> None:
         """Continue from a checkpoint's counters.
@@ -186,29 +166,25 @@ class Trainer:
         rollout_batch = pack(rollout.responses, self.policy.pad_id)
         group_sizes = [len(group) for group in rollout.groups]
         groups = torch.arange(len(rollout_batch)).split(group_sizes)
-        epochs = []
-        for epoch in range(self.settings.epochs):
-            epochs.append(list(self.minibatches(groups, step, epoch)))
+        epochs = [self.minibatches(groups, step, epoch) for epoch in range(self.settings.epochs)]
         # the rows that this rank passes through the model: a share of every mini-batch
         shares = [rows_N[self.ranks.shard_rows(len(rows_N))] for rows_N in epochs[0]]
         local_rows_N = torch.cat(shares).sort().values
 
         # log-probs under the old policy, then advantages
         with accumulator.timed("time/old_logprobs_s"):
-            old_batch, values_BT = self.add_old_policy(
-                rollout_batch, rollout.responses, local_rows_N, accumulator
+            old_batch, values_BT = self.old_policy.add(
+                rollout_batch, rollout.responses, local_rows_N, self.ranks, accumulator
             )
         batch, measured_kl = self.add_advantages(old_batch, values_BT, rollout, accumulator)
-        diagnostics.rollout(
-            rollout.sampled, rollout.ungraded, rollout.filtered, rollout.limit, accumulator
-        )
-        diagnostics.staleness(rollout.responses, step, rollout.in_flight, accumulator)
+        diagnostics.rollout(rollout, accumulator)
+        diagnostics.staleness(rollout, step, accumulator)
 
         # one update per mini-batch
-        for minibatches in epochs:
-            missing = self.settings.minibatches - len(minibatches)
-            accumulator.count("optim/missing_updates", missing)
-        for number, rows_N in enumerate(chain.from_iterable(epochs), start=1):
+        minibatches = list(chain.from_iterable(epochs))
+        planned = self.settings.minibatches * self.settings.epochs
+        accumulator.count("optim/missing_updates", planned - len(minibatches))
+        for number, rows_N in enumerate(minibatches, start=1):
             is_local_B = torch.isin(rows_N, local_rows_N)
             self.update(batch.rows(rows_N), is_local_B, number, accumulator)
 
@@ -220,10 +196,14 @@ class Trainer:
             self.state.entropy_coef = self.entropy.state()
         with accumulator.timed("time/diagnostics_s"):
             self.routing_after_step(batch, local_rows_N, step, accumulator)
-        self.refresh_reference(step)
+        every = self.algorithm.kl.refresh_every
+        if self.reference and every and step % every == 0:
+            self.reference.model.load_state_dict(self.policy.model.state_dict())
         self.state.step = step
         train_s = time.perf_counter() - started
-        passes = self.forward_passes()
+        # with LoRA no gradient of the weights is computed, so a backward pass costs one forward pass
+        update_passes = 2 if self.policy.adapter else 3
+        passes = self.old_policy.passes + update_passes * self.settings.epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
@@ -236,83 +216,13 @@ class Trainer:
         trained = TrainedStep(step, batch, rollout.responses, metrics)
         return metrics | self.extensions.measure(trained)
 
-    def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> Iterator[Tensor]:
-        """Yield the rows of each mini-batch of an epoch: whole groups, in a new random order."""
+    def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> list[Tensor]:
+        """Return the rows of each mini-batch of an epoch: whole groups, in a new random order."""
         order = permutation(len(groups), self.seed, "minibatches", step, epoch)
         # fewer if too many groups could not be graded
         count = min(self.settings.minibatches, len(groups))
-        for chosen in torch.from_numpy(order).tensor_split(count):
-            yield torch.cat([groups[i] for i in chosen])
-
-    def forward_passes(self) -> int:
-        """Return the cost of a step's passes over the batch, in forward passes.
-
-        These are the passes for old and reference log-probs, and the updates. A backward pass costs
-        two forward passes. With LoRA it costs one, because no gradient of the weights is computed."""
-        update = 2 if self.policy.adapter else 3
-        old = 0 if self.skips_old_pass else 1
-        reference = 1 if self.reference else 0
-        return old + reference + update * self.settings.epochs
-
-    def score(self, policy: Policy, batch: TokenBatch, local_rows_N: Tensor) -> PolicyOutput:
-        """Compute log-probs and values of a batch, and the experts of the local rows."""
-        if self.ranks.world_size == 1:
-            return policy.score(batch, self.settings.micro_batch_size)
-        local = policy.score(batch, self.settings.micro_batch_size, local_rows_N)
-        values_BT = local.values_BT
-        if values_BT is not None:
-            values_BT = self.ranks.all_reduce(values_BT)
-        return replace(local, logp_BT=self.ranks.all_reduce(local.logp_BT), values_BT=values_BT)
-
-    @torch.no_grad()
-    def add_old_policy(
-        self,
-        batch: RolloutBatch,
-        responses: Sequence[Response],
-        local_rows_N: Tensor,
-        accumulator: MetricAccumulator,
-    ) -> tuple[OldPolicyBatch, Tensor | None]:
-        """Add log-probs and routing of the old policy, and log-probs of the reference policy.
-
-        Returns the batch and the critic's values. All are computed under the weights of the step's
-        start, unless the source has kept log-probs and routing under the weights that sampled
-        (old_logprobs=behaviour or engine, with responses older than the step).
-        """
-        if self.replay == "r3":
-            batch = replace(batch, replay_BSLK=batch.engine_experts_BSLK)
-        if self.skips_old_pass:
-            results = batch.engine_logp_BT, batch.engine_experts_BSLK
-        else:
-            results = pack_recorded(responses, batch)
-        values_BT = None
-        if results is None or self.policy.value_head:
-            scored = self.score(self.policy, batch, local_rows_N)
-            values_BT = scored.values_BT
-            results = results or (scored.logp_BT, scored.experts_BSLK)
-        old_logp_BT, experts_BSLK = results
-        if not self.skips_old_pass and len(local_rows_N):
-            scored_batch = batch.with_old_policy(old_logp_BT, experts_BSLK)
-            if self.ranks.world_size > 1:
-                scored_batch = scored_batch.rows(local_rows_N)
-            self.compare(scored_batch, accumulator)
-        if self.old_logprobs == "engine":
-            old_logp_BT = batch.engine_logp_BT
-
-        ref_logp_BT = None
-        if self.reference:
-            # with r3 this pass replays the engine's experts, as all passes do
-            ref_logp_BT = self.score(self.reference, batch, local_rows_N).logp_BT
-            diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
-        correction_BT = None
-        if self.algorithm.correction.name != "none":
-            correction_BT = self.algorithm.correction(
-                old_logp_BT, batch.engine_logp_BT, batch.mask_BT
-            )
-            diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
-        if self.replay == "r2":
-            batch = replace(batch, replay_BSLK=experts_BSLK)
-        old_batch = batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
-        return old_batch, values_BT
+        splits = torch.from_numpy(order).tensor_split(count)
+        return [torch.cat([groups[i] for i in chosen]) for chosen in splits]
 
     @torch.no_grad()
     def add_advantages(
@@ -343,9 +253,7 @@ class Trainer:
             accumulator.mean("kl/ref", measured_kl, 1)
             accumulator.mean("kl/coef", self.coefficient.value, 1)
         if self.settings.mask_truncated:
-            cut_B = torch.tensor([r.finish_reason in CUT for r in rollout.responses])
-            batch = replace(batch, mask_BT=batch.mask_BT & ~cut_B.unsqueeze(-1))
-            accumulator.mean("filter/truncated", cut_B.sum(), len(cut_B))
+            batch = without_truncated(batch, rollout.responses, accumulator)
         return batch, measured_kl
 
     # ----------------------------------------------------------------------------------------------
@@ -367,7 +275,7 @@ class Trainer:
             local = batch.rows(is_local_B) if is_local_B.any() else None
         loads_LE = None
         if self.settings.router_aux_loss_coef:
-            loads_LE = old_loads(local, self.policy, self.ranks)
+            loads_LE = routing.old_loads(local, self.policy, self.ranks)
         micros = local.split(self.settings.micro_batch_size) if local else []
         # if all advantages are 0 the gradient is exactly 0
         every_row = self.every_row or not batch.adv_BT.any()
@@ -383,20 +291,24 @@ class Trainer:
                     if minibatch == 1 and self.starts_at_old_policy:
                         micro = self.start_at_old_policy(output, micro, accumulator)
                     loss = torch.zeros((), device=self.policy.device)
+                    inputs = TermInputs(output, micro, totals, minibatch, accumulator)
                     for term in self.terms:
-                        loss = loss + term(output, micro, totals, minibatch, accumulator)
+                        loss = loss + term(inputs)
                     if learns:
                         loss.backward()
-                share = len(micro) / len(batch)
-                accumulator.mean("optim/loss", loss.detach(), share)
+                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
                 with accumulator.timed("time/diagnostics_s"):
-                    self.observe(output, micro, minibatch, accumulator)
+                    self.measure_pass(output, micro, minibatch, accumulator)
         if self.entropy:
             self.entropy.end_update(totals, self.ranks)
         self.step_optimizer(accumulator)
 
     def step_optimizer(self, accumulator: MetricAccumulator) -> None:
-        """Sum the gradients of all ranks, clip their norm, and step unless it is not finite."""
+        """Sum the gradients of all ranks, clip their norm, and step if the norm is finite.
+
+        Raises RuntimeError after more than optim.max_skipped updates in a row without a finite
+        norm, because their cause will not go away by itself.
+        """
         lr = self.optim.lr_of(self.state.updates + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
@@ -405,18 +317,25 @@ class Trainer:
         norm = clip_grad_norm(parameters, self.optim.max_grad_norm)
         # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and
         # nowhere else.
-        agreements = [agreement.to(norm) for agreement in self.routes_agreements]
-        deciding = torch.stack([norm, *agreements]).tolist()
-        self.routes_agreements.clear()
-        self.check_routes(deciding[1:])
-        finite = math.isfinite(deciding[0])
-        if finite:
+        agreements = [agreement.to(norm) for agreement in self.old_policy.comparison.agreements]
+        norm_value, *agreement_values = torch.stack([norm, *agreements]).tolist()
+        self.old_policy.comparison.check(agreement_values)
+        skipped = not math.isfinite(norm_value)
+        if skipped:
+            self.state.skipped += 1
+        else:
             self.optimizer.step()
             self.state.updates += 1
+            self.state.skipped = 0
             accumulator.mean("optim/grad_norm", norm, 1)
             accumulator.largest("optim/grad_norm_max", norm)
         self.optimizer.zero_grad(set_to_none=True)
-        self.count_skipped(not finite, accumulator)
+        accumulator.count("optim/skipped", skipped)
+        if self.state.skipped > self.optim.max_skipped:
+            raise RuntimeError(
+                f"the gradients of {self.state.skipped} updates in a row were not finite "
+                f"(optim.max_skipped={self.optim.max_skipped})"
+            )
 
     @torch.no_grad()
     def start_at_old_policy(
@@ -427,125 +346,53 @@ class Trainer:
         The policy still is the old policy in the first mini-batch, and this pass has just computed
         its log-probs. The log-probs of the pass under the old policy differ from these by rounding
         alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
-        log-probs as its old log-probs. With policy.old_logprobs=engine the ratio is to the engine, and
-        the micro-batch stays as it is.
+        log-probs as its old log-probs. With policy.old_logprobs=engine the ratio is to the engine,
+        and the micro-batch stays as it is.
         """
-        objective = self.algorithm.objective
-        clip_range = None
-        if objective.clips_sequence_ratio:
-            clip_range = min(objective.clip_low, objective.clip_high)
         inputs = loss_inputs(output, micro)
-        diagnostics.rounding_floor(objective(inputs), inputs, clip_range, accumulator)
-        if self.old_logprobs == "engine":
+        diagnostics.rounding_floor(self.algorithm.objective, inputs, accumulator)
+        if self.policy_settings.old_logprobs == "engine":
             return micro
         return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)
 
-    def count_skipped(self, skipped: bool, accumulator: MetricAccumulator) -> None:
-        """Count the updates in a row that were skipped because the gradient was not finite.
-
-        Raises RuntimeError after more than optim.max_skipped of them, because their cause will not
-        go away by itself.
-        """
-        self.state.skipped = self.state.skipped + 1 if skipped else 0
-        accumulator.count("optim/skipped", skipped)
-        if self.state.skipped > self.optim.max_skipped:
-            raise RuntimeError(
-                f"the gradients of {self.state.skipped} updates in a row were not finite "
-                f"(optim.max_skipped={self.optim.max_skipped})"
-            )
-
-    # ----------------------------------------------------------------------------------------------
-    # measurements, and the reference policy
-
-    def compare(self, batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
-        """Measure the distance of the engine's log-probs and experts from the old policy's.
-
-        The next update checks the share of experts that agree."""
-        diagnostics.mismatch(batch, accumulator)
-        if batch.engine_experts_BSLK is not None and batch.experts_BSLK is not None:
-            agreement = diagnostics.engine_routes(
-                batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator
-            )
-            self.routes_agreements.append(agreement)
-
-    def check_routes(self, agreements: list[float]) -> None:
-        """Raise RuntimeError if the engine's experts agree too little with the trainer's.
-
-        They then are experts of other tokens or of other weights.
-        """
-        floor = self.source.settings.routes_floor
-        for agreement in agreements:
-            if agreement < floor:
-                raise RuntimeError(
-                    f"routing/engine_agreement={agreement:.3f} is below "
-                    f"rollout.routes_floor={floor}: the routes that the engine returned are not "
-                    "those of these tokens, or its weights are far from the trainer's"
-                )
-
     @torch.no_grad()
-    def observe(
+    def measure_pass(
         self,
         output: PolicyOutput,
         micro: TrainBatch,
         minibatch: int,
         accumulator: MetricAccumulator,
     ) -> None:
-        """Measure the update's forward pass, which is under the old policy in the first mini-batch."""
-        if self.skips_old_pass and minibatch == 1:
+        """Measure the update's forward pass."""
+        # the policy still is the old policy in the first mini-batch
+        if self.old_policy.is_skipped and minibatch == 1:
             sampled = micro.with_all_sampled()
-            self.compare(sampled.with_old_results(output.logp_BT, output.experts_BSLK), accumulator)
+            sampled = sampled.with_old_results(output.logp_BT, output.experts_BSLK)
+            self.old_policy.comparison.measure(sampled, accumulator)
         bound = self.algorithm.objective.log_ratio_bound
         diagnostics.ratios(output.logp_BT, micro, bound, accumulator)
         if output.entropy_BT is not None:
             diagnostics.entropy(output.entropy_BT, micro, accumulator)
-        if output.experts_BSLK is not None and micro.experts_BSLK is not None:
-            diagnostics.routing(
-                output.experts_BSLK,
-                micro.experts_BSLK,
-                micro,
-                self.policy.routing.experts,
-                minibatch,
-                accumulator,
-            )
+        experts = self.policy.routing.experts
+        routing.measure_update(
+            output.experts_BSLK, micro.experts_BSLK, micro, experts, minibatch, accumulator
+        )
 
-    @torch.no_grad()
+    # ----------------------------------------------------------------------------------------------
+    # after the updates
+
     def routing_after_step(
         self, batch: TrainBatch, local_rows_N: Tensor, step: int, accumulator: MetricAccumulator
     ) -> None:
-        """Measure routing consistency after the last update, on a sample of the step's responses."""
+        """Measure routing consistency after the last update, on some of the step's responses."""
         if batch.experts_BSLK is None:
             return
         order = permutation(len(batch), self.seed, "consistency", step)
         rows_N = torch.from_numpy(order[: self.settings.consistency_sample])
-        is_local_B = torch.isin(rows_N, local_rows_N)
         sample = batch.rows(rows_N)
-        sample = replace(sample, mask_BT=sample.mask_BT & is_local_B.unsqueeze(-1))
         # the record was made without replay, while the record of r3 was made with one
-        if self.replay == "r2":
+        if self.policy_settings.routing_replay == "r2":
             sample = replace(sample, replay_BSLK=None)
-        local_sample_N = is_local_B.nonzero().squeeze(-1)
-        output = self.policy.score(sample, self.settings.micro_batch_size, local_sample_N)
-        if output.experts_BSLK is not None and sample.experts_BSLK is not None:
-            diagnostics.routing_after_step(
-                output.experts_BSLK, sample.experts_BSLK, sample, accumulator
-            )
-
-    def refresh_reference(self, step: int) -> None:
-        """Copy the current weights to the reference policy if kl.refresh_every says so."""
-        every = self.algorithm.kl.refresh_every
-        if self.reference and every and step % every == 0:
-            self.reference.model.load_state_dict(self.policy.model.state_dict())
-
-
-def old_loads(local: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
-    """Return the share of each expert in a mini-batch's choices under the old policy: [L, E].
-
-    Each rank counts its local rows, None stands for no rows. The result is on the policy's device.
-    """
-    routing = policy.routing
-    counts_LE = torch.zeros(routing.layers, routing.experts, dtype=torch.int64)
-    if local and local.experts_BSLK is not None:
-        counts_LE = diagnostics.expert_counts(local.experts_BSLK, local, routing.experts)
-    counts_LE = ranks.all_reduce(counts_LE)
-    total_L1 = counts_LE.sum(-1, keepdim=True).clamp(min=1)
-    return to_device(counts_LE.float() / total_L1, policy.device)
+        is_local_B = torch.isin(rows_N, local_rows_N)
+        size = self.settings.micro_batch_size
+        routing.measure_after_step(self.policy, sample, is_local_B, size, accumulator)

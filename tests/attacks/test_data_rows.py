@@ -326,11 +326,9 @@ def test_tests_of_more_values_than_fit_are_refused_before_there_are_any(body, mo
     functional = json.dumps([{"input": f"[{body}0]", "output": "1", "testtype": "functional"}])
     for public, private in ((f"[{body}0]", "[]"), ("[]", outer), (functional, "[]")):
         with pytest.raises(ValueError, match="more than 150 values"):
-            LiveCodeBench().tests(Packed("here", "f", public, private))
+            Packed("here", "f", public, private).decoded()
     brackets = json.dumps([{"input": body, "output": ",[{" * 200 + '\\"', "testtype": "stdin"}])
-    assert len(LiveCodeBench().tests(Packed("here", "", brackets, "[]")).cases) == 1, (
-        "texts are not looked into"
-    )
+    assert len(Packed("here", "", brackets, "[]").decoded().cases) == 1, "texts are not looked into"
 
 
 @pytest.mark.slow
@@ -339,7 +337,7 @@ def test_packed_tests_of_43_kilobytes_take_no_gigabyte():
     assert len(public) < 60_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="values"):
-        LiveCodeBench().tests(Packed("here", "", public, "[]", IMPORTS))
+        Packed("here", "", public, "[]", IMPORTS).decoded()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 300
 
 

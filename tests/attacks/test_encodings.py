@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from gspo.analysis.load import GSPO
 
 from commands import ROOT, SMALL, command, environment, only_run
+from gspo.analysis.load import GSPO
 from three_arms import write_run
 
 # a locale that Python then takes seriously
@@ -96,10 +96,7 @@ def test_figures_and_summaries_are_written_and_printed_under_an_ascii_locale(tmp
         sys.executable,
         str(ROOT / "analysis" / "reproduce.py"),
         "runs",
-        "--out",
-        "figures",
-        "--format",
-        "svg",
+        "formats=svg",
     ]
     done = subprocess.run(
         script, cwd=tmp_path, env=os.environ | ASCII, capture_output=True, check=False
@@ -121,7 +118,7 @@ def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
         assert done.returncode == 0, done.stderr.decode()[-3000:]
     run = only_run(tmp_path)
     for script, argument in (
-        ("report", f"run={run}"),
+        ("report", str(run)),
         ("sample", f"run={run}"),
         ("sweep-status", str(run.parent)),
     ):

@@ -13,10 +13,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gspo.analysis import load
 from wandb.proto.wandb_internal_pb2 import Record
 
 import forked
+from gspo.analysis import load
 from gspo.io.escaping import UNSAFE_CHARACTERS
 from gspo.run.sweep_state import jobs
 from gspo.tracking import run_report
@@ -69,7 +69,7 @@ def assert_left_out(spoiled: dict[str, Path], said: str) -> None:
 @pytest.mark.slow
 def test_compare(spoiled):
     folder = spoiled["whole"].parents[2]
-    done = call("compare", *spoiled.values(), "--all", cwd=folder)
+    done = call("compare", *spoiled.values(), "all=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     legend = [line for line in done.stdout.splitlines() if re.match(r"\[\d+\] ", line)]
     assert [line.split("/")[-1] for line in legend] == [
@@ -118,7 +118,7 @@ def test_report_of_every_run(spoiled):
 @pytest.mark.slow
 def test_study_report_and_its_markdown(spoiled, tmp_path):
     folder = spoiled["whole"].parents[2]
-    done = call("study-report", "runs", "--out", tmp_path, cwd=folder)
+    done = call("study-report", "runs", f"out={tmp_path}", cwd=folder)
     assert done.returncode == 0, done.stderr
     html, markdown = (Path(line) for line in done.stdout.split())
     text, words = html.read_text(), markdown.read_text()
@@ -132,7 +132,7 @@ def test_study_report_and_its_markdown(spoiled, tmp_path):
 
 @pytest.mark.slow
 def test_reproduce_and_its_summary(spoiled, tmp_path):
-    done = call("figures", "runs", "--out", tmp_path, cwd=spoiled["whole"].parents[2])
+    done = call("figures", "runs", f"out={tmp_path}", cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "summary.md").read_text()
     assert_left_out(spoiled, words)
@@ -164,10 +164,8 @@ def test_curves(spoiled, tmp_path):
         "figure",
         "curves",
         "runs",
-        "--out",
-        tmp_path,
-        "--format",
-        "svg",
+        f"out={tmp_path}",
+        "formats=svg",
         cwd=spoiled["whole"].parents[2],
     )
     assert done.returncode == 0, done.stderr
@@ -176,7 +174,7 @@ def test_curves(spoiled, tmp_path):
 
 @pytest.mark.slow
 def test_dashboard(spoiled, tmp_path):
-    arguments = ["project=p", "publish=no", f"out={tmp_path}", "runs=runs"]
+    arguments = ["project=p", "publish=false", f"out={tmp_path}", "runs=runs"]
     done = call("dashboard", *arguments, cwd=spoiled["whole"].parents[2])
     assert done.returncode == 0, done.stderr
     assert (

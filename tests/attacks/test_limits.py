@@ -69,10 +69,10 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (folder / "runs" / "small").glob("*-seed*")
     for script, *arguments in (
-        ("report", f"run={run}"),
+        ("report", str(run)),
         ("sweep-status", str(run.parent)),
-        ("figures", str(run.parent), "--out", str(folder / "figures")),
-        ("study-report", str(run.parent), "--out", str(folder / "figures")),
+        ("figures", str(run.parent), f"out={folder / 'figures'}"),
+        ("study-report", str(run.parent), f"out={folder / 'figures'}"),
     ):
         done = called(tmp_path, script, *arguments)
         assert done.returncode == 0, (script, done.stderr[-3000:])

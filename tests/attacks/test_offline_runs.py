@@ -282,5 +282,5 @@ def test_everything_works_without_a_home_directory(home, tmp_path):
     assert ("there is no home directory for the key" in said) == (home is not None)
     ended("evaluate", f"run={run}", "problems=1", "k=1", imported=True)
     ended("sample", f"run={run}", "problems=1", "samples=1", imported=True)
-    ended("report", f"run={run}", imported=True)
+    ended("report", str(run), imported=True)
     ended("figure", "curves", run)

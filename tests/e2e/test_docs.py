@@ -5,11 +5,9 @@ A block of commands runs where `<!-- run -->` stands on the line above it; the b
 one after another in one shell, in a temporary folder, with few steps.
 """
 
-import argparse
 import importlib
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -25,10 +23,23 @@ import parity
 from commands import environment
 from composing import CONF, options, settings
 from gpu import box
-from gspo.cli import check, check_objective, dashboard, evaluate, main, plan, serve, view
+from gspo.analysis import script as figures
+from gspo.cli import (
+    check,
+    check_objective,
+    compare,
+    dashboard,
+    evaluate,
+    main,
+    plan,
+    report,
+    serve,
+    sweep_status,
+    view,
+)
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
-from gspo.io.arguments import key_values
+from gspo.io.arguments import parsed
 from gspo.planning.hardware import hardware
 from gspo.run.sweep_configs import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
@@ -114,23 +125,10 @@ CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(
 # ----------------------------------------------------------------------------------------------------
 
 
-class Parsed(Exception):
-    """A figure's arguments were understood: nothing is drawn."""
-
-
-def understood_by_figure(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
-
-    def parse_only(parser, *args, **kwargs):
-        parse(parser, *args, **kwargs)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    # the test's own streams stay as they are
-    monkeypatch.setattr("gspo.io.escaping.escape_output", lambda: None)
-    with pytest.raises(Parsed):
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+def understood_by_figure(script: str, words: list[str], folder: Path) -> None:
+    module = importlib.import_module(f"gspo.analysis.{Path(script).stem}")
+    kind = getattr(module, "Options", figures.Options)
+    parsed(kind, [*words, f"out={folder}"], getattr(module, "REFUSED", {}))
 
 
 def composes_for_training(words: list[str]) -> None:
@@ -153,26 +151,26 @@ def composes(name: str, words: list[str]) -> None:
 
 
 def is_planned(words: list[str]) -> None:
-    given, chosen = plan.with_options(words)
-    hardware(chosen["--hardware"])
-    plan.composed_settings(plan.with_counts(given)[0])
+    options, others = plan.with_options(words)
+    hardware(options.hardware)
+    plan.composed_settings(plan.with_counts(others)[0])
 
 
 OTHERS = {
     "evaluate": lambda words: composes("evaluate", evaluate.with_benchmarks(words)),
     "sample": lambda words: composes("sample", words),
     "benchmark": lambda words: composes("benchmark", words),
-    "audit_rewards": audit_rewards.parse,
-    "parity": parity.parse,
+    "audit_rewards": lambda words: parsed(audit_rewards.Options, words),
+    "parity": lambda words: parsed(parity.Options, words),
     "plan": is_planned,
     "serve": lambda words: plan.composed_settings(serve.parted(words)[0]),
-    "check": check.options_of,
+    "check": lambda words: parsed(check.Options, words),
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
-    "dashboard": dashboard.options,
-    "view": lambda words: key_values(words, view.OPTIONS, paths=True),
-    "report": lambda words: key_values(words, {"run": ""}, empty=False),
-    "compare": lambda words: key_values(words, {}, paths=True),
-    "sweep_status": lambda words: key_values(words, {}, paths=True),
+    "dashboard": lambda words: parsed(dashboard.Options, words),
+    "view": lambda words: parsed(view.Options, words),
+    "report": lambda words: parsed(report.Options, words),
+    "compare": lambda words: parsed(compare.Options, words),
+    "sweep_status": lambda words: parsed(sweep_status.Options, words),
     "box": lambda words: box.parser().parse_args(words),
 }
 
@@ -187,7 +185,7 @@ def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert (ROOT / script).is_file(), script
     if script.startswith("analysis/"):
-        understood_by_figure(script, words, monkeypatch)
+        understood_by_figure(script, words, tmp_path)
     elif script == "gspo/cli/train.py":
         composes_for_training(words)
     else:

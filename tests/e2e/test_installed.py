@@ -149,7 +149,7 @@ def test_what_looks_at_a_run(gspo, run, folder):
     run = str(run.relative_to(folder))
     assert "math_easy" in gspo("evaluate", f"run={run}", "problems=2", "k=1")
     assert "--- math 0" in gspo("sample", f"run={run}", "problems=1", "samples=1")
-    assert gspo("report", f"run={run}") == f"{run}/report.html\n"
+    assert gspo("report", str(run)) == f"{run}/report.html\n"
 
 
 def test_a_sweep_in_worker_processes_and_its_figures(gspo, folder):

@@ -72,11 +72,10 @@ def test_a_sweep_over_a_loss_of_ones_own_is_resumed_evaluated_and_drawn(folder):
         sys.executable,
         str(ROOT / "analysis" / "fig_curves.py"),
         "runs/small",
-        "--metrics",
-        "custom/long",
+        "metrics=custom/long",
     ]
     done = subprocess.run(
-        [*figures, "--out", "drawn"], cwd=folder, env=environment(), capture_output=True, text=True
+        [*figures, "out=drawn"], cwd=folder, env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0 and list((folder / "drawn").glob("*.png")), done.stderr
 

@@ -24,7 +24,8 @@ import forked
 from commands import environment, train
 from composing import options, settings
 from gspo.config.remarks import nothing_to_learn
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import save
 from gspo.model.policy import Policy

@@ -21,6 +21,7 @@ VLLM = [
     "rollout.max_model_len=128",
     "rollout.batch_rows=8",
 ]
+ENDED_EVALUATION = str(Path(__file__).parents[1] / "support" / "ended_evaluation.py")
 SECONDS = 300  # of a busy machine
 
 

@@ -8,7 +8,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gspo.data.batch import TrainBatch
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
 from gspo.model.sharding.dtensors import full_tensor

@@ -23,6 +23,7 @@ from gspo.rollout.engines import decode
 from gspo.run.rollback import Rollbacks
 from gspo.tracking import tracker
 from gspo.train import checkpoint, checkpoint_files, sharded_checkpoint, trainer
+from gspo.train.old_policy import OldPolicyPass
 from gspo.train.trainer import Trainer
 
 now = {"step": 0, "calls": 0}
@@ -88,7 +89,7 @@ MOMENTS = {
     "rollout.some_token": lambda: wrap(decode.NetworkDecoder, "step", before=anything, calls=5),
     "rollout.rows_dropped": lambda: wrap(decode.NetworkDecoder, "keep", after=True),
     "rollout.scored": lambda: wrap(Trainer, "train_step", before=anything),
-    "update.old_policy": lambda: wrap(Trainer, "add_old_policy", after=True),
+    "update.old_policy": lambda: wrap(OldPolicyPass, "add", after=True),
     "update.in_a_layer": lambda: wrap(
         network, "run_experts", after=True, when=torch.is_grad_enabled
     ),

@@ -12,7 +12,8 @@ from builders import problems, small_policy
 from games import Echo, Echoes
 from gspo.data.batch import NOT_RECORDED
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE

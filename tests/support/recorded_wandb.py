@@ -74,7 +74,8 @@ def pause() -> None:
 TABLES = """
 import sys
 from pathlib import Path
-from gspo.data.samples import Problem, Score, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(step, n):

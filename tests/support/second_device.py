@@ -93,7 +93,7 @@ class Phases:
         source, update, old, step = (
             trainer.source.next,
             trainer.update,
-            trainer.add_old_policy,
+            trainer.old_policy.add,
             trainer.train_step,
         )
 
@@ -108,7 +108,7 @@ class Phases:
 
         trainer.source.next = rollout
         trainer.update = one_update
-        trainer.add_old_policy = lambda *words: self.within("pass for the old policy", old, *words)
+        trainer.old_policy.add = lambda *words: self.within("pass for the old policy", old, *words)
         trainer.train_step = lambda *words: self.within("rest of a step", step, *words)
 
     def within(self, name: str, work, *words):

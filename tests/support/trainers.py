@@ -7,7 +7,8 @@ import torch
 from builders import problems, small_policy
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GRPO
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings

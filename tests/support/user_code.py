@@ -54,7 +54,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 from gspo.algorithm.advantages import GroupAdvantage
 from gspo.io.ranges import ranged
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.tasks.base import Task
 from gspo.train.extensions import Callback, CustomMetric
 

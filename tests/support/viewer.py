@@ -12,7 +12,7 @@ class Viewer:
     """`gspo view` as a user starts it, until Ctrl-C."""
 
     def __init__(self, cwd: Path, *arguments: str, **variables: str):
-        program = [sys.executable, "-P", "-m", "gspo", "view", *arguments, "open=no"]
+        program = [sys.executable, "-P", "-m", "gspo", "view", *arguments, "open=false"]
         self.process = subprocess.Popen(
             program,
             cwd=cwd,

@@ -18,6 +18,7 @@ from gpu import box
 from gspo.cli import check
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, settings_hash
+from gspo.io.arguments import parsed
 from gspo.run.sweep_configs import expanded
 from speed.workload import WORKLOADS
 
@@ -92,9 +93,8 @@ def test_the_miniature_of_the_study_and_its_further_settings_compose():
 @small_or_not
 def test_the_check_and_its_benchmarks_are_understood(miniature, tmp_path):
     first, *others = box.commands("check", tmp_path, miniature)
-    assert first.words[2] == "check" and check.options_of(list(first.words[3:])).json == str(
-        tmp_path / "check.json"
-    )
+    assert first.words[2] == "check"
+    assert parsed(check.Options, first.words[3:]).json == str(tmp_path / "check.json")
     peers = []
     for command in others:
         with initialize_config_dir(str(CONF), version_base="1.3"):

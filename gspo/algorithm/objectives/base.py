@@ -128,15 +128,20 @@ class RatioObjective(Objective):
 
         Both have the shape [B, 1].
         """
-        return self.bounded_exp(
-            sequence_log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
-        )
+        log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, inputs.mask_BT)
+        log_B = masked_mean(log_BT, inputs.mask_BT)
+        return self.bounded_exp(log_B.unsqueeze(-1))
 
     def bounded_exp(self, log: Tensor) -> tuple[Tensor, Tensor]:
         """Compute exp of bounded log-ratios, and whether each of them is beyond the bound."""
         lowest = min(LOG_RATIO_FLOOR, -self.log_ratio_bound)
         ratio = log.clamp(lowest, self.log_ratio_bound).exp()
-        return ratio, (log < lowest) | (log > self.log_ratio_bound)
+        is_beyond = (log < lowest) | (log > self.log_ratio_bound)
+        return ratio, is_beyond
+
+    def outside(self, ratio_BT: Tensor) -> Tensor:
+        """Return whether ratios lie outside [1 - clip_low, 1 + clip_high]. Shape [B, T]."""
+        return (ratio_BT < 1 - self.clip_low) | (ratio_BT > 1 + self.clip_high)
 
 
 @dataclass
@@ -162,14 +167,15 @@ class Clipped(RatioObjective):
         active_BT = clipped_gain_BT < gain_BT
         dual_BT = None
         if self.dual_clip is not None:
-            dual_BT = (adv_BT < 0) & (loss_BT > -self.dual_clip * adv_BT)
-            loss_BT = torch.where(dual_BT, -self.dual_clip * adv_BT, loss_BT)
+            largest_BT = -self.dual_clip * adv_BT
+            dual_BT = (adv_BT < 0) & (loss_BT > largest_BT)
+            loss_BT = torch.where(dual_BT, largest_BT, loss_BT)
             active_BT = active_BT | dual_BT
         return LossOutputs(
             loss_BT=loss_BT,
             weight_BT=torch.where(active_BT | bounded_BT, 0.0, ratio_BT.detach()),
             active_BT=active_BT,
-            outside_BT=(ratio_BT < 1 - self.clip_low) | (ratio_BT > 1 + self.clip_high),
+            outside_BT=self.outside(ratio_BT),
             bounded_BT=bounded_BT,
             dual_BT=dual_BT,
         )
@@ -181,11 +187,3 @@ def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
     No gradient reaches the old log-probs.
     """
     return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
-
-
-def sequence_log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Compute the mean of log( pi / pi_old ) over each response's tokens. Shape [B, 1].
-
-    It is 0 for a response without tokens.
-    """
-    return masked_mean(log_ratio(logp_BT, old_logp_BT, mask_BT), mask_BT).unsqueeze(-1)

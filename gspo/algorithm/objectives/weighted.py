@@ -75,7 +75,7 @@ class Weighted(RatioObjective):
             loss_BT=-weight_BT.detach() * inputs.advantage_BT * logp_BT,
             weight_BT=torch.where(kept_BT, weight_BT.detach(), 0.0),
             active_BT=self.harmful(ratio_BT, inputs.advantage_BT) & ~kept_BT,
-            outside_BT=(ratio_BT < 1 - self.clip_low) | (ratio_BT > 1 + self.clip_high),
+            outside_BT=self.outside(ratio_BT),
             bounded_BT=bounded_BT,
         )
 
@@ -208,10 +208,11 @@ class SAPO(RatioObjective):
         tau_BT = torch.full_like(ratio_BT.detach(), self.tau_negative)
         tau_BT = tau_BT.masked_fill(adv_BT > 0, self.tau_positive)
         p_BT = (tau_BT * (ratio_BT - 1)).sigmoid()
+        weight_BT = 4 * p_BT * (1 - p_BT) * ratio_BT
         none_BT = torch.zeros_like(inputs.mask_BT)
         return LossOutputs(
             loss_BT=-4 / tau_BT * p_BT * adv_BT,
-            weight_BT=torch.where(bounded_BT, 0.0, (4 * p_BT * (1 - p_BT) * ratio_BT).detach()),
+            weight_BT=torch.where(bounded_BT, 0.0, weight_BT.detach()),
             active_BT=none_BT,
             outside_BT=none_BT,
             bounded_BT=bounded_BT,

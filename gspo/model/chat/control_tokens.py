@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from gspo.model.chat.decoding import decoded
+
 if TYPE_CHECKING:
     import transformers
 
@@ -107,7 +109,7 @@ def check_readable(
     key: str,
 ) -> None:
     """Raise ValueError for a stop string that contains a token without text in a response."""
-    textless = sorted(tokenizer.decode([i]) for i in textless_ids)
+    textless = sorted(decoded(tokenizer, [i], clean_up=None) for i in textless_ids)
     for string in strings:
         for token in textless:
             if token and token in string:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import transformers
 
+from gspo.model.chat.decoding import decoded
 from gspo.model.chat.prompts import (
     ANSWER,
     MAX_CHARS_PER_TOKEN,
@@ -173,7 +174,7 @@ class Conversation:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return decoded(self.tokenizer, ids)
 
     def _read_template(self, prompts: PromptFormat) -> set[str]:
         """Set the frames of the environment's turns, and return the template's markers.

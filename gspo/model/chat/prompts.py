@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 import jinja2
 
-from gspo.data.samples import ChatPrompt
+from gspo.data.problems import ChatPrompt
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice
 from gspo.model.chat.control_tokens import BEGIN, ControlTokens
+from gspo.model.chat.decoding import decoded
 
 if TYPE_CHECKING:
     import transformers
@@ -144,7 +145,7 @@ class PromptFormat(Ranged, key="prompt"):
         after_answer = chat.rpartition(ANSWER)[2].strip()
         for token in tokenizer(after_answer, add_special_tokens=False)["input_ids"]:
             # SentencePiece begins with a space
-            if tokenizer.decode([token]).strip():
+            if decoded(tokenizer, [token], clean_up=None).strip():
                 return token if token in tokenizer.added_tokens_decoder else None
         return None
 
@@ -214,13 +215,17 @@ class PromptFormat(Ranged, key="prompt"):
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the text that the chat template writes for messages."""
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages,
             tools=list(tools) or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **self.variables,
         )
+        # with other options the method returns token ids, or several texts
+        if not isinstance(text, str):
+            raise TypeError(f"a chat template has given {type(text).__name__} instead of a text")
+        return text
 
     def encode_written(
         self, tokenizer: transformers.PreTrainedTokenizerBase, text: str

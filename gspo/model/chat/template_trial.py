@@ -97,8 +97,10 @@ def main() -> None:
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, default=str
     )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    # jinja2's annotation allows its own functions only
+    functions: dict[str, Any] = environment.globals
+    functions["raise_exception"] = refuse
+    functions["strftime_now"] = lambda form: datetime.now().strftime(form)
     resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     for template in request["templates"]:

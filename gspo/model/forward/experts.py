@@ -5,12 +5,12 @@ Shape suffixes: N tokens, W hidden width, K experts per token, E experts, I widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo.model.forward.grouped import (
     CastCache,
@@ -21,13 +21,17 @@ from gspo.model.forward.grouped import (
     multiply_in_blocks,
 )
 from gspo.model.forward.kernels import FromExperts, ToExperts, swiglu
+from gspo.model.forward.layers import Experts, ExpertsWrapper
 from gspo.model.forward.low_rank import Factors, factors_of_experts, unwrapped
 from gspo.model.forward.packed_weights import LayerWeights, Product
 from gspo.model.sharding.dtensors import expert_ranks, is_sharded, local_tensor
 
+# multiplies rows by the transposes of their experts' matrices [E, out, in]
+GroupedProduct = Callable[[Tensor, Tensor, ExpertGroups], Tensor]
+
 
 def run_experts(
-    module: nn.Module,
+    experts: Experts | ExpertsWrapper,
     h_NW: Tensor,
     weights_NK: Tensor,
     experts_NK: Tensor,
@@ -37,7 +41,7 @@ def run_experts(
     """Return sum_k w_k W_down (silu(W_gate h) * W_up h), with the matrices of the k-th expert.
 
     Tokens are sorted by expert. So each expert is one matrix product over its tokens."""
-    module, wrappers = unwrapped(module)
+    module, wrappers = unwrapped(experts)
     device = h_NW.device
     top_k = experts_NK.shape[1]
     dtype = h_NW.dtype
@@ -51,8 +55,9 @@ def run_experts(
     cast = casts if casts and not merged and not is_sharded(module) else Tensor.to
     up = cast(local_tensor(up), dtype)
     down = cast(local_tensor(down), dtype)
-    if layer_weights and len(h_NW) < layer_weights.all_experts_below:
-        return _all_experts(up, layer_weights.all_down, h_NW, weights_NK, experts_NK)
+    all_down = layer_weights.all_down if layer_weights else None
+    if layer_weights and all_down is not None and len(h_NW) < layer_weights.all_experts_below:
+        return _all_experts(up, all_down, h_NW, weights_NK, experts_NK)
     up_factors = None if merged else factors_of_experts(wrappers, "gate_up_proj")
     down_factors = None if merged else factors_of_experts(wrappers, "down_proj")
     ranks = expert_ranks(module)
@@ -90,11 +95,11 @@ def _adapted(
     groups: ExpertGroups,
 ) -> Tensor:
     """Multiply rows by the transposes of their experts' matrices, and add the adapter if given."""
-    out = _grouped(rows, weight, groups)
+    out = _multiply(rows, weight, groups)
     if adapter is None:
         return out
     b, a = (x.to(rows.dtype) for x in adapter)
-    return out + _grouped(_grouped(rows, a, groups), b, groups)
+    return out + _multiply(_multiply(rows, a, groups), b, groups)
 
 
 def _grouped(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
@@ -107,6 +112,10 @@ def _grouped(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
     counts = groups.ends_E.diff(prepend=zero).tolist()
     by_expert = zip(rows.split(counts), weight, strict=True)
     return torch.cat([F.linear(expert_rows, matrix) for expert_rows, matrix in by_expert])
+
+
+# replaced within `grouped_product_replaced`
+_multiply: GroupedProduct = _grouped
 
 
 def _one_by_one(
@@ -142,19 +151,19 @@ def _all_experts(
 
 
 @contextmanager
-def grouped_product_replaced(by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+def grouped_product_replaced(by: Callable[[Tensor, Tensor], Tensor]) -> Generator[None]:
     """Within this context, `by` multiplies each expert's rows by the expert's matrix [E, out, in].
 
     gspo.planning.memory passes tensors without content, which PyTorch's grouped product refuses.
     """
-    global _grouped
-    original = _grouped
+    global _multiply
+    original = _multiply
 
     def replacement(rows: Tensor, weight: Tensor, groups: ExpertGroups) -> Tensor:
         return by(rows, weight)
 
-    _grouped = replacement
+    _multiply = replacement
     try:
         yield
     finally:
-        _grouped = original
+        _multiply = original

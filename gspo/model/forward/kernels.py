@@ -10,7 +10,7 @@ experts, K experts per token, M predicted tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -358,7 +358,7 @@ def _logits(rows: tuple[Tensor, ...], head: tuple[Tensor, ...], temperature: flo
 
 
 @contextmanager
-def head_as_on(device_type: str) -> Iterator[None]:
+def head_as_on(device_type: str) -> Generator[None]:
     """Within this context, a CPU computes the head's logits as another type of device does.
 
     gspo.planning.memory passes tensors without content through the network, on the CPU.

@@ -20,7 +20,14 @@ Shape suffixes: E experts, r the rank.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, TypeGuard, overload
+
+from torch import Tensor
+
+from gspo.model.forward.layers import Experts, ExpertsWrapper, Linear, LinearWrapper, Wrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 # peft's name of a model's only adapter
 NAME = "default"
@@ -28,50 +35,58 @@ NAME = "default"
 Factors = tuple[Tensor, Tensor]
 
 
-def is_wrapped(module: nn.Module) -> bool:
+@overload
+def is_wrapped(module: Experts | ExpertsWrapper) -> TypeIs[ExpertsWrapper]: ...
+@overload
+def is_wrapped(module: object) -> TypeGuard[Wrapper]: ...
+def is_wrapped(module: object) -> bool:
     """Return whether a module is peft's wrapper around a layer or a tensor of the experts."""
     return hasattr(type(module), "get_delta_weight")
 
 
-def is_adapted(module: nn.Module) -> bool:
+@overload
+def is_adapted(module: Linear) -> TypeGuard[LinearWrapper]: ...
+@overload
+def is_adapted(module: object) -> TypeGuard[Wrapper]: ...
+def is_adapted(module: object) -> bool:
     """Return whether a module has an adapter that is switched on."""
     return is_wrapped(module) and not module.disable_adapters
 
 
-def factors(layer: nn.Module) -> Factors | None:
+def factors(layer: Linear) -> Factors | None:
     """Return (alpha / r) B and A of a linear layer, with gradients. None: it is not adapted."""
     if not is_adapted(layer):
         return None
     return layer.lora_B[NAME].weight * layer.scaling[NAME], layer.lora_A[NAME].weight
 
 
-def merged(layer: nn.Module) -> Tensor:
+def merged(layer: Linear) -> Tensor:
     """Return the weight of a linear layer, with its adapter merged in: W + (alpha / r) B A."""
     return layer.weight + layer.get_delta_weight(NAME) if is_adapted(layer) else layer.weight
 
 
-def unwrapped(experts: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
+def unwrapped(experts: Experts | ExpertsWrapper) -> tuple[Experts, dict[str, ExpertsWrapper]]:
     """Return a layer's experts without wrappers, and the wrappers by the tensor that they adapt."""
-    wrappers = {}
+    wrappers: dict[str, ExpertsWrapper] = {}
     while is_wrapped(experts):
         wrappers[experts.parameter_name] = experts
         experts = experts.base_layer
     return experts, wrappers
 
 
-def factors_of_experts(wrappers: dict[str, nn.Module], name: str) -> Factors | None:
+def factors_of_experts(wrappers: dict[str, ExpertsWrapper], name: str) -> Factors | None:
     """Return (alpha / r) B and A of all experts' matrices `name`, with gradients.
 
     The result is None if the matrices are not adapted."""
     wrapper = wrappers.get(name)
-    if wrapper is None or not is_adapted(wrapper):
+    if wrapper is None or wrapper.disable_adapters:
         return None
     b, a, scale = wrapper.get_delta_factors(NAME)
     # peft stores B as [out, r, E]; a grouped product needs each expert's matrix contiguous
     return (scale * b).contiguous(), a
 
 
-def merged_experts(experts: nn.Module) -> tuple[Tensor, Tensor] | None:
+def merged_experts(experts: Experts | ExpertsWrapper) -> tuple[Tensor, Tensor] | None:
     """Return the experts' gate-and-up and down matrices with their adapters merged in.
 
     The result is None if the experts are not adapted."""

@@ -20,24 +20,39 @@ layers, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gspo.data.batch import NOT_RECORDED
 from gspo.model.forward.experts import run_experts
 from gspo.model.forward.grouped import CastCache
 from gspo.model.forward.kernels import float32_product, rms_norm, rotate, swiglu
+from gspo.model.forward.layers import (
+    Attention,
+    Layer,
+    Norm,
+    Router,
+    body,
+    is_moe,
+    output_head,
+)
 from gspo.model.forward.packed_weights import LayerWeights, prepare_layer
 from gspo.model.forward.packing import attention
 from gspo.model.routing_replay import gate_weights
-from gspo.model.sharding.dtensors import architecture, full_tensor, is_sharded, run_unsharded
+from gspo.model.sharding.dtensors import (
+    architecture,
+    full_tensor,
+    is_sharded,
+    reshard,
+    run_unsharded,
+)
 
 FAMILIES = (
     "Qwen3ForCausalLM",
@@ -64,8 +79,8 @@ class Network:
         checkpointing: bool = False,
         head_dtype: torch.dtype = torch.float32,
     ):
-        self.body = model.model
-        self.output = model.lm_head
+        self.body = body(model)
+        self.output = output_head(model)
         # of the product that makes logits; bfloat16: the precision of the layers
         self.head_dtype = head_dtype
         # keep only the layers' inputs, and compute the rest again in the backward
@@ -83,8 +98,13 @@ class Network:
         """The weight [V, W] of the output head."""
         return self.output.weight
 
+    @property
+    def head_dim(self) -> int:
+        """The number of dimensions of an attention head (D)."""
+        return self.body.layers[0].self_attn.head_dim
+
     @contextmanager
-    def frozen(self, copy_experts: bool = False) -> Iterator[None]:
+    def frozen(self, copy_experts: bool = False) -> Generator[None]:
         """Make forwards in this context faster. The weights must not change, without gradient.
 
         `copy_experts` also copies the experts' weights into a faster layout. This is worth it for
@@ -101,7 +121,7 @@ class Network:
                 self._float32_head = None
 
     @contextmanager
-    def cached_casts(self) -> Iterator[None]:
+    def cached_casts(self) -> Generator[None]:
         """Round the experts' weights once for all passes in this context. No optimizer may step.
 
         This takes no more memory than a pass with gradient, which keeps the rounded weights too.
@@ -143,7 +163,7 @@ class Network:
         chosen: list[Tensor] = []
         for i, layer in enumerate(self.body.layers):
             replay_NK = None
-            if replay_NLK is not None and _is_moe(layer):
+            if replay_NLK is not None and is_moe(layer):
                 replay_NK = replay_NLK[:, len(chosen)]
             x_NW, chosen_NK = run_unsharded(
                 layer, compute, i, layer, x_NW, rotation, attend, replay_NK
@@ -155,7 +175,7 @@ class Network:
     def _layer(
         self,
         i: int,
-        layer: nn.Module,
+        layer: Layer,
         x_NW: Tensor,
         rotation: Tensor,
         attend: Attend,
@@ -169,8 +189,8 @@ class Network:
         )
         x_NW = x_NW + weights.out(attend(i, q_NHD, k_NJD, v_NJD).flatten(1))
         h_NW = _norm(layer.post_attention_layernorm, x_NW)
-        if not _is_moe(layer):
-            if weights.down is None:
+        if not is_moe(layer):
+            if weights.gate_up is None or weights.down is None:
                 return x_NW + layer.mlp(h_NW), None
             return x_NW + weights.down(swiglu(weights.gate_up(h_NW))), None
         weights_NK, experts_NK, chosen_NK = route(layer.mlp.gate, h_NW, replay_NK)
@@ -195,7 +215,7 @@ class Network:
 
 
 def project_heads(
-    attention: nn.Module,
+    attention: Attention,
     weights: LayerWeights,
     h_NW: Tensor,
     rotation: Tensor,
@@ -208,20 +228,18 @@ def project_heads(
     k_width = attention.k_proj.out_features
     qk, v = weights.qkv(h_NW).split((q_width + k_width, k_width), -1)
     if len(weights.norms) == 2:
-        eps = attention.q_norm.variance_epsilon
+        eps = weights.norm_epsilon
         q_norm, k_norm = weights.norms
         q, k = qk.split((q_width, k_width), -1)
         qk = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)], -1)
     qk = qk.unflatten(-1, (-1, dim))
     if len(weights.norms) == 1:
-        qk = rms_norm(qk, weights.norms[0], attention.q_norm.variance_epsilon)
+        qk = rms_norm(qk, weights.norms[0], weights.norm_epsilon)
     q, k = rotate(qk, rotation).split((q_width // dim, k_width // dim), 1)
     return q, k, v.unflatten(-1, (-1, dim))
 
 
-def route(
-    router: nn.Module, h_NW: Tensor, replay_NK: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def route(router: Router, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate weights, the experts that the tokens go to, and the router's choice, [N, K] each.
 
     A replay changes the first two. At NOT_RECORDED the token keeps the router's choice."""
@@ -242,14 +260,9 @@ def autocast_to(device: torch.device, precision: torch.dtype) -> AbstractContext
     return torch.autocast(device.type, dtype=precision)
 
 
-def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _norm(norm: Norm, x: Tensor) -> Tensor:
     """Apply a norm layer of transformers with our kernel."""
     return rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
-def _is_moe(layer: nn.Module) -> bool:
-    """Return whether a layer is an MoE layer."""
-    return hasattr(layer.mlp, "experts")
 
 
 def causal_attention(
@@ -282,7 +295,7 @@ def is_supported(
         and getattr(config, "clip_qkv", None) is None
         and getattr(config, "hidden_act", "silu") == "silu"
         and rope.get("rope_type", "default") in ("default", "llama3")
-        and model.lm_head.bias is None
+        and output_head(model).bias is None
     )
     return is_known and _same_logits(model, precision if is_sharded(model) else torch.float32)
 
@@ -299,10 +312,9 @@ def _same_logits(model: transformers.PreTrainedModel, precision: torch.dtype) ->
             model, Network(model), tokens_N, positions_N, len(tokens_N), causal_attention
         )
         theirs_NV = model(input_ids=tokens_N[None], use_cache=False).logits[0].float()
-    if is_sharded(model):
-        # a pass without gradient leaves the root's weights unsharded
-        model.reshard()
-    ours_NV = F.linear(hidden_NW.to(model.dtype), full_tensor(model.lm_head.weight))
+    # a pass without gradient leaves the root's weights unsharded
+    reshard(model)
+    ours_NV = F.linear(hidden_NW.to(model.dtype), full_tensor(output_head(model).weight))
     tolerance = max(PROBE_TOLERANCE[model.dtype], PROBE_TOLERANCE[precision])
     largest_logit = max(1.0, float(theirs_NV.abs().max()))
     difference = (ours_NV - theirs_NV).abs().amax(-1).median()

@@ -37,17 +37,17 @@ class PolicyOutput:
 
         The copies from a GPU are complete once it is synchronized. PyTorch makes them in pinned
         memory."""
-        return PolicyOutput(
-            _copy_to_cpu(self.logp_BT),
-            None,
-            _copy_to_cpu(self.experts_BSLK),
-            _copy_to_cpu(self.values_BT),
-        )
+        output = PolicyOutput(_copy_to_cpu(self.logp_BT), None, None)
+        if self.experts_BSLK is not None:
+            output.experts_BSLK = _copy_to_cpu(self.experts_BSLK)
+        if self.values_BT is not None:
+            output.values_BT = _copy_to_cpu(self.values_BT)
+        return output
 
 
-def _copy_to_cpu(tensor: Tensor | None) -> Tensor | None:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     """Start to copy a tensor to the CPU."""
-    return None if tensor is None else tensor.to(torch.device("cpu"), non_blocking=True)
+    return tensor.to(torch.device("cpu"), non_blocking=True)
 
 
 def network_outputs(

@@ -23,8 +23,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from gspo.model.forward.layers import (
+    Attention,
+    Experts,
+    ExpertsWrapper,
+    Layer,
+    Linear,
+    has_head_norms,
+    is_moe,
+)
 from gspo.model.forward.low_rank import factors, is_adapted, merged, merged_experts, unwrapped
 
 # Below this product of tokens and weights of all experts, sorting the tokens costs more than
@@ -50,6 +59,8 @@ class LayerWeights:
     # heads share it, else none
     norms: tuple[Tensor, ...]
     out: Product
+    # of the norms of q and k
+    norm_epsilon: float = 0.0
     # of a dense layer: gives gate and up side by side
     gate_up: Product | None = None
     # of a dense layer
@@ -64,27 +75,30 @@ class LayerWeights:
     merged: tuple[Tensor, Tensor] | None = None
 
 
-def prepare_layer(layer: nn.Module, freeze: bool, copy_experts: bool = False) -> LayerWeights:
+def prepare_layer(layer: Layer, freeze: bool, copy_experts: bool = False) -> LayerWeights:
     """Prepare the weights of a layer of a supported family.
 
     `freeze` says that they will be used many times before they change. `copy_experts` says that a
     second copy of the experts' weights, or of adapted weights, is worth its memory."""
     attention = layer.self_attn
-    weight, bias, norms = _projection(attention, freeze)
+    weight, bias = _projection(attention, freeze)
+    norms, norm_epsilon = _head_norms(attention)
     if not freeze:
         qkv = _with_adapter(_plain_product(weight, bias), attention)
-        return LayerWeights(qkv, norms, _output(attention.o_proj))
+        return LayerWeights(qkv, norms, _output(attention.o_proj), norm_epsilon)
     on_cpu = weight.device.type == "cpu"
     product = _blocked_product if on_cpu else _plain_product
     out = product(merged(attention.o_proj), attention.o_proj.bias)
-    prepared = LayerWeights(product(weight, bias), norms, out)
+    prepared = LayerWeights(product(weight, bias), norms, out, norm_epsilon)
+    if is_moe(layer):
+        _prepare_experts(prepared, layer.mlp.experts, on_cpu, copy_experts)
+        return prepared
     mlp = layer.mlp
-    if hasattr(mlp, "experts"):
-        _prepare_experts(prepared, mlp.experts, on_cpu, copy_experts)
-    elif on_cpu or (copy_experts and is_adapted(mlp.gate_proj)):
-        gate_up_bias = None
-        if mlp.gate_proj.bias is not None:
-            gate_up_bias = torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias])
+    if on_cpu or (copy_experts and is_adapted(mlp.gate_proj)):
+        # either both have a bias or none
+        layers = (mlp.gate_proj, mlp.up_proj)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        gate_up_bias = torch.cat(biases) if biases else None
         gate_up = torch.cat([merged(mlp.gate_proj), merged(mlp.up_proj)])
         prepared.gate_up = product(gate_up, gate_up_bias)
         prepared.down = product(merged(mlp.down_proj), mlp.down_proj.bias)
@@ -93,7 +107,7 @@ def prepare_layer(layer: nn.Module, freeze: bool, copy_experts: bool = False) ->
 
 def _prepare_experts(
     prepared: LayerWeights,
-    experts: nn.Module,
+    experts: Experts | ExpertsWrapper,
     on_cpu: bool,
     copy_experts: bool,
 ) -> None:
@@ -113,18 +127,19 @@ def _prepare_experts(
         prepared.all_down = down.transpose(1, 2).flatten(0, 1)
 
 
-def _output(layer: nn.Module) -> Product:
+def _output(layer: Linear) -> Product:
     """Return the product of attention's last layer; with an adapter it is peft's."""
     return layer if is_adapted(layer) else _plain_product(layer.weight, layer.bias)
 
 
-def _with_adapter(qkv: Product, attention: nn.Module) -> Product:
+def _with_adapter(qkv: Product, attention: Attention) -> Product:
     """Add the adapters of q, k and v to the product that gives them side by side."""
-    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
-    pairs = [factors(layer) for layer in layers]
-    if not any(pairs):
+    pairs = [factors(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    # either all three are adapted or none
+    adapters = [pair for pair in pairs if pair is not None]
+    if not adapters:
         return qkv
-    (q_b, q_a), (k_b, k_a), (v_b, v_a) = pairs
+    (q_b, q_a), (k_b, k_a), (v_b, v_a) = adapters
     q_b = _interleaved(q_b, attention.head_dim)
     k_b = _interleaved(k_b, attention.head_dim)
     b = (q_b, k_b, v_b)
@@ -166,10 +181,8 @@ def _blocked_product(weight: Tensor, bias: Tensor | None) -> Product:
     return multiply
 
 
-def _projection(
-    attention: nn.Module, freeze: bool
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Return weight [(H + 2 J) D, W] and bias of q, k and v together, and the norms of q and k.
+def _projection(attention: Attention, freeze: bool) -> tuple[Tensor, Tensor | None]:
+    """Return weight [(H + 2 J) D, W] and bias of q, k and v together.
 
     With `freeze` an adapter is merged into the weight.
 
@@ -183,20 +196,27 @@ def _projection(
     v = attention.v_proj
     q_weight, k_weight, v_weight = (merged(x) if freeze else x.weight for x in (q, k, v))
     weight = torch.cat([_interleaved(q_weight, dim), _interleaved(k_weight, dim), v_weight])
-    bias = None
-    if q.bias is not None:
-        q_bias = _interleaved(q.bias, dim)
-        k_bias = _interleaved(k.bias, dim)
-        bias = torch.cat([q_bias, k_bias, v.bias])
-    if getattr(attention, "q_norm", None) is None:
-        return weight, bias, ()
+    # either all three have a bias or none
+    biases = [layer.bias for layer in (q, k, v) if layer.bias is not None]
+    if not biases:
+        return weight, None
+    q_bias, k_bias, v_bias = biases
+    return weight, torch.cat([_interleaved(q_bias, dim), _interleaved(k_bias, dim), v_bias])
+
+
+def _head_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
+    """Return the norms of q and k as `LayerWeights` has them, and their epsilon."""
+    if not has_head_norms(attention):
+        return (), 0.0
+    dim = attention.head_dim
+    epsilon = attention.q_norm.variance_epsilon
     q_norm = _interleaved(attention.q_norm.weight, dim)
     k_norm = _interleaved(attention.k_norm.weight, dim)
     if q_norm.numel() != dim:
-        return weight, bias, (q_norm, k_norm)
-    q_norms = q_norm.expand(q.out_features // dim, dim)
-    k_norms = k_norm.expand(k.out_features // dim, dim)
-    return weight, bias, (torch.cat([q_norms, k_norms]),)
+        return (q_norm, k_norm), epsilon
+    q_norms = q_norm.expand(attention.q_proj.out_features // dim, dim)
+    k_norms = k_norm.expand(attention.k_proj.out_features // dim, dim)
+    return (torch.cat([q_norms, k_norms]),), epsilon
 
 
 def _interleaved(x: Tensor, dim: int) -> Tensor:

@@ -218,8 +218,9 @@ class SharedPrompts(Sequences):
         self._in_prompt: list[Tensor] = []
         self._masks: list[Tensor] = []
         super().__init__(batch)
-        self.keys = torch.cat(self._keys) if self._keys else None
-        self.in_prompt = torch.cat(self._in_prompt) if self._in_prompt else None
+        no_slots = self.index_N.new_empty(0)
+        self.keys = torch.cat(self._keys) if self._keys else no_slots
+        self.in_prompt = torch.cat(self._in_prompt) if self._in_prompt else no_slots.bool()
 
     def _append_all(self) -> None:
         """Append all rectangles to the list: first the prompts, then the responses."""
@@ -262,7 +263,7 @@ class SharedPrompts(Sequences):
 
     def to(self, device: torch.device) -> SharedPrompts:
         super().to(device)
-        if self.keys is not None:
+        if self.buckets:
             self.keys = to_device(self.keys, device)
             self.in_prompt = to_device(self.in_prompt, device)
         return self
@@ -298,7 +299,7 @@ class SharedPrompts(Sequences):
         prompt_k = k_NJD[: len(prompt_q)].unflatten(0, shape)
         prompt_v = v_NJD[: len(prompt_q)].unflatten(0, shape)
         mixed = [attention(prompt_q.unflatten(0, shape), prompt_k, prompt_v)]
-        if self.keys is not None:
+        if self.buckets:
             sizes = [rows * (prompt + response) for rows, response, prompt in self.buckets]
             ks = k_NJD.index_select(0, self.keys).split(sizes)
             vs = v_NJD.index_select(0, self.keys).split(sizes)

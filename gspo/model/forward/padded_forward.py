@@ -21,6 +21,7 @@ from torch import Tensor
 from gspo.data.batch import TokenBatch
 from gspo.model.forward.network import PROBE_TOLERANCE
 from gspo.model.sharding.dtensors import architecture
+from gspo.model.weights import input_embedding
 
 Side = Literal["left", "right"]
 # tokens of the rows that are compared
@@ -43,7 +44,7 @@ class PaddedRows:
         self.attention_BS = batch.attention_BS
         self.replay_BSLK = batch.replay_BSLK
         self.width = batch.mask_BT.shape[1]
-        self.moved_B = None
+        self.moved_B: Tensor | None = None
         # the last prompt token predicts the first response token
         self.kept_columns = self.width + 1
         if side == "left":
@@ -151,7 +152,7 @@ def first_line(error: Exception) -> str:
 
 def probe_rows(model: transformers.PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:
     """Return rows of token ids of these lengths, for a comparison of two computations."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = len(input_embedding(model))
     rows = []
     for first, length in enumerate(lengths):
         rows.append([(first + i) % vocabulary for i in range(length)])

@@ -19,6 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from gspo.data.batch import to_device
 MAX_HEAD_DIM = 256  # of FlashAttention-2
 # the maximum error of the operator in the trial, relative to the largest number
 TRIAL_TOLERANCE = 0.05
-Varlen = Callable[..., Tensor]
+# PyTorch's varlen_attn, which returns a tensor unless it is asked for more
+Varlen = Callable[..., Any]
 
 
 class VariableLengths:
@@ -100,6 +102,8 @@ def varlen_attention(
 
     A sequence's last query sees all of its keys."""
     operator = varlen_operator()
+    if operator is None:
+        raise RuntimeError("this version of PyTorch has no varlen_attn with windows")
     has_gqa_option = "enable_gqa" in inspect.signature(operator).parameters
     options = {"enable_gqa": True} if has_gqa_option else {}
     return operator(

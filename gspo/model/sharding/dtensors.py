@@ -7,19 +7,37 @@ importing PyTorch's classes of sharded weights takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
     from gspo.model.sharding.expert_parallel import ExpertRanks
 
 T = TypeVar("T")
 
 
-def is_sharded(weights: nn.Module | Tensor) -> bool:
+class ShardedModule(Protocol):
+    """A module that gspo.model.sharding.fsdp has sharded."""
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function while the module's weights are all-gathered."""
+        ...
+
+    def reshard(self) -> None:
+        """Free the weights of other ranks."""
+
+
+@overload
+def is_sharded(weights: Tensor) -> TypeIs[DTensor]: ...
+@overload
+def is_sharded(weights: object) -> TypeGuard[ShardedModule]: ...
+def is_sharded(weights: object) -> bool:
     """Return whether a tensor, or the weights of a module, are sharded over ranks."""
     attribute = "full_tensor" if isinstance(weights, Tensor) else "set_reshard_after_forward"
     # Every layer asks this. The class is faster to ask than a module, which searches three
@@ -27,7 +45,7 @@ def is_sharded(weights: nn.Module | Tensor) -> bool:
     return hasattr(type(weights), attribute)
 
 
-def run_unsharded(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
+def run_unsharded(module: object, function: Callable[..., T], *args: Any) -> T:
     """Call a function while the module's weights are all-gathered, if they are sharded.
 
     Tensors that need a gradient must be among the arguments and in a returned tuple, because FSDP
@@ -35,7 +53,13 @@ def run_unsharded(module: nn.Module, function: Callable[..., T], *args: Any) -> 
     return module.run(function, *args) if is_sharded(module) else function(*args)
 
 
-def expert_ranks(experts: nn.Module) -> ExpertRanks | None:
+def reshard(module: object) -> None:
+    """Free the weights of other ranks, if the module's weights are sharded."""
+    if is_sharded(module):
+        module.reshard()
+
+
+def expert_ranks(experts: object) -> ExpertRanks | None:
     """Return the ranks that share a layer's experts, or None if each rank has all experts."""
     return experts.__dict__.get("ranks") if is_sharded(experts) else None
 
@@ -71,7 +95,10 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(device_mesh(parameter), []).append(parameter)
-    norms = [full_tensor(get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    norms = []
+    for group in by_mesh.values():
+        gradients = [p.grad for p in group if p.grad is not None]
+        norms.append(full_tensor(get_total_norm(gradients)))
     norm = norms[0] if len(norms) == 1 else torch.stack([n.cpu() for n in norms]).norm()
     for group in by_mesh.values():
         clip_grads_with_norm_(group, max_norm, norm)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gspo.distributed.ranks import Ranks
 from gspo.model.forward.experts import run_experts
+from gspo.model.forward.layers import Experts
 from gspo.model.sharding.expert_parallel import ExpertRanks
 
 # It warns whenever experts' weights or norms are unsharded in two collectives: one among the ranks
@@ -114,19 +115,19 @@ class Shards:
                 module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
             module.ranks = ExpertRanks(self.expert_mesh.get_group())
             # transformers' forward does not know about ranks
-            module.forward = MethodType(_experts_forward, module)
+            add_method(module, "forward", _experts_forward)
 
     def _fully_shard(
         self, module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy
     ) -> None:
         """Shard the parameters of a module that no submodule has sharded."""
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
         # The loss is divided by the counts of all ranks already, so gradients are summed over the
         # ranks, not averaged.
-        module.set_gradient_divide_factor(1.0)
+        sharded.set_gradient_divide_factor(1.0)
         # gloo has no other reduction
-        module.set_force_sum_reduction_for_comms(True)
-        module.run = MethodType(_run, module)
+        sharded.set_force_sum_reduction_for_comms(True)
+        add_method(module, "run", _run)
         register_fsdp_forward_method(module, "run")
 
     def lockstep(self, needs_gradient: list[bool]) -> Iterator[tuple[int | None, bool]]:
@@ -149,13 +150,19 @@ def local_rows(tensor: Tensor) -> range:
     rows = range(len(tensor))
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
+        dimensions = mesh.mesh_dim_names or ()
         for name in (EXPERTS, SHARD):
-            if name in mesh.mesh_dim_names:
-                ranks = mesh.size(mesh.mesh_dim_names.index(name))
+            if name in dimensions:
+                ranks = mesh.size(dimensions.index(name))
                 rows_per_rank = -(-len(rows) // ranks)
                 first = mesh.get_local_rank(name) * rows_per_rank
                 rows = rows[first : first + rows_per_rank]
     return rows
+
+
+def add_method(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Give a single module a method, or replace its method. The module is the first argument."""
+    setattr(module, name, MethodType(function, module))
 
 
 def _run(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
@@ -163,10 +170,10 @@ def _run(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
 
 
 def _experts_forward(
-    module: nn.Module,
+    experts: Experts,
     h_NW: Tensor,
     experts_NK: Tensor,
     weights_NK: Tensor,
 ) -> Tensor:
     """Replace the forward of transformers' experts."""
-    return run_experts(module, h_NW, weights_NK, experts_NK)
+    return run_experts(experts, h_NW, weights_NK, experts_NK)

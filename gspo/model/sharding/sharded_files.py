@@ -32,6 +32,7 @@ from gspo.model.loading import (
     Loaded,
     check_tokenizer_files,
     load_config,
+    load_tokenizer,
     one_line,
     save_configuration,
     usable,
@@ -89,7 +90,7 @@ def load_sharded(
     check_same_files(path, folder, shards.ranks)
     check_tokenizer_files(str(folder))
     with one_line(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(folder)
         config = load_config(str(folder), attention)
     model_class = (config.architectures or [""])[0]
     if model_class not in FAMILIES:

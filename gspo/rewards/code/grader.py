@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -231,7 +231,7 @@ def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
     return Grade(outcome.verdict, tuple(cases), detail)
 
 
-def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Iterator[_CaseOutcome]:
+def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Generator[_CaseOutcome]:
     """Yield the outcomes of the tests in order. Each test runs when the caller asks for it."""
     if len(submission.code) > MAX_CODE_CHARS:
         yield _CaseOutcome("compile-error", f"longer than {MAX_CODE_CHARS} characters")
@@ -280,7 +280,7 @@ def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _CaseOutcome:
 
 def _call_outcomes(
     slot: Slot, submission: Submission, calls: list[_Call]
-) -> Iterator[_CaseOutcome]:
+) -> Generator[_CaseOutcome]:
     with slot.open("function", {"code": submission.code, "objects": False}) as session:
         _, failure = _result(session.exchange(None, pause=False), LOADING)
         if failure:

@@ -323,7 +323,8 @@ def _with_braces(answer: str) -> str:
         if degree:
             position = degree.end()
         for _ in range(1 if is_root else 2):
-            begin = SPACES.match(answer, position).end()
+            spaces = SPACES.match(answer, position)
+            begin = spaces.end() if spaces else position
             end = _end_of_argument(answer, begin)
             if end < 0:
                 break

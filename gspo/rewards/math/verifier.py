@@ -30,6 +30,7 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import IO, NamedTuple
 
 from gspo.rewards.math.agree import agree
 from gspo.rewards.math.extract import (
@@ -114,16 +115,21 @@ class MathVerifier:
         # in a forked copy, the workers belong to the process that started them
         if self._owner != os.getpid():
             self._start_over()
-        tasks = [_read(text[-MAX_RESPONSE_CHARS:], gold, self.form) for text, gold in items]
-        verdicts = [task if isinstance(task, MathVerdict) else None for task in tasks]
-        undecided = [index for index, verdict in enumerate(verdicts) if verdict is None]
+        verdicts: dict[int, MathVerdict] = {}  # by the index of the item
+        undecided: dict[int, tuple[Node, Node]] = {}  # gold and answer, by the index of the item
+        for index, (text, gold) in enumerate(items):
+            task = _read(text[-MAX_RESPONSE_CHARS:], gold, self.form)
+            if isinstance(task, MathVerdict):
+                verdicts[index] = task
+            else:
+                undecided[index] = task
         with self._lock:
             self._answers_of_call.clear()
             while undecided:  # each round settles one more question of every undecided answer
                 questions: dict[Question, None] = {}  # a dict keeps the order and holds each once
-                for index in undecided:
+                for index, (gold_node, answer_node) in undecided.items():
                     try:
-                        verdicts[index] = self._judge(*tasks[index])
+                        verdicts[index] = self._judge(gold_node, answer_node)
                     except _NeedsWorker as need:
                         questions[need.question] = None
                 try:
@@ -134,8 +140,10 @@ class MathVerifier:
                     for worker in self._pool:
                         worker.stop()
                     raise
-                undecided = [index for index in undecided if verdicts[index] is None]
-        return verdicts
+                undecided = {
+                    index: task for index, task in undecided.items() if index not in verdicts
+                }
+        return [verdicts[index] for index in range(len(items))]
 
     def close(self) -> None:
         """End the workers. The verifier can be used again."""
@@ -146,7 +154,7 @@ class MathVerifier:
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers that were started and not stopped."""
-        return [worker.process.pid for worker in self._pool if worker.process]
+        return [worker.running.process.pid for worker in self._pool if worker.running]
 
     def _start_over(self) -> None:
         self._owner = os.getpid()
@@ -167,11 +175,12 @@ class MathVerifier:
             verdict = "unreadable-gold"
         return MathVerdict(verdict, spelling(answer))
 
-    def _known_answer(self, *question: str) -> bool:
+    def _known_answer(self, kind: str, gold: str, other: str) -> bool:
         """Return the answer to a question.
 
         Raises _NeedsWorker if there is none yet, _Unsettled if there can be none, and
         _UnreadableGold if its gold cannot be parsed."""
+        question = (kind, gold, other)
         if question not in self._answers_of_call:
             if question not in self._answers:
                 raise _NeedsWorker(question)
@@ -244,62 +253,78 @@ def gold_structure(gold: str) -> Node | None:
         return None
 
 
+class _Running(NamedTuple):
+    """A running worker process and the pipes to it."""
+
+    process: subprocess.Popen[bytes]
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+
 class _Worker:
-    """A worker process and the pipes to it."""
+    """A worker process, which is started when it is needed."""
 
     def __init__(self, seconds: float, memory_mb: int) -> None:
         self.seconds = seconds
         self.memory_mb = memory_mb
-        self.process: subprocess.Popen[bytes] | None = None
+        self.running: _Running | None = None
         # its CPU time when that was last seen to change, and the clock at that moment
         self.cpu = 0.0
         self.cpu_changed = 0.0
 
     def send(self, question: Question) -> None:
         """Hand over a question, and start the worker if it is not running."""
-        if self.process is None or self.process.poll() is not None:
+        running = self.running
+        if running is None or running.process.poll() is not None:
             self.stop()
-            self.start()
+            running = self.start()
         self.cpu = 0.0
         self.cpu_changed = time.monotonic()
         # it died just now, and receive() will find the end of its output
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-            self.process.stdin.flush()
+            running.stdin.write(json.dumps(question).encode() + b"\n")
+            running.stdin.flush()
 
     def receive(self) -> bool | str:
         """Return the worker's answer: true, false or "gold".
 
         Return "timeout" if the kernel ended it for its CPU time. Return "lost" if it died or hangs
         otherwise, or has no memory left, perhaps because of earlier questions."""
-        has_output = bool(wait([self.process.stdout], timeout=0))
-        line = self.process.stdout.readline() if has_output else b""
+        running = self.started()
+        has_output = bool(wait([running.stdout.fileno()], timeout=0))
+        line = running.stdout.readline() if has_output else b""
         if line.endswith(b"\n"):
             with contextlib.suppress(ValueError):
                 reply = json.loads(line)
                 if reply in (True, False, "gold"):
                     return reply
-        timed_out = not line and not self.hangs() and self.process.wait() == -signal.SIGPROF
+        timed_out = not line and not self.hangs() and running.process.wait() == -signal.SIGPROF
         self.stop()
         return "timeout" if timed_out else "lost"
 
     def hangs(self) -> bool:
         """Return whether it has used no CPU time for long, and so is stopped or waits in vain."""
-        cpu = _cpu_time(self.process.pid)
+        cpu = _cpu_time(self.started().process.pid)
         now = time.monotonic()
         if cpu != self.cpu:
             self.cpu = cpu
             self.cpu_changed = now
         return now - self.cpu_changed > HANG_FACTOR * self.seconds
 
-    def start(self) -> None:
+    def started(self) -> _Running:
+        """Return the process. Raises RuntimeError if `send` was not called before."""
+        if self.running is None:
+            raise RuntimeError("the math worker is not running")
+        return self.running
+
+    def start(self) -> _Running:
         """Start the worker and wait until it has loaded math-verify.
 
         Raises RuntimeError if it cannot load it.
         """
         arguments = [str(os.getpid()), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
         environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-s", "-P", str(WORKER), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -307,32 +332,35 @@ class _Worker:
             env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"} | environment,
             start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the worker
         )
-        if self.process.stdout.readline() != b"ready\n":
-            status = self.process.wait()
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the math worker has no pipes")
+        self.running = _Running(process, process.stdin, process.stdout)
+        if self.running.stdout.readline() != b"ready\n":
+            status = process.wait()
             self.stop()
             raise RuntimeError(
                 f"the math worker did not start (exit status {status}): is math-verify installed?"
             )
+        return self.running
 
     def stop(self) -> None:
         """End the worker and collect it, so that no zombie stays."""
-        if self.process is None:
+        if self.running is None:
             return
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        self.running.process.kill()
+        self.running.process.wait()
+        for pipe in (self.running.stdin, self.running.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        self.process = None
+        self.running = None
 
 
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
-        readable = wait([worker.process.stdout for worker in workers], timeout=0.5)
-        ready = [
-            worker for worker in workers if worker.process.stdout in readable or worker.hangs()
-        ]
+        outputs = {worker: worker.started().stdout.fileno() for worker in workers}
+        readable = wait(outputs.values(), timeout=0.5)
+        ready = [worker for worker in workers if outputs[worker] in readable or worker.hangs()]
         if ready:
             return ready
 

@@ -62,7 +62,7 @@ for _name in OPERATIONS.split():
 
 def run(channel: Channel) -> None:
     """Run the test of the first message and report the verdict."""
-    first = channel.read()
+    first = channel.read_first()
     tester = Tester(channel, first["entry_point"])
     random.seed(SEED)
     verdict, detail = tester.judge(first["prelude"], first["test"])

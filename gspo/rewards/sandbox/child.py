@@ -54,7 +54,7 @@ def run(kind: str, channel: Channel) -> None:
 
 def serve(channel: Channel) -> None:
     """Load the program of the first message, then answer requests until there are no more."""
-    first = channel.read()
+    first = channel.read_first()
     candidate = Candidate(first["objects"], channel.write_limit)
     channel.write(candidate.answer(LOADING, candidate.load, first["code"]))
     del first

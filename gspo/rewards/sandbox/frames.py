@@ -115,5 +115,12 @@ class Channel:
             message = self.decoder.message()
         return message
 
+    def read_first(self) -> dict[str, Any]:
+        """Return the first message. Raises ProtocolError if there is none."""
+        message = self.read()
+        if message is None:
+            raise ProtocolError("the stream ended before the first message")
+        return message
+
     def close(self) -> None:
         os.close(self.fd)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ class Slot:
         return output, ended
 
     @contextlib.contextmanager
-    def open(self, kind: str, first_message: dict[str, Any]) -> Iterator[ProgramSession]:
+    def open(self, kind: str, first_message: dict[str, Any]) -> Generator[ProgramSession]:
         """Yield a session with a fresh child, to which the first message was sent.
 
         `kind` is "function" for candidates and "tester" for trusted test code."""
@@ -90,7 +90,7 @@ class Slot:
             self._servers.pop(role).stop()
 
     @contextlib.contextmanager
-    def _session(self, kind: str, files: list[int], limits: Limits) -> Iterator[ProgramSession]:
+    def _session(self, kind: str, files: list[int], limits: Limits) -> Generator[ProgramSession]:
         role = "tester" if kind == "tester" else "candidate"
         try:
             session = ProgramSession(self._server(role), kind, files, limits)

@@ -36,7 +36,7 @@ epoll_create:213/- epoll_create1:291/20 epoll_ctl:233/21 epoll_wait:232/- epoll_
 eventfd2:290/19 recvfrom:45/207 kill:62/129 tgkill:234/131 clone:56/220 clone3:435/435 prctl:157/167
 prlimit64:302/261 ioctl:16/29 fcntl:72/25 socketpair:53/199 sendto:44/206
 """
-NUMBERS = dict(item.split(":") for item in TABLE.split())
+NUMBERS = {name: numbers for name, numbers in (item.split(":") for item in TABLE.split())}
 
 OWN_PID = 0x7A5C3E19  # stands for the process's own id, which is only known after the fork
 # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX

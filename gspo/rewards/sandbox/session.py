@@ -9,7 +9,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -240,8 +240,7 @@ class ProgramSession:
         return self._wait()
 
     def _end_with(self, why: str, detail: str) -> ProgramEnd:
-        self._kill()
-        killed = self.ended
+        killed = self._kill()
         self.ended = ProgramEnd(
             why, killed.code, killed.cpu_seconds, killed.memory_mb, detail=detail
         )
@@ -251,7 +250,8 @@ class ProgramSession:
         self.server_failed = True
         self.ended = ProgramEnd("sandbox-error", detail=detail)
 
-    def _kill(self) -> None:
+    def _kill(self) -> ProgramEnd:
+        """Let the server kill the program, and return its end."""
         self.server.say(b"k")
         deadline = time.monotonic() + MAX_KILL_SECONDS
         while self.ended is None:
@@ -259,10 +259,11 @@ class ProgramSession:
                 self._hear()
             else:
                 self._fail("the fork server does not answer")
+        return self.ended
 
 
 @contextlib.contextmanager
-def memory_file(content: bytes | None) -> Iterator[int]:
+def memory_file(content: bytes | None) -> Generator[int]:
     """Yield the descriptor of a file in memory: `content` to read or, with None, a file to write.
 
     It is a temporary file if the system has no files in memory."""

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import types
+from typing import Literal
 
 from gspo.rewards.sandbox.frames import Channel
 
@@ -29,7 +30,7 @@ COMPILE_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, Memory
 def run(channel: Channel) -> None:
     """Read the program, run it, and end the process."""
     exit_process = os._exit  # the program may replace os._exit
-    code = channel.read()["code"]
+    code = channel.read_first()["code"]
     try:
         program = compile(code, "program.py", "exec", dont_inherit=True)
     except COMPILE_ERRORS:
@@ -62,7 +63,7 @@ def open_streams() -> None:
     sys.stderr = sys.__stderr__ = text_file(2, "w")
 
 
-def text_file(fd: int, mode: str) -> io.TextIOWrapper:
+def text_file(fd: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
     return open(
         fd,
         mode,
@@ -97,7 +98,8 @@ def finish(status: int) -> int:
     """Wait for threads, run exit handlers, write the buffered output, and return the exit status.
 
     It is 120 if the writing fails, as in Python."""
-    threading._shutdown()
+    # a private function, which type checkers do not know
+    vars(threading)["_shutdown"]()
     atexit._run_exitfuncs()
     try:
         if sys.stdout is not None and not sys.stdout.closed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, new_rows, to_response
 from gspo.rollout.engines.vllm_host import Completion

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.rollout.engines.stop_strings import StopStringDetector, check_stop
 from gspo.rollout.engines.truncation import Truncation
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo.data.samples import Problem, Score, Turn
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, Turn
 from gspo.rollout.engines.requests import RandomKey
 from gspo.tasks.environments.player import Call, EnvironmentFailed, Player, still_running
 from gspo.tasks.environments.protocol import EnvironmentTask

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.data.samples import Problem, Response, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, ScoredResponse
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.cuda_streams import SideStream

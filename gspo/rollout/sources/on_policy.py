@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gspo.data.samples import Problem, Response, ScoredResponse, all_same
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, ScoredResponse, all_same
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import RandomKey, SamplingRequest

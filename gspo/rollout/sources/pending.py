@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo.data.samples import Problem, Response, Score, ScoredResponse, Turn
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, Score, ScoredResponse, Turn
 from gspo.io.untrusted import MAX_ROWS_FILE_BYTES, parse_json, read_bytes
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 

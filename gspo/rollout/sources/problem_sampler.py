@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from gspo.data.samples import Problem, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import ranged
 from gspo.tasks.base import TRAINING_SPLITS, check_split

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
@@ -144,7 +144,7 @@ class TextGame(Environment):
     def __init__(self, env: Any, task: TextGames) -> None:
         self.env = env
         self.task = task
-        self.space = getattr(env, "action_space", None)
+        self.space: Any = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
             raise ValueError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import permutation
 from gspo.io.ranges import outside_code
 from gspo.io.user_code import import_object, is_path

@@ -36,7 +36,7 @@ import datasets
 import verifiers as vf
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.tasks.environments.player import MAX_MEASURES
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
 
@@ -133,36 +133,44 @@ class VfEpisode(Environment):
     def close(self) -> None:
         """End the rollout, if it has not ended. The environment then cleans up."""
         if self.rollout:
-            on_loop(self._cancel())
+            on_loop(self._cancel(self.rollout))
 
     async def _start(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
         FAULTS.set(self.faults)
         self.rollout = asyncio.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
-        return await self._next_request()
+        return await self._next_request(self.rollout)
 
     async def _pass_on(self, turn: ResponseMessage) -> tuple[list[Any], list[Any]] | None:
         self.policy.turns.put_nowait(turn)
-        return await self._next_request()
+        return await self._next_request(self._started_rollout())
 
-    async def _next_request(self) -> tuple[list[Any], list[Any]] | None:
+    async def _next_request(
+        self, rollout: asyncio.Task[dict[str, Any]]
+    ) -> tuple[list[Any], list[Any]] | None:
         """Wait for the rollout's next request, and return it, or None if the rollout ends."""
         request = asyncio.create_task(self.policy.requests.get())
-        await asyncio.wait({request, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({request, rollout}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():
             return request.result()
         request.cancel()
         return None
 
-    async def _cancel(self) -> None:
-        self.rollout.cancel()
-        await asyncio.wait({self.rollout})
+    async def _cancel(self, rollout: asyncio.Task[dict[str, Any]]) -> None:
+        rollout.cancel()
+        await asyncio.wait({rollout})
+
+    def _started_rollout(self) -> asyncio.Task[dict[str, Any]]:
+        """Return the rollout. Raises RuntimeError before `reset`, which starts it."""
+        if self.rollout is None:
+            raise RuntimeError("the episode has not begun")
+        return self.rollout
 
     def _final_outcome(self, bad_call: bool) -> Outcome:
         """Return the outcome of the last turn.
 
         Raises the exception of the rollout, if it raised one. Raises RuntimeError if the rollout
         recorded an error that the policy did not cause."""
-        state = self.rollout.result()
+        state = self._started_rollout().result()
         error = state["error"]
         if error and error["error"] not in POLICY_ERRORS:
             raise RuntimeError(error["error_chain_repr"])
@@ -197,25 +205,21 @@ def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> L
 
     Raises ValueError, which names `key`, if the call fails or the environment is unusable."""
     quieten()
+    name = getattr(function, "__name__", str(function))
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ValueError(
-            f"{key}arguments={arguments} does not fit {function.__name__}: {error}"
-        ) from None
+        raise ValueError(f"{key}arguments={arguments} does not fit {name}: {error}") from None
     try:
         env = function(**arguments)
         if not isinstance(env, vf.Environment):
             raise TypeError(
-                f"{function.__name__} returned {type(env).__name__}, "
-                "not an environment of verifiers"
+                f"{name} returned {type(env).__name__}, not an environment of verifiers"
             )
         train = env.build_dataset()
         evaluation = env.build_eval_dataset()
     except Exception as error:  # an environment may raise anything
-        raise ValueError(
-            f"{key}env: {function.__name__} failed: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{key}env: {name} failed: {type(error).__name__}: {error}") from error
     if env.requires_group_rollouts:
         raise ValueError(
             f"{key}env: its rubric scores whole groups at once; "
@@ -238,9 +242,8 @@ def quieten() -> None:
     stand_in = {
         name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")
     }
-    sys.modules[vf.Environment.__module__].signal = SimpleNamespace(
-        **stand_in, signal=lambda number, handler: None
-    )
+    module: Any = sys.modules[vf.Environment.__module__]
+    module.signal = SimpleNamespace(**stand_in, signal=lambda number, handler: None)
     datasets.disable_progress_bars()
     log = logging.getLogger("verifiers")
     log.setLevel(log.level or logging.WARNING)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import permutation
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
-from gspo.tasks.benchmarks.records_file import Row, Source
+from gspo.tasks.benchmarks.records_file import DataRow, Source
 
 # Replacements for problems with too long prompts have indices from here on. The index modulo this
 # number keeps their epoch small.
@@ -67,8 +67,9 @@ class Benchmark(Task):
 
     # see gspo.tasks.base; each benchmark names the evaluation that its limit is from
     max_new_tokens: ClassVar[int] = 0
-    hub_split: ClassVar[str] = "test"  # the hub's split that holds the evaluation set
-    hub_train_split: ClassVar[str] = ""  # the hub's training split; "" if the benchmark has none
+    # OwnRows has the next two as settings. They have no annotation, so they are no fields here.
+    hub_split = "test"  # the hub's split that holds the evaluation set
+    hub_train_split = ""  # the hub's training split; "" if the benchmark has none
     one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
     # the prefix of these settings in messages; `gspo evaluate` sets tasks.NAME
     key: ClassVar[str] = "task"
@@ -85,7 +86,7 @@ class Benchmark(Task):
         # the evaluation set
         self.skipped: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         """Return a record as an item, or None if it does not belong to this set.
 
         Raises ValueError for an invalid record."""

@@ -17,13 +17,16 @@ from gspo.io.ranges import choice, ranged
 from gspo.rewards.code.grader import Asserts, StdinCase
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
 from gspo.tasks.benchmarks.base import Item
-from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
-from gspo.tasks.benchmarks.records_file import Row, Source, writable
+from gspo.tasks.benchmarks.programs import (
+    EXPERT,
+    MAX_PARSED_CHARS,
+    READ_STDIN,
+    CodeBenchmark,
+    Tests,
+)
+from gspo.tasks.benchmarks.records_file import DataRow, Source, writable
 
 MAX_RATING = 10_000  # the best of all people have 4,000
-# Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
-# does, a long text that is nested deeply overflows the stack and kills the process.
-MAX_PARSED_CHARS = 20_000
 EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py
 HUMANEVAL_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al., arXiv:2107.03374
 MBPP_STOPS = ("[DONE]",)
@@ -59,7 +62,7 @@ class HumanEval(CodeBenchmark):
     def completes(self) -> bool:
         return self.wording == "completion"
 
-    def item(self, row: Row, training: bool) -> Item:
+    def item(self, row: DataRow, training: bool) -> Item:
         text = row.text("prompt")
         entry_point = row.text("entry_point")
         preamble, function, _ = text.rpartition(f"def {entry_point}(")
@@ -91,7 +94,7 @@ class Mbpp(CodeBenchmark):
     wording: str = choice("instruct", ("instruct", "completion"))
     shown_tests: int = ranged(3, least=1, most=3)
     cpu_seconds: float = 6.0  # one of the reference solutions takes 2.6 s
-    hub_train_split: ClassVar[str] = "train"
+    hub_train_split = "train"
     one_file: ClassVar[bool] = True
     max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = MBPP_STOPS
@@ -103,7 +106,7 @@ class Mbpp(CodeBenchmark):
     def completes(self) -> bool:
         return self.wording == "completion"
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         number = row.get("task_id", int)
         if not (601 <= number <= 974 if training else 11 <= number <= 510):
             return None
@@ -162,7 +165,7 @@ class RatedPrograms(CodeBenchmark):
     name: str = "codeforces"
     cpu_seconds: float = 4.0
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         text = row.first("prompt", "statement", "question")
         rating = None
         if not training or "rating" in row.values:
@@ -185,7 +188,7 @@ class RatedPrograms(CodeBenchmark):
         tests = Tests("", tuple(replace(case, rule=rule) for case in cases))
         return Item(text, prompt, tests, rating=rating)
 
-    def _cases(self, row: Row) -> tuple[StdinCase, ...]:
+    def _cases(self, row: DataRow) -> tuple[StdinCase, ...]:
         tests = row.get("tests", list)
         if not tests:
             raise row.wrong("tests", "is empty: every program would pass")
@@ -195,12 +198,12 @@ class RatedPrograms(CodeBenchmark):
                 raise row.wrong(
                     "tests", f"must hold objects with stdin and stdout; test {number} is none"
                 )
-            inner = Row(f"{row.where}, test {number}", test)
+            inner = DataRow(f"{row.where}, test {number}", test)
             cases.append(StdinCase(inner.get("stdin", str), inner.get("stdout", str)))
         return tuple(cases)
 
 
-def output_rule(row: Row) -> OutputRule:
+def output_rule(row: DataRow) -> OutputRule:
     """Return the rule that compares outputs of a record. Raises ValueError for invalid values."""
     tolerance = row.get("tolerance", int, float, default=CODEFORCES_TOLERANCE)
     if not 0 <= tolerance < 1:
@@ -221,7 +224,7 @@ def output_rule(row: Row) -> OutputRule:
     return OutputRule(checker=checker)
 
 
-def apps_cases(row: Row) -> tuple[StdinCase, ...]:
+def apps_cases(row: DataRow) -> tuple[StdinCase, ...]:
     """Return the tests of `input_output` in the form of APPS and TACO.
 
     The result is empty if the tests call a function."""
@@ -243,7 +246,7 @@ def apps_cases(row: Row) -> tuple[StdinCase, ...]:
     return cases
 
 
-def called_function(row: Row, asserts: list[str], code: str) -> str:
+def called_function(row: DataRow, asserts: list[str], code: str) -> str:
     """Return the name of the reference solution's function that the asserts call.
 
     Raises ValueError if a text is too long or is not Python, or if no such function is called.

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
@@ -112,6 +113,13 @@ class Entry:
     answer: str | None
     metadata: dict[str, Any]
 
+    @property
+    def exact_answer(self) -> str:
+        """The only right answer. Raises ValueError if the library gives none."""
+        if self.answer is None:
+            raise ValueError("reasoning-gym gives no answer to this problem")
+        return self.answer
+
 
 @dataclass
 class GymProblems(Task):
@@ -183,7 +191,7 @@ class GymProblems(Task):
         except UnusableAnswer as verdict:
             return Score(0.0, str(verdict))
         if self.dataset in EXACT:
-            right = normal_form(answer) == normal_form(entry.answer)
+            right = normal_form(answer) == normal_form(entry.exact_answer)
         elif self.dataset in NUMBERS:
             right = reaches(answer, entry.metadata["numbers"], entry.metadata.get("target", 24))
         else:

@@ -31,7 +31,7 @@ from typing import Any
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
-from gspo.tasks.benchmarks.records_file import Row, writable
+from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 # decompressed tests of a record; a few kB of zlib can hold gigabytes
 MAX_DECOMPRESSED_BYTES = 1 << 28
@@ -71,6 +71,39 @@ class Packed:
     private: str
     preamble: str = IMPORTS
 
+    @property
+    def entry_point(self) -> str:
+        """The function that the tests call, "" for whole programs."""
+        return self.function
+
+    @property
+    def start(self) -> str:
+        """The start of the function, which no problem of LiveCodeBench has."""
+        return ""
+
+    def decoded(self) -> Tests:
+        """Return the decoded tests.
+
+        Raises ValueError, which names the record, if they cannot be decoded."""
+        tests = read_tests(self.public, self.where, "public_test_cases")
+        tests += read_tests(self.private, self.where, "private_test_cases")
+        row = DataRow(self.where, {})
+        if not tests:
+            raise row.wrong(
+                "private_test_cases", "and 'public_test_cases' are empty: every program would pass"
+            )
+        if not writable(tests):
+            raise row.wrong(
+                "private_test_cases",
+                "or 'public_test_cases' holds half a character (a lone surrogate)",
+            )
+        if sum(map(_count_values_of_test, tests)) > MAX_VALUES:
+            raise row.wrong(
+                "private_test_cases", f"or 'public_test_cases' holds more than {MAX_VALUES} values"
+            )
+        cases = tuple(_case(row, test, self.function) for test in tests)
+        return Tests(self.function, cases, self.preamble)
+
 
 @dataclass
 class LiveCodeBench(CodeBenchmark):
@@ -93,7 +126,7 @@ class LiveCodeBench(CodeBenchmark):
         if self.start_date and self.end_date and self.start_date > self.end_date:
             raise ValueError(f"start_date={self.start_date} is after end_date={self.end_date}")
 
-    def item(self, row: Row, training: bool) -> Item | None:
+    def item(self, row: DataRow, training: bool) -> Item | None:
         # the date is a text, or a time if the reader has parsed it
         day = str(row.values.get("contest_date", ""))[:10]
         if not _is_date(day):
@@ -113,34 +146,8 @@ class LiveCodeBench(CodeBenchmark):
         else:
             prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
-        self.tests(packed)
+        packed.decoded()  # raises ValueError for tests that cannot be decoded
         return Item(text, prompt, packed, family)
-
-    def tests(self, answer: Packed) -> Tests:
-        """Return the decoded tests.
-
-        Raises ValueError, which names the record, if they cannot be decoded."""
-        tests = read_tests(answer.public, answer.where, "public_test_cases")
-        tests += read_tests(answer.private, answer.where, "private_test_cases")
-        row = Row(answer.where, {})
-        if not tests:
-            raise row.wrong(
-                "private_test_cases", "and 'public_test_cases' are empty: every program would pass"
-            )
-        if not writable(tests):
-            raise row.wrong(
-                "private_test_cases",
-                "or 'public_test_cases' holds half a character (a lone surrogate)",
-            )
-        if sum(map(_count_values_of_test, tests)) > MAX_VALUES:
-            raise row.wrong(
-                "private_test_cases", f"or 'public_test_cases' holds more than {MAX_VALUES} values"
-            )
-        cases = tuple(_case(row, test, answer.function) for test in tests)
-        return Tests(answer.function, cases, answer.preamble)
-
-    def called_function(self, answer: Packed) -> str:
-        return answer.function
 
     def entry_point(self, tests: Tests, code: str) -> str:
         """Return the function, or the method of `Solution` if the program has that class."""
@@ -153,7 +160,7 @@ class LiveCodeBench(CodeBenchmark):
         end = self.end_date or "ever"
         return f"no problem has a contest_date from {start} to {end}"
 
-    def _function(self, row: Row) -> str:
+    def _function(self, row: DataRow) -> str:
         """Return the name of the function of functional tests, "" if the record has none."""
         metadata = row.get("metadata", str, dict, default="")
         try:
@@ -226,7 +233,7 @@ def unpacked(text: str) -> str:
                 "it must hold one text and nothing else"
             )
         if opcode.name in TEXT_OPCODES:
-            texts.append(argument)
+            texts.append(str(argument))
         elif opcode.name not in HARMLESS_OPCODES:
             raise ValueError(f"a pickle with {opcode.name}: it must hold one text and nothing else")
     if len(texts) != 1:
@@ -234,13 +241,13 @@ def unpacked(text: str) -> str:
     return texts[0]
 
 
-def _case(row: Row, test: Any, function: str) -> FunctionCase | StdinCase:
+def _case(row: DataRow, test: Any, function: str) -> FunctionCase | StdinCase:
     """Return the test as a case for the grader. Raises ValueError if it is invalid."""
     if not isinstance(test, dict):
         raise row.wrong(
             "private_test_cases", "or 'public_test_cases' holds a test that is no object"
         )
-    inner = Row(f"{row.where}, a test", test)
+    inner = DataRow(f"{row.where}, a test", test)
     input_text = inner.get("input", str)
     expected = inner.get("output", str)
     kind = inner.get("testtype", str)
@@ -271,7 +278,7 @@ def _integer(digits: str) -> int:
     return int(Decimal(digits))
 
 
-def _json_text(row: Row, key: str) -> str:
+def _json_text(row: DataRow, key: str) -> str:
     """Return a value as JSON text, even if the hub's reader has parsed it."""
     value = row.get(key, str, list)
     return value if isinstance(value, str) else json.dumps(value)

@@ -20,12 +20,13 @@ import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.tasks.benchmarks.base import Benchmark, Item
-from gspo.tasks.benchmarks.records_file import Row
+from gspo.tasks.benchmarks.records_file import DataRow
 
 WORDINGS = {
     "boxed": "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
@@ -66,17 +67,17 @@ class MathBenchmark(Benchmark):
         super().__post_init__()
         self._verifier = MathVerifier(self.form, self.workers, self.seconds, self.memory_mb)
 
-    def item(self, row: Row, training: bool) -> Item:
+    def item(self, row: DataRow, training: bool) -> Item:
         text, gold = self.read(row)
         return Item(text, WORDINGS[self.form].format(text), gold, self.family(row))
 
-    def read(self, row: Row) -> tuple[str, str]:
+    def read(self, row: DataRow) -> tuple[str, str]:
         """Return the problem and its gold (the right answer).
 
         Raises ValueError for an invalid record."""
         return row.first("problem", "question"), gold_of(row)
 
-    def family(self, row: Row) -> str:
+    def family(self, row: DataRow) -> str:
         """Return the kind of problem, "" if the record does not have it."""
         return ""
 
@@ -113,9 +114,9 @@ class GSM8K(MathBenchmark):
     hub: str = "openai/gsm8k"
     hub_config: str = "main"
     max_new_tokens: ClassVar[int] = QWEN_MATH_MAX_NEW_TOKENS
-    hub_train_split: ClassVar[str] = "train"
+    hub_train_split = "train"
 
-    def read(self, row: Row) -> tuple[str, str]:
+    def read(self, row: DataRow) -> tuple[str, str]:
         solution = row.text("answer")
         gold = solution.rpartition("####")[2].strip().replace(",", "")
         if "####" not in solution or not NUMBER.fullmatch(gold):
@@ -137,7 +138,7 @@ class Math500(MathBenchmark):
     hub: str = "HuggingFaceH4/MATH-500"
     max_new_tokens: ClassVar[int] = DEEPSEEK_R1_MAX_NEW_TOKENS
 
-    def read(self, row: Row) -> tuple[str, str]:
+    def read(self, row: DataRow) -> tuple[str, str]:
         if "reference_solution" not in row.values:
             return super().read(row)
         prompt = row.text("prompt")
@@ -149,7 +150,7 @@ class Math500(MathBenchmark):
             raise row.wrong("reference_solution", "must end in #### and the answer")
         return (problem.strip() if assistant else prompt), gold
 
-    def family(self, row: Row) -> str:
+    def family(self, row: DataRow) -> str:
         subject = row.get("subject", str, default="")
         if not subject:
             subject = row.get("type", str, default="")
@@ -164,7 +165,7 @@ class Competition(MathBenchmark):
     max_new_tokens: ClassVar[int] = DEEPSEEK_R1_MAX_NEW_TOKENS
     largest: ClassVar[int] = 999
 
-    def item(self, row: Row, training: bool) -> Item:
+    def item(self, row: DataRow, training: bool) -> Item:
         item = super().item(row, training)
         if training:
             return item
@@ -182,7 +183,7 @@ class AIME24(Competition):
 
     name: str = "aime24"
     hub: str = "HuggingFaceH4/aime_2024"
-    hub_split: ClassVar[str] = "train"
+    hub_split = "train"
 
 
 @dataclass
@@ -205,7 +206,7 @@ class AMC23(Competition):
     largest: ClassVar[int] = 10**9
 
 
-def gold_of(row: Row) -> str:
+def gold_of(row: DataRow) -> str:
     """Return the gold of a record: its `answer`, or the content of the last box of `solution`."""
     if "answer" in row.values:
         answer = row.get("answer", str, int, float)

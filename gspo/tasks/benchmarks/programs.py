@@ -3,8 +3,9 @@
 The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. If
 the tests call a function, it is the last block that defines the function. Otherwise it is the last
 block that is Python and does more than name values. If there is no such block, it is the last
-block. A block that is still open at the end of the response counts too. A block that is indented
-under a list item loses that indentation. Without a block the verdict is "no-answer".
+block. A block of more than 20,000 characters is not parsed, and counts as such Python. A block that
+is still open at the end of the response counts too. A block that is indented under a list item
+loses that indentation. Without a block the verdict is "no-answer".
 
 A base model's response continues the prompt. It is cut at the beginning of the next definition or
 statement, because base models often continue with another problem. A truncated response scores 0.
@@ -17,14 +18,18 @@ import ast
 import re
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
 from gspo.tasks.benchmarks.base import Benchmark
 
 PYTHON = ("", "python", "py", "python3")
+# Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
+# does, a long text that is nested deeply overflows the stack and kills the process.
+MAX_PARSED_CHARS = 20_000
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 # LiveCodeBench's prompt, lcb_runner/prompts/code_generation.py.
 EXPERT = (
@@ -41,6 +46,18 @@ READ_STDIN = (
 )
 
 
+class ProblemTests(Protocol):
+    """The tests of a problem as an answer holds them, which may be encoded as in their file."""
+
+    @property
+    def entry_point(self) -> str: ...
+    @property
+    def preamble(self) -> str: ...
+    @property
+    def start(self) -> str: ...
+    def decoded(self) -> Tests: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Tests:
     """The tests of a problem, and the parts of a program that the problem gives.
@@ -51,6 +68,10 @@ class Tests:
     cases: tuple[FunctionCase | StdinCase | Asserts, ...]
     preamble: str = ""  # code of the problem, put before a program
     start: str = ""  # the start of the function, which a completion continues
+
+    def decoded(self) -> Tests:
+        """Return the tests themselves."""
+        return self
 
 
 @dataclass
@@ -85,7 +106,7 @@ class CodeBenchmark(Benchmark):
         """Return reward 1 for programs that pass all tests, else 0.
 
         If the sandbox failed, the reward is None."""
-        scores: list[Score | None] = [None] * len(answers)
+        scores: dict[int, Score] = {}  # by the index of the answer
         submissions: dict[int, Submission] = {}  # by the index of the answer
         decoded: dict[int, Tests] = {}  # decoded once for all responses to a problem
         for index, (problem, text, ended) in enumerate(answers):
@@ -94,16 +115,16 @@ class CodeBenchmark(Benchmark):
                 scores[index] = Score(0.0, verdict)
                 continue
             if id(problem.answer) not in decoded:
-                decoded[id(problem.answer)] = self.tests(problem.answer)
+                decoded[id(problem.answer)] = problem.answer.decoded()
             tests = decoded[id(problem.answer)]
             submissions[index] = Submission(code, self.entry_point(tests, code), tests.cases)
         grades = self._grader.grade(list(submissions.values()))
         for index, grade in zip(submissions, grades, strict=True):
             reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
             scores[index] = Score(reward, grade.verdict)
-        return scores
+        return [scores[index] for index in range(len(answers))]
 
-    def program(self, answer: Tests, text: str, ended: bool) -> tuple[str, str]:
+    def program(self, answer: ProblemTests, text: str, ended: bool) -> tuple[str, str]:
         """Return (program, "") of a response, or ("", verdict) if there is no program."""
         text = text.replace("\r\n", "\n")
         if self.completes():
@@ -115,17 +136,9 @@ class CodeBenchmark(Benchmark):
         elif not ended:
             return "", "truncated"
         else:
-            code = answer_block(text, self.called_function(answer))
+            code = answer_block(text, answer.entry_point)
             program = with_preamble(answer.preamble, code)
         return (program, "") if code.strip() else ("", "no-answer")
-
-    def called_function(self, answer: Tests) -> str:
-        """Return the function that a problem's tests call, "" if they run whole programs."""
-        return answer.entry_point
-
-    def tests(self, answer: Tests) -> Tests:
-        """Return the decoded tests of a problem."""
-        return answer
 
     def entry_point(self, tests: Tests, code: str) -> str:
         """Return the name of the function that the tests call in this program."""
@@ -201,7 +214,10 @@ def defines(code: str, entry_point: str) -> bool:
 def is_plain_output(code: str) -> bool:
     """Return whether a block shows the output of a program.
 
-    Such a block is no Python, or has only values such as 42 or YES."""
+    Such a block is no Python, or has only values such as 42 or YES. A block of more than
+    MAX_PARSED_CHARS characters is not parsed and counts as a program."""
+    if len(code) > MAX_PARSED_CHARS:
+        return False
     try:
         with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
             statements = ast.parse(code).body

@@ -39,7 +39,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """A record, and its address in a file."""
 
     where: str  # the address for messages, such as "aime24/test.jsonl, line 3"
@@ -102,7 +102,7 @@ class Source:
     hub_config: str = ""
     hub_split: str = "test"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[DataRow]:
         """Yield the records in order, read one at a time."""
         if not self.path:
             yield from self._hub_rows()
@@ -138,7 +138,7 @@ class Source:
             )
         return files
 
-    def _hub_rows(self) -> Iterator[Row]:
+    def _hub_rows(self) -> Iterator[DataRow]:
         if not self.hub:
             raise ValueError(
                 f"{self.setting} is empty, and no hub dataset is known. {self._advice()}"
@@ -175,7 +175,7 @@ class Source:
         return f"{advice}."
 
 
-def file_rows(path: Path) -> Iterator[Row]:
+def file_rows(path: Path) -> Iterator[DataRow]:
     """Yield the records of one file. Blank lines of JSONL are skipped.
 
     If the first line of a .json file is a record, the file is read as JSONL. Many published data
@@ -206,11 +206,11 @@ def _begins_with_a_record(path: Path) -> bool:
     return False
 
 
-def checked(where: str, values: dict[str, Any]) -> Row:
+def checked(where: str, values: dict[str, Any]) -> DataRow:
     """Return the record.
 
     Raises ValueError for a key or a value that cannot be written to a run's files."""
-    row = Row(where, values)
+    row = DataRow(where, values)
     for key, value in values.items():
         try:
             is_writable = writable(key) and writable(value)
@@ -398,7 +398,9 @@ def bytes_of(array: Any) -> int:
         binaries = (pyarrow.binary(), pyarrow.large_binary())
         if array.type.value_type not in (*texts, *binaries):
             return array.nbytes
-        return compute.sum(compute.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+        # pyarrow makes its functions such as compute.sum at import, so type checkers do not see them
+        sizes = compute.call_function("binary_length", [array.dictionary])
+        return compute.call_function("sum", [sizes.take(array.indices)]).as_py() or 0
     if "dictionary<" in str(array.type):
         raise OSError(f"a column of type {str(array.type)[:80]} is not read: write its texts out")
     return array.nbytes

@@ -22,7 +22,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task
 

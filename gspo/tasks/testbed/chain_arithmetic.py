@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split, draw_prompt, held_out
@@ -98,7 +99,7 @@ class ChainArithmetic(Task):
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         return [
-            judge(problem, text) if ended else Score(0.0, "truncated")
+            Score(*judge(problem, text)) if ended else Score(0.0, "truncated")
             for problem, text, ended in answers
         ]
 
@@ -139,15 +140,15 @@ def _terms(prompt: str) -> list[int]:
     return [int(term) for term in SIGNED.findall(prompt)]
 
 
-def judge(problem: Problem, text: str) -> Score:
-    """Return the score of a response, whose answer is the text after its only `#`.
+def judge(problem: Problem, text: str) -> tuple[float, str, str]:
+    """Return reward, verdict and answer of a response. The answer is the text after its only `#`.
 
     Numbers are compared as text, so a million digits cost nothing."""
     if "#" not in text:
-        return Score(0.0, "no-answer")
+        return 0.0, "no-answer", ""
     answer = text.partition("#")[2]
     # this rejects a second `#`, trailing text and hedges
     if not INTEGER.fullmatch(answer):
-        return Score(0.0, "malformed")
+        return 0.0, "malformed", ""
     right = answer == str(problem.answer)
-    return Score(float(right), "correct" if right else "wrong", answer)
+    return float(right), "correct" if right else "wrong", answer

@@ -14,7 +14,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
 from gspo.rewards.code.grader import CodeGrader, FunctionCase, Submission

@@ -20,7 +20,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import check_split, draw_prompt

@@ -26,7 +26,7 @@ class Operation:
     word: str  # its name in the prompt
     code: str  # its line in the program, with {} for the parameter
     apply: Callable[[Any, Any], Any]  # the reference implementation, (value, parameter) -> value
-    parameters: tuple[int | str, ...] = (None,)
+    parameters: tuple[int | str | None, ...] = (None,)
     # whether it turns a list or a string into a number, and therefore can only come last
     ends: bool = False
 

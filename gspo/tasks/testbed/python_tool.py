@@ -23,7 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
@@ -215,9 +215,9 @@ class _Episode(Environment):
     def step(self, text: str) -> Outcome:
         code = code_of(text) if self.task.tool else None
         if code is None:
-            score = judge(self.problem, text)
+            reward, verdict, answer = judge(self.problem, text)
             measures = {"tool_calls": 0, "tool_errors": 0}
-            return Outcome("", score.reward, True, score.verdict, score.answer, measures)
+            return Outcome("", reward, True, verdict, answer, measures)
         result, failed = self.task.run(code)
         measures = {"tool_calls": 1, "tool_errors": int(failed)}
         return Outcome(self.task.observation(result, self.rng), measures=measures)

@@ -16,7 +16,7 @@ from gspo.algorithm.kl import ESTIMATORS, KLCoefficient, KLInLoss, KLInReward, P
 from gspo.data.batch import TrainBatch
 from gspo.model.policy import PolicyOutput
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.loss_terms import KLTerm
+from gspo.train.loss_terms import KLTerm, TermInputs
 
 SEEDS = range(3)
 
@@ -198,9 +198,8 @@ def term(settings, logp, old, ref) -> torch.Tensor:
         adv_BT=torch.zeros_like(logp),
     )
     output = PolicyOutput(logp, entropy_BT=None, experts_BSLK=None)
-    return KLTerm(settings, KLCoefficient(settings))(
-        output, batch, Totals.of(mask), 1, MetricAccumulator()
-    )
+    inputs = TermInputs(output, batch, Totals.of(mask), 1, MetricAccumulator())
+    return KLTerm(settings, KLCoefficient(settings))(inputs)
 
 
 def in_loss(estimator: str, **settings) -> KLInLoss:

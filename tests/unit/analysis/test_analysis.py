@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from gspo.analysis import (
     claims,
     fig1_stability,
@@ -20,7 +21,6 @@ from gspo.analysis import (
     script,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
-
 from gspo.tracking import metrics
 from three_arms import CLIPPED, write_arms, write_run
 
@@ -149,7 +149,7 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
         with pytest.raises(load.RunsError) as stop:
             fig_efficiency.draw(load.load(list(paths)), tmp_path / "out")
         monkeypatch.setattr(
-            sys, "argv", ["fig_efficiency.py", *map(str, paths), "--out", str(tmp_path / "out")]
+            sys, "argv", ["fig_efficiency.py", *map(str, paths), f"out={tmp_path / 'out'}"]
         )
         with pytest.raises(SystemExit) as end:
             script.command(
@@ -195,7 +195,7 @@ def test_differing_settings_are_appended(tmp_path):
 @pytest.mark.slow
 def test_reproduce_writes_everything_and_the_same_bytes(paper_like, tmp_path, monkeypatch, capsys):
     three = [str(file) for file in sorted(paper_like.iterdir()) if file.name[-1] in "123"]
-    monkeypatch.setattr(sys, "argv", ["reproduce.py", *three, "--out", str(tmp_path / "figures")])
+    monkeypatch.setattr(sys, "argv", ["reproduce.py", *three, f"out={tmp_path / 'figures'}"])
     reproduce.main()
     printed, summary = capsys.readouterr().out, (tmp_path / "figures" / "summary.md").read_text()
     assert reproduce.ESCAPED.sub(r"\1", summary) in printed and "\\<" not in printed
@@ -241,7 +241,9 @@ def test_runs_as_a_script_without_torch():
     script = [sys.executable, str(ANALYSIS / "fig2_clipping.py"), "--help"]
     shown = subprocess.run(script, capture_output=True, text=True, check=True).stdout
     assert (
-        "which share of the tokens is clipped" in shown and "Expected" in shown and "--out" in shown
+        "which share of the tokens is clipped" in shown
+        and "Expected" in shown
+        and "  out=figures  " in shown
     )
 
 

@@ -73,7 +73,7 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     runs = [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in range(7)]
     runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
     lines = compare(*runs).stdout.splitlines()
-    assert lines[0] == "13 runs in 2 groups that differ in more than the seed (--all: every run)"
+    assert lines[0] == "13 runs in 2 groups that differ in more than the seed (all=true: every run)"
     names, best, worst = (
         [cell.strip() for cell in row.split("  ") if cell.strip()] for row in lines[2:5]
     )
@@ -83,7 +83,7 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     assert best == ["gspo", "7", "0.500 [0.500, 0.500]", "7 finished"]
     assert worst == ["grpo", "6", "0.100 [0.100, 0.100]", "6 collapsed"]
     assert len(lines) == 5
-    assert f"[1] {runs[0]}" in compare(*runs, "--all").stdout.splitlines()
+    assert f"[1] {runs[0]}" in compare(*runs, "all=true").stdout.splitlines()
 
 
 def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
@@ -91,23 +91,23 @@ def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
         for lr in (1e-4, 0.5):
             write(tmp_path, "gspo", HEALTHY, seed=seed, optim__lr=lr)
     lines = compare(tmp_path).stdout.splitlines()
-    assert lines[0] == "6 runs in 2 groups that differ in more than the seed (--all: every run)"
-    assert lines[6] == "6 runs (--all: everything of every run)" and lines[8].split()[:2] == [
+    assert lines[0] == "6 runs in 2 groups that differ in more than the seed (all=true: every run)"
+    assert lines[6] == "6 runs (all=true: everything of every run)" and lines[8].split()[:2] == [
         "lr",
         "seed",
     ]
     assert len(lines) == 15
     assert max(map(len, lines)) <= 100
-    chosen = compare(tmp_path, "--where", "optim.lr=.5").stdout.splitlines()
+    chosen = compare(tmp_path, "where.optim.lr=.5").stdout.splitlines()
     assert len([line for line in chosen if line.startswith("[")]) == 3
-    none = compare(tmp_path, "--where", "optim.lr=7")
+    none = compare(tmp_path, "where.optim.lr=7")
     assert (
         none.returncode == 2
-        and none.stderr == "error: --where optim.lr=7: no run has it; there are 0.0001, 0.5\n"
+        and none.stderr == "error: where.optim.lr=7: no run has it; there are 0.0001, 0.5\n"
     )
     assert (
-        compare(tmp_path, "--where").stderr
-        == "error: --where needs settings, such as --where optim.lr=2e-4\n"
+        compare(tmp_path, "--where", "optim.lr=7").stderr
+        == "error: --where: options have no dashes; say where.optim.lr=7\n"
     )
 
 

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import yaml
-from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
-from gspo.analysis.style import FigureOptions
 
 from commands import ROOT
+from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
+from gspo.analysis.style import FigureOptions
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 
@@ -78,8 +78,7 @@ def test_the_script_draws_and_prints(study, tmp_path):
         sys.executable,
         str(ROOT / "analysis" / "fig_critical_rate.py"),
         "runs",
-        "--format",
-        "png",
+        "formats=png",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (

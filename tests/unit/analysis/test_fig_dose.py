@@ -3,9 +3,9 @@
 import json
 
 import pytest
+
 from gspo.analysis import fig_dose, load
 from gspo.analysis.style import FigureOptions
-
 from recorded_runs import write
 
 DOSE, METRIC = ["optim.router_lr_factor"], "routing/consistency_after_step"
@@ -116,7 +116,7 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
 def test_runs_that_cannot_be_told_apart_are_refused(study):
     with pytest.raises(
         load.RunsError,
-        match=r"two runs of GRPO at 1\.0, seed 1: name with --arms what they differ in",
+        match=r"two runs of GRPO at 1\.0, seed 1: name with arms=\[...\] what they differ in",
     ):
         fig_dose.measure(load.load([study]), DOSE, METRIC, [])
     with pytest.raises(load.RunsError, match=r"not all runs have a setting optim\.lrr"):

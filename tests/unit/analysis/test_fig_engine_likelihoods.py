@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from gspo.analysis import fig_engine_likelihoods as fig
 from gspo.analysis import load
-
 from gspo.tracking import metrics
 
 STEPS = 20
@@ -279,7 +279,7 @@ def test_two_runs_of_one_arm_and_seed_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_program_prints_and_draws(whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fig", str(whole), "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["fig", str(whole), f"out={tmp_path}"])
     fig.main()
     printed = capsys.readouterr().out
     assert "note:" not in printed and "GSPO against GRPO, bfloat16, R3: the engine's" in printed

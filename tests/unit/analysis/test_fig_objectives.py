@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gspo.analysis import fig_objectives, load
 
 from gspo.algorithm import objectives
+from gspo.analysis import fig_objectives, load
 from gspo.config.settings import Settings
 from gspo.io.ranges import fields_with
 from gspo.tracking import metrics
@@ -149,7 +149,7 @@ def test_one_arm_that_always_clips_and_old_runs_without_weight(tmp_path, capsys,
         "".join(json.dumps({k: v for k, v in r.items() if k != "clip/weight"}) + "\n" for r in rows)
     )
     monkeypatch.setattr(
-        sys, "argv", ["fig_objectives.py", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+        sys, "argv", ["fig_objectives.py", str(tmp_path / "runs"), f"out={tmp_path / 'out'}"]
     )
     fig_objectives.main()
     printed = capsys.readouterr().out

@@ -42,7 +42,7 @@ def test_the_script_draws_and_says_what_is_missing(tmp_path):
     (tmp_path / "scaling.json").write_text(json.dumps({"points": POINTS}))
     command = [sys.executable, str(ROOT / "analysis" / "fig_scaling.py")]
     done = subprocess.run(
-        [*command, str(tmp_path / "scaling.json"), "--out", str(tmp_path)],
+        [*command, str(tmp_path / "scaling.json"), f"out={tmp_path}"],
         capture_output=True,
         text=True,
         check=False,

@@ -5,12 +5,14 @@ everywhere.
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 import yaml
+
 from gspo.analysis import (
     arm_styles,
     early_warning,
@@ -33,7 +35,7 @@ from gspo.analysis import (
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.style import FigureOptions
-
+from gspo.io.arguments import help_text, parsed
 from gspo.statistics import t_quantile
 from gspo.tracking.metrics import METRICS
 from three_arms import write_arms, write_run
@@ -94,60 +96,59 @@ def panel(figure, title: str):
 # ----------------------------------------------------------------------------------------------------------
 # options
 def test_the_options_are_those_of_every_figure_and_explained():
-    text = script.parser("what it shows").format_help()
-    for name in (
-        "--seeds",
-        "--smooth N",
-        "--log-x",
-        "--format F[,F]",
-        "--no-caption",
-        "--width INCHES",
+    text = help_text(script.Options, "what it shows")
+    for word in (
+        "PATH ...",
+        "where.KEY=VALUE",
+        "seeds=false",
+        "smooth=5",
+        "log_x=false",
+        "formats=[pdf,png]",
+        "caption=true",
+        "width=9",
     ):
-        assert re.search(rf"{re.escape(name)}\s+[a-z]\w+", text), name
+        assert re.search(rf"{re.escape(word)}\s+[a-z]\w+", text), word
     for file in ANALYSIS.glob("*.py"):
-        source = file.read_text()
         if re.match(r"fig|early|study_report|reproduce", file.name):
-            assert "script.parser(" in source or "script.run(" in source, file.name
-        assert file.name == "script.py" or "ArgumentParser" not in source, file.name
+            assert "command_options(" in file.read_text() or "script.run(" in file.read_text()
 
 
 @pytest.mark.parametrize(
     ("refused", "option", "why"),
     [
-        (fig2_clipping.REFUSED, "--smooth=3", "no curve"),
-        (fig2_clipping.REFUSED, "--log-x", "bars start at 0"),
+        (fig2_clipping.REFUSED, "smooth=3", "no curve"),
+        (fig2_clipping.REFUSED, "log_x=true", "bars start at 0"),
         (
             fig_efficiency.REFUSED,
-            "--smooth=3",
+            "smooth=3",
             "trailing means of 10 batches, as the criterion says",
         ),
-        (fig_objectives.REFUSED, "--seeds", "dots already"),
-        (fig_sweep.REFUSED, "--smooth=1", "no curve"),
-        (fig_clip_range.REFUSED, "--log-x", "logarithmic already"),
-        (fig_scaling.REFUSED, "--seeds", "it measures time"),
-        (early_warning.REFUSED, "--seeds", "signals"),
+        (fig_objectives.REFUSED, "seeds=true", "dots already"),
+        (fig_sweep.REFUSED, "smooth=1", "no curve"),
+        (fig_clip_range.REFUSED, "log_x=true", "logarithmic already"),
+        (fig_scaling.REFUSED, "seeds=true", "it measures time"),
+        (early_warning.REFUSED, "seeds=true", "signals"),
     ],
 )
 def test_an_option_that_can_do_nothing_is_refused(refused, option, why, capsys, tmp_path):
-    options = script.parser("", refused=refused)
-    message = said(capsys, options.parse_args, ["runs", "--out", str(tmp_path), option])
-    assert f"{option.split('=')[0]} does nothing in " in message and why in message
-    assert f"  {option.split('=')[0]}" not in options.format_help()
+    message = said(capsys, parsed, script.Options, ["runs", f"out={tmp_path}", option], refused)
+    key = option.split("=")[0]
+    assert f"{key} does nothing here: " in message and why in message
+    assert f"  {key}=" not in help_text(script.Options, "", refused)
 
 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("--smooth=-1", "'-1' is no number of batches"),
-        ("--format=gif", "'gif': choose of pdf, png, svg"),
-        ("--width=2", "'2': a width of 6 to 40 inches"),
-        ("--width=wide", "'wide': a width"),
+        ("smooth=-1", "smooth=-1 must be a whole number of at least 0"),
+        ("formats=gif", "formats='gif': choose one of pdf, png, svg"),
+        ("width=2", "width=2.0 must lie in [6, 40]"),
+        ("width=wide", "width=wide must be a number"),
+        ("out=/proc/nowhere", "out=/proc/nowhere cannot be made: "),
     ],
 )
 def test_wrong_values_are_refused(option, why, capsys, tmp_path):
-    with pytest.raises(SystemExit) as stop:
-        script.parser("").parse_args(["runs", "--out", str(tmp_path), option])
-    assert stop.value.code == 2 and why in capsys.readouterr().err
+    assert why in said(capsys, parsed, script.Options, ["runs", f"out={tmp_path}", option])
 
 
 @pytest.mark.slow
@@ -186,26 +187,26 @@ def test_seeds_smoothing_and_the_logarithmic_axis(folder, drawn):
 
 def test_seeds_of_single_seeds_are_refused(tmp_path, capsys):
     write_arms(tmp_path / "study", THREE, seeds=(1,), steps=12)
-    args = script.parser("").parse_args([str(tmp_path), "--seeds", "--out", str(tmp_path / "out")])
-    assert "--seeds does nothing with one seed of every arm" in said(capsys, script.read, args)
+    options = script.Options(paths=(str(tmp_path),), out=tmp_path / "out", seeds=True)
+    assert "seeds=true does nothing with one seed of every arm" in said(
+        capsys, script.read, options
+    )
 
 
 def test_a_folder_of_two_studies_says_what_to_type(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gspo figure stability"])
     for study in ("dense", "moe"):
         write_run(tmp_path / study, GSPO, 1, 0.2, 0.1, steps=5, study=study)
-    args = script.parser("").parse_args([str(tmp_path), "--out", str(tmp_path / "out")])
-    assert said(capsys, script.read, args) == (
+    options = script.Options(paths=(str(tmp_path),), out=tmp_path / "out")
+    assert said(capsys, script.read, options) == (
         f"error: {tmp_path} holds 2 studies (dense, moe): name one, as in: "
         f"gspo figure stability {tmp_path / 'dense'}\n"
     )
-    args.runs = [str(tmp_path / "moe")]
-    assert len(script.read(args).runs) == 1
+    assert len(script.read(replace(options, paths=(str(tmp_path / "moe"),))).runs) == 1
     # studies are meant to be together in curves
     settings = tmp_path / "dense" / "gspo-none-seed1" / "settings.yaml"
     settings.write_text(yaml.safe_dump(yaml.safe_load(settings.read_text()) | {"seed": 2}))
-    args.runs = [str(tmp_path)]
-    assert len(script.read(args, several_studies=True).runs) == 2
+    assert len(script.read(options, several_studies=True).runs) == 2
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
-from gspo.analysis import claims, load, recorded_study, sources
-from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from pyarrow import parquet
 
 from commands import ROOT
+from gspo.analysis import claims, load, recorded_study, sources
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 
@@ -52,9 +52,9 @@ def test_a_script_reads_it_and_writes_the_same_bytes_again(study, tmp_path):
             command, cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout
 
-    said = script("recorded_study.py", "runs", "--out", "one", "--metrics", "reward/mean")
+    said = script("recorded_study.py", "runs", "out=one", "metrics=reward/mean")
     assert said.startswith("one/synthetic.parquet: ")
-    script("recorded_study.py", "one/synthetic.parquet", "--out", "two")
+    script("recorded_study.py", "one/synthetic.parquet", "out=two")
     assert (tmp_path / "one/synthetic.parquet").read_bytes() == (
         tmp_path / "two/synthetic.parquet"
     ).read_bytes()

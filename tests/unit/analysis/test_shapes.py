@@ -7,6 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+
+import shapes
+from daily import daily_but
 from gspo.analysis import (
     fig1_stability,
     fig2_clipping,
@@ -18,10 +22,6 @@ from gspo.analysis import (
     load,
 )
 from gspo.analysis.style import FigureOptions
-from matplotlib.figure import Figure
-
-import shapes
-from daily import daily_but
 from gspo.cli.main import figure_files
 from overlaps import overlaps
 
@@ -184,13 +184,13 @@ def test_runs_are_chosen_by_any_setting(tmp_path):
     assert chosen.arms == ["GSPO", "GRPO"] and len(chosen.runs) == 2
     assert {run.settings["optim.lr"] for run in chosen.runs} == {2e-4}
     with pytest.raises(
-        load.RunsError, match=r"--where optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"
+        load.RunsError, match=r"where.optim.lr=3: no run has it; there are 0.0002, 0.001, 0.005"
     ):
         load.load([study], {"optim.lr": "3"})
     assert len(load.load([study], {"lr": "2e-4", "objective": "gspo"}).runs) == 2, (
         "short names will do"
     )
-    with pytest.raises(load.RunsError, match=r"--where rate=3: these runs have no setting rate; "):
+    with pytest.raises(load.RunsError, match=r"where.rate=3: these runs have no setting rate; "):
         load.load([study], {"rate": "3"})
     assert (
         not load.same_value(True, "1")
@@ -218,16 +218,16 @@ def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
 
 RECORDED = Path(__file__).parents[3] / "analysis" / "data"
 COMMANDS = {  # a figure's words after its name: a shape of a study, or files of recorded studies
-    "sweep over a setting": ("sweep", ["two arms, a setting", "--x", "optim.lr"]),
+    "sweep over a setting": ("sweep", ["two arms, a setting", "x=optim.lr"]),
     "sweep over two": (
         "sweep",
-        ["two arms, two settings", "--x", "optim.lr", "--by", "trainer.minibatches"],
+        ["two arms, two settings", "x=optim.lr", "by=trainer.minibatches"],
     ),
     "sweep over three": (
         "sweep",
-        ["three arms, three settings", "--x", "optim.lr", "--by", "trainer.minibatches"],
+        ["three arms, three settings", "x=optim.lr", "by=trainer.minibatches"],
     ),
-    "sweep of twelve arms": ("sweep", ["twelve arms", "--x", "seed"]),
+    "sweep of twelve arms": ("sweep", ["twelve arms", "x=seed"]),
     "clip range": ("clip-range", ["two arms of one seed"]),
     "clip range of a sweep": ("clip-range", ["two arms, a setting"]),
     "contrast of two": ("contrast", ["three arms", "three arms, one collapsed"]),
@@ -240,10 +240,8 @@ COMMANDS = {  # a figure's words after its name: a shape of a study, or files of
         "dose",
         [
             "routing_dose.parquet",
-            "--dose",
-            "optim.router_lr_factor",
-            "--measured",
-            "routing/changed_any_layer",
+            "dose=optim.router_lr_factor",
+            "measured=routing/changed_any_layer",
         ],
     ),
     "early warnings": ("early-warning", []),
@@ -270,7 +268,7 @@ def test_the_other_figures_have_no_text_over_another_either(
             sources.append(str(RECORDED / word) if word.endswith(".parquet") else word)
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    monkeypatch.setattr("sys.argv", [f"gspo figure {figure}", *sources, "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", [f"gspo figure {figure}", *sources, f"out={tmp_path}"])
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*constrained_layout.*")

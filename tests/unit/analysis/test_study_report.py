@@ -10,11 +10,11 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from gspo.analysis import blocks, study_parts
-from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 
 import forked
 from commands import ROOT
+from gspo.analysis import blocks, study_parts
+from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
 from recorded_wandb import log, rows
@@ -109,19 +109,17 @@ def test_whom_an_arm_is_compared_with():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("argument", "said"),
     [
-        (("--baseline", "PPO"), "--baseline 'PPO' is no arm of these runs: "),
-        (("--figures", "no.png"), "--figures no.png: no PNG file"),
-        (("--publish", "team"), "--publish team: write ENTITY/PROJECT"),
-        (("--publish", "team/gspo"), "no W&B account is configured on this machine: wandb login"),
-        (("--out", "/proc/nowhere"), "/proc/nowhere cannot be made: "),
+        ("baseline=PPO", "baseline='PPO' is no arm of these runs: "),
+        ("figures=no.png", "figures=no.png: no PNG file"),
+        ("publish=team", "publish=team: write ENTITY/PROJECT"),
+        ("publish=team/gspo", "no W&B account is configured on this machine: wandb login"),
+        ("out=/proc/nowhere", "out=/proc/nowhere cannot be made: "),
     ],
 )
-def test_wrong_arguments_end_in_one_line(study, arguments, said, tmp_path):
-    done = call(
-        "runs", "--out", str(tmp_path), *arguments, cwd=study, WANDB_API_KEY="", NETRC="/nowhere"
-    )
+def test_wrong_arguments_end_in_one_line(study, argument, said, tmp_path):
+    done = call("runs", f"out={tmp_path}", argument, cwd=study, WANDB_API_KEY="", NETRC="/nowhere")
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
@@ -132,7 +130,7 @@ def test_published_and_published_again(tmp_path):
         log(folder, rows(0, 40), **server.environment)
         (identity,) = server.runs
         for _ in range(2):
-            done = call("runs", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+            done = call("runs", "publish=team/gspo", cwd=tmp_path, **server.environment)
             assert done.returncode == 0, done.stderr
         (saved,) = server.views.values()
         assert saved["displayName"] == "Study known" and saved["type"] == "runs"
@@ -157,7 +155,7 @@ def test_published_and_published_again(tmp_path):
         live = [part for part in parts if part["type"] == "panel-grid"][1]["metadata"]["runSets"][0]
         assert [each["value"] for each in live["filters"]["filters"]] == [["known"], "train"]
         server.refuses = True
-        refused = call("runs", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+        refused = call("runs", "publish=team/gspo", cwd=tmp_path, **server.environment)
         assert (
             refused.returncode == 2
             and "permission denied" in refused.stderr
@@ -190,7 +188,7 @@ def test_odd_names_of_studies(tmp_path):
     settings = yaml.safe_load((folder / "settings.yaml").read_text()) | {"study": study}
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     with serving() as server:
-        done = call("runs (1)", "--publish", "team/gspo", cwd=tmp_path, **server.environment)
+        done = call("runs (1)", "publish=team/gspo", cwd=tmp_path, **server.environment)
     assert done.returncode == 2 and "W&B's filters take letters" in done.stderr and not server.runs
     done = call("runs (1)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

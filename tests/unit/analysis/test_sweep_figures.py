@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
+
 from gspo.analysis import (
     arm_styles,
     early_warning,
@@ -21,8 +23,6 @@ from gspo.analysis import (
     panels,
     style,
 )
-from matplotlib.figure import Figure
-
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Thresholds
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -171,9 +171,9 @@ def test_recorded_runs_give_the_table_of_the_runs_themselves(
     stressed, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(early_warning, "RECORDED", tmp_path / "kept")
-    for arguments in ([str(stressed), "--save"], []):
+    for arguments in ([str(stressed), "save=true"], []):
         monkeypatch.setattr(
-            sys, "argv", ["early_warning.py", *arguments, "--out", str(tmp_path / "figures")]
+            sys, "argv", ["early_warning.py", *arguments, f"out={tmp_path / 'figures'}"]
         )
         early_warning.main()
     first, second = re.sub(" +", " ", capsys.readouterr().out).split("6 of 18 runs collapsed")[1:]

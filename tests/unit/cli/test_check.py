@@ -116,7 +116,7 @@ def test_errors_and_full_memory_are_findings_and_the_rest_goes_on(monkeypatch):
 def test_a_check_for_which_no_time_is_left_is_skipped_and_said():
     found = list(findings(bench(5.0), (Check("long", broken, 30), Check("short", fine, 1))))
     assert [f.status for f in found] == [SKIP, OK]
-    assert found[0].number == "5 s left" and found[0].bound == "needs 30 s: --seconds"
+    assert found[0].number == "5 s left" and found[0].bound == "needs 30 s: seconds="
 
 
 def test_bounds_are_kept_and_nan_is_never_right():
@@ -133,7 +133,7 @@ def test_bounds_are_kept_and_nan_is_never_right():
 def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "CHECKS", (Check("a", broken, 0), Check("c", fine, 0)))
     file = tmp_path / "check.json"
-    assert called(monkeypatch, "device=cpu", "--json", str(file)) == 1
+    assert called(monkeypatch, "device=cpu", f"json={file}") == 1
     record = json.loads(file.read_text())
     assert [f["status"] for f in record["findings"]] == [OK, FAIL, OK]
     assert "Traceback" in record["findings"][1]["detail"] and record["seconds_by_check"].keys() == {
@@ -148,11 +148,11 @@ def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
     [
         (["device=cuda"], "error: device=cuda cannot be used here: "),
         (["device=tpu"], "error: device=tpu cannot be used here: "),
-        (["--seconds", "0"], "error: --seconds 0 must be a number above 0"),
-        (["--seconds", "soon"], "error: --seconds soon must be a number above 0"),
-        (["--seconds"], "error: --seconds needs a value"),
-        (["--jsno", "x"], "error: there is no --jsno; the nearest is --json"),
-        (["--json", "/nowhere/check.json"], "error: "),
+        (["seconds=0"], "error: seconds=0.0 must be a finite number above 0"),
+        (["seconds=soon"], "error: seconds=soon must be a number"),
+        (["--seconds", "9"], "error: --seconds: options have no dashes; say seconds=9"),
+        (["jsno=x"], "error: jsno=x: there is no such option; the nearest is json="),
+        (["json=/nowhere/check.json"], "error: "),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, words, said):
@@ -229,11 +229,10 @@ def test_the_whole_check_as_a_user_runs_it(tmp_path):
         "gspo",
         "check",
         "device=cpu",
-        "--json",
-        str(file),
+        f"json={file}",
     ]
     done = subprocess.run(
-        [*command, "--seconds", "300"], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, "seconds=300"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {f["what"]: f for f in json.loads(file.read_text())["findings"]}

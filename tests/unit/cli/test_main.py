@@ -1,5 +1,6 @@
 """The console script `gspo`: its help, what it calls, and names that it does not know."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -66,6 +67,7 @@ finally:
             ["figure", "curve", "runs/s"],
             "error: there is no figure 'curve'; the nearest is `gspo figure curves`\n",
         ),
+        (["figure", "--list"], "error: --list: the only option here is --help\n"),
         (["\x1b[2J"], "error: there is no command '\\x1b[2J'; the nearest is `gspo"),
     ],
 )
@@ -92,10 +94,22 @@ def test_a_command_gets_the_words_after_its_name(monkeypatch, capsys, tmp_path):
     assert code == 2 and said == "error: runs/nowhere holds no runs and no manifest.jsonl\n"
 
 
+def test_the_help_of_every_command_has_the_same_parts(monkeypatch, capsys):
+    """A sentence, examples, remarks, and the options with their defaults."""
+    names = [[name] for name in main.COMMANDS if name != "figure"]
+    for words in [*names, *(["figure", name] for name in main.figure_files())]:
+        code, text, _ = called(monkeypatch, capsys, *words, "--help")
+        first, examples, *_ = text.split("\n\n")
+        assert code == 0 and "\n" not in first and len(first) <= 100, words
+        assert f"gspo {' '.join(words)}" in examples, words
+        table = re.split(r"\n== (?:Options|Settings)[ \w]* \(.*=.*\) ==\n\n", text)
+        assert len(table) >= 2 and len(table[1].splitlines()) >= 2, words
+
+
 def test_a_figure_speaks_of_the_command_that_was_typed(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, text, _ = called(monkeypatch, capsys, "figure", "clip-range", "--help")
-    assert code == 0 and text.startswith("usage: gspo figure clip-range ")
+    assert code == 0 and text.startswith("Clip range: ")
     assert "    gspo figure clip-range runs/" in text and "python analysis" not in text
     code, _, said = called(monkeypatch, capsys, "figure", "curves", "runs/nowhere")
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1

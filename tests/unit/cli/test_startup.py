@@ -42,7 +42,7 @@ WORDS = [
     "check --second 3",
     "check-objective --help",
     "sweep-status nothing",
-    "report run=nothing",
+    "report nothing",
 ]
 SCRIPT = f"""
 import sys

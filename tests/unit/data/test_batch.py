@@ -8,7 +8,8 @@ import torch
 
 from gspo.data.masked import masked_mean
 from gspo.data.pack import pack, pack_recorded
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 
 
 def response(prompt: list[int], tokens: list[int], index: int = 0) -> Response:

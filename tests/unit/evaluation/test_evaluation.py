@@ -16,7 +16,8 @@ import pytest
 from builders import small_policy
 from demonstrator import Demonstrator
 from games import Echoes
-from gspo.data.samples import Problem, Score, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse
 from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
 from gspo.evaluation.resumable import (
     Folder,

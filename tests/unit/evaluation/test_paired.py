@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from gspo.data.samples import NO_ANSWER, Problem
+from gspo.data.problems import Problem
+from gspo.data.samples import NO_ANSWER
 from gspo.evaluation.estimates import mean_difference
 from gspo.evaluation.paired import MAX_ADDITIONS, answered, compare, in_steps, split
 from gspo.statistics import sign_flip_p, sign_flip_p_of_integers

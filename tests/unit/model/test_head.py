@@ -153,13 +153,13 @@ def test_the_floor_is_the_distance_of_the_old_log_probs_from_the_first_pass():
     """By hand: old log-probs that are off by a known number for each response."""
     t = trainer(GSPO(clip_low=3e-4, clip_high=4e-4), minibatches=1)
     off = torch.tensor([0.0, 1e-4, -1e-4, 3.5e-4, -3.5e-4, 1e-3, -1e-3, 2e-4]).repeat(4)
-    plain = t.add_old_policy
+    plain = t.old_policy.add
 
     def shifted(*arguments):
         batch, values_BT = plain(*arguments)
         return replace(batch, old_logp_BT=batch.old_logp_BT + off[:, None]), values_BT
 
-    t.add_old_policy = shifted
+    t.old_policy.add = shifted
     row = steps(t, 1)[0]
     assert row["ratio/floor_sequence_abs"] == pytest.approx(float(off.abs().mean()), rel=1e-2)
     assert row["ratio/floor_of_range"] == pytest.approx(float(off.abs().mean()) / 3e-4, rel=1e-2)
@@ -170,6 +170,6 @@ def test_the_floor_is_the_distance_of_the_old_log_probs_from_the_first_pass():
 
 def test_with_the_engines_log_probs_the_ratio_is_to_the_engine_and_the_floor_says_how_far_it_is():
     t = trainer(GSPO(clip_low=3e-4, clip_high=4e-4), minibatches=1)
-    t.old_logprobs = "engine"
+    t.policy_settings.old_logprobs = "engine"
     row = steps(t, 1)[0]
     assert row["ratio/floor_sequence_abs"] == pytest.approx(row["ratio/sequence_log_abs"])

@@ -12,7 +12,7 @@ import forked
 from builders import small_policy
 from commands import SMALL, only_run, train
 from demonstrator import Demonstrator
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.evaluation.evaluate import evaluate, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import Folder, evaluate_into, table
 from gspo.evaluation.settings import EvaluationSettings

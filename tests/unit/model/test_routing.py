@@ -12,8 +12,8 @@ from gspo.model.forward import network
 from gspo.model.forward.packing import lay_out
 from gspo.model.policy import Policy
 from gspo.model.routing_replay import Routing
-from gspo.train.accumulator import MetricAccumulator, load_entropy
-from gspo.train.diagnostics import consistency, routing
+from gspo.train.accumulator import MetricAccumulator, load_metrics
+from gspo.train.routing import consistency, measure_update
 
 
 @pytest.fixture(params=["qwen3_moe", "mixtral", "olmoe"])
@@ -170,7 +170,7 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
     own[0, : start - 1] = 7 - own[0, : start - 1]
     own[0, start + int(batch.mask_BT[0].sum()) - 1 :] = 7  # the last token predicts nothing
     accumulator = MetricAccumulator()
-    routing(own, batch.experts_BSLK, batch, 8, 2, accumulator)
+    measure_update(own, batch.experts_BSLK, batch, 8, 2, accumulator)
     assert accumulator.result()["routing/consistency"] == 1
     # now one that predicts the first token
     own[0, start - 1, 1] = (batch.experts_BSLK[0, start - 1, 1] + 1) % 8
@@ -178,7 +178,7 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
         own[:1, start - 1 : start, 1:2], batch.experts_BSLK[:1, start - 1 : start, 1:2]
     ).item()
     accumulator = MetricAccumulator()
-    routing(own, batch.experts_BSLK, batch, 8, 2, accumulator)
+    measure_update(own, batch.experts_BSLK, batch, 8, 2, accumulator)
     tokens, result = int(batch.mask_BT.sum()), accumulator.result()
     assert result["routing/consistency"] == pytest.approx(1 - (1 - kept) / tokens / 3)
     assert result["routing/consistency_layer_1"] == pytest.approx(1 - (1 - kept) / tokens)
@@ -187,6 +187,9 @@ def test_routing_metrics_look_at_the_positions_that_predict_response_tokens(moe)
 
 
 def test_load_entropy_by_hand():
-    assert load_entropy(torch.tensor([[5, 5, 5, 5]])) == pytest.approx(1)
-    assert load_entropy(torch.tensor([[9, 0, 0, 0]])) == 0
-    assert load_entropy(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])) == pytest.approx((0.5 + 1) / 2)
+    def load_entropy(loads: list[list[int]]) -> float:
+        return load_metrics(torch.tensor(loads))["routing/load_entropy"]
+
+    assert load_entropy([[5, 5, 5, 5]]) == pytest.approx(1)
+    assert load_entropy([[9, 0, 0, 0]]) == 0
+    assert load_entropy([[1, 1, 0, 0], [1, 1, 1, 1]]) == pytest.approx((0.5 + 1) / 2)

@@ -11,8 +11,8 @@ import torch
 from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
 from gspo.planning.memory import measure
+from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 from recorded_measurements import measurement, record, recorded
 
@@ -351,15 +351,14 @@ def test_unknown_hardware_is_refused(words, message):
 
 
 def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypatch, capsys):
-    assert with_options(["task=math", "--hardware=l40s", "--prompt", "7"]) == (
-        ["task=math"],
-        {"--hardware": "l40s", "--prompt": "7"},
-    )
+    options = command.Options(hardware="l40s", prompt_tokens=7)
+    words = ["task=math", "hardware=l40s", "prompt_tokens=7"]
+    assert with_options(words) == (options, ["task=math"])
     for gpu, code in (("h100", 0), ("h100,memory=5.0001", 1)):
         monkeypatch.setattr(
             sys,
             "argv",
-            ["plan", *SMALL, "parallel.mode=shard", "parallel.ranks=8", "--hardware", gpu],
+            ["plan", *SMALL, "parallel.mode=shard", "parallel.ranks=8", f"hardware={gpu}"],
         )
         with pytest.raises(SystemExit) as ended:
             command.print_plan()
@@ -374,8 +373,11 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
         "8 GPUs: fits",
     ):
         assert part in printed, part
-    for words in (["--hardwear", "h100"], ["--prompt"]):
-        with pytest.raises(ValueError, match=r"--hardware|needs a value"):
+    for words in (["--hardwear", "h100"], ["--hardware=h100"], ["hardwear=h100"]):
+        with pytest.raises(ValueError, match=r"hardware="):
+            with_options(words)
+    for words in (["--prompt", "7"], ["prompt_tokns=7"]):
+        with pytest.raises(ValueError, match=r"prompt_tokens="):
             with_options(words)
 
 
@@ -466,7 +468,7 @@ def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
             command.print_plan()
         return end.value.code
 
-    assert ended("parallel.ranks=8,4,16", "--prompt=20") == 0
+    assert ended("parallel.ranks=8,4,16", "prompt_tokens=20") == 0
     same, grown = capsys.readouterr().out.split("weak scaling: 8 responses a step for each GPU")
     rows = [
         [line.split() for line in part.splitlines() if line.strip()[:1].isdigit()]
@@ -482,7 +484,7 @@ def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
         "100%" in rows[0][0]
         and "strong scaling: 32 responses a step of up to 20 + 80 tokens" in same
     )
-    assert ended("parallel.ranks=2,4", "--hardware=h100,memory=5.0001") == 1
+    assert ended("parallel.ranks=2,4", "hardware=h100,memory=5.0001") == 1
     printed = capsys.readouterr().out
     assert printed.count("does not fit") == 2 and "weak scaling" not in printed
     for wrong in ("2,", "2,x", "0,2"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from audit.cases import Outcome, confusion, read_lines
+from audit.cases import CaseResult, confusion, read_lines
 
 ROOT = Path(__file__).parents[3]
 PAIRS = [
@@ -93,9 +93,9 @@ def test_every_disagreement_is_shown_and_makes_the_exit_code_1(tmp_path):
     "words, message",
     [
         (["pairs=nowhere.jsonl"], "pairs=nowhere.jsonl is not a file"),
-        (["suite=perhaps"], "suite=perhaps: say yes or no"),
-        (["slots=0"], "slots=0 must be a number"),
-        (["attacks"], "'attacks': there is no such option; the nearest is "),
+        (["suite=perhaps"], "suite=perhaps: choose true or false"),
+        (["slots=0"], "slots=0 must be a whole number of at least 1"),
+        (["attacks"], "attacks: there is no such option; the nearest is "),
     ],
 )
 def test_bad_words_are_one_line(tmp_path, words, message):
@@ -116,9 +116,9 @@ def test_bad_lines_are_named(tmp_path):
 
 def test_the_table_counts():
     outcomes = [
-        Outcome("a", "pass", "pass", True),
-        Outcome("b", "pass", "wrong", False),
-        Outcome("c", None, "wrong", True),
+        CaseResult("a", "pass", "pass", True),
+        CaseResult("b", "pass", "wrong", False),
+        CaseResult("c", None, "wrong", True),
     ]
     rows = [line.split() for line in confusion(outcomes).splitlines()]
     assert rows == [["expected", "pass", "wrong"], ["pass", "1", "1"], ["undecided", ".", "1"]]

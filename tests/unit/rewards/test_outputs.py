@@ -10,7 +10,7 @@ from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submis
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, OutputRule, accepts
 from gspo.rewards.sandbox.values import same_output
 from gspo.tasks.benchmarks.code_sets import RatedPrograms, output_rule
-from gspo.tasks.benchmarks.records_file import Row
+from gspo.tasks.benchmarks.records_file import DataRow
 
 CHECK = "def check(input, expected, output):\n    a, b = map(int, output.split())\n    return a + b == int(input)\n"
 FILES = """
@@ -103,7 +103,7 @@ def test_a_power_that_python_would_not_print(grader):
 
 
 def rule(**values) -> OutputRule:
-    return output_rule(Row("row 1", values))
+    return output_rule(DataRow("row 1", values))
 
 
 def test_the_rule_of_a_record():

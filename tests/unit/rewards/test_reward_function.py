@@ -117,9 +117,11 @@ def test_a_function_that_cannot_be_used_is_refused_at_the_start(function, path, 
 def test_the_process_ends_with_close_and_a_copy_starts_its_own(function):
     one = function("digits")
     ask(one, "1")
-    pid = one._processes[0]._process.pid
+    pid = one._processes[0]._running.process.pid
     copy = pickle.loads(pickle.dumps(one))
-    assert [s.reward for s in ask(copy, "1")] == [1.0] and copy._processes[0]._process.pid not in (
+    assert [s.reward for s in ask(copy, "1")] == [1.0] and copy._processes[
+        0
+    ]._running.process.pid not in (
         pid,
         os.getpid(),
     )

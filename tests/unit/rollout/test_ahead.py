@@ -7,7 +7,8 @@ import pytest
 
 from builders import small_policy
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import Response, ScoredResponse
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from builders import perturb, problems, sample, small_policy
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines import local
 from gspo.rollout.engines.local import LocalEngine, draw

@@ -34,7 +34,8 @@ from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.rollout.sources.sampler_logprobs import check_engine
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.diagnostics import engine_routes, mismatch
+from gspo.train.diagnostics import mismatch
+from gspo.train.routing import engine_agreement
 from trainers import FirstCharacter, flat, gap_trainer, steps, trainer, weights
 
 BF16 = torch.bfloat16
@@ -247,7 +248,7 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
     layers, start = batch.experts_BSLK.shape[2], batch.prompt_width - 1
     accumulator = MetricAccumulator()
     routes = batch.experts_BSLK, batch.engine_experts_BSLK
-    assert engine_routes(*routes, batch, accumulator) == 1, (
+    assert engine_agreement(*routes, batch, accumulator) == 1, (
         "the same weights in the same precision choose the same experts"
     )
     one = batch.engine_experts_BSLK[0, start, 1]
@@ -255,7 +256,7 @@ def test_agreement_with_the_engines_routes_by_hand(moe):
     one[0] = next(e for e in range(8) if e not in one)
     accumulator = MetricAccumulator()
     tokens = int(batch.mask_BT.sum())
-    agreement = engine_routes(*routes, batch, accumulator)
+    agreement = engine_agreement(*routes, batch, accumulator)
     assert agreement == pytest.approx(1 - 0.5 / (tokens * layers), abs=1e-6)
     metrics = accumulator.result()
     assert metrics["routing/engine_changed_any_layer"] == pytest.approx(1 / tokens)
@@ -314,7 +315,7 @@ def test_with_a_rounded_engine_r3_removes_the_routing_part_of_the_gap():
         accumulator = MetricAccumulator()
         mismatch(batch.with_old_policy(scored.logp_BT), accumulator)
         if replay == "none":
-            share = engine_routes(scored.experts_BSLK, engine_routing, batch, accumulator)
+            share = engine_agreement(scored.experts_BSLK, engine_routing, batch, accumulator)
         gaps[replay] = accumulator.result()
     assert 0.8 < share < 1, "rounding moves some tokens to other experts"
     assert gaps["r3"]["mismatch/k3"] < 0.5 * gaps["none"]["mismatch/k3"]
@@ -327,7 +328,7 @@ def test_r3_sends_the_old_log_prob_pass_through_the_engines_experts():
     batch = pack(rollout.responses, 0)
     accumulator = MetricAccumulator()
     rows = torch.arange(len(batch))
-    batch, _ = t.add_old_policy(batch, rollout.responses, rows, accumulator)
+    batch, _ = t.old_policy.add(batch, rollout.responses, rows, t.ranks, accumulator)
     size = t.settings.micro_batch_size
     by_hand = t.policy.score(
         replace(pack(rollout.responses, 0), replay_BSLK=batch.engine_experts_BSLK), size

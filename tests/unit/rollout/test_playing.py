@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from builders import small_policy
 from games import Echoes
 from gspo.data.pack import pack
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn, TinyDense

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from gspo.data.samples import Problem, Score, ScoredResponse
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.rollout.sources.problem_sampler import (
     REFILL,

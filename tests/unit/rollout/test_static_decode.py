@@ -8,7 +8,7 @@ import torch
 
 from builders import perturb, problems, small_policy
 from gspo.data.pack import pack
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.forward.variable_lengths import by_formula
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.engines import cached_attention, local, static_decode

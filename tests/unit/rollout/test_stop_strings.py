@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from builders import problems, small_policy
 from composing import settings
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.model.chat.control_tokens import check_readable
 from gspo.model.tokenizer import character_tokenizer

@@ -17,7 +17,8 @@ pytest.importorskip("vllm")
 import psutil
 
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout.engines import vllm as module

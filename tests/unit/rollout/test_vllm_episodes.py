@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from builders import perturb, small_policy
 from games import Echoes
-from gspo.data.samples import Problem, Response
+from gspo.data.problems import Problem
+from gspo.data.samples import Response
 from gspo.model.settings import TinyDense, TinyMoE
 from gspo.rollout.engines import vllm_host
 from gspo.rollout.engines.local import LocalEngine

@@ -10,17 +10,17 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from gspo.run.directory import RunDirectory
-from gspo.run.entry_point import Failed, Outcome, one_line
+from gspo.run.entry_point import Failed, JobResult, one_line
 from gspo.run.sweeps import is_search
 
 
 @pytest.mark.parametrize("library", [pickle, cloudpickle])
 def test_an_outcome_comes_through_the_pickles_of_launchers(library):
-    for made in (Outcome(0.25), Outcome(reason="why")):
+    for made in (JobResult(0.25), JobResult(reason="why")):
         back = pickle.loads(library.dumps(made))
-        assert type(back) is Outcome and back.unfinished == made.unfinished
+        assert type(back) is JobResult and back.unfinished == made.unfinished
         assert back == made or (math.isnan(back) and math.isnan(made))
-    assert float(Outcome(0.25)) == 0.25 and math.isnan(Outcome())
+    assert float(JobResult(0.25)) == 0.25 and math.isnan(JobResult())
 
 
 @pytest.fixture

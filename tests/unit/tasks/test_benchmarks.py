@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pickle
+import sys
+import time
 from pathlib import Path
 
 import pyarrow
@@ -458,6 +460,19 @@ def test_the_mbpp_prompts(tmp_path):
 )
 def test_the_last_block_that_is_no_plain_output_is_the_program(text, code):
     assert answer_block(text) == code
+
+
+@pytest.mark.parametrize("nested", ["[" * 200_000 + "]" * 200_000, "-" * 200_000 + "1"])
+def test_a_block_that_is_too_long_for_the_parser_is_not_parsed(nested):
+    recursion_limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)  # as torch._dynamo does
+    try:
+        started = time.process_time()
+        answer = answer_block(f"```python\nprint(1)\n```\n```\n{nested}\n```")
+    finally:
+        sys.setrecursionlimit(recursion_limit)
+    assert answer == f"{nested}\n", "it counts as a program, which then fails"
+    assert time.process_time() - started < 1
 
 
 def test_where_tests_call_a_function_the_last_block_that_defines_it_is_the_program():

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.tasks.testbed.guessing import Guessing, best_guesses, bounds
 
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import user_code
-from gspo.data.samples import ChatPrompt, Score
+from gspo.data.problems import ChatPrompt
+from gspo.data.samples import Score
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from gspo.data.samples import LARGEST_REWARD, Problem
+from gspo.data.problems import Problem
+from gspo.data.samples import LARGEST_REWARD
 from gspo.tasks.environments.player import EnvironmentFailed, Player, all_closed
 from gspo.tasks.environments.protocol import Environment, Outcome
 

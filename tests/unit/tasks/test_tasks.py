@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.tasks.base import TRAINING_SPLITS, held_out
 from gspo.tasks.mixture import Mixture
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from gspo.analysis import sources
 
 import forked
 import user_code
+from gspo.analysis import sources
 from gspo.tracking import dashboard, metrics, views
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.views import LEFT_OUT, VIEWS, Panel, recorded
@@ -163,7 +163,7 @@ def test_replay_is_compared_within_grpo_alone():
 def test_what_a_mean_goes_over_is_said(tmp_path):
     for lr in (1e-4, 2e-4):
         write(tmp_path / "runs", "gspo", HEALTHY, optim__lr=lr)
-    default = "by=objective.name,policy.routing_replay draws means over optim.lr beside seeds"
+    default = "by=[objective.name,policy.routing_replay] draws means over optim.lr beside seeds"
     assert default in call(cwd=tmp_path).stdout
     for replay in ("none", "r2"):
         write(tmp_path / "runs", "grpo", HEALTHY, policy__routing_replay=replay, optim__lr=1e-4)
@@ -171,7 +171,7 @@ def test_what_a_mean_goes_over_is_said(tmp_path):
     assert "draws means over optim.lr, policy.routing_replay beside seeds" in replayed
     assert (
         "draws means over"
-        not in call("by=objective.name,policy.routing_replay,optim.lr", cwd=tmp_path).stdout
+        not in call("by=[objective.name,policy.routing_replay,optim.lr]", cwd=tmp_path).stdout
     )
     other = call("study=other", cwd=tmp_path)
     assert "no run under runs of study other" in other.stdout
@@ -220,10 +220,10 @@ def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
     [
         (
             "porject=x",
-            "'porject=x': there is no such option; the nearest is project= (of project=, entity=",
+            "porject=x: there is no such option; the nearest is project=",
         ),
-        ("by=objective.name,optim.rate", "no run under runs has the setting 'optim.rate'"),
-        ("publish=maybe", "publish=maybe: choose yes or no"),
+        ("by=[objective.name,optim.rate]", "no run under runs has the setting 'optim.rate'"),
+        ("publish=maybe", "publish=maybe: choose true or false"),
         ("project=", "project=: name a W&B project"),
         ("study=it's", "study=it's: W&B's filters take letters"),
     ],

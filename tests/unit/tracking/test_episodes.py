@@ -156,7 +156,8 @@ def test_damaged_turns_are_none(damaged):
 TABLE = """
 import sys
 from pathlib import Path
-from gspo.data.samples import Problem, Score, ScoredResponse, Turn
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse, Turn
 from gspo.tracking.tracker import Tracker
 from gspo.tracking.settings import TrackingSettings
 def response(n, turns, measures):

@@ -245,7 +245,7 @@ def test_a_run_without_rows_or_files_has_a_page_too(tmp_path):
         assert "has no end yet" in words and "none was saved" in words
 
 
-@pytest.mark.parametrize("argument", ["run=nowhere", "run="])
+@pytest.mark.parametrize("argument", ["nowhere", "run=nowhere"])
 def test_no_run_is_one_line(tmp_path, argument):
     command = [sys.executable, "-P", "-m", "gspo", "report", argument]
     done = forked.run(command, cwd=tmp_path)

@@ -13,7 +13,7 @@ import torch
 
 from builders import assert_same_sums, recorded_gradients
 from gspo.data.masked import masked_sum
-from gspo.data.samples import Problem
+from gspo.data.problems import Problem
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import load
 from gspo.model.policy import Policy

@@ -7,7 +7,9 @@ import torch
 
 from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.data.batch import TrainBatch
-from gspo.data.samples import Problem, Score, ScoredResponse, Turn
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse, Turn
+from gspo.rollout.sources.base import Rollout
 from gspo.tracking.metrics import lookup
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -180,7 +182,8 @@ def test_episodes_without_room_are_measured():
     full, played = respond(0, 0, "context", "tool"), respond(1, 1, task="tool")
     full.score, played.turns = Score(None, "no-room"), [Turn("policy", 1, "")]
     accumulator = MetricAccumulator()
-    diagnostics.rollout([[played]], [full, respond(0, 5, "context")], {}, 10, accumulator)
+    sampled = Rollout([[played]], 0, 0, 10, ungraded=[full, respond(0, 5, "context")])
+    diagnostics.rollout(sampled, accumulator)
     found = accumulator.result()
     assert found["episode/finish_context"] == found["episode/finish_stop"] == 1 / 2
 
@@ -212,7 +215,7 @@ def test_episodes_are_measured_where_there_are_some():
         ),
     ):
         accumulator = MetricAccumulator()
-        diagnostics.rollout(groups, ungraded, {}, 10, accumulator)
+        diagnostics.rollout(Rollout(groups, 0, 0, 10, ungraded=ungraded), accumulator)
         found = {
             name: value
             for name, value in accumulator.result().items()

@@ -13,7 +13,7 @@ from gspo.algorithm.objectives import GSPO
 from gspo.distributed.ranks import Ranks
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
-from gspo.train.loss_terms import EntropyTerm
+from gspo.train.loss_terms import EntropyTerm, TermInputs
 from gspo.train.settings import TrainerSettings
 from trainers import steps, trainer
 
@@ -55,13 +55,9 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     )
     totals, accumulator, loss = Totals.of(mask_BT), MetricAccumulator(), 0.0
     for row in (slice(0, 1), slice(1, 2)):
-        loss += term(
-            replace(output, entropy_BT=entropy_BT[row]),
-            replace(batch, mask_BT=mask_BT[row]),
-            totals,
-            1,
-            accumulator,
-        )
+        rows_output = replace(output, entropy_BT=entropy_BT[row])
+        rows_batch = replace(batch, mask_BT=mask_BT[row])
+        loss += term(TermInputs(rows_output, rows_batch, totals, 1, accumulator))
     assert float(loss) == pytest.approx(-0.1 * (2.0 + 0.5) / 2)
     term.end_update(totals, Ranks())
     assert term.coefficient.measured == pytest.approx(6.5 / 4), (
@@ -72,7 +68,7 @@ def test_the_term_by_hand_and_the_entropy_of_the_whole_mini_batch():
     term.end_update(totals, Ranks())
     assert term.coefficient.measured == 0, "the sum began anew"
     with pytest.raises(ValueError, match="entropy_BT is missing"):
-        term(replace(output, entropy_BT=None), batch, totals, 1, accumulator)
+        term(TermInputs(replace(output, entropy_BT=None), batch, totals, 1, accumulator))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

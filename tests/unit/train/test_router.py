@@ -12,10 +12,10 @@ from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.objectives import GSPO
 from gspo.distributed.ranks import Ranks
 from gspo.model.settings import TinyDense, TinyMoE
-from gspo.train.accumulator import MetricAccumulator, load_max
-from gspo.train.loss_terms import BalanceTerm
+from gspo.train.accumulator import MetricAccumulator, load_metrics
+from gspo.train.loss_terms import BalanceTerm, TermInputs
 from gspo.train.optimizer import parameter_groups
-from gspo.train.trainer import old_loads
+from gspo.train.routing import old_loads
 from trainers import steps, trainer, weights
 
 
@@ -103,11 +103,13 @@ def test_by_hand_and_of_equal_loads():
     output.balance_BT = torch.full_like(output.logp_BT, float("nan"))
     output.balance_BT[batch.mask_BT] = 1.5
     accumulator = MetricAccumulator()
-    loss = BalanceTerm(0.01)(output, batch, Totals.of(batch.mask_BT), 1, accumulator)
+    loss = BalanceTerm(0.01)(TermInputs(output, batch, Totals.of(batch.mask_BT), 1, accumulator))
     assert loss.item() == pytest.approx(0.015) and accumulator.result()[
         "routing/balance"
     ] == pytest.approx(1.5)
-    assert load_max(torch.tensor([[5, 5, 5, 5], [0, 0, 8, 0]])) == pytest.approx((1 + 4) / 2)
+    assert load_metrics(torch.tensor([[5, 5, 5, 5], [0, 0, 8, 0]]))[
+        "routing/load_max"
+    ] == pytest.approx((1 + 4) / 2)
 
     policy = small_policy()
     batch = batch_of(policy, sample(policy))

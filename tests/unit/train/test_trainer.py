@@ -147,7 +147,7 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     rollout.ungraded = [rollout.groups[2].pop(0)]
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
     rows = torch.arange(len(batch))
-    old = t.add_old_policy(batch, rollout.responses, rows, MetricAccumulator())
+    old = t.old_policy.add(batch, rollout.responses, rows, t.ranks, MetricAccumulator())
     batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     by_hand = [2 / 3, -1 / 3, -1 / 3, 1 / 2, -1 / 2, 1 / 2, -1 / 2]
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
@@ -232,7 +232,7 @@ def test_replay_is_what_makes_the_arms_differ():
 
 def test_engine_log_probs_as_old_ones():
     t = trainer(GSPO())
-    t.old_logprobs = "engine"
+    t.policy_settings.old_logprobs = "engine"
     metrics = steps(t, 1)[0]
     assert (
         metrics["mismatch/logp_abs_max"] < 1e-4 and metrics["clip/token_outside_minibatch_1"] == 0

@@ -28,7 +28,8 @@ from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOTo
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.config.settings import CHOICES
 from gspo.data.pack import pack
-from gspo.data.samples import Problem, Score
+from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import Rollout
@@ -139,7 +140,7 @@ def updated(name: str, model):
     t = echo_trainer(HAND[name], model=model, minibatches=1)
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
-    old = t.add_old_policy(batch, rollout.responses, everything, MetricAccumulator())
+    old = t.old_policy.add(batch, rollout.responses, everything, t.ranks, MetricAccumulator())
     batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
     with torch.no_grad():
         olds = [own_log_probs(t.policy.model, r) for r in rollout.responses]

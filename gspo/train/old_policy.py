@@ -1,0 +1,129 @@
+"""The passes before a step's updates: under the old policy and under the reference policy.
+
+Shape suffixes: B responses, T response tokens, S all tokens, N row indices, L MoE layers, K experts
+per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.corrections import Correction
+from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch
+from gspo.data.pack import pack_recorded
+from gspo.data.samples import Response
+from gspo.distributed.ranks import Ranks
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.model.policy import Policy
+from gspo.rollout.sources.base import RolloutSource
+from gspo.train import diagnostics
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.engine_comparison import EngineComparison
+from gspo.train.settings import PolicySettings, TrainerSettings
+
+
+class OldPolicyPass:
+    """Adds log-probs and routing of the old policy to a batch, and log-probs of the reference.
+
+    The pass under the old policy is skipped if the engine's results stand for its results.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        source: RolloutSource,
+        correction: Correction,
+        settings: PolicySettings,
+        trainer_settings: TrainerSettings,
+    ):
+        self.policy = policy
+        self.reference = reference
+        self.correction = correction
+        self.settings = settings
+        self.micro_batch_size = trainer_settings.micro_batch_size
+        self.comparison = EngineComparison(source.settings.routes_floor)
+        if settings.routing_replay != "none":
+            policy.routing.check_replay()
+        self.is_skipped = settings.skips_old_pass(
+            exact_engine=source.engine.shares_weights and policy.precision == policy.model.dtype,
+            samples_ahead=source.settings.samples_ahead,
+            correction=correction.name,
+            critic=bool(policy.value_head),
+        )
+        if self.is_skipped and policy.routing.layers:
+            source.start_recording_experts()
+
+    @property
+    def passes(self) -> int:
+        """The number of forward passes over the batch."""
+        old = 0 if self.is_skipped else 1
+        reference = 1 if self.reference else 0
+        return old + reference
+
+    @torch.no_grad()
+    def add(
+        self,
+        batch: RolloutBatch,
+        responses: Sequence[Response],
+        local_rows_N: Tensor,
+        ranks: Ranks,
+        accumulator: MetricAccumulator,
+    ) -> tuple[OldPolicyBatch, Tensor | None]:
+        """Return the batch with the results of the passes, and the critic's values.
+
+        All are computed under the weights of the step's start, unless the source has kept log-probs
+        and routing under the weights that sampled (old_logprobs=behaviour or engine, with responses
+        older than the step).
+        """
+        replay = self.settings.routing_replay
+        if replay == "r3":
+            batch = replace(batch, replay_BSLK=batch.engine_experts_BSLK)
+        if self.is_skipped:
+            results = batch.engine_logp_BT, batch.engine_experts_BSLK
+        else:
+            results = pack_recorded(responses, batch)
+        values_BT = None
+        if results is None or self.policy.value_head:
+            scored = self.score(self.policy, batch, local_rows_N, ranks)
+            values_BT = scored.values_BT
+            results = results or (scored.logp_BT, scored.experts_BSLK)
+        old_logp_BT, experts_BSLK = results
+        if not self.is_skipped and len(local_rows_N):
+            scored_batch = batch.with_old_policy(old_logp_BT, experts_BSLK)
+            if ranks.world_size > 1:
+                scored_batch = scored_batch.rows(local_rows_N)
+            self.comparison.measure(scored_batch, accumulator)
+        if self.settings.old_logprobs == "engine":
+            old_logp_BT = batch.engine_logp_BT
+
+        ref_logp_BT = None
+        if self.reference:
+            # with r3 this pass replays the engine's experts, as all passes do
+            ref_logp_BT = self.score(self.reference, batch, local_rows_N, ranks).logp_BT
+            diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
+        correction_BT = None
+        if self.correction.name != "none":
+            correction_BT = self.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+            diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
+        if replay == "r2":
+            batch = replace(batch, replay_BSLK=experts_BSLK)
+        old_batch = batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+        return old_batch, values_BT
+
+    def score(
+        self, policy: Policy, batch: TokenBatch, local_rows_N: Tensor, ranks: Ranks
+    ) -> PolicyOutput:
+        """Compute log-probs and values of a batch, and the experts of the local rows."""
+        if ranks.world_size == 1:
+            return policy.score(batch, self.micro_batch_size)
+        local = policy.score(batch, self.micro_batch_size, local_rows_N)
+        logp_BT = ranks.all_reduce(local.logp_BT)
+        values_BT = local.values_BT
+        if values_BT is not None:
+            values_BT = ranks.all_reduce(values_BT)
+        return replace(local, logp_BT=logp_BT, values_BT=values_BT)
