@@ -89,7 +89,7 @@ def scripts(page: Path) -> list[tuple[str, list[str]]]:
             and words[0].startswith(("experiments/", "analysis/"))
         ):
             found.append((words[0], words[1:]))
-        elif program == "gspo" and "--help" not in words:
+        elif program == "gspo" and words[0] != "COMMAND" and "--help" not in words:
             found.append(called_by_gspo(*words))
     return found
 

@@ -64,7 +64,7 @@ MOST_MODULES = 1000  # with Hydra and numpy 600 to 800 are loaded; with PyTorch 
         "train lr=1",
         "train -m experiment=micro_moe objective=gspo_tiny,grpo seed=1,2,3 dry_run=true",
         "evaluate benchmark=[gsm9k]",
-        "report run=nothing",
+        "report nothing",
     ),
 )
 def test_answers_that_need_no_tensors_import_no_tensor_library(words, tmp_path):
