@@ -118,7 +118,12 @@ def test_killed_and_stopped_it_goes_on_and_ends_the_same(run, tmp_path):
     ):
         ending = [str(int(number)), str(responses), *evaluate, "out=stopped"]
         before = len(rows(tmp_path / "stopped")) if (tmp_path / "stopped").exists() else 0
-        ended = call("tests/support/ended_evaluation.py", tmp_path, *ending)
+        ended = forked.run(
+            [sys.executable, "-P", ENDED_EVALUATION, *ending],
+            cwd=tmp_path,
+            env=environment(),
+            seconds=SECONDS,
+        )
         assert ended.returncode == code, ended.stderr[-3000:]
         assert before + responses <= len(rows(tmp_path / "stopped")) < 120, (
             "what had ended was kept"
