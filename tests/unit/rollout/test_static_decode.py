@@ -47,12 +47,12 @@ def static(monkeypatch):
     made = []
 
     class Watched(StaticDecoder):
-        def __init__(self, policy, new_tokens, records):
-            super().__init__(policy, new_tokens, records)
+        def __init__(self, network, new_tokens, records):
+            super().__init__(network, new_tokens, records)
             made.append(self)
 
     def decoder(engine, rows):
-        return Watched(engine.sampler, max(row.limit for row in rows), records=False)
+        return Watched(engine.sampler.network, max(row.limit for row in rows), records=False)
 
     def use():
         monkeypatch.setattr(LocalEngine, "_decoder", decoder)
@@ -159,7 +159,7 @@ def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
     policy = small_policy()
     made = static()
     with policy.network.frozen(copy_experts=True), torch.no_grad():
-        decoder = StaticDecoder(policy, 12, records=False)
+        decoder = StaticDecoder(policy.network, 12, records=False)
         decoder.prefill([[5, 6, 7], [8, 9]], 2)
         decoder.step(torch.tensor([3, 4, 5, 6]))
 
@@ -227,7 +227,7 @@ def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypat
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", refuses)
-    decoders = [StaticDecoder(policy, 6, records=records) for records in (False, True)]
+    decoders = [StaticDecoder(policy.network, 6, records=records) for records in (False, True)]
     with policy.network.frozen(copy_experts=True), torch.no_grad():
         for decoder in decoders:
             decoder.prefill([[5, 6], [7]], 1)
