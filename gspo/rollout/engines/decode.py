@@ -32,7 +32,7 @@ DecodeOutput = tuple[Tensor, Tensor | None]
 
 
 class Decoder(Protocol):
-    """Computes the logits of the next token of many rows, over what it was fed before."""
+    """A decoder of many rows: it reads tokens, and returns the logits of each row's next token."""
 
     # ended rows are dropped when at most this share of the rows is unfinished
     live_share: float

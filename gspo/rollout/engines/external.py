@@ -112,11 +112,10 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         # at first all names of the model, at the end those that are missing or do not fit
         wrong_names = set(self.shapes)
         tensors = self._matching(named_tensors, wrong_names)
-        folder = self.folder
-        if folder:
+        if self.folder:
             calls(self._ask, "begin_load")
             for piece in in_pieces(tensors, PIECE_BYTES):
-                calls(self._hand_over, piece, folder)
+                calls(self._hand_over, piece, self.folder)
             calls(self._ask, "end_load")
             calls(self._forget_prefixes)
         else:
