@@ -215,7 +215,7 @@ def test_a_worker_that_is_killed_ends_the_engine():
 
 def test_vllm_sends_no_statistics():
     clean = {name: value for name, value in os.environ.items() if name not in TELEMETRY_OFF}
-    script = "import gspo; from vllm.usage.usage_lib import is_usage_stats_enabled; print(is_usage_stats_enabled())"
+    script = "import gspo.cli; from vllm.usage.usage_lib import is_usage_stats_enabled; print(is_usage_stats_enabled())"
     done = subprocess.run(
         [sys.executable, "-c", script], env=clean, capture_output=True, text=True, check=True
     )
