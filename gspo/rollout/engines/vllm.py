@@ -61,7 +61,9 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
     """An engine that samples with vLLM.
 
     By default vLLM runs in a separate process. In the trainer's process it also seeds the global
-    random generators of Python, numpy and torch, which this package never uses.
+    random generators of Python, numpy and torch, which this package never uses. There it reports
+    statistics of its use, unless gspo.io.telemetry.turn_off_telemetry was called first, as the
+    commands do.
 
     With several ranks each has its own vLLM. With rollout.tensor_parallel_size=k every k
     neighbouring ranks share a vLLM, which computes on the GPUs of all k.
