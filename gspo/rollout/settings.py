@@ -11,11 +11,10 @@ of the classes is the order in which the settings are shown.
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
-from typing import ClassVar
-from urllib.parse import urlsplit
 
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice, cost_only, ranged
 from gspo.rollout.engines.requests import Sampling
+from gspo.rollout.engines.server_guard import server_address
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
 from gspo.rollout.sources.problem_sampler import MAX_REFILLS, Sampler
@@ -54,8 +53,9 @@ class ResponseSettings(Truncation, key="rollout"):
     and ratios are still of the full distribution.
     """
 
-    # bounds the length of responses; 0: it does not. See `bound_by`
-    half_of_positions: ClassVar[int] = 0
+    # Bounds the length of responses (0: it does not). `bound_by` sets it. Without an annotation it is
+    # no setting.
+    half_of_positions = 0
 
     temperature: float = ranged(1.0, above=0, why="greedy groups are all alike")
     max_new_tokens: int = ranged(80, least=1)
@@ -324,14 +324,9 @@ class VLLMServerRollout(OutsideRollout):
     def __post_init__(self):
         super().__post_init__()
         try:
-            address = urlsplit(self.url)
-            has_host_and_port = bool(address.hostname and address.port)
-        except ValueError:  # a port that is no number
-            has_host_and_port = False
-        if not has_host_and_port or address.scheme != "http" or address.path.strip("/"):
-            raise ValueError(
-                f"rollout.url={self.url!r} must be http://HOST:PORT, such as http://127.0.0.1:8000"
-            )
+            server_address(self.url)
+        except ValueError as error:
+            raise ValueError(f"rollout.url={error}") from None
 
 
 # The settings that an engine reads without a trainer. The others describe a step of training.

@@ -308,6 +308,12 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
     """Who takes the port over could not be told apart on a new connection."""
     asked = []
 
+    class ClosingClient(VLLMServerClient):
+        def _read(self, connection, path, most):
+            answer = super()._read(connection, path, most)
+            connection.close()
+            return answer
+
     def answer(path, headers):
         asked.append(path)
         return 200, proof(key, place, headers[NONCE_HEADER]).encode()
@@ -315,15 +321,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
     key = "k" * 64
     with answering(answer) as (url, _):
         place = url.removeprefix("http://")
-        server = VLLMServerClient(url, False, key)
-        closing = server._read
-
-        def read(connection, path, most):
-            said = closing(connection, path, most)
-            connection.close()
-            return said
-
-        server._read = read
+        server = ClosingClient(url, False, key)
         with pytest.raises(EngineEnded, match="has ended a connection"):
             server.call("/inference/v1/generate", {"token_ids": [1]})
     assert asked == [PROOF_PATH]

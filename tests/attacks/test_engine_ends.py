@@ -59,7 +59,10 @@ class Failing(LocalEngine):
     then.
     """
 
-    calls, gone_at = 0, 0
+    def __init__(self, policy, gone_at: int):
+        super().__init__(policy)
+        self.gone_at = gone_at
+        self.calls = 0
 
     def _sample(self, *arguments) -> None:
         self.calls += 1
@@ -82,8 +85,7 @@ def test_a_source_whose_engine_ends_is_as_before(kind):
     policy, sizes = small_policy(), {"prompts_per_step": 4, "group_size": 2, "max_new_tokens": 8}
 
     def batches(gone_at: int) -> tuple[list, Failing]:
-        engine, found = Failing(policy), []
-        engine.gone_at = gone_at
+        engine, found = Failing(policy, gone_at), []
         settings = RolloutSettings(**sizes, **SOURCES[kind])
         source = make_source(engine, FirstCharacter(), settings, Grouped(by="difficulty"), 1)
         for step in range(1, 5):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo.io.telemetry import TELEMETRY_OFF
 from gspo.rollout.engines import weights_folder as engine_folder
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.weights_folder import EngineFolder, remove_left_behind
@@ -66,6 +67,15 @@ def test_it_answers_in_a_session_and_folder_of_its_own(start, tmp_path):
     engine.close()
     assert engine.process.returncode == -signal.SIGKILL or engine.process.returncode == 0
     assert not alive(pid)
+
+
+def test_its_libraries_report_nothing_and_our_environment_stays(start, monkeypatch):
+    for name in TELEMETRY_OFF:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    before = dict(os.environ)
+    assert start().ask("environment").items() >= TELEMETRY_OFF.items()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.slow

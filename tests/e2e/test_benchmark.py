@@ -151,8 +151,7 @@ def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
         return Policy(policy.model, policy.tokenizer, policy.temperature, shards=shards)
 
     ranks = CountedGathers()
-    t = trainer(spread=spread if mode == "shard" else None)
-    t.ranks = t.source.engine.ranks = ranks
+    t = trainer(spread=spread if mode == "shard" else None, ranks=ranks)
     t.train_step(1, t.source.next(1))
     exchanges = Exchanges()
     ranks.gathers = 0
@@ -185,8 +184,7 @@ def test_no_exchange_of_a_step_is_missed_and_afterwards_none_is_timed(mode):
 
 def late_step(ranks: Ranks) -> dict[str, float]:
     """What a rank notes of a step to which the last rank comes late, after its rollout."""
-    t = trainer()
-    t.ranks = t.source.engine.ranks = ranks
+    t = trainer(ranks=ranks)
     exchanges = Exchanges()
     with exchanges.timed(t):
         rollout = t.source.next(1)

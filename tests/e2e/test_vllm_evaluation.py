@@ -119,7 +119,7 @@ def test_killed_and_stopped_it_goes_on_and_ends_the_same(run, tmp_path):
         ending = [str(int(number)), str(responses), *evaluate, "out=stopped"]
         before = len(rows(tmp_path / "stopped")) if (tmp_path / "stopped").exists() else 0
         ended = forked.run(
-            [sys.executable, "-P", ENDED_EVALUATION, *ending],
+            [sys.executable, ENDED_EVALUATION, *ending],
             cwd=tmp_path,
             env=environment(),
             seconds=SECONDS,

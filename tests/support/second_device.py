@@ -29,6 +29,7 @@ from gspo.checking.bench import Digits  # noqa: E402
 from gspo.cli.option_files import composed_settings  # noqa: E402
 from gspo.config.settings import Settings  # noqa: E402
 from gspo.evaluation.evaluate import evaluate  # noqa: E402
+from gspo.rollout.sources.base import Rollout  # noqa: E402
 from gspo.run.build import build_trainer, evaluation_engine  # noqa: E402
 from gspo.run.loop import checkpoint_writer  # noqa: E402
 from gspo.train.checkpoint_files import latest_checkpoint  # noqa: E402
@@ -90,26 +91,24 @@ class Phases:
         self.seconds: Counter[str] = Counter()
         self.inner = [Counter()]  # for each piece of work under way: what the pieces within it did
         self.longest = 0
-        source, update, old, step = (
-            trainer.source.next,
-            trainer.update,
-            trainer.old_policy.add,
-            trainer.train_step,
-        )
-
-        def rollout(step):
-            made = self.within("a decoded token", source, step)
-            self.longest += max(len(r.token_ids) for r in made.responses)
-            return made
+        self.source = trainer.source
+        update = trainer.update
+        old = trainer.old_policy.add
+        step = trainer.train_step
 
         def one_update(batch, own, minibatch, accumulator):
             name = "first mini-batch" if minibatch == 1 else "a later mini-batch"
             return self.within(name, update, batch, own, minibatch, accumulator)
 
-        trainer.source.next = rollout
         trainer.update = one_update
         trainer.old_policy.add = lambda *words: self.within("pass for the old policy", old, *words)
         trainer.train_step = lambda *words: self.within("rest of a step", step, *words)
+
+    def rollout(self, step: int) -> Rollout:
+        """Return the source's groups of a step, and count their tokens."""
+        rollout = self.within("a decoded token", self.source.next, step)
+        self.longest += max(len(r.token_ids) for r in rollout.responses)
+        return rollout
 
     def within(self, name: str, work, *words):
         """Call some work and add to a phase what it does, without what belongs to phases within it."""
@@ -150,9 +149,10 @@ def trained(case: str, device: str, observer=None) -> dict:
     # with overlap a rollout is counted in whichever phase it falls
     phases = Phases(trainer, observer) if observer and not settings.rollout.overlap else None
     tokens, rewards = [], []
+    next_rollout = phases.rollout if phases else trainer.source.next
     with recorded_gradients() as gradients:
         for step in range(1, 1 + (STEPS if case in SHOWN else 1)):
-            rollout = trainer.source.next(step)
+            rollout = next_rollout(step)
             tokens.append([r.token_ids for r in rollout.responses])
             metrics = trainer.train_step(step, rollout)
             rewards.append(metrics["reward/mean"])

@@ -25,6 +25,9 @@ class Small:
         """Process, session, folder of temporary files."""
         return os.getpid(), os.getsid(0), os.environ["TMPDIR"]
 
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
     def start(self) -> int:
         """A process below that holds all that this one holds, as a forked worker does."""
         self.below = subprocess.Popen(

@@ -62,10 +62,14 @@ def trainer(
     spread=None,
     lora=None,
     task=None,
+    max_grad_norm=1.0,
+    ranks=None,
+    engine_ranks=None,
     **settings,
 ) -> Trainer:
     """A trainer of a small policy; `parts` are the algorithm's parts beside the objective, `spread`
-    spreads a policy's weights over ranks, `lora` puts an adapter on it."""
+    spreads a policy's weights over ranks, `lora` puts an adapter on it. The engine has the
+    trainer's `ranks` if it has no `engine_ranks`."""
     spread = spread or (lambda policy: policy)
     policy = spread(small_policy(model))
     if lora:
@@ -74,7 +78,8 @@ def trainer(
     if algorithm.advantage.needs_values:
         policy.value_head = ValueHead.open(policy.model, None)
     rollout = rollout or RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10)
-    source = make_source(LocalEngine(policy), task or FirstCharacter(), rollout, Uniform(), seed)
+    engine = LocalEngine(policy, ranks=engine_ranks or ranks)
+    source = make_source(engine, task or FirstCharacter(), rollout, Uniform(), seed)
     aggregation = aggregation or Aggregation("seq-mean-token-mean")
     reference = policy.without_adapter() if lora else spread(small_policy(model))
     if algorithm.kl.name == "none":
@@ -84,7 +89,12 @@ def trainer(
         source,
         algorithm,
         optim=OptimSettings(
-            optimizer, lr, warmup_updates=1, eps=eps, router_lr_factor=router_lr_factor
+            optimizer,
+            lr,
+            warmup_updates=1,
+            eps=eps,
+            router_lr_factor=router_lr_factor,
+            max_grad_norm=max_grad_norm,
         ),
         settings=TrainerSettings(
             **{"minibatches": 4, "micro_batch_size": 8, "aggregation": aggregation} | settings
@@ -94,6 +104,7 @@ def trainer(
         ),
         seed=seed,
         reference=reference,
+        ranks=ranks,
     )
 
 
@@ -119,6 +130,9 @@ def gap_trainer(
     spread=None,
     lora=None,
     task=None,
+    max_grad_norm=1.0,
+    ranks=None,
+    engine_ranks=None,
     **rollout,
 ) -> Trainer:
     """A trainer of a small policy whose engine may round, lag behind or cut responses."""
@@ -131,7 +145,8 @@ def gap_trainer(
         | rollout
     )
     sampled = policy.copy() if settings.overlap else policy
-    engine = LocalEngine(sampled, settings.batch_rows, getattr(torch, settings.dtype))
+    dtype = getattr(torch, settings.dtype)
+    engine = LocalEngine(sampled, settings.batch_rows, dtype, ranks=engine_ranks or ranks)
     later = settings.staleness or settings.token_budget
     keep = BehaviourLogprobs(sampled, 8, replay == "r3") if later and old != "step_start" else None
     mean = Aggregation("seq-mean-token-mean")
@@ -139,11 +154,12 @@ def gap_trainer(
         policy,
         make_source(engine, task or FirstCharacter(), settings, Uniform(), 1, keep, policy),
         Algorithm(objective or GRPO(), **parts or {}),
-        optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps),
+        optim=OptimSettings(lr=lr, warmup_updates=1, eps=eps, max_grad_norm=max_grad_norm),
         settings=TrainerSettings(minibatches=minibatches, micro_batch_size=8, aggregation=mean),
         policy_settings=PolicySettings(routing_replay=replay, old_logprobs=old, old_pass=old_pass),
         seed=1,
         reference=spread(small_policy(model)) if parts else None,
+        ranks=ranks,
     )
 
 

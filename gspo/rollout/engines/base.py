@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,14 +24,15 @@ from gspo.rollout.engines.requests import (
     to_response,
 )
 
+T = TypeVar("T")
 Groups = list[list[Response]]
 # called with responses that have ended while others are still being sampled
 OnFinished = Callable[[list[Response]], None]
 
 
-def grouped(responses: list[Response], group_size: int) -> Groups:
-    """Cut a list of responses into groups of `group_size`."""
-    return [responses[i : i + group_size] for i in range(0, len(responses), group_size)]
+def grouped(items: list[T], group_size: int) -> list[list[T]]:
+    """Cut a list of responses or episodes into groups of `group_size`."""
+    return [items[i : i + group_size] for i in range(0, len(items), group_size)]
 
 
 class Engine(ABC):

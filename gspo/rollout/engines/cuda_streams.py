@@ -7,11 +7,39 @@ an event marks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+class SideThread:
+    """A thread that samples beside the trainer, with a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self.stream = SideStream(device)
+
+    def submit(self, function: Callable[[], T], tensors: Iterable[Tensor] = ()) -> Future[T]:
+        """Let the thread call a function, on the device after the work that the caller has queued.
+
+        The function may read `tensors`, which the caller's stream made."""
+        side_stream = self.stream.after_queued_work(tensors)
+
+        def call() -> T:
+            with side_stream:
+                return function()
+
+        return self.thread.submit(call)
+
+    def close(self) -> None:
+        """End the thread. A call that has not begun is cancelled."""
+        self.thread.shutdown(cancel_futures=True)
 
 
 class SideStream:
@@ -20,26 +48,26 @@ class SideStream:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def record_event(self) -> torch.cuda.Event | None:
-        """Return an event that marks the end of all work that this thread has queued until now."""
-        if not self.stream:
-            return None
-        return torch.cuda.current_stream(self.stream.device).record_event()
+    def after_queued_work(self, tensors: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+        """Return a context whose work begins after the work that this thread has queued until now.
 
-    @contextmanager
-    def after(
-        self, event: torch.cuda.Event | None, tensors: Iterable[Tensor] = ()
-    ) -> Iterator[None]:
-        """Queue the work of the block on this stream, after the event.
-
-        `tensors` were made on the other stream. Their memory is not reused before this stream has
-        read them."""
+        The work of the context is queued on the side stream. Another thread may enter the context.
+        `tensors` were made on the other stream. Their memory is not reused before the side stream
+        has read them."""
         if not self.stream:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(event)
-            for tensor in tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(self.stream)
-            yield
+            return nullcontext()
+        event = torch.cuda.current_stream(self.stream.device).record_event()
+        return _queued_after(event, self.stream, tensors)
+
+
+@contextmanager
+def _queued_after(
+    event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterable[Tensor]
+) -> Generator[None]:
+    """Queue the work of the block on a stream after the event, and keep the tensors' memory."""
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        yield

@@ -13,14 +13,15 @@ heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gspo.data.batch import to_device
+from gspo.model.forward.network import Network
 from gspo.model.forward.packing import attention
-from gspo.model.policy import Policy
 
 MAX_MASK_ENTRIES = 2**24  # of the attention mask of one pass in `feed`
 # The cache grows by so many columns. With larger steps its rows would lie apart in memory, which is
@@ -30,19 +31,39 @@ GROWTH_COLUMNS = 8
 DecodeOutput = tuple[Tensor, Tensor | None]
 
 
+class Decoder(Protocol):
+    """A decoder of many rows: it reads tokens, and returns the logits of each row's next token."""
+
+    # ended rows are dropped when at most this share of the rows is unfinished
+    live_share: float
+
+    def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
+        """Feed the prompts, give each of them `group_size` rows, and return the first output."""
+        ...
+
+    def step(self, tokens_R: Tensor) -> DecodeOutput:
+        """Feed a token per row, and return the next output."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep these rows and drop the others."""
+        ...
+
+
 class NetworkDecoder:
     """A decoder that uses our own forward over the transformers weights.
 
     Its log-probs equal the log-probs of the model's own forward, up to rounding."""
 
-    # ended rows are dropped when at most this share of the rows is unfinished
     live_share = 0.9
 
-    def __init__(self, policy: Policy):
-        self.network = policy.network
+    def __init__(self, network: Network):
+        self.network = network
         self.extra_columns = GROWTH_COLUMNS  # of the cache, after the prompts
         self.keys: list[Tensor] = []  # per layer [R, J, S, D]
         self.values: list[Tensor] = []
+        # -inf for a column without a token, else 0; None if every column holds one
+        self.mask_RS: Tensor | None = None
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first output."""

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo.io.telemetry import TELEMETRY_OFF
+
 LENGTH = struct.Struct(">Q")  # the header of a message: its length in bytes
 MAX_READ_BYTES = 1 << 20
 CLOSING_SECONDS = 10.0  # how long the object may take to close before its process is killed
@@ -39,7 +41,8 @@ class EngineProcess:
     """A process that makes `served_class(**arguments)`, and whose methods the trainer can call.
 
     Only a single thread may call it at a time. It puts its temporary files into `folder`, and
-    removes that folder if the trainer ends first.
+    removes that folder if the trainer ends first. Its libraries report nothing to their makers,
+    whatever `environment` says.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**environment, "TMPDIR": str(folder)},
+            env={**environment, **TELEMETRY_OFF, "TMPDIR": str(folder)},
             pass_fds=[child_fd],
             start_new_session=True,
         )

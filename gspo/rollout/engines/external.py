@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from gspo.rollout.settings import OutsideRollout
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SettingsT = TypeVar("SettingsT", bound=OutsideRollout)
 # the largest piece of the weights that is handed over; a single larger tensor is a piece of its own
 PIECE_BYTES = 1e9
 # a stream gives the engine this many times as many requests as the engine samples at once
@@ -56,7 +57,7 @@ class Calls:
             return None
 
 
-class OutsideEngine(Engine):
+class OutsideEngine(Engine, Generic[SettingsT]):
     """An engine that samples in another process, and loads the weights that it is handed.
 
     `sharers` are the neighbouring ranks that sample with the same engine. The first of them calls
@@ -69,7 +70,9 @@ class OutsideEngine(Engine):
     in_chunks = False
     folder: WeightsFolder | None = None
 
-    def __init__(self, policy: Policy, settings: OutsideRollout, ranks: Ranks):
+    def __init__(
+        self, policy: Policy, settings: SettingsT, ranks: Ranks, max_model_len: int | None = None
+    ):
         self.policy = policy
         self.settings = settings
         self.ranks = ranks
@@ -79,6 +82,13 @@ class OutsideEngine(Engine):
         self.tied = tied_names(policy.model)
         # the precision in which the engine stores its weights, None if there are several
         self.stored: torch.dtype | None = None
+        # None: the model has no bound
+        self.max_model_len = max_model_len or settings.max_model_len or policy.positions
+
+    @property
+    def positions(self) -> int | None:
+        """The number of tokens of prompt and response together that the engine can hold."""
+        return self.max_model_len
 
     @abstractmethod
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -105,7 +115,7 @@ class OutsideEngine(Engine):
         if self.folder:
             calls(self._ask, "begin_load")
             for piece in in_pieces(tensors, PIECE_BYTES):
-                calls(self._hand_over, piece)
+                calls(self._hand_over, piece, self.folder)
             calls(self._ask, "end_load")
             calls(self._forget_prefixes)
         else:
@@ -133,13 +143,13 @@ class OutsideEngine(Engine):
             if name not in self.tied:
                 yield name, tensor
 
-    def _hand_over(self, piece: dict[str, Tensor]) -> None:
+    def _hand_over(self, piece: dict[str, Tensor], folder: WeightsFolder) -> None:
         """Let the engine load a piece of the weights, in the precision in which it stores them."""
         on_cpu = {
             name: tensor.detach().to("cpu", self.stored or tensor.dtype)
             for name, tensor in piece.items()
         }
-        path = self.folder.save_weights(on_cpu)
+        path = folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()
 
@@ -186,7 +196,9 @@ class OutsideEngine(Engine):
         self._agree(calls)
         for row, sampled in zip(rows, self.sharers.scatter(sampled_by_rank), strict=True):
             fill(row, sampled, self.policy, request.sampling)
-            row.experts = [sampled.experts] if request.record_experts else []
+            row.experts = []
+            if request.record_experts and sampled.experts is not None:
+                row.experts.append(sampled.experts)
         on_ended(list(range(len(rows))))
 
     def stream(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +25,16 @@ from gspo.data.seeding import uniform_rows
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.decode import CachedRows, DecodeOutput, NetworkDecoder
+from gspo.rollout.engines.decode import CachedRows, DecodeOutput, Decoder, NetworkDecoder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
-from gspo.rollout.engines.transformers_decode import (
-    CachedDecoder,
-    UncachedDecoder,
-    transformers_decoder,
-)
+from gspo.rollout.engines.transformers_decode import transformers_decoder
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 
 # A GPU is asked which rows have ended after so many tokens, because it must finish all its work to
 # answer. A CPU is asked after every token.
 TOKENS_PER_CHECK = 8
-AnyDecoder = NetworkDecoder | CachedDecoder | UncachedDecoder
 
 
 class LocalEngine(Engine):
@@ -73,7 +69,7 @@ class LocalEngine(Engine):
             _ = self.transformers_decoder  # prints its warning before the first rollout
 
     @cached_property
-    def transformers_decoder(self) -> type[CachedDecoder] | type[UncachedDecoder]:
+    def transformers_decoder(self) -> Callable[[Policy], Decoder]:
         """The class that decodes through the model's own forward."""
         return transformers_decoder(self.sampler)
 
@@ -104,21 +100,22 @@ class LocalEngine(Engine):
             decoder = self._decoder(rows)
             prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
             first = decoder.prefill(prompts, rows_per_prefix)
-            sampled = self._sampled(rows, request.record_experts)
+            sampled = SampledTokens(rows, request.record_experts, self.sampler.device)
             for unfinished in self._decode(decoder, first, sampled, request):
                 on_ended(sampled.fill_ended_rows(unfinished))
 
-    def _decoder(self, rows: list[Row]) -> AnyDecoder:
+    def _decoder(self, rows: list[Row]) -> Decoder:
         """Return a decoder for these rows.
 
         On a GPU its tensors have fixed shapes, unless `cuda_graphs` is false."""
-        if not self.sampler.network:
+        network = self.sampler.network
+        if not network:
             return self.transformers_decoder(self.sampler)
         device = self.sampler.device
         if not self.cuda_graphs or not runs_ahead(device):
-            return NetworkDecoder(self.sampler)
+            return NetworkDecoder(network)
         max_tokens = max(row.limit for row in rows)
-        return StaticDecoder(self.sampler, max_tokens, records=device.type == "cuda")
+        return StaticDecoder(network, max_tokens, records=device.type == "cuda")
 
     @torch.no_grad()
     def converse(
@@ -131,15 +128,16 @@ class LocalEngine(Engine):
         """Sample rows turn by turn, and keep their KV cache from turn to turn."""
         if not rows:
             return
-        if not self.sampler.network:  # then every turn begins with a pass over the whole prefix
+        network = self.sampler.network
+        if not network:  # then every turn begins with a pass over the whole prefix
             super().converse(rows, rows_per_prefix, request, reply)
             return
-        with self.sampler.network.frozen(copy_experts=True):
-            decoder = NetworkDecoder(self.sampler)
+        with network.frozen(copy_experts=True):
+            decoder = NetworkDecoder(network)
             prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
             first = decoder.prefill(prompts, rows_per_prefix)
             while rows:
-                sampled = self._sampled(rows, request.record_experts)
+                sampled = SampledTokens(rows, request.record_experts, self.sampler.device)
                 caches = TurnCaches(decoder, rows)
                 for unfinished in self._decode(decoder, first, sampled, request, caches):
                     sampled.fill_ended_rows(unfinished)
@@ -147,13 +145,9 @@ class LocalEngine(Engine):
                 if rows:
                     first = caches.resume(rows)
 
-    def _sampled(self, rows: list[Row], record_experts: bool) -> SampledTokens:
-        keep_experts = record_experts and self.sampler.routing.layers > 0
-        return SampledTokens(rows, keep_experts, self.sampler.device)
-
     def _decode(
         self,
-        decoder: AnyDecoder,
+        decoder: Decoder,
         first: DecodeOutput,
         sampled: SampledTokens,
         request: SamplingRequest,
@@ -171,9 +165,7 @@ class LocalEngine(Engine):
         limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
         uniforms = row_uniforms(rows, max_tokens, request.random_key)
         uniforms_RT = to_device(torch.from_numpy(uniforms), device)
-        detectors = []
-        if sampling.stop:
-            detectors = [row.watch(self.policy, sampling) for row in rows]
+        detectors = [row.watch(self.policy, sampling) for row in rows] if sampling.stop else []
         # stop strings are read on the CPU after each token
         tokens_per_check = TOKENS_PER_CHECK if runs_ahead(device) and not detectors else 1
         # The indices of the rows in the decoder's cache, on the CPU and on the device. Some of
@@ -223,13 +215,8 @@ def row_uniforms(rows: list[Row], count: int, random_key: RandomKey) -> np.ndarr
     response."""
     positions = [(*random_key, row.problem.task, row.problem.index, row.sample) for row in rows]
     max_done = max(row.done for row in rows)
-    uniforms = uniform_rows(max_done + count, positions)
-    if not max_done:
-        return uniforms
-    next_uniforms = []
-    for row, uniforms_T in zip(rows, uniforms, strict=True):
-        next_uniforms.append(uniforms_T[row.done : row.done + count])
-    return np.stack(next_uniforms)
+    pairs = zip(rows, uniform_rows(max_done + count, positions), strict=True)
+    return np.stack([uniforms_T[row.done : row.done + count] for row, uniforms_T in pairs])
 
 
 class TurnCaches:
@@ -239,9 +226,8 @@ class TurnCaches:
         self.decoder = decoder
         self.rows = rows
         self.saved: list[CachedRows] = []
-        self.index_of_episode: dict[
-            int, int
-        ] = {}  # Row.episode_index -> index in all of `saved` together
+        # Row.episode_index -> index in all of `saved` together
+        self.index_of_episode: dict[int, int] = {}
 
     def save(self, indices_R: Tensor, ended_R: Tensor, lengths_R: Tensor) -> None:
         """Save the cache of the rows that have ended.
@@ -267,18 +253,23 @@ class TurnCaches:
         lengths = [length for cached in self.saved for length in cached.lengths]
         indices = [self.index_of_episode[row.episode_index] for row in rows]
         self.decoder.restore(self.saved, indices)
-        new_tokens = []
-        for row, index in zip(rows, indices, strict=True):
-            new_tokens.append(row.prefix_ids[lengths[index] :])
-        return self.decoder.feed(new_tokens)
+        pairs = zip(rows, indices, strict=True)
+        return self.decoder.feed([row.prefix_ids[lengths[index] :] for row, index in pairs])
+
+
+class SampledExperts(NamedTuple):
+    """The experts of the rows, int16."""
+
+    prompt: Tensor  # [R, tokens, L, K]: of the prompt, or of the tokens fed before this turn
+    response_RTLK: Tensor  # at t: of the pass that was fed the t-th token
 
 
 class SampledTokens:
     """The sampled tokens, log-probs and experts of the rows, as tensors until rows end."""
 
-    def __init__(self, rows: list[Row], keep_experts: bool, device: torch.device):
+    def __init__(self, rows: list[Row], record_experts: bool, device: torch.device):
         self.rows = rows
-        self.keep_experts = keep_experts
+        self.record_experts = record_experts
         num_rows = len(rows)
         max_tokens = max(row.limit for row in rows)
         # rows whose tokens were written into their Row
@@ -286,10 +277,7 @@ class SampledTokens:
         self.tokens_RT = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self.logp_RT = torch.zeros(num_rows, max_tokens, device=device)
         self.lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        # [R, tokens, L, K]: of the prompt, or of the tokens that were fed before this turn
-        self.prompt_experts: Tensor | None = None
-        # at t: the experts of the pass that was fed the t-th token
-        self.experts_RTLK: Tensor | None = None
+        self.experts: SampledExperts | None = None  # from the first token on, if they are recorded
 
     def add(
         self,
@@ -302,20 +290,18 @@ class SampledTokens:
     ) -> None:
         """Store the t-th token of the live rows. Only unfinished rows become longer.
 
-        `experts` are the experts of the pass that predicted the token."""
+        `experts` are the experts of the pass that predicted the token, None without MoE layers."""
         self.tokens_RT[live_R, t] = tokens_R
         self.logp_RT[live_R, t] = logp_R
         self.lengths_R[live_R] += unfinished_R
-        if not self.keep_experts:
+        if not self.record_experts or experts is None:
             return
         experts = experts.to(torch.int16)
-        if t == 0:
-            self.prompt_experts = experts
-            layers, experts_per_token = experts.shape[2:]
-            shape = (*self.tokens_RT.shape, layers, experts_per_token)
-            self.experts_RTLK = experts.new_empty(shape)
+        if self.experts is None:
+            shape = (*self.tokens_RT.shape, *experts.shape[2:])
+            self.experts = SampledExperts(experts, experts.new_empty(shape))
         else:
-            self.experts_RTLK[live_R, t - 1] = experts[:, 0]
+            self.experts.response_RTLK[live_R, t - 1] = experts[:, 0]
 
     def fill_ended_rows(self, unfinished: Tensor) -> list[int]:
         """Fill the rows that have ended and were not filled before, and return their indices.
@@ -327,17 +313,16 @@ class SampledTokens:
         indices = ended_R.nonzero().squeeze(-1)
         on_device = to_device(indices, self.tokens_RT.device)
         tensors = [self.tokens_RT, self.logp_RT, self.lengths_R]
-        if self.keep_experts:
-            tensors += [self.prompt_experts, self.experts_RTLK]
-        selected = [tensor.index_select(0, on_device) for tensor in tensors]
-        on_cpu = to_cpu(*selected)
+        if self.experts:
+            tensors += self.experts
+        on_cpu = to_cpu(*(tensor.index_select(0, on_device) for tensor in tensors))
         tokens, logprobs, lengths = (tensor.tolist() for tensor in on_cpu[:3])
         indices = indices.tolist()
         for i, (index, length) in enumerate(zip(indices, lengths, strict=True)):
             row = self.rows[index]
             row.token_ids = tokens[i][:length]
             row.logprobs = logprobs[i][:length]
-            if self.keep_experts:
+            if self.experts:
                 prompt_experts, response_experts = (tensor[i].numpy() for tensor in on_cpu[3:])
                 fed_before = sum(len(experts) for experts in row.experts)  # in earlier turns
                 fed_now = len(row.prefix_ids) - fed_before
@@ -392,8 +377,7 @@ def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     ends_RB = p_RBS.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold_R1 = (uniform_R * ends_RB[:, -1]).unsqueeze(-1)
     last_block = ends_RB.shape[1] - 1
-    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True)
-    block_R1 = block_R1.clamp(max=last_block)
+    block_R1 = torch.searchsorted(ends_RB, threshold_R1, right=True).clamp(max=last_block)
     previous_R1 = (block_R1 - 1).clamp(min=0)
     before_R1 = torch.where(block_R1 > 0, ends_RB.gather(-1, previous_R1), 0.0)
     rows_R = torch.arange(rows, device=p_RV.device)
@@ -403,8 +387,7 @@ def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     # 0 could be drawn.
     bound_R1 = within_RS[:, -1:] * (1 - 2.0**-52)
     remaining_R1 = torch.minimum(threshold_R1 - before_R1, bound_R1)
-    inside_R1 = torch.searchsorted(within_RS, remaining_R1, right=True)
-    inside_R1 = inside_R1.clamp(max=size - 1)
+    inside_R1 = torch.searchsorted(within_RS, remaining_R1, right=True).clamp(max=size - 1)
     return (block_R1 * size + inside_R1).squeeze(-1)
 
 

@@ -33,7 +33,8 @@ class PendingRequests:
         self.params = params
         self.check = check
         self.rows: dict[str, tuple[int, Row]] = {}  # request ID -> index of its group, and its row
-        self.groups: dict[int, list[Response | None]] = {}  # None for a response that has not ended
+        # index of an incomplete group -> its responses that have ended, by their index in it
+        self.groups: dict[int, dict[int, Response]] = {}
         self.num_problems = 0  # that were added
 
     def add(self, problem: Problem) -> None:
@@ -46,7 +47,7 @@ class PendingRequests:
         self.ask("add", request_ids, prompts, [self.params(row) for row in rows])
         for request_id, row in zip(request_ids, rows, strict=True):
             self.rows[request_id] = (group_index, row)
-        self.groups[group_index] = [None] * self.request.group_size
+        self.groups[group_index] = {}
         self.num_problems += 1
 
     def collect(self) -> tuple[list[Response], list[list[Response]]]:
@@ -55,6 +56,7 @@ class PendingRequests:
         Returns the responses that have ended, and the groups that they complete."""
         responses = []
         complete_groups = []
+        group_size = self.request.group_size
         for request_id, completion in self.ask("ended").items():
             group_index, row = self.rows.pop(request_id)
             fill(row, completion, self.policy, self.request.sampling)
@@ -62,8 +64,9 @@ class PendingRequests:
             responses.append(response)
             group = self.groups[group_index]
             group[row.sample] = response
-            if None not in group:
-                complete_groups.append(self.groups.pop(group_index))
+            if len(group) == group_size:
+                del self.groups[group_index]
+                complete_groups.append([group[sample] for sample in range(group_size)])
         return responses, complete_groups
 
 

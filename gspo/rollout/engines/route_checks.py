@@ -7,6 +7,8 @@ before they are used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gspo.data.samples import Response
@@ -15,7 +17,7 @@ UNKNOWN = -1  # in place of an expert that the engine did not record
 BROKEN = "the engine is broken: use rollout.routes=false"
 
 
-def check_routes(responses: list[Response], layers: int, top_k: int, experts: int) -> None:
+def check_routes(responses: Sequence[Response], layers: int, top_k: int, experts: int) -> None:
     """Raise RuntimeError, in a single line, for experts that no router can have chosen.
 
     Every response's `experts` must be an array [prompt + T - 1, layers, top_k] of whole numbers in

@@ -211,6 +211,20 @@ class Guard:
         await self.app(scope, receive_again, send)
 
 
+def server_address(url: str) -> tuple[str, int]:
+    """Return the host and the port of a server's URL. Raises ValueError for another kind of URL."""
+    must_be = f"{url!r} must be http://HOST:PORT, such as http://127.0.0.1:8000"
+    try:
+        address = urlsplit(url)
+        host = address.hostname
+        port = address.port
+    except ValueError:  # a port that is no number
+        raise ValueError(must_be) from None
+    if not host or not port or address.scheme != "http" or address.path.strip("/"):
+        raise ValueError(must_be)
+    return host, port
+
+
 def host_names(url: str) -> set[str]:
     """Return the Host headers that are a server's own names.
 

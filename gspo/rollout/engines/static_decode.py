@@ -18,8 +18,8 @@ import sys
 import torch
 from torch import Tensor
 
+from gspo.model.forward.network import Network
 from gspo.model.forward.packing import attention
-from gspo.model.policy import Policy
 from gspo.rollout.engines.cached_attention import (
     FilledColumns,
     flash_attention,
@@ -42,8 +42,8 @@ class StaticDecoder(NetworkDecoder):
     # are read once for all rows.
     live_share = 0.5
 
-    def __init__(self, policy: Policy, new_tokens: int, records: bool):
-        super().__init__(policy)
+    def __init__(self, network: Network, new_tokens: int, records: bool):
+        super().__init__(network)
         self.extra_columns = new_tokens
         self.records = records
         self.graph: tuple[torch.cuda.CUDAGraph, DecodeOutput] | None = None
@@ -145,7 +145,7 @@ class StaticDecoder(NetworkDecoder):
         values = self.values[layer]
         keys.flatten(0, 1).index_copy_(0, self.slots_R, k_RJD)
         values.flatten(0, 1).index_copy_(0, self.slots_R, v_RJD)
-        if self.uses_counts:
+        if self.mask_RS is None:  # with counts there is no mask
             return flash_attention(q_RHD, keys, values, self.filled_columns)
         return masked_attention(q_RHD, keys, values, self.mask_RS)
 

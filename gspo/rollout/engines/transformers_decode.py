@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from transformers.generation.utils import GenerationMode
+from transformers.generation.utils import GenerationMixin, GenerationMode
 
 from gspo.model.forward.network import PROBE_TOLERANCE
 from gspo.model.forward.padded_forward import (
@@ -112,17 +112,21 @@ class TransformersDecoder:
         self.routing = policy.routing
         self.pad_id = policy.pad_id
 
-    def _recorded_experts(self) -> Tensor | None:
-        """Return the experts of the last forward, None if the model has no MoE layers."""
-        if not self.routing.layers:
-            return None
-        return self.routing.recorded(len(self.tokens_RS))
+    def _recorded_experts(self, rows: int) -> Tensor | None:
+        """Return the experts of the last forward of `rows` rows, None without MoE layers."""
+        return self.routing.recorded(rows) if self.routing.layers else None
 
 
 class CachedDecoder(TransformersDecoder):
     """A decoder that uses the model's own forward and the cache of `generate`.
 
     Prompts are padded on the left, and hooks record the routing."""
+
+    def __init__(self, policy: Policy):
+        super().__init__(policy)
+        if not isinstance(policy.model, GenerationMixin):
+            raise TypeError("it does not inherit GenerationMixin")
+        self.generation = policy.model
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first output."""
@@ -133,7 +137,7 @@ class CachedDecoder(TransformersDecoder):
         # the keyword arguments of the forward that `generate` passes on from token to token
         self.model_kwargs: dict[str, Any] = {"use_cache": True}
         self.model_kwargs |= forward_arguments(self.model, attention_PS, keep=1)
-        self.model._prepare_cache_for_generation(
+        self.generation._prepare_cache_for_generation(
             transformers.GenerationConfig(),
             self.model_kwargs,
             GenerationMode.SAMPLE,
@@ -166,13 +170,13 @@ class CachedDecoder(TransformersDecoder):
         """Feed the tokens that were not fed before, and return the next output.
 
         `stage` are the arguments by which `generate` tells a prefill from a later token."""
-        inputs = self.model.prepare_inputs_for_generation(
+        inputs = self.generation.prepare_inputs_for_generation(
             self.tokens_RS, **stage, **self.model_kwargs
         )
         with self.routing.recording():
             outputs = self.model(**inputs, return_dict=True)
-            experts = self._recorded_experts()
-        self.model_kwargs = self.model._update_model_kwargs_for_generation(
+            experts = self._recorded_experts(len(self.tokens_RS))
+        self.model_kwargs = self.generation._update_model_kwargs_for_generation(
             outputs, self.model_kwargs
         )
         return outputs.logits[:, -1], experts
@@ -222,7 +226,7 @@ class UncachedDecoder(TransformersDecoder):
         arguments = forward_arguments(self.model, attention_RS)
         with self.routing.recording():
             logits_RSV = self.model(input_ids=tokens_RS, use_cache=False, **arguments).logits
-            experts = self._recorded_experts()
+            experts = self._recorded_experts(len(tokens_RS))
         last_logits_R1V = at_columns(logits_RSV, self.lengths_R[:, None] - 1)
         return last_logits_R1V.squeeze(1), experts
 

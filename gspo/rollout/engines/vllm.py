@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,11 +57,13 @@ RANK_VARIABLES = (
 RANK_VARIABLE_PREFIXES = ("LOCAL_", "ROLE_", "TORCHELASTIC_")
 
 
-class VLLMEngine(OutsideEngine):
+class VLLMEngine(OutsideEngine[VLLMRollout]):
     """An engine that samples with vLLM.
 
     By default vLLM runs in a separate process. In the trainer's process it also seeds the global
-    random generators of Python, numpy and torch, which this package never uses.
+    random generators of Python, numpy and torch, which this package never uses. There it reports
+    statistics of its use, unless gspo.io.telemetry.turn_off_telemetry was called first, as the
+    commands do.
 
     With several ranks each has its own vLLM. With rollout.tensor_parallel_size=k every k
     neighbouring ranks share a vLLM, which computes on the GPUs of all k.
@@ -72,7 +75,6 @@ class VLLMEngine(OutsideEngine):
         Raises ValueError if it cannot start: a single line with the setting and the remedy."""
         super().__init__(policy, settings, ranks or Ranks())
         self.knows_text = bool(settings.stop)
-        self.max_model_len = settings.max_model_len or policy.positions
         self.on_cpu = not torch.cuda.is_available()
         self.asleep = False
         self.host: LLMHost | EngineProcess | None = None
@@ -83,23 +85,18 @@ class VLLMEngine(OutsideEngine):
         if self.ranks.world_size > 1:
             self.sharers = self.ranks.subgroup(settings.tensor_parallel_size)
             self.gpus = gpus_of(self.sharers)
-        if self.sharers.rank == 0:
-            self.folder = EngineFolder(PIECE_BYTES if self.ranks.world_size > 1 else weight_bytes)
         calls = Calls()
         try:
-            if self.folder:
-                calls(self._start)
+            if self.sharers.rank == 0:
+                size = PIECE_BYTES if self.ranks.world_size > 1 else weight_bytes
+                self.folder = EngineFolder(size)
+                calls(self._start, self.folder.path)
             self._agree(calls)
             if self.ranks.world_size > 1:
                 self.load_weights(policy.named_tensors())
         except BaseException:
             self.close()
             raise
-
-    @property
-    def positions(self) -> int:
-        """The number of tokens of prompt and response together that vLLM can hold."""
-        return self.max_model_len
 
     def rest(self) -> None:
         """Give the GPU's memory to the trainer if rollout.sleep=true.
@@ -163,12 +160,12 @@ class VLLMEngine(OutsideEngine):
                 f"it exceeds the {free_gib:.1f} GiB of free memory; lower it"
             )
 
-    def _start(self) -> None:
+    def _start(self, folder: Path) -> None:
         """Start vLLM, with the policy's weights if there is a single rank.
 
         With several ranks no rank may hold all weights, so they are handed over afterwards. Raises
         ValueError if vLLM refuses, and EngineEnded if its process ends."""
-        model = self.folder.path / "model"
+        model = folder / "model"
         if self.ranks.world_size > 1:
             save_configuration(self.policy.model, self.policy.tokenizer, model)
         else:
@@ -185,7 +182,7 @@ class VLLMEngine(OutsideEngine):
                 if self.ranks.world_size > 1:
                     name += f" of rank {self.ranks.rank}"
                 environment = own_environment(self.gpus)
-                self.host = EngineProcess(name, LLMHost, arguments, self.folder.path, environment)
+                self.host = EngineProcess(name, LLMHost, arguments, folder, environment)
             else:
                 self.host = LLMHost(**arguments)
             self._note_precision()
@@ -212,11 +209,11 @@ class VLLMEngine(OutsideEngine):
 
 
 def vllm_options(
-    settings: OutsideRollout, head_dtype: str, max_model_len: int, on_cpu: bool
+    settings: OutsideRollout, head_dtype: str, max_model_len: int | None, on_cpu: bool
 ) -> dict[str, Any]:
     """Return the options of vLLM's engine, by the names that LLM and `vllm serve` share.
 
-    `head_dtype` is policy.head_dtype."""
+    `head_dtype` is policy.head_dtype. Without `max_model_len` vLLM takes the model's own."""
     options = {
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
@@ -245,7 +242,7 @@ def vllm_options(
         # A prompt that is split over several steps would raise an error, because torch's CPU
         # generators cannot step back.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_model_len),
+        "max_num_batched_tokens": max(MAX_PREFILL_TOKENS, max_model_len or 0),
         # Positions in the prefix cache are not fed, so their experts would not be recorded.
         "enable_prefix_caching": not settings.routes,
     }

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +131,9 @@ class LLMHost:
     def _end_with(self, workers: list[multiprocessing.Process]) -> None:
         """Wait until a worker of vLLM ends, then end this process, which the trainer notices."""
         # vLLM reaps its workers, so this thread cannot wait for them in the usual way
-        worker_of_pidfd = {os.pidfd_open(worker.pid): worker for worker in workers}
+        worker_of_pidfd = {
+            os.pidfd_open(worker.pid): worker for worker in workers if worker.pid is not None
+        }
         ended = [worker_of_pidfd[pidfd] for pidfd in wait_readable(list(worker_of_pidfd))]
         if self.closing:
             return
@@ -150,13 +152,14 @@ def to_completion(output: Any, experts: np.ndarray | None) -> Completion:
     """Return the only completion of vLLM's RequestOutput."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
-    positions = zip(completion.logprobs or (), token_ids, strict=True)
+    logprobs_of_positions: list[Any] = completion.logprobs or []
+    positions = zip(logprobs_of_positions, token_ids, strict=True)
     logprobs = [logprob_of_token[token].logprob for logprob_of_token, token in positions]
     return Completion(token_ids, logprobs, experts, str(completion.finish_reason))
 
 
 @contextmanager
-def temporary_files_in(folder: str) -> Iterator[None]:
+def temporary_files_in(folder: str) -> Generator[None]:
     """Make temporary files in `folder` inside the block, because vLLM leaves some behind."""
     previous = tempfile.tempdir
     tempfile.tempdir = folder

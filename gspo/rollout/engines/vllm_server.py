@@ -19,13 +19,12 @@ import json
 import resource
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from gspo.rollout.engines.server_guard import (
     SIGNATURE_HEADER,
     host_and_port,
     proof,
+    server_address,
     signature,
 )
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
@@ -74,9 +74,7 @@ class VLLMServerClient:
         self.name = f"the vLLM server at {url}"
         self.routes = routes
         self.key = key
-        address = urlsplit(url)
-        self.host = address.hostname
-        self.port = address.port
+        self.host, self.port = server_address(url)
         # request IDs that no other trainer has
         self.id_prefix = secrets.token_hex(8)
         self.id_numbers = count()
@@ -89,10 +87,7 @@ class VLLMServerClient:
 
         Raises EngineEnded if the server does not answer or has failed. Raises RequestRefused if it
         refuses the request or is not the server of `gspo serve`."""
-        if body is None:
-            text = self.send("GET", path)
-        else:
-            text = self.send("POST", path, json.dumps(body))
+        text = self.send("GET", path) if body is None else self.send("POST", path, json.dumps(body))
         if not text:
             return None
         try:
@@ -252,7 +247,7 @@ class VLLMServerClient:
         return self.call("/reset_prefix_cache", {})["success"]
 
 
-class VLLMServerEngine(OutsideEngine):
+class VLLMServerEngine(OutsideEngine[VLLMServerRollout]):
     """An engine that samples with a vLLM server.
 
     All ranks send requests, and rank 0 hands over the weights."""
@@ -262,13 +257,12 @@ class VLLMServerEngine(OutsideEngine):
 
         Raises ValueError, in a single line, if there is no server, if it does not fit the policy or
         the settings, or if another trainer uses it."""
-        super().__init__(policy, settings, ranks or Ranks())
         server = check_server(settings)
         description = server.description
+        super().__init__(policy, settings, ranks or Ranks(), description["max_model_len"])
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         check_model(settings, description, shapes)
         check_head(settings, description, str(policy.head_dtype).removeprefix("torch."))
-        self.max_model_len = description["max_model_len"]
         self.client = VLLMServerClient(settings.url, settings.routes, server.key)
         if self.ranks.rank == 0:
             self.folder = ServerFolder(server.path, settings.url)
@@ -286,11 +280,6 @@ class VLLMServerEngine(OutsideEngine):
         if self.settings.routes and on_cpu:
             self.client.on_workers("install_capture")
         self._note_precision()
-
-    @property
-    def positions(self) -> int:
-        """The number of tokens of prompt and response together that the server can hold."""
-        return self.max_model_len
 
     def close(self) -> None:
         """Leave the server to others. May be called twice."""
@@ -372,7 +361,7 @@ def max_requests() -> int:
 
 
 def check_model(
-    settings: VLLMServerRollout, description: dict[str, Any], shapes: dict[str, Sequence[int]]
+    settings: VLLMServerRollout, description: dict[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> None:
     """Raise ValueError if the server's model has other weights, by their names and shapes."""
     server_shapes = description["shapes"]

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,11 @@ if SERVER_PID_VARIABLE in os.environ:  # vLLM imports this module in each of a s
 class WorkerExtension:
     """The methods that vLLM's collective_rpc calls on every worker."""
 
+    # the attributes of vLLM's worker class that are used here
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
     capture: RoutedExpertsCapture | None = None
 
     def begin_load(self) -> None:
@@ -126,20 +132,27 @@ class WorkerExtension:
         if not self.capture:
             self.capture = RoutedExpertsCapture(self.model_runner)
 
+    def _installed_capture(self) -> RoutedExpertsCapture:
+        """Return the recorder. Raises RuntimeError before `install_capture`."""
+        if not self.capture:
+            raise RuntimeError("no experts are recorded: install_capture was not called")
+        return self.capture
+
     def pop_routes(self) -> dict[str, np.ndarray]:
         """Return, by request ID, the experts recorded since the last call: int16 [S, L, K]."""
-        return self.capture.pop()
+        return self._installed_capture().pop()
 
     def routes_of(self, request_ids: list[str]) -> dict[str, str]:
         """Return and forget the experts of these requests of a server, as .npy files in base64.
 
         Inside the engine "generate-tokens-" comes before a request ID, and a hyphen with random
         letters after it."""
+        capture = self._installed_capture()
         internal_ids = {
             internal_id.removeprefix("generate-tokens-").split("-")[0]: internal_id
-            for internal_id in self.capture.pieces
+            for internal_id in capture.pieces
         }
-        routes = self.capture.pop({internal_ids[request_id] for request_id in request_ids})
+        routes = capture.pop({internal_ids[request_id] for request_id in request_ids})
         return {
             request_id: as_base64(routes[internal_ids[request_id]]) for request_id in request_ids
         }
@@ -159,10 +172,8 @@ def forget_packing(model: nn.Module) -> None:
     After a second load the kernel would read unpacked weights as packed weights, and the outputs
     would be wrong without any error.
     """
-    for module in model.modules():
-        if type(module).__name__ != "RoutedExperts":
-            continue
-        method = getattr(module, "quant_method", None)
+    for module in modules_of_class(model, "RoutedExperts"):
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
@@ -174,9 +185,13 @@ def pack_head(model: nn.Module) -> None:
     it out. On the CPU it would then keep using the packed copy of the old weights. For an untied
     layer this repeats vLLM's own packing.
     """
-    for module in model.modules():
-        if type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)
+    for module in modules_of_class(model, "ParallelLMHead"):
+        module.quant_method.process_weights_after_loading(module)
+
+
+def modules_of_class(model: nn.Module, name: str) -> list[Any]:
+    """Return the modules of a class of vLLM, by its name."""
+    return [module for module in model.modules() if type(module).__name__ == name]
 
 
 class RoutedExpertsCapture:
@@ -190,12 +205,12 @@ class RoutedExpertsCapture:
     several pieces. Later pieces overwrite earlier pieces, so the last pass over a position counts.
     """
 
-    def __init__(self, runner):
+    def __init__(self, runner: Any):
         self.runner = runner
         self.step: dict[int, Tensor] = {}  # layer -> experts_NK of the current step
         # request ID -> pieces (first position, experts_NLK)
         self.pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
-        layers = [m for m in runner.get_model().modules() if type(m).__name__ == "MoERunner"]
+        layers = modules_of_class(runner.get_model(), "MoERunner")
         if not layers:
             raise RuntimeError(
                 "rollout.routes=true: vLLM's model has no MoE layer whose experts could be recorded"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gspo.model.chat.prompts import MAX_CHARS_PER_TOKEN
 from gspo.model.policy import Policy
-from gspo.rollout.episodes.episode import Episode, NoRoom
+from gspo.rollout.episodes.episode import EnvironmentEpisode, Episode, NoRoom
 from gspo.tasks.environments.player import Beginning, EnvironmentFailed, failure
 
 
@@ -26,7 +28,7 @@ def prompt_text(policy: Policy, beginning: Beginning, positions: int | None) -> 
 
 
 def encode(
-    policy: Policy, group: list[Episode], texts: list[str | None], positions: int | None
+    policy: Policy, group: Sequence[Episode], texts: Sequence[str | None], positions: int | None
 ) -> None:
     """Encode the prompt of a group's episodes that have begun.
 
@@ -55,8 +57,8 @@ def encode(
             episode.prompt_ids = prompt_ids
         return
     error = NoRoom(f"{len(prompt_ids)} tokens", positions)
-    if not first_episode.task:
-        raise ValueError(f"{name}: {error}; leave it out")
-    # the prompt is the result of `reset`, so its length was not known before
     for episode in group:
+        if not isinstance(episode, EnvironmentEpisode):
+            raise ValueError(f"{name}: {error}; leave it out")
+        # the prompt is the result of `reset`, so its length was not known before
         episode.fail(error)

@@ -48,34 +48,48 @@ class Seconds:
 
 @dataclass(eq=False)
 class Episode:
-    """One episode while it is played."""
+    """One episode while it is played. This class is for problems without environment."""
 
     index: int  # in its chunk
     problem: Problem
     sample: int
-    random_key: RandomKey  # of the environment's random numbers
-    task: EnvironmentTask | None  # None for a problem without environment
-    player: Player | None = None
-    role: str = "user"  # the chat role of its observations
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: np.ndarray | None = None
     turns: list[Turn] = field(default_factory=list)
-    measures: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""  # empty until it ends
-    score: Score | None = None
+
+    @property
+    def policy_turns(self) -> list[Turn]:
+        """The policy's turns."""
+        return [turn for turn in self.turns if turn.author == POLICY]
+
+    @property
+    def filled_positions(self) -> int:
+        """The number of tokens of its prompt and its turns."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass(eq=False, kw_only=True)
+class EnvironmentEpisode(Episode):
+    """An episode of an environment while it is played. A new one begins with `player`."""
+
+    task: EnvironmentTask
+    random_key: RandomKey  # of the environment's random numbers
+    player: Player = field(init=False)
+    role: str = "user"  # the chat role of its observations
+    measures: dict[str, float] = field(default_factory=dict)
+    score: Score | None = None  # None until it ends
+
+    def __post_init__(self):
+        self.player = self.new_player()
 
     def new_player(self) -> Player:
         """Return a player, whose first call makes the episode's environment."""
         return Player(
             lambda: self.task.environment(self.problem, self.random_key), self.task.step_seconds
         )
-
-    @property
-    def policy_turns(self) -> list[Turn]:
-        """The policy's turns."""
-        return [turn for turn in self.turns if turn.author == POLICY]
 
     def fail(self, error: EnvironmentFailed) -> None:
         """End the episode without a reward: its environment failed, or it could not begin."""
@@ -99,7 +113,7 @@ class Episode:
 
         The call that closes the second environment is appended to `closing`."""
         player = self.new_player()
-        calls = [("reset", self.problem)]
+        calls: list[tuple[str, Problem | str]] = [("reset", self.problem)]
         calls += [("step", turn.text) for turn in self.policy_turns]
         try:
             # the last turn may have no answer
@@ -114,7 +128,7 @@ class Episode:
             closing.append(player.close())
 
 
-def begin_answers(episodes: list[Episode]) -> list[tuple[Episode, Call]]:
+def begin_answers(episodes: list[EnvironmentEpisode]) -> list[tuple[EnvironmentEpisode, Call]]:
     """Let the environments begin to answer the last turns, as many at a time as each task allows.
 
     A call may have to wait until others have ended. Its time limit begins after that."""

@@ -14,16 +14,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from gspo.data.samples import Response, Turn
+from gspo.data.samples import Problem, Response, Turn
 from gspo.model.chat.conversation import Conversation
 from gspo.rollout.engines.base import Engine, Groups, OnFinished, grouped
 from gspo.rollout.engines.requests import Row, SamplingRequest
 from gspo.rollout.episodes.beginning import encode, prompt_text
-from gspo.rollout.episodes.episode import CUT, ENVIRONMENT, POLICY, Episode, Seconds, begin_answers
+from gspo.rollout.episodes.episode import (
+    CUT,
+    ENVIRONMENT,
+    POLICY,
+    EnvironmentEpisode,
+    Episode,
+    Seconds,
+    begin_answers,
+)
 from gspo.tasks.base import Task
 from gspo.tasks.environments.player import Call, EnvironmentFailed, all_closed
 from gspo.tasks.environments.protocol import Outcome
@@ -61,14 +70,9 @@ class Play:
         self.policy = engine.policy
         self.request = request
         self.seconds = seconds
-        tasks = task.environments()
+        self.tasks = task.environments()  # by `Problem.task`
         self.episodes: list[Episode] = []
-        for problem in request.problems:
-            for sample in range(request.group_size):
-                random_key = (*request.random_key, problem.task, problem.index, sample)
-                index = len(self.episodes)
-                episode = Episode(index, problem, sample, random_key, tasks.get(problem.task))
-                self.episodes.append(episode)
+        self.played: list[EnvironmentEpisode] = []  # the episodes of environments
         # read once: the property goes through the whole configuration of the model
         self.positions = engine.positions
         self.conversations: dict[str, Conversation] = {}  # by the chat role of observations
@@ -108,7 +112,7 @@ class Play:
         Their resources outside this process, such as containers, would outlive it otherwise."""
         started = time.perf_counter()
         closing = list(self.closing)
-        closing += [episode.player.close() for episode in self.episodes if episode.player]
+        closing += [episode.player.close() for episode in self.played]
         not_closed = all_closed(closing)
         if not_closed:
             log.warning(
@@ -119,14 +123,13 @@ class Play:
 
     def _begin(self) -> None:
         """Begin all episodes, and encode their prompts. Raises ValueError as `encode` does."""
-        calls = []
-        for episode in self.episodes:
-            if episode.task:
-                episode.player = episode.new_player()
-                calls.append((episode, episode.player.begin("reset", episode.problem)))
+        for problem in self.request.problems:
+            for sample in range(self.request.group_size):
+                self._add_episode(problem, sample)
+        calls = [episode.player.begin("reset", episode.problem) for episode in self.played]
         started = time.perf_counter()
         texts: dict[int, str] = {}
-        for episode, call in calls:
+        for episode, call in zip(self.played, calls, strict=True):
             try:
                 beginning = episode.player.finish(call)
                 episode.role = beginning.role
@@ -140,21 +143,29 @@ class Play:
                 group_texts = [texts.get(episode.index) for episode in begun]
                 encode(self.policy, begun, group_texts, self.positions)
 
+    def _add_episode(self, problem: Problem, sample: int) -> None:
+        """Add an episode that has not begun."""
+        index = len(self.episodes)
+        task = self.tasks.get(problem.task)
+        if task is None:
+            self.episodes.append(Episode(index, problem, sample))
+            return
+        random_key = (*self.request.random_key, problem.task, problem.index, sample)
+        episode = EnvironmentEpisode(index, problem, sample, task=task, random_key=random_key)
+        self.episodes.append(episode)
+        self.played.append(episode)
+
     def _limit(self, episode: Episode) -> int:
         """Return how many tokens the policy may still write in an episode."""
         tokens_left = self._tokens_left(episode)
         if self.positions is None:
             return tokens_left
-        return min(tokens_left, self._positions_left(episode))
+        return min(tokens_left, self.positions - episode.filled_positions)
 
     def _tokens_left(self, episode: Episode) -> int:
         """Return how many tokens max_new_tokens leaves to the policy."""
         written = sum(turn.tokens for turn in episode.policy_turns)
         return self.request.sampling.max_new_tokens - written
-
-    def _positions_left(self, episode: Episode) -> int:
-        """Return how many tokens of policy and environment fit in the remaining positions."""
-        return self.positions - len(episode.prompt_ids) - len(episode.token_ids)
 
     def _row(self, episode: Episode) -> Row:
         """Return the row that samples an episode's next turn."""
@@ -174,7 +185,11 @@ class Play:
         episodes = [self.episodes[row.episode_index] for row in rows]
         for episode, row in zip(episodes, rows, strict=True):
             self._append_policy_turn(episode, row)
-        waiting = [e for e in episodes if e.player and not e.finish_reason]
+        waiting = [
+            episode
+            for episode in episodes
+            if isinstance(episode, EnvironmentEpisode) and not episode.finish_reason
+        ]
         started = time.perf_counter()
         for episode, call in begin_answers(waiting):
             try:
@@ -201,12 +216,12 @@ class Play:
             earlier = experts[:0] if episode.experts is None else episode.experts
             episode.experts = np.concatenate([earlier, experts[len(earlier) :]])
         turn_is_complete = row.ends_turn(self.policy, self.request.sampling)
-        if not episode.task:
+        if not isinstance(episode, EnvironmentEpisode):
             episode.finish_reason = "stop" if turn_is_complete else reason_if_cut
         elif not turn_is_complete:
             episode.end(reason_if_cut, CUT[reason_if_cut])
 
-    def _react(self, episode: Episode, outcome: Outcome) -> None:
+    def _react(self, episode: EnvironmentEpisode, outcome: Outcome) -> None:
         """Record the environment's answer to the last turn."""
         episode.turns[-1].reward = outcome.reward
         for name, value in outcome.measures.items():
@@ -218,7 +233,7 @@ class Play:
         else:
             self._observe(episode, outcome.observation)
 
-    def _observe(self, episode: Episode, text: str) -> None:
+    def _observe(self, episode: EnvironmentEpisode, text: str) -> None:
         """Append the environment's turn. The episode ends if no room is left for another turn."""
         role = episode.role
         if role not in self.conversations:
@@ -233,7 +248,7 @@ class Play:
         added = len(reply.token_ids)
         if self._tokens_left(episode) < 1:
             episode.end("length", CUT["length"])
-        elif self.positions is not None and self._positions_left(episode) <= added:
+        elif self.positions is not None and episode.filled_positions + added >= self.positions:
             episode.end("context", CUT["context"])
         elif added:
             episode.turns.append(Turn(ENVIRONMENT, added, reply.text))
@@ -243,10 +258,9 @@ class Play:
     def _replay(self) -> None:
         """Play some episodes a second time with the same turns, and note differing answers."""
         replays_left: dict[str, int] = {}  # by task
-        for episode in self.episodes:
+        for episode in self.played:
             name = episode.problem.task
-            has_answers = episode.player and len(episode.player.answers) >= 2
-            if episode.finish_reason == ENVIRONMENT or not has_answers:
+            if episode.finish_reason == ENVIRONMENT or len(episode.player.answers) < 2:
                 continue
             if not replays_left.setdefault(name, episode.task.replays):
                 continue
@@ -275,7 +289,8 @@ class Play:
             policy_step=self.request.policy_step,
             experts=episode.experts,
             rendered=self.policy.rendered(episode.prompt_ids),
-            turns=episode.turns if episode.task else [],
-            measures=episode.measures,
         )
+        if not isinstance(episode, EnvironmentEpisode):
+            return response
+        response = replace(response, turns=episode.turns, measures=episode.measures)
         return response.scored(episode.score) if episode.score else response

@@ -74,9 +74,20 @@ class NothingGraded(RuntimeError):
 class RolloutSource(Protocol):
     """Returns one batch of scored groups per step."""
 
-    engine: Engine
-    task: Task
-    settings: RolloutSettings
+    @property
+    def engine(self) -> Engine:
+        """The engine that samples."""
+        ...
+
+    @property
+    def task(self) -> Task:
+        """The task whose problems are sampled."""
+        ...
+
+    @property
+    def settings(self) -> RolloutSettings:
+        """The settings of the rollout."""
+        ...
 
     def start_recording_experts(self) -> None:
         """Let every response from now on hold the experts that the engine chose."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Response, ScoredResponse
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
-from gspo.rollout.engines.cuda_streams import SideStream
+from gspo.rollout.engines.cuda_streams import SideThread
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts, Rollout, RolloutSource
@@ -182,8 +182,7 @@ class StaleSource:
         self.inner = inner
         self.trained = trained
         self.staleness = staleness
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="rollout") if overlap else None
-        self.stream = SideStream(trained.device) if overlap else None
+        self.side_thread = SideThread(trained.device) if overlap else None
         # by the step that will train on them
         self.batches: dict[int, Rollout | Future[Rollout]] = {}
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
@@ -213,10 +212,10 @@ class StaleSource:
         """Return the scored groups of a step. Raises the exception of sampling them."""
         # `update` may have begun some of them already
         for due_step in range(self.sampled + 1, step + self.staleness + 1):
-            self._begin(due_step, None)
+            self._begin(due_step)
         started = time.perf_counter()
         rollout = _result(self.batches.pop(step))
-        if self.thread:
+        if self.side_thread:
             rollout.waited_s = self.waited + time.perf_counter() - started
             self.waited = 0.0
         return rollout
@@ -225,44 +224,34 @@ class StaleSource:
         """Sample from the weights after a step from now on.
 
         With `overlap` the next batch is the first."""
-        if not self.thread:
+        if not self.side_thread:
             self.inner.update(step)
             return
         weights = {name: tensor.clone() for name, tensor in self.trained.named_tensors()}
-        self._begin(step + self.staleness + 1, (step, weights))
+        due_step = step + self.staleness + 1
+        sample = partial(self._load_and_sample, due_step, step, weights)
+        self.batches[due_step] = self.side_thread.submit(sample, weights.values())
+        self.sampled = due_step
 
     def check(self, step: int) -> None:
         """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
         self.inner.check(step)
 
-    def _begin(self, due_step: int, new_weights: tuple[int, dict[str, Tensor]] | None) -> None:
-        """Sample the batch of a step, or let the thread begin to.
-
-        `new_weights` are a step and the weights after it."""
-        if self.thread:
-            self.batches[due_step] = self.thread.submit(
-                self._sample_beside, due_step, new_weights, self.stream.record_event()
-            )
+    def _begin(self, due_step: int) -> None:
+        """Sample the batch of a step, or let the thread begin to."""
+        if self.side_thread:
+            self.batches[due_step] = self.side_thread.submit(partial(self.inner.next, due_step))
         else:
             self.batches[due_step] = self.inner.next(due_step)
         self.sampled = due_step
 
-    def _sample_beside(
-        self,
-        due_step: int,
-        new_weights: tuple[int, dict[str, Tensor]] | None,
-        queued: torch.cuda.Event | None,
-    ) -> Rollout:
-        """Load new weights into the engine, if there are any, and sample the batch of a step.
+    def _load_and_sample(self, due_step: int, step: int, weights: dict[str, Tensor]) -> Rollout:
+        """Load the weights after a step into the engine, and sample the batch of `due_step`.
 
-        The thread calls this. Both begin once the trainer's work up to `queued` is done, which
-        includes the copies of the weights."""
-        step, weights = new_weights or (0, {})
-        with self.stream.after(queued, weights.values()):
-            if new_weights:
-                self.inner.engine.policy.load_tensors(weights.items())
-                self.inner.update(step)
-            return self.inner.next(due_step)
+        The thread calls this."""
+        self.inner.engine.policy.load_tensors(weights.items())
+        self.inner.update(step)
+        return self.inner.next(due_step)
 
     def state(self) -> dict[str, Any]:
         """Wait for the batch that is being sampled, and return the state of the inner source."""
@@ -296,8 +285,8 @@ class StaleSource:
 
     def close(self) -> None:
         """End the thread, and close the engine."""
-        if self.thread:
-            self.thread.shutdown(cancel_futures=True)
+        if self.side_thread:
+            self.side_thread.close()
         self.inner.close()
 
 

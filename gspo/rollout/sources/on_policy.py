@@ -166,7 +166,9 @@ class OnPolicySource:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)
         return rollout
 
-    def request(self, problems: list[Problem], step: int, random_key: RandomKey) -> SamplingRequest:
+    def request(
+        self, problems: Sequence[Problem], step: int, random_key: RandomKey
+    ) -> SamplingRequest:
         """Return the request for groups of responses to these problems, as a step samples them."""
         return SamplingRequest(
             problems,
@@ -232,8 +234,8 @@ class DynamicSource(OnPolicySource):
         rollout = self.sample_round(step)
         groups = rollout.groups
         to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]
-        refills: list[list[Response]] = []
-        flat: list[list[Response]] = []
+        refills: list[list[ScoredResponse]] = []
+        flat: list[list[ScoredResponse]] = []
         rounds = 0
         while len(refills) < len(to_replace) and rounds < self.settings.refill_rounds:
             more = self.sample_round(step, rounds + 1)

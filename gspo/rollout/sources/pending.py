@@ -67,7 +67,7 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
         rollouts[step]["ungraded"] = [as_json(r) for r in rollout.ungraded]
     groups = [[draw, [as_json(r) for r in group]] for draw, group in pending.groups]
     arrays = {name: np.concatenate(parts) for name, parts in pieces.items() if parts}
-    np.savez(folder / "held.npz", **arrays)
+    np.savez(folder / "held.npz", allow_pickle=False, **arrays)
     text = json.dumps({"rollouts": rollouts, "groups": groups})
     (folder / "held.json").write_text(text, encoding="utf-8")
 
@@ -100,15 +100,25 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
         fields["segments"] = [tuple(segment) for segment in fields["segments"]]
         fields["turns"] = [Turn(**turn) for turn in fields["turns"]]
         fields["problem"] = problem(fields["problem"])
-        read_response = Response(**({"logprobs": None} | fields | own_arrays))
+        arguments: dict[str, Any] = fields | own_arrays
+        read_response = Response(**arguments)
         return read_response.scored(Score(**score)) if score else read_response
+
+    def scored_response(fields: dict[str, Any]) -> ScoredResponse:
+        """Return a response of a whole batch, which has a score."""
+        scored = response(fields)
+        if not isinstance(scored, ScoredResponse):
+            raise ValueError(
+                f"{folder / 'held.json'} has a batch with a response without score: it is damaged"
+            )
+        return scored
 
     rollouts = {}
     # responses must be read in the order in which they were written
     for step, rollout in content["rollouts"].items():
-        groups = [[response(r) for r in group] for group in rollout.pop("groups")]
-        dropped = [[response(r) for r in group] for group in rollout.pop("dropped")]
-        ungraded = [response(r) for r in rollout.pop("ungraded")]
+        groups = [[scored_response(r) for r in group] for group in rollout.pop("groups")]
+        dropped = [[scored_response(r) for r in group] for group in rollout.pop("dropped")]
+        ungraded = [scored_response(r) for r in rollout.pop("ungraded")]
         rollouts[int(step)] = Rollout(groups, dropped=dropped, ungraded=ungraded, **rollout)
-    groups = [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
-    return PendingRollouts(rollouts, groups)
+    unfinished = [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
+    return PendingRollouts(rollouts, unfinished)

@@ -41,12 +41,12 @@ ORDERS = ("shuffled", "easy_first", "hard_first")
 class QuerySet:
     """The positions start ... start + size - 1 of the stream; size 0: the whole stream."""
 
+    # returns the problem at a position, for samplers that read it
+    problem: Callable[[int], Problem]
     start: int = 0
     size: int = 0
     number: int = 0  # how many query sets came before
     first_step: int = 1  # the first step that uses this set
-    # returns the problem at a position, for samplers that read it
-    problem: Callable[[int], Problem] | None = None
 
     def epoch_and_batch(self, step: int, count: int) -> tuple[int, int]:
         """Return a step's epoch over the set, and its batch of `count` problems, both from 0."""
@@ -215,8 +215,11 @@ class TrainingProblems:
         """Return the problems of a step's refill round.
 
         Round 0 is the step's own batch. It must be taken first."""
-        if refill and self.revisits(refill) and not self.query_set_size:
-            return self._refill_of_epoch(step, refill)
+        training_set_size = None
+        if refill and not self.query_set_size:
+            training_set_size = self.task.size("train")
+        if training_set_size:
+            return self._refill_of_epoch(step, refill, training_set_size)
         query_set = self.query_set(step)
         if self.sampler.reads_pass_rates and refill == 0:
             _, batch = query_set.epoch_and_batch(step, self.count)
@@ -239,12 +242,11 @@ class TrainingProblems:
         """Return whether the problems of a round occur again in the run, at the same positions."""
         return bool(self.query_set_size or (refill and self.task.size("train")))
 
-    def _refill_of_epoch(self, step: int, refill: int) -> list[Problem]:
-        """Return the problems of a refill round over a finite training set.
+    def _refill_of_epoch(self, step: int, refill: int, size: int) -> list[Problem]:
+        """Return the problems of a refill round over a training set of `size` problems.
 
         They are the next problems of the step's epoch, cyclically, that the step has not met yet
         and whose prompts fit. There are fewer, or none, if the epoch has no more of them."""
-        size = self.task.size("train")
         epoch = self.count * (step - 1) // size
         met = {problem.prompt for problem in self.take(step)}
         refills: list[Problem] = []
@@ -271,7 +273,7 @@ class TrainingProblems:
         if training_set_size:
             epoch, index = divmod(number, training_set_size // size)
             start = epoch * training_set_size + index * size
-        return QuerySet(start, size, number, number * every + 1, self.problem)
+        return QuerySet(self.problem, start, size, number, number * every + 1)
 
     def _fits(self, problem: Problem) -> bool:
         """Return whether a problem's prompt is short enough."""

@@ -116,7 +116,7 @@ class EnvironmentTask(Task):
         Otherwise a slow turn could make another episode exceed its time limit."""
         return 0
 
-    def environments(self) -> dict[str, Task]:
+    def environments(self) -> dict[str, EnvironmentTask]:
         return {self.name: self}
 
     def demonstrated_turns(

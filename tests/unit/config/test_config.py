@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -998,7 +998,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
 
 def test_check_runs_on_plain_dataclasses_too():
     good = settings()
-    good.rollout.group_size = 1
+    good.rollout = replace(good.rollout, group_size=1)
     with pytest.raises(ValueError, match=r"rollout.group_size=1"):
         check(good)
 

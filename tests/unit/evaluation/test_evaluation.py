@@ -250,7 +250,7 @@ def test_chunks_and_the_thread_change_nothing():
 def test_a_chunk_is_graded_while_the_next_is_sampled():
     sampling_second = threading.Event()
 
-    class Engine(Demonstrator):
+    class Announcing(Demonstrator):
         def generate(self, request, on_finished=None):
             if request.problems[0].index:
                 sampling_second.set()
@@ -269,7 +269,7 @@ def test_a_chunk_is_graded_while_the_next_is_sampled():
     groups = list(
         chain(
             *scored_chunks(
-                Engine(task, batch_rows=2),
+                Announcing(task, batch_rows=2),
                 task,
                 SamplingRequest(problems, 2, Sampling(), (0,)),
                 seconds,

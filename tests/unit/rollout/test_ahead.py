@@ -143,6 +143,11 @@ def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     empty.mkdir()
     save_pending(PendingRollouts(), empty)
     assert not list(empty.iterdir()) and load_pending(empty, None) == PendingRollouts()
+    content = json.loads((tmp_path / "held.json").read_text())
+    content["rollouts"]["3"]["groups"][0][0]["score"] = None
+    (tmp_path / "held.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"held\.json has a batch with a response without score"):
+        load_pending(tmp_path, lambda index: t.source.task.problem(1, "train", index))
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])

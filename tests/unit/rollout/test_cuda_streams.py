@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
+from gspo.rollout.engines import cuda_streams
 from gspo.rollout.engines.cuda_streams import SideStream
-from gspo.rollout.sources import off_policy
 from trainers import gap_trainer, steps
 
 
@@ -40,15 +40,16 @@ def test_work_after_an_event_waits_for_it_and_keeps_what_it_reads(monkeypatch):
     tensor = SimpleNamespace(
         is_cuda=True, record_stream=lambda s: calls.append("keep" if s is own.stream else "other")
     )
-    with own.after(own.record_event(), [tensor, torch.zeros(1)]):
+    context = own.after_queued_work([tensor, torch.zeros(1)])
+    assert calls == ["record"]
+    with context:
         calls.append("work")
     assert calls == ["record", "enter", ("wait", "event"), "keep", "work", "leave"]
 
 
 def test_on_a_cpu_there_is_no_stream():
     own = SideStream(torch.device("cpu"))
-    assert own.record_event() is None
-    with own.after(None, [torch.zeros(1)]):
+    with own.after_queued_work([torch.zeros(1)]):
         assert own.stream is None
 
 
@@ -56,12 +57,12 @@ def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
     calls = []
 
     class Recording(SideStream):
-        def record_event(self):
+        def after_queued_work(self, tensors=()):
             calls.append(("queued", threading.current_thread().name.startswith("rollout")))
-            return len(calls)
+            return self.entered(len(calls), tensors)
 
         @contextmanager
-        def after(self, event, tensors=()):
+        def entered(self, event, tensors):
             calls.append(
                 (
                     "after",
@@ -72,7 +73,7 @@ def test_the_thread_samples_after_the_copies_of_the_weights(monkeypatch):
             )
             yield
 
-    monkeypatch.setattr(off_policy, "SideStream", Recording)
+    monkeypatch.setattr(cuda_streams, "SideStream", Recording)
     t = gap_trainer(old="behaviour", staleness=1, overlap=True)
     plain = t.policy.named_tensors
 

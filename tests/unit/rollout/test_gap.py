@@ -183,20 +183,20 @@ def test_the_guard_sees_weights_that_did_not_arrive(moe):
     assert check_engine(LocalEngine(moe), problems()[:2], 0.15, 1) is None, "it shares the weights"
 
 
-def test_the_guard_is_not_tripped_by_one_token_alone(moe, monkeypatch):
+def test_the_guard_is_not_tripped_by_one_token_alone(moe):
     """In bfloat16 a router may flip, and one token of a collapsing policy then be 20 nats away:
     seen in a sweep.
     """
-    engine, shifted = LocalEngine(moe, dtype=BF16), 1
-    generate = engine.generate
+    shifted = 1
 
-    def far(*arguments):
-        groups = generate(*arguments)
-        for response in [r for group in groups for r in group][:shifted]:
-            response.logprobs[0] -= 20
-        return groups
+    class Far(LocalEngine):
+        def generate(self, *arguments):
+            groups = super().generate(*arguments)
+            for response in [r for group in groups for r in group][:shifted]:
+                response.logprobs[0] -= 20
+            return groups
 
-    monkeypatch.setattr(engine, "generate", far)
+    engine = Far(moe, dtype=BF16)
     before = check_engine(engine, problems()[:2], tolerance=0.15, step=1)
     shifted = 4
     with pytest.raises(RuntimeError, match="after step 1"):
@@ -423,13 +423,9 @@ def test_overlap_changes_no_number(dtype):
 
 
 def test_what_fails_beside_the_training_is_raised_in_it():
-    t = gap_trainer(old="behaviour", staleness=1, overlap=True)
+    # of step 3's batch
+    t = gap_trainer(old="behaviour", staleness=1, overlap=True, task=FailsOnce(8 * 2))
     t.train_step(1, t.source.next(1))
-
-    def broken(answers):
-        raise OSError("the verifier is gone")
-
-    t.source.inner.task.score = broken
     t.source.next(2)  # was sampled before
     t.source.update(2)
     with pytest.raises(OSError, match="the verifier is gone"):
@@ -462,9 +458,8 @@ def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_
     options = dict(lr=1e-2, old="behaviour", staleness=2, overlap=overlap)
     whole = gap_trainer(**options)
     expected = [flat(rollout.groups) for rollout in trained(whole, 6)]
-    t, saved = gap_trainer(**options), None
     # of step 5's batch, which is due to the weights of step 2
-    t.source.inner.task = FailsOnce(8 * 4)
+    t, saved = gap_trainer(**options, task=FailsOnce(8 * 4)), None
     with pytest.raises(OSError, match="the verifier is gone"):
         for _ in trained(t, 6):
             state, pending = t.source.state(), t.source.pending()
@@ -480,7 +475,7 @@ def test_after_a_batch_that_failed_ahead_a_resumed_run_samples_it_from_the_same_
     again.optimizer.load_state_dict(saved[2])
     again.state.step = again.state.updates = saved[0]
     again.source.load_state(saved[3], saved[0])
-    again.source.inner.engine.policy.load_tensors(again.policy.named_tensors())
+    again.source.engine.policy.load_tensors(again.policy.named_tensors())
     again.source.restore_pending(
         load_pending(saved[4], lambda index: t.source.task.problem(1, "train", index))
     )
@@ -501,14 +496,12 @@ def trained(t, last: int):
 
 
 def test_the_time_that_a_checkpoint_waits_for_a_batch_is_counted():
-    t = gap_trainer(old="behaviour", staleness=1, overlap=True)
-    score = t.source.inner.task.score
+    class Slow(FirstCharacter):
+        def score(self, answers):
+            time.sleep(0.3)
+            return super().score(answers)
 
-    def slow(answers):
-        time.sleep(0.3)
-        return score(answers)
-
-    t.source.inner.task.score = slow
+    t = gap_trainer(old="behaviour", staleness=1, overlap=True, task=Slow())
     t.source.next(1)
     t.source.pending()
     assert t.source.next(2).waited_s > 0.25, "the wait was the checkpoint's"

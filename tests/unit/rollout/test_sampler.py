@@ -39,7 +39,7 @@ def a_problem(place: int) -> Problem:
 
 
 def query_set(size: int = 24, number: int = 0, first_step: int = 1) -> QuerySet:
-    return QuerySet(number * size, size, number, first_step, a_problem)
+    return QuerySet(a_problem, number * size, size, number, first_step)
 
 
 def epoch(
@@ -98,12 +98,12 @@ def indices(problems: list[Problem]) -> list[int]:
 
 
 def test_the_unbounded_stream_is_taken_in_order():
-    batches = [Uniform().choose(1, step, 4, QuerySet(), {}) for step in (1, 2, 3)]
+    batches = [Uniform().choose(1, step, 4, QuerySet(a_problem), {}) for step in (1, 2, 3)]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     task, problems = ChainArithmetic(), stream(size=0)
     assert problems.take(5) == [task.problem(7, "train", index) for index in range(16, 20)]
     refills = [
-        Uniform().choose(1, step, 4, QuerySet(), {}, refill)
+        Uniform().choose(1, step, 4, QuerySet(a_problem), {}, refill)
         for step in (1, 2)
         for refill in (0, 1, 2)
     ]

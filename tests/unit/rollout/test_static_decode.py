@@ -41,24 +41,17 @@ def gap(policy, responses) -> float:
     return float((scored - batch.engine_logp_BT).abs()[batch.mask_BT].mean())
 
 
-@pytest.fixture
-def static(monkeypatch):
-    """Let engines decode as on a GPU, without recording; returns the decoders that were made."""
-    made = []
+class StaticEngine(LocalEngine):
+    """An engine that decodes as on a GPU, without recording, and keeps its decoders."""
 
-    class Watched(StaticDecoder):
-        def __init__(self, policy, new_tokens, records):
-            super().__init__(policy, new_tokens, records)
-            made.append(self)
+    def __init__(self, policy, **options):
+        super().__init__(policy, **options)
+        self.decoders = []
 
-    def decoder(engine, rows):
-        return Watched(engine.sampler, max(row.limit for row in rows), records=False)
-
-    def use():
-        monkeypatch.setattr(LocalEngine, "_decoder", decoder)
-        return made
-
-    return use
+    def _decoder(self, rows):
+        max_tokens = max(row.limit for row in rows)
+        self.decoders.append(StaticDecoder(self.sampler.network, max_tokens, records=False))
+        return self.decoders[-1]
 
 
 PLAIN, WITH_RULES = Sampling(1.0, 40), Sampling(0.7, 20, top_p=0.9, stop=("7", "+"))
@@ -72,20 +65,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "sampling"), CASES)
-def test_responses_are_those_of_the_growing_cache(static, monkeypatch, name, sampling):
+def test_responses_are_those_of_the_growing_cache(monkeypatch, name, sampling):
     """Also with prompts of unequal lengths, rows that end at different tokens, and several windows."""
     policy = POLICIES[name]()
     monkeypatch.setattr(static_decode, "WINDOW", 16)
-    engine = LocalEngine(policy, dtype=policy.model.dtype)
+    growing_engine = LocalEngine(policy, dtype=policy.model.dtype)
+    engine = StaticEngine(policy, dtype=policy.model.dtype)
     record = policy.routing.layers > 0
-    plain = engine.generate(
+    plain = growing_engine.generate(
         SamplingRequest(problems(), 4, sampling, (1, "s"), record_experts=record)
     )
-    made = static()
     fixed = engine.generate(
         SamplingRequest(problems(), 4, sampling, (1, "s"), record_experts=record)
     )
-    assert len(made) == 1 and made[0].window > 16
+    (decoder,) = engine.decoders
+    assert decoder.window > 16
     pairs = list(zip((r for g in plain for r in g), (r for g in fixed for r in g), strict=True))
     assert len({a.length for a, _ in pairs}) > 2, "rows end at different tokens"
     # a last bit may draw another token, after which responses part
@@ -117,20 +111,21 @@ def attention_by_formula(q_RHD, keys_RSJD, values_RSJD, filled):
 
 
 @pytest.mark.parametrize("name", ["dense", "MoE"])
-def test_counts_of_filled_columns_take_the_place_of_a_mask(static, monkeypatch, name):
+def test_counts_of_filled_columns_take_the_place_of_a_mask(monkeypatch, name):
     """With the formula in the place of FlashAttention. Columns that are not filled hold NaN."""
     policy = POLICIES[name]()
     plain = LocalEngine(policy).generate(SamplingRequest(problems(), 4, WITH_RULES, (1, "c")))
-    made = static()
+    engine = StaticEngine(policy)
     monkeypatch.setattr(static_decode, "flash_attention_works", lambda *sizes: True)
     monkeypatch.setattr(static_decode, "flash_attention", attention_by_formula)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        counted = LocalEngine(policy).generate(SamplingRequest(problems(), 4, WITH_RULES, (1, "c")))
+        counted = engine.generate(SamplingRequest(problems(), 4, WITH_RULES, (1, "c")))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert made[0].window == made[0].capacity, "no window bounds what attention reads"
+    (decoder,) = engine.decoders
+    assert decoder.window == decoder.capacity, "no window bounds what attention reads"
     responses, others = ([r for group in groups for r in group] for groups in (plain, counted))
     assert len({r.length for r in responses}) > 2
     assert [r.token_ids for r in responses] == [r.token_ids for r in others]
@@ -154,12 +149,11 @@ def test_attention_by_counts_is_tried_before_it_is_used(monkeypatch):
     assert "is off by" in cached_attention.why_not(cpu, torch.bfloat16, 4, 2, 16)
 
 
-def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
+def test_nothing_that_is_captured_is_replaced_from_token_to_token():
     """A graph reads and writes the tensors that it was recorded with."""
     policy = small_policy()
-    made = static()
     with policy.network.frozen(copy_experts=True), torch.no_grad():
-        decoder = StaticDecoder(policy, 12, records=False)
+        decoder = StaticDecoder(policy.network, 12, records=False)
         decoder.prefill([[5, 6, 7], [8, 9]], 2)
         decoder.step(torch.tensor([3, 4, 5, 6]))
 
@@ -186,20 +180,18 @@ def test_nothing_that_is_captured_is_replaced_from_token_to_token(static):
             == decoder.filled_columns.counts_R.tolist()
             == [14, 14, 13, 13]
         )
-    assert not made
 
 
-def test_what_the_cache_held_before_does_not_show(static, monkeypatch):
+def test_what_the_cache_held_before_does_not_show(monkeypatch):
     """Memory that was never written may hold NaN."""
     policy = small_policy(DENSE)
     plain = LocalEngine(policy).generate(
         SamplingRequest(problems(), 2, Sampling(1.0, 12), (1, "n"))
     )
-    static()
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        fixed = LocalEngine(policy).generate(
+        fixed = StaticEngine(policy).generate(
             SamplingRequest(problems(), 2, Sampling(1.0, 12), (1, "n"))
         )
     finally:
@@ -227,7 +219,7 @@ def test_where_recording_fails_tokens_are_computed_and_a_line_says_why(monkeypat
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", refuses)
-    decoders = [StaticDecoder(policy, 6, records=records) for records in (False, True)]
+    decoders = [StaticDecoder(policy.network, 6, records=records) for records in (False, True)]
     with policy.network.frozen(copy_experts=True), torch.no_grad():
         for decoder in decoders:
             decoder.prefill([[5, 6], [7]], 1)

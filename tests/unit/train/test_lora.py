@@ -168,8 +168,7 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
     make = CASES[case]
 
     def trained(ranks, another):
-        t = make()
-        t.ranks, t.source.engine.ranks, t.optim.max_grad_norm = ranks, another, 1e9
+        t = make(ranks=ranks, engine_ranks=another, max_grad_norm=1e9)
         with recorded_gradients() as found:
             metrics = steps(t, 2)
         return (

@@ -97,8 +97,7 @@ def test_routers_have_their_learning_rate():
 @pytest.mark.distributed
 def test_ranks_keep_the_same_weights():
     def trained(ranks):
-        t = eight_bit()
-        t.ranks, t.source.engine.ranks = ranks, ranks.new_group()
+        t = eight_bit(ranks=ranks, engine_ranks=ranks.new_group())
         steps(t, 2)
         return weights(t)
 

@@ -108,8 +108,7 @@ def trained(make, ranks: Ranks, another: Ranks, steps: int = 2) -> tuple[list, l
     """The responses' tokens and rewards, the gradients before they are clipped, and the metrics of
     a few steps.
     """
-    t = make()
-    t.ranks, t.source.engine.ranks, t.optim.max_grad_norm = ranks, another, 1e9
+    t = make(ranks=ranks, engine_ranks=another, max_grad_norm=1e9)
     tokens, metrics = [], []
     with recorded_gradients() as gradients:
         for step in range(1, steps + 1):
@@ -316,13 +315,13 @@ def test_totals_of_one_rank_alone_would_be_noticed():
     make, count = CASES["gspo"]
     _, gradients, _ = trained(make, Ranks(), Ranks(), 1)
 
-    def with_own_totals(ranks):
-        t = make()
+    def with_own_totals(**options):
+        t = make(**options)
         update = t.update
         t.update = lambda batch, own_B, *rest: update(batch.rows(own_B), own_B[own_B], *rest)
-        return trained(lambda: t, ranks, ranks.new_group(), 1)
+        return t
 
-    other = ranked(count, with_own_totals)[0][1]
+    other = ranked(count, lambda ranks: trained(with_own_totals, ranks, ranks.new_group(), 1))[0][1]
     one = torch.cat([g.flatten() for g in gradients[0]])
     assert torch.cat([g.flatten() for g in other[0]]).norm() > 1.5 * one.norm()
 

@@ -5,6 +5,7 @@ compute accounting.
 import math
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
         for response, reward in zip(group, rewards, strict=True):
             response.score = Score(reward, "")
     rollout.groups[1].pop()
-    rollout.ungraded = [rollout.groups[2].pop(0)]
+    rollout = replace(rollout, ungraded=[rollout.groups[2].pop(0)])
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
     rows = torch.arange(len(batch))
     old = t.old_policy.add(batch, rollout.responses, rows, t.ranks, MetricAccumulator())
@@ -165,8 +166,8 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
 def test_vanished_groups_cost_no_update_while_there_is_one_for_each(groups, updates, epochs):
     t = trainer(GRPO(), epochs=epochs)
     rollout, seen = t.source.next(1), []
-    rollout.ungraded = [r for group in rollout.groups[groups:] for r in group]
-    del rollout.groups[groups:]
+    ungraded = [r for group in rollout.groups[groups:] for r in group]
+    rollout = replace(rollout, groups=rollout.groups[:groups], ungraded=ungraded)
     update = t.update
     t.update = lambda batch, *rest: (seen.append(len(batch)), update(batch, *rest))
     row = t.train_step(1, rollout)
@@ -196,9 +197,9 @@ class Ungraded(FirstCharacter):
 @pytest.mark.parametrize("options", [{}, {"refill_rounds": 1}, {"token_budget": 4, "in_flight": 6}])
 def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
     t = trainer(
-        rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options)
+        rollout=RolloutSettings(prompts_per_step=4, group_size=2, max_new_tokens=10, **options),
+        task=Ungraded(),
     )
-    t.source.task = Ungraded()
     with pytest.raises(
         RuntimeError, match=r"step 3: none of .* could be graded, .*: sandbox-error \("
     ):
@@ -207,8 +208,7 @@ def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
 
 def test_a_refill_round_that_nothing_could_grade_fills_no_place():
     settings = RolloutSettings(prompts_per_step=8, group_size=2, max_new_tokens=10, refill_rounds=1)
-    t = trainer(rollout=settings)
-    t.source.task = Ungraded(*range(REFILL, REFILL + 8))
+    t = trainer(rollout=settings, task=Ungraded(*range(REFILL, REFILL + 8)))
     rollout = t.source.next(1)
     assert (
         len(rollout.groups) == 8

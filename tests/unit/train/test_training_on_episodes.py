@@ -641,9 +641,15 @@ def test_a_step_in_which_every_environment_fails_says_so():
 
 def two_steps(ranks=None):
     policy_rows = RolloutSettings(**SIZES)
-    t = trainer(GSPO(), model=DENSE, rollout=policy_rows, task=Echoes(), minibatches=2, **SMOOTH)
-    if ranks:
-        t.ranks = t.source.engine.ranks = ranks
+    t = trainer(
+        GSPO(),
+        model=DENSE,
+        rollout=policy_rows,
+        task=Echoes(),
+        minibatches=2,
+        ranks=ranks,
+        **SMOOTH,
+    )
     rollout = t.source.next(1)
     with recorded_gradients() as gradients:
         metrics = t.train_step(1, rollout)
