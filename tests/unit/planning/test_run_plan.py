@@ -530,7 +530,7 @@ def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
     ids=["one GPU", "adapter", "sharded experts"],
 )
 def test_a_recorded_measurement_is_what_is_measured(words):
-    made = planned(*words)
-    config = made.settings.model.make()[0].config
-    assert measurement(config, made.work) in recorded().values()
-    assert measure(config, made.work) == made.measured
+    with patch("gspo.planning.plan.measure", measure):
+        measured = planned(*words).measured
+    assert measured in recorded().values()
+    assert planned(*words).measured == measured
