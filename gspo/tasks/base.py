@@ -10,14 +10,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import Ranged
-
-if TYPE_CHECKING:
-    from gspo.tasks.environments.protocol import EnvironmentTask
 
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8
@@ -75,8 +72,8 @@ class Task(Ranged):
         """Return how many records the evaluation set leaves out and why, "" if it leaves none."""
         return ""
 
-    def environments(self) -> dict[str, EnvironmentTask]:
-        """Return the tasks whose problems are played in an environment, by `Problem.task`.
+    def environments(self) -> dict[str, Any]:
+        """Return the `EnvironmentTask`s whose problems are played in an environment, by `Problem.task`.
 
         They are this task, or some tasks of a mixture. `score` scores the responses to all other
         problems. See gspo.tasks.environments.protocol."""

@@ -163,7 +163,9 @@ def test_a_first_step_without_signal_is_said_with_what_to_change(
     measured = FIRST | metrics
     mean = measured["reward/mean"]
     rewards = [mean] * 2 if is_equal else [mean / 2, mean * 1.5]
-    responses = [SimpleNamespace(score=Score(reward, "partial")) for reward in rewards]
+    responses = [
+        SimpleNamespace(reward=reward, score=Score(reward, "partial")) for reward in rewards
+    ]
     found = nothing_to_learn(chosen, measured, responses, step=1)
     assert len(found) == len(lines) and all(
         re.search(line, text) for line, text in zip(lines, found, strict=True)

@@ -3,6 +3,7 @@ cut anywhere.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,12 +154,14 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
         read_finished(base)
 
 
-def test_the_command_compares_evaluations(base, trained, capsys):
-    assert command.compare([str(base), str(trained)]) == 0
+def test_the_command_compares_evaluations(base, trained, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare", str(base), str(trained)])
+    command.compare()
     assert "of it format" in capsys.readouterr().out
     for paths in ([base], [base, trained, base], [base, base.parent]):
         with pytest.raises(RunsError, match="is an evaluation: name two"):
-            command.compare([str(path) for path in paths])
+            monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
+            command.compare()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -120,9 +120,12 @@ def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
     ids=str,
 )
 def test_the_pass_is_kept_where_the_engine_reports_something_else(more):
-    assert gap_trainer().skips_old_pass and not gap_trainer(**more).skips_old_pass
-    assert not trainer(GSPO(), parts={"correction": TIS()}, old_pass="auto").skips_old_pass
-    assert not trainer(PPO(), parts={"advantage": GAE()}, old_pass="auto").skips_old_pass
+    assert gap_trainer().old_policy.is_skipped
+    assert not gap_trainer(**more).old_policy.is_skipped
+    corrected = trainer(GSPO(), parts={"correction": TIS()}, old_pass="auto")
+    assert not corrected.old_policy.is_skipped
+    with_critic = trainer(PPO(), parts={"advantage": GAE()}, old_pass="auto")
+    assert not with_critic.old_policy.is_skipped
 
 
 # --- another precision

@@ -28,7 +28,7 @@ from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.loss_terms import KLTerm
+from gspo.train.loss_terms import KLTerm, TermInputs
 from gspo.train.trainer import PolicySettings, Trainer
 from trainers import FirstCharacter, steps, trainer, weights
 
@@ -134,7 +134,11 @@ def test_a_kl_term_without_reference_log_probs_is_refused():
     term = next(term for term in t.terms if isinstance(term, KLTerm))
     batch = batch_of(t.policy, t.source.next(1).responses)
     with pytest.raises(ValueError, match=r"kl.coef=0.25 without reference policy"):
-        term(t.policy.forward(batch), batch, Totals.of(batch.mask_BT), 1, MetricAccumulator())
+        term(
+            TermInputs(
+                t.policy.forward(batch), batch, Totals.of(batch.mask_BT), 1, MetricAccumulator()
+            )
+        )
 
 
 def test_kl_in_the_reward_is_taken_off_every_token():
