@@ -63,9 +63,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in RUN_COMMANDS:
-            words = [
-                f"run={word}" if Path(word, "settings.yaml").is_file() else word for word in words
-            ]
+            words = [f"run={word}" if is_path_word(word) else word for word in words]
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
         options = {word for word in words if word.startswith("-")}
@@ -76,6 +74,11 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         return main()
 
     return command
+
+
+def is_path_word(word: str) -> bool:
+    """Whether a word of the command line is a path, not `key=value` or an option of Hydra."""
+    return "=" not in word and word[:1] not in ("-", "~", "+") or Path(word).exists()
 
 
 def help_of(name: str, words: list[str]) -> str:
