@@ -207,11 +207,13 @@ def within_positions(evaluation_set: EvaluationSet, engine: Engine) -> Evaluatio
     The longest prompt and the response must fit together. The limit stays at least half of the
     positions, so that one long prompt does not shorten all responses. A reduced limit is
     printed."""
+    if engine.positions is None:
+        return evaluation_set
     old_limit = evaluation_set.limit
     room = engine.room(evaluation_set.problems, old_limit)
-    if room == old_limit:
-        return evaluation_set
     limit = min(old_limit, max(room, engine.positions // 2))
+    if limit == old_limit:
+        return evaluation_set
     print(
         f"{evaluation_set.name}: up to {limit} response tokens in place of {old_limit}: "
         f"{engine.positions} positions"

@@ -58,7 +58,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     register_schemas()
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
-    def command() -> object:
+    def command() -> None:
         refuse_dashes(sys.argv[1:])
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
@@ -71,9 +71,9 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         options = {word for word in words if word.startswith("-")}
         if options and options <= HELP:
             print(help_of(name, [word for word in words if word not in HELP]))
-            return None
+            return
         sys.argv[1:] = words
-        return main()
+        main()
 
     return command
 

@@ -105,6 +105,11 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     rollout = settings.rollout
     check_heads(head_dim_of(model.config), on_cpu)
     max_model_len = rollout.max_model_len or positions(model)
+    if max_model_len is None:
+        raise ValueError(
+            "rollout.max_model_len=null: this model sets no limit; set the maximum number of "
+            "tokens of prompt and response together"
+        )
     save_configuration(model, tokenizer, folder.path / "model")
     description = {
         "url": rollout.url,

@@ -74,6 +74,21 @@ class Plan:
         """Whether the run fits into the GPU's memory."""
         return self.peak[1] <= self.hardware.memory * GB
 
+    @property
+    def responses(self) -> int:
+        """The number of responses that a step samples."""
+        return self.settings.rollout.prompts_per_step * self.settings.rollout.group_size
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of a step."""
+        return sum(self.times.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The part of a step that takes the most time."""
+        return max(self.times, key=lambda name: self.times[name])
+
 
 def plan(
     settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None
