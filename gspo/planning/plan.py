@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -451,11 +452,13 @@ def advice(run_plan: Plan) -> list[str]:
     if run_plan.fits:
         return [f"{gpus}: fits, {size}."]
     sentences = [f"{gpus}: does not fit, {size}."]
-    overrides: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
     change = next_change(run_plan)
     while change and not run_plan.fits:
-        new_overrides, settings = change
-        overrides |= new_overrides
+        group, values = change
+        overrides |= {f"{group}.{name}": value for name, value in values.items()}
+        changed_group = replace(getattr(run_plan.settings, group), **values)
+        settings = replace(run_plan.settings, **{group: changed_group})
         run_plan = plan(settings, run_plan.hardware, run_plan.work.prompt, run_plan)
         change = next_change(run_plan)
     if not overrides:
@@ -463,7 +466,7 @@ def advice(run_plan: Plan) -> list[str]:
             "There is no setting that would help: take a smaller model, or a larger GPU."
         )
         return sentences
-    words = " ".join(f"{key}={value}" for key, value in overrides.items())
+    words = " ".join(f"{key}={str(value).lower()}" for key, value in overrides.items())
     phase, peak = run_plan.peak
     result = f"{peak / GB:.0f} GB in the phase `{phase}`."
     if run_plan.fits:
@@ -473,8 +476,11 @@ def advice(run_plan: Plan) -> list[str]:
     return sentences
 
 
-def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
-    """Return the next change to try, as overrides and as settings, or None if nothing helps."""
+def next_change(run_plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the next change to try: a group of settings and its new values.
+
+    The result is None if nothing helps.
+    """
     s = run_plan.settings
     work = run_plan.work
     phase, _ = run_plan.peak
@@ -486,31 +492,22 @@ def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
     if phase == "rollout":
         share = vllm_share(run_plan) if s.rollout.name == "vllm" else None
         if share:
-            rollout = replace(s.rollout, gpu_memory=share)
-            return {"rollout.gpu_memory": f"{share:g}"}, replace(s, rollout=rollout)
+            return "rollout", {"gpu_memory": share}
         if s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
-            rows = max(s.rollout.batch_rows // 2, s.rollout.group_size)
-            rollout = replace(s.rollout, batch_rows=rows)
-            return {"rollout.batch_rows": f"{rows}"}, replace(s, rollout=rollout)
+            return "rollout", {"batch_rows": max(s.rollout.batch_rows // 2, s.rollout.group_size)}
     else:
         if s.rollout.name == "vllm" and not s.rollout.sleep and not s.rollout.overlap:
-            rollout = replace(s.rollout, sleep=True)
-            return {"rollout.sleep": "true"}, replace(s, rollout=rollout)
+            return "rollout", {"sleep": True}
         if not s.policy.checkpointing:
-            policy = replace(s.policy, checkpointing=True)
-            return {"policy.checkpointing": "true"}, replace(s, policy=policy)
+            return "policy", {"checkpointing": True}
         if work.rows > 1 and (sharded < memory or not fits_with_more_gpus):
-            rows = max(work.rows // 4, 1)
-            trainer = replace(s.trainer, micro_batch_size=rows)
-            return {"trainer.micro_batch_size": f"{rows}"}, replace(s, trainer=trainer)
+            return "trainer", {"micro_batch_size": max(work.rows // 4, 1)}
     has_float32_copy = s.rollout.name == "local" and s.rollout.dtype == "float32"
     if has_float32_copy and work.shard_size > 1:
-        rollout = replace(s.rollout, dtype="bfloat16")
-        return {"rollout.dtype": "bfloat16"}, replace(s, rollout=rollout)
+        return "rollout", {"dtype": "bfloat16"}
     experts = max_expert_ranks(run_plan)
     if phase != "rollout" and s.parallel.experts == 1 and experts > 1:
-        parallel = replace(s.parallel, experts=experts)
-        return {"parallel.experts": f"{experts}"}, replace(s, parallel=parallel)
+        return "parallel", {"experts": experts}
     # weights under a LoRA adapter are not sharded
     if s.policy.lora.rank or not fits_with_more_gpus:
         return None
@@ -519,11 +516,10 @@ def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
         ranks *= 2
     if ranks > min(MAX_RANKS, s.rollout.prompts_per_step):
         return None
-    overrides = {"parallel.mode": "shard", "parallel.ranks": f"{ranks}"}
+    values: dict[str, Any] = {"mode": "shard", "ranks": ranks}
     if s.parallel.shard_size:
-        overrides["parallel.shard_size"] = "0"
-    parallel = replace(s.parallel, ranks=ranks, mode="shard", shard_size=0)
-    return overrides, replace(s, parallel=parallel)
+        values["shard_size"] = 0
+    return "parallel", values
 
 
 def vllm_share(run_plan: Plan) -> float | None:

@@ -23,9 +23,7 @@ class Point:
     refused: str = ""
 
 
-def strong(
-    settings: Settings, counts: list[int], hardware: Hardware, prompt: int = 0
-) -> list[Point]:
+def strong(settings: Settings, counts: list[int], hardware: Hardware, prompt: int) -> list[Point]:
     """Plan the run for each number of GPUs. Raises ValueError if all plans are refused."""
     points = [point(settings, ranks, hardware, prompt) for ranks in counts]
     if not any(p.plan for p in points):
@@ -33,9 +31,7 @@ def strong(
     return points
 
 
-def weak(
-    settings: Settings, points: list[Point], hardware: Hardware, prompt: int = 0
-) -> list[Point]:
+def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: int) -> list[Point]:
     """Plan the run for each number of GPUs, with the prompts per GPU of the smallest run that fits.
 
     The result is empty if no run fits.
@@ -47,19 +43,14 @@ def weak(
     grown = []
     for p in points:
         prompts = max(round(prompts_per_gpu * p.ranks), 1)
-        grown_settings = replace(
-            settings, rollout=replace(settings.rollout, prompts_per_step=prompts)
-        )
+        rollout = replace(settings.rollout, prompts_per_step=prompts)
+        grown_settings = replace(settings, rollout=rollout)
         grown.append(point(grown_settings, p.ranks, hardware, prompt, p.plan))
     return grown
 
 
 def point(
-    settings: Settings,
-    ranks: int,
-    hardware: Hardware,
-    prompt: int,
-    known: Plan | None = None,
+    settings: Settings, ranks: int, hardware: Hardware, prompt: int, known: Plan | None = None
 ) -> Point:
     """Plan the run for a number of GPUs. `known` is an earlier plan for that number."""
     settings = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
