@@ -191,13 +191,15 @@ def track(
 
     wandb_run = WandbRun(folder, subject.tracking, mode, about)
     if subject.checkpoint:
-        wandb_run.lineage.used(subject.checkpoint, subject_name, (subject.checkpoint.name,))
+        wandb_run.lineage.record_input(subject.checkpoint, subject_name, (subject.checkpoint.name,))
     row: dict[str, float] = {"step": subject.step}
     for name, result in results.items():
         row |= as_metrics(name, result)
         row[f"eval/{name}/prompt_too_long"] = float(result["prompt_too_long"])
     wandb_run.send(row, [])
-    wandb_run.lineage.made(folder, f"{subject_name}-evaluation", EVALUATION, (folder.name,))
+    wandb_run.lineage.record_output(
+        folder, f"{subject_name}-evaluation", EVALUATION, (folder.name,)
+    )
     return wandb_run.finish(0)
 
 

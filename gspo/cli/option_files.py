@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from string import Template
@@ -94,7 +95,7 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
     """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5.
 
     `options` are the command's own options beside the settings of a run."""
-    flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    flags = get_args_parser()._option_string_actions
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
@@ -161,18 +162,13 @@ def quoted(word: str) -> str:
     # A word that is not UTF-8 is refused later, with a clear message.
     if word.startswith("-") or not value or SURROGATES.search(word):
         return word
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
     parser = OverridesParser.create()
-    try:
-        parser.parse_override(word)
-        return word
-    except HydraException:
-        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-        in_quotes = f"{key}='{escaped}'"
-    try:
-        parser.parse_override(in_quotes)
-        return in_quotes
-    except HydraException:
-        return word  # Hydra explains the mistake
+    for candidate in (word, f"{key}='{escaped}'"):
+        with suppress(HydraException):
+            parser.parse_override(candidate)
+            return candidate
+    return word  # Hydra explains the mistake
 
 
 def composed_settings(words: list[str]) -> Settings:

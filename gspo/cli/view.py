@@ -108,7 +108,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
             "the page needs trackio: make view, or pip install '.[view]'; or say in=terminal"
         ) from None
     page = Page(SQLiteStorage)
-    while not page.look(paths):
+    while not page.update(paths):
         if not any(sources.records(path) for path in paths):
             raise ValueError(
                 f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl"
@@ -128,7 +128,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         while True:
             started = time.monotonic()
             try:
-                page.look(paths)
+                page.update(paths)
             except (OSError, ValueError) as error:
                 # A folder was moved or W&B cannot be reached. The next reading may succeed.
                 page.say(str(error))
@@ -178,7 +178,7 @@ class Page:
     def studies(self) -> list[str]:
         return sorted({study for study, _ in self.sent})
 
-    def look(self, paths: Sequence[str]) -> int:
+    def update(self, paths: Sequence[str]) -> int:
         """Read the files again and return the number of new rows."""
         return sum(self.add(record) for path in paths for record in sources.records(path))
 
@@ -213,7 +213,7 @@ class Page:
             self.sent[study, name] = rows
         if rows:
             try:
-                self.warn(study, name, read_events(record.path / "monitor.jsonl"))
+                self.send_alerts(study, name, read_events(record.path / "monitor.jsonl"))
             except (OSError, ValueError) as error:
                 self.say(str(error))
         return len(new_rows)
@@ -240,7 +240,7 @@ class Page:
             return False
         return len(study) <= MAX_STUDY_CHARS and all(c.isalnum() or c in "-_" for c in study)
 
-    def warn(self, study: str, name: str, events: list[dict]) -> None:
+    def send_alerts(self, study: str, name: str, events: list[dict]) -> None:
         """Show the monitor's events as alerts of the page, unless it already has all of them."""
         if len(events) == self.alert_counts.get((study, name), 0):
             return

@@ -24,10 +24,10 @@ from gspo.config.settings import Settings
 from gspo.model.cost import forward_flops
 from gspo.planning.hardware import (
     ARITHMETIC,
+    DENSE_LAYER,
     GB,
     MEMORY,
-    OF_DENSE_LAYER,
-    OF_MOE_LAYER,
+    MOE_LAYER,
     RESERVE,
     Hardware,
     Launches,
@@ -43,8 +43,8 @@ MAX_RANKS = 1024
 LOGIT_BYTES = 24.0
 # time of a float32 product relative to a bfloat16 product; without TF32 it is larger
 FLOAT32_SLOWDOWN = 8
-ACROSS = "gradients between copies"
-TOKENS = "tokens to their experts and back"
+BETWEEN_COPIES = "gradients between copies"
+TO_EXPERTS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
 # bytes of the two 8-bit moments relative to those of a float32 weight; 256 values share a scale
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256) / 4
@@ -92,12 +92,12 @@ class Plan:
 
 
 def plan(
-    settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None
+    settings: Settings, hardware: Hardware, prompt: int = 0, earlier: Plan | None = None
 ) -> Plan:
     """Plan a run.
 
     `prompt` is the number of a prompt's tokens. 0 means rollout.max_prompt_tokens, or 512 without
-    such a setting. `known` is an earlier plan for the same model: its measurement is used again if
+    such a setting. `earlier` is a plan for the same model: its measurement is used again if
     the work of a rank is the same.
 
     Raises ValueError, with a single line, for contradicting settings and for an unknown model.
@@ -128,7 +128,7 @@ def plan(
         lora=settings.policy.lora,
         head_dtype=getattr(torch, settings.policy.head_dtype),
     )
-    measured = known.measured if known and known.work == work else measure(config, work)
+    measured = earlier.measured if earlier and earlier.work == work else measure(config, work)
     engine = EngineEstimate.of(settings, config, measured, work, responses, hardware)
     passes = passes_of(settings, work, responses, engine)
     traffic = traffic_of(settings, measured, work, passes)
@@ -350,7 +350,7 @@ def traffic_of(
     if work.ranks == 1:
         return {}
     if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
-        return {ACROSS: 2.0 * passes.updates * measured.trained}
+        return {BETWEEN_COPIES: 2.0 * passes.updates * measured.trained}
     traffic = {
         "weights gathered to learn": float(passes.learning * measured.gathered),
         "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
@@ -360,9 +360,9 @@ def traffic_of(
     }
     if work.experts > 1:
         tokens = passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring
-        traffic[TOKENS] = float(tokens)
+        traffic[TO_EXPERTS] = float(tokens)
     if work.shard_size < work.ranks:
-        traffic[ACROSS] = float(passes.learning * measured.reduced_between)
+        traffic[BETWEEN_COPIES] = float(passes.learning * measured.reduced_between)
     return traffic
 
 
@@ -397,7 +397,7 @@ def update_times(
 def launches_of(measured: Measured) -> Launches:
     """Return the seconds of a layer's kernel launches. An MoE layer has more of them."""
     is_moe = measured.active is not None and measured.active < measured.parameters
-    return OF_MOE_LAYER if is_moe else OF_DENSE_LAYER
+    return MOE_LAYER if is_moe else DENSE_LAYER
 
 
 def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
@@ -408,7 +408,7 @@ def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) ->
     """
     if not traffic:
         return {}
-    group_sizes = {ACROSS: work.ranks, TOKENS: work.experts}
+    group_sizes = {BETWEEN_COPIES: work.ranks, TO_EXPERTS: work.experts}
     seconds = 0.0
     for name, nbytes in traffic.items():
         gpus = group_sizes.get(name, work.shard_size)

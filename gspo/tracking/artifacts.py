@@ -45,25 +45,30 @@ class Lineage:
         self.recorded: dict[Path, wandb.Artifact] = {}
         self.refused = False
 
-    def used(self, folder: Path, name: str, aliases: tuple[str, ...] = ()) -> None:
+    def record_input(self, folder: Path, name: str, aliases: tuple[str, ...] = ()) -> None:
         """Record that the run begins with the model in a folder, if the folder exists."""
-        self._record(folder, name, MODEL, aliases, used=True)
+        self._record(folder, name, MODEL, aliases, is_input=True)
 
-    def made(self, folder: Path, name: str, kind: str, aliases: tuple[str, ...] = ()) -> None:
+    def record_output(
+        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...] = ()
+    ) -> None:
         """Record that the run has written a folder, as a version of the artifact `name`."""
-        self._record(folder, name, kind, aliases, used=False)
+        self._record(folder, name, kind, aliases, is_input=False)
 
     def _record(
-        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], used: bool
+        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], is_input: bool
     ) -> None:
         if self.refused or folder in self.recorded or not folder.exists():
             return
         try:
-            artifact = folder_artifact(folder, name, kind, self.upload and not used)
+            artifact = folder_artifact(folder, name, kind, self.upload and not is_input)
             # `use_artifact` calls this method. It refuses to work offline, and online it waits for
             # the server.
             self.run._log_artifact(
-                artifact, aliases=["latest", *aliases], is_user_created=True, use_after_commit=used
+                artifact,
+                aliases=["latest", *aliases],
+                is_user_created=True,
+                use_after_commit=is_input,
             )
         except REFUSALS as error:
             self._refuse(name, str(error))

@@ -171,9 +171,7 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
                 f"It collapsed at step {batches[collapse_index]['step']} by the registered rule "
                 "(gspo/tracking/collapse.py)."
             )
-    for sentence in (floor_of_run(batches), mismatch_of_run(batches)):
-        if sentence:
-            lines.append(sentence)
+    lines += filter(None, (floor_of_run(batches), mismatch_of_run(batches)))
     held_out = {name for row in rows for name in row if "/avg@" in name}
     return lines + [_held_out(rows, name) for name in sorted(held_out)]
 

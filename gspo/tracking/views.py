@@ -262,23 +262,22 @@ VIEWS = (
 LEFT_OUT = {STEP: "the x axis of every panel that names no other x axis"}
 
 
+def names_on_panels(views: tuple[View, ...]) -> list[str]:
+    """Return the metrics of the views' panels, with the x axes."""
+    return [name for view in views for panel in view.panels() for name in (*panel.metrics, panel.x)]
+
+
 def unplaced() -> list[str]:
     """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT.
 
     The list should be empty."""
-    placed = {
-        name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)
-    }
-    return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
+    placed = {*names_on_panels(VIEWS), *LEFT_OUT}
+    return [metric.name for metric in METRICS if metric.name not in placed]
 
 
 def unknown(names: list[str]) -> list[str]:
     """Return the names that the registry lacks."""
-    return [
-        name
-        for name in names
-        if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)
-    ]
+    return [name for name in names if not any(fnmatchcase(name, m.name) for m in METRICS)]
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
@@ -287,16 +286,13 @@ def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...]
     `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
     for a name that the registry lacks."""
     known = {lookup(name).name for name in names if name != STEP} | {STEP}
-    missing: list[str] = []
+    missing = [name for name in dict.fromkeys(names_on_panels(views)) if name not in known]
     restricted_views = []
     for view in views:
         sections = []
         for title, panels in view.sections:
             recorded_panels = []
             for panel in panels:
-                for name in (*panel.metrics, panel.x):
-                    if name not in known and name not in missing:
-                        missing.append(name)
                 metrics = tuple(name for name in panel.metrics if name in known)
                 if metrics and panel.x in known:
                     recorded_panels.append(replace(panel, metrics=metrics))

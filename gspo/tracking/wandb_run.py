@@ -42,7 +42,7 @@ from gspo.tracking.wandb_choice import (
     MODEL,
     About,
     default_project,
-    noted_in,
+    read_note,
     server_run,
     under_agent,
 )
@@ -135,7 +135,7 @@ class WandbRun:
 
         A run that has another id already, or was rolled back, is no longer the agent's run. With
         the agent's id W&B would open a second run, or refuse steps that it has already."""
-        identity = self.about.id or noted_in(self.folder / "wandb_id")
+        identity = self.about.id or read_note(self.folder / "wandb_id")
         _, _, server_id = server_run(self.folder)
         sweep, agent_id = (os.environ.get(name) for name in AGENT)
         is_first_start = not identity and not server_id
@@ -275,7 +275,7 @@ class WandbRun:
     def checkpoints(self) -> None:
         """Record the complete checkpoints of the run directory as versions of one model."""
         for folder in sorted(self.folder.glob("checkpoints/step_??????")):
-            self.lineage.made(folder, self.folder.resolve().name, MODEL, (folder.name,))
+            self.lineage.record_output(folder, self.folder.resolve().name, MODEL, (folder.name,))
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
         """Send an alert: an error if the reward has fallen, else a warning."""

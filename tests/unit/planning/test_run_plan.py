@@ -12,7 +12,7 @@ from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
-from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TO_EXPERTS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 
 H100 = hardware("h100")
@@ -203,7 +203,7 @@ def test_tokens_travel_where_experts_are_dealt():
     config = dealt.settings.model.make()[0].config
     tokens = 4 * dealt.work.response + 20  # the four responses of a micro-batch share a prompt
     once = 4 * tokens * config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers
-    assert dealt.traffic[TOKENS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
+    assert dealt.traffic[TO_EXPERTS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
         "two micro-batches learn, two are scored"
     )
     experts = 4 * sum(
