@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from gspo.io.arguments import nearest
+from gspo.io.arguments import HELP, nearest
 
 
 class Command(NamedTuple):
@@ -112,7 +112,7 @@ def choice(
 
     Without a word, or for --help, it prints the help and ends the process. For an unknown name, it
     prints an error with the nearest name and ends the process."""
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in HELP:
         print(text())
         sys.exit(0 if words else 2)
     if words[0].startswith("-"):

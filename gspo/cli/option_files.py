@@ -100,9 +100,10 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            own = [option for option in options if option.startswith(key)]
-            own += get_close_matches(key, options, 1, 0.8)
-            setting, _, condition = (own[0] if own else our_name(key) or key).partition(" (with ")
+            similar = [option for option in options if option.startswith(key)]
+            similar += get_close_matches(key, options, 1, 0.8)
+            suggestion = similar[0] if similar else our_name(key) or key
+            setting, _, condition = suggestion.partition(" (with ")
             if "=" not in setting:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""

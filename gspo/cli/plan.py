@@ -81,8 +81,10 @@ def with_options(words: list[str]) -> tuple[Options, list[str]]:
     names = [field.name for field in fields(Options)]
     refuse_dashes(words, names)
     # a mistyped option of this command must not be taken for a setting
-    own_words = [word for word in words if get_close_matches(word.partition("=")[0], names, 1, 0.8)]
-    return parsed(Options, own_words), [word for word in words if word not in own_words]
+    option_words = [
+        word for word in words if get_close_matches(word.partition("=")[0], names, 1, 0.8)
+    ]
+    return parsed(Options, option_words), [word for word in words if word not in option_words]
 
 
 def with_counts(words: list[str]) -> tuple[list[str], list[int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from gspo.tracking.collapse import is_finite
 
 ROUNDING_SHARE = 0.1  # of the clip range: above it, the clipped share measures rounding too
@@ -28,10 +30,10 @@ def floor_of_run(rows: list[dict]) -> str | None:
     rows = [row for row in rows if is_finite(row.get("ratio/floor_of_range"))]
     if not rows:
         return None
-    share = sum(row["ratio/floor_of_range"] for row in rows) / len(rows)
+    share = fmean(row["ratio/floor_of_range"] for row in rows)
     if share <= ROUNDING_SHARE:
         return None
-    outside = sum(row["ratio/floor_outside"] for row in rows) / len(rows)
+    outside = fmean(row["ratio/floor_outside"] for row in rows)
     return (
         f"Over the run, {floor_in_words(share, outside)}. Use policy.head_dtype=float32 and "
         "policy.old_logprobs=step_start, or float32 layers."
@@ -52,5 +54,5 @@ def mismatch_of_run(rows: list[dict]) -> str | None:
     values = [row["mismatch/logp_abs"] for row in rows if is_finite(row.get("mismatch/logp_abs"))]
     if not values:
         return None
-    mean = sum(values) / len(values)
+    mean = fmean(values)
     return f"Over the run, {mismatch_in_words(mean)}." if mean > LARGEST_MISMATCH else None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -161,8 +162,8 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
         last = rewards[-10:]
         peak, _ = best(rewards)
         lines.append(
-            f"The reward went from {sum(first) / len(first):.3f} (first {len(first)} batches) "
-            f"to {sum(last) / len(last):.3f} (last {len(last)}); "
+            f"The reward went from {fmean(first):.3f} (first {len(first)} batches) "
+            f"to {fmean(last):.3f} (last {len(last)}); "
             f"the highest smoothed value was {peak:.3f}."
         )
         collapse_index = collapse(rewards)
@@ -234,8 +235,7 @@ def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
         values = [row[name] for row in rows if is_finite(row.get(name))]
         means = ["", ""]
         if values:
-            parts = (values[:5], values[-10:])
-            means = [f"{sum(part) / len(part):.3g}" for part in parts]
+            means = [f"{fmean(values[:5]):.3g}", f"{fmean(values[-10:]):.3g}"]
         lines.append((name.removeprefix("episode/"), *means))
     return lines
 

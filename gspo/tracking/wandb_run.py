@@ -237,7 +237,8 @@ class WandbRun:
         """Send a row and a saved rollout batch, unless the server has them already."""
         self._define(row)
         self.recent.append(row)
-        self.batches += bool(rollouts)
+        if rollouts:
+            self.batches += 1
         self.points.append(point(row))
         if row["step"] >= self.run.starting_step:
             score = self._score() if self.about.job_type == "train" else {}
@@ -279,11 +280,7 @@ class WandbRun:
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
         """Send an alert: an error if the reward has fallen, else a warning."""
-        self.run.alert(
-            title=title,
-            text=text,
-            level="ERROR" if fallen else "WARN",
-        )
+        self.run.alert(title, text, level="ERROR" if fallen else "WARN")
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
         """Add responses of this batch to the table of saved batches, and return {name: table}.
