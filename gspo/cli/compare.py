@@ -40,6 +40,7 @@ from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.tables import text_table
 from gspo.tracking.collapse import best as peak_of
+from gspo.tracking.metrics import HELD_OUT_MEANS, stderr_of
 
 MAX_LISTED_RUNS = 12  # more runs are only summarised by groups of seeds
 MAX_COLUMNS = 4  # more runs are not printed as columns, except with all=true
@@ -232,7 +233,7 @@ def results(runs: list[Run]) -> list[list[str]]:
         ["reward, best smoothed", *map(best, runs)],
     ]
     metrics = {metric for run in runs for metric in run.rows}
-    for name in sorted(fnmatch.filter(metrics, "eval/*/avg@*")):
+    for name in sorted(fnmatch.filter(metrics, HELD_OUT_MEANS)):
         rows.append([f"{name}, last ± 95 % (best)", *(held_out(run, name) for run in runs)])
     for name, (metric, form) in MEANS.items():
         rows.append([name, *(mean(run, metric, form) for run in runs)])
@@ -278,7 +279,7 @@ def held_out(run: Run, name: str) -> str:
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
     if not len(scores):
         return "-"
-    stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
+    stderr = run.rows.get(stderr_of(name))
     half_width = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
     interval_text = "" if math.isnan(half_width) else f" ± {half_width:.3f}"
     return f"{scores.iloc[-1]:.3f}{interval_text} ({scores.max():.3f})"
