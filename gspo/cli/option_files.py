@@ -72,7 +72,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         options = {word for word in words if word.startswith("-")}
         if options and options <= HELP:
             print(help_of(name, [word for word in words if word not in HELP]))
-            return
+            sys.exit(0)
         sys.argv[1:] = words
         main()
 
