@@ -95,9 +95,7 @@ class Lineage:
     def _refuse(self, name: str, why: str) -> None:
         self.refused = True
         reason = (why.splitlines() or ["no reason is given"])[0]
-        text = f"W&B does not take the artifact {name}, so its graph of lineage has gaps: {reason}"
-        log.warning(text)
-        print(f"warning: {text}", file=sys.stderr)
+        warn(f"W&B does not take the artifact {name}, so its graph of lineage has gaps: {reason}")
 
 
 def folder_artifact(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifact:
@@ -130,3 +128,9 @@ def allowed_name(name: str) -> str:
     'my_run_gspo_r2-seed1'
     """
     return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:MAX_NAME_CHARS]
+
+
+def warn(text: str) -> None:
+    """Print a warning on the terminal, and write it to the run's train.log."""
+    log.warning(text)
+    print(f"warning: {text}", file=sys.stderr)

@@ -29,10 +29,10 @@ class Panel:
     def entries(self) -> list[Metric]:
         """Return the definitions of the metrics.
 
-        Raises KeyError if the registry lacks a metric or the x axis. The name of a family's member
-        is not in the registry."""
+        Raises KeyError if the registry lacks a metric. The name of a family's member is not in the
+        registry."""
         by_name = {metric.name: metric for metric in METRICS}
-        return [by_name[name] for name in (*self.metrics, self.x)][:-1]
+        return [by_name[name] for name in self.metrics]
 
     def title(self) -> str:
         """Return the metrics' names with a common prefix once, and the x axis unless it is step."""

@@ -22,7 +22,6 @@ import re
 import secrets
 import shlex
 import shutil
-import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ import wandb
 from gspo.io.files import append_to
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.untrusted import SURROGATES, read_bytes, read_json
-from gspo.tracking.artifacts import Lineage
+from gspo.tracking.artifacts import Lineage, warn
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
 from gspo.tracking.score import of_points, point
@@ -326,9 +325,3 @@ class WandbRun:
             self._clear(folder.name, STAGING)
         self._clear("cache", "artifacts")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
-
-
-def warn(text: str) -> None:
-    """Print a warning on the terminal, and write it to the run's train.log."""
-    log.warning(text)
-    print(f"warning: {text}", file=sys.stderr)
