@@ -129,7 +129,7 @@ def plan(
         head_dtype=getattr(torch, settings.policy.head_dtype),
     )
     measured = earlier.measured if earlier and earlier.work == work else measure(config, work)
-    engine = EngineEstimate.of(settings, config, measured, work, responses, hardware)
+    engine = engine_estimate(settings, config, measured, work, responses, hardware)
     passes = passes_of(settings, work, responses, engine)
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
@@ -215,73 +215,73 @@ class EngineEstimate:
     at_once: float  # count: responses that are sampled at once
     read: float  # weights that are read for each token, on one GPU
     # copy of the trainer's weights with a merged LoRA adapter, while the engine samples with them
-    merged: float = 0.0
+    merged: float
 
-    @staticmethod
-    def of(
-        settings: Settings,
-        config: PretrainedConfig,
-        measured: Measured,
-        work: Work,
-        responses: int,
-        hardware: Hardware,
-    ) -> EngineEstimate:
-        """Return the estimate of a run's engine, for `responses` responses per GPU and step.
 
-        Raises ValueError if vLLM's share of a GPU is too small for a response.
-        """
-        rollout = settings.rollout
-        text = config.get_text_config()
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        itemsize = BYTES[rollout.dtype]
-        per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
-        per_response = (work.prompt + work.response) * per_token
-        all_weights = float(measured.parameters * itemsize)
-        at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
-        if rollout.name in ("vllm", "vllm_server"):
-            gpus = rollout.tensor_parallel_size
-            share = rollout.gpu_memory * hardware.memory * GB
-            weights = all_weights / gpus
-            if share < weights + per_response / gpus:
-                raise ValueError(
-                    f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
-                    f"response beside the engine's weights of {weights / GB:.1f} GB"
-                )
-            at_once = int(min(at_once * gpus, (share - weights) * gpus / per_response))
-            on_these_gpus = rollout.name == "vllm"  # a server has as many GPUs of its own
-            return EngineEstimate(
-                weights=weights if on_these_gpus else 0.0,
-                cache=share - weights if on_these_gpus else 0.0,
-                logits=0.0,
-                # vLLM allocates its share at once, and keeps it unless it may sleep
-                resident=share if on_these_gpus and not rollout.sleep else 0.0,
-                per_token=per_token,
-                engines=gpus,
-                rows=responses * gpus,
-                at_once=at_once,
-                read=weights,
+def engine_estimate(
+    settings: Settings,
+    config: PretrainedConfig,
+    measured: Measured,
+    work: Work,
+    responses: int,
+    hardware: Hardware,
+) -> EngineEstimate:
+    """Return the estimate of a run's engine, for `responses` responses per GPU and step.
+
+    Raises ValueError if vLLM's share of a GPU is too small for a response.
+    """
+    rollout = settings.rollout
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = BYTES[rollout.dtype]
+    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
+    per_response = (work.prompt + work.response) * per_token
+    all_weights = float(measured.parameters * itemsize)
+    at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
+    weights = 0.0
+    cache = 0.0
+    logits = 0.0
+    resident = 0.0
+    merged = 0.0
+    gpus = 1
+    if rollout.name in ("vllm", "vllm_server"):
+        gpus = rollout.tensor_parallel_size
+        weights_per_gpu = all_weights / gpus
+        share = rollout.gpu_memory * hardware.memory * GB
+        if share < weights_per_gpu + per_response / gpus:
+            raise ValueError(
+                f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
+                f"response beside the engine's weights of {weights_per_gpu / GB:.1f} GB"
             )
-        uses_trainer_weights = (
-            shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
-        )
-        weights = 0.0 if uses_trainer_weights else all_weights
+        at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
+        if rollout.name == "vllm":  # a server has as many GPUs of its own
+            weights = weights_per_gpu
+            cache = share - weights
+            # vLLM allocates its share at once, and keeps it unless it may sleep
+            resident = 0.0 if rollout.sleep else share
+    else:
+        if shares_weights(settings) and work.shard_size == 1 and not rollout.overlap:
+            merged = float(measured.merged)
+        else:
+            weights = all_weights
         cache = at_once * per_response
-        logits = at_once * text.vocab_size * LOGIT_BYTES
         if settings.task.environments():
             cache *= 2  # between two turns, the rows are copied into a new cache
-        return EngineEstimate(
-            weights=weights,
-            cache=cache,
-            logits=logits,
-            resident=weights + (cache + logits if rollout.overlap else 0.0),
-            per_token=per_token,
-            engines=1,
-            rows=responses,
-            at_once=at_once,
-            read=all_weights,
-            merged=float(measured.merged) if uses_trainer_weights else 0.0,
-        )
+        logits = at_once * text.vocab_size * LOGIT_BYTES
+        resident = weights + cache + logits if rollout.overlap else weights
+    return EngineEstimate(
+        weights=weights,
+        cache=cache,
+        logits=logits,
+        resident=resident,
+        per_token=per_token,
+        engines=gpus,
+        rows=responses * gpus,
+        at_once=at_once,
+        read=all_weights / gpus,
+        merged=merged,
+    )
 
 
 @dataclass
