@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 from gspo.tracking.collapse import is_finite
 
 ROUNDING_SHARE = 0.1  # of the clip range: above it, the clipped share measures rounding too
@@ -30,10 +28,10 @@ def floor_of_run(rows: list[dict]) -> str | None:
     rows = [row for row in rows if is_finite(row.get("ratio/floor_of_range"))]
     if not rows:
         return None
-    share = fmean(row["ratio/floor_of_range"] for row in rows)
+    share = sum(row["ratio/floor_of_range"] for row in rows) / len(rows)
     if share <= ROUNDING_SHARE:
         return None
-    outside = fmean(row["ratio/floor_outside"] for row in rows)
+    outside = sum(row["ratio/floor_outside"] for row in rows) / len(rows)
     return (
         f"Over the run, {floor_in_words(share, outside)}. Use policy.head_dtype=float32 and "
         "policy.old_logprobs=step_start, or float32 layers."
@@ -54,5 +52,5 @@ def mismatch_of_run(rows: list[dict]) -> str | None:
     values = [row["mismatch/logp_abs"] for row in rows if is_finite(row.get("mismatch/logp_abs"))]
     if not values:
         return None
-    mean = fmean(values)
+    mean = sum(values) / len(values)
     return f"Over the run, {mismatch_in_words(mean)}." if mean > LARGEST_MISMATCH else None

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -162,8 +161,8 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
         last = rewards[-10:]
         peak, _ = best(rewards)
         lines.append(
-            f"The reward went from {fmean(first):.3f} (first {len(first)} batches) "
-            f"to {fmean(last):.3f} (last {len(last)}); "
+            f"The reward went from {sum(first) / len(first):.3f} (first {len(first)} batches) "
+            f"to {sum(last) / len(last):.3f} (last {len(last)}); "
             f"the highest smoothed value was {peak:.3f}."
         )
         collapse_index = collapse(rewards)
@@ -236,7 +235,8 @@ def _episodes(rows: list[dict]) -> list[tuple[str, ...]]:
         values = [row[name] for row in rows if is_finite(row.get(name))]
         means = ["", ""]
         if values:
-            means = [f"{fmean(values[:5]):.3g}", f"{fmean(values[-10:]):.3g}"]
+            parts = (values[:5], values[-10:])
+            means = [f"{sum(part) / len(part):.3g}" for part in parts]
         lines.append((name.removeprefix("episode/"), *means))
     return lines
 
