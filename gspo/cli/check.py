@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.data.lazy_torch import torch
@@ -26,9 +26,6 @@ from gspo.io.arguments import command_options, option
 from gspo.io.files import replace_text
 from gspo.run.code_state import code_state
 from gspo.run.entry_point import command_line
-
-if TYPE_CHECKING:
-    from gspo.checking.bench import Bench
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,35 +60,31 @@ def check() -> None:
     bench = Bench(device, started + options.seconds)
     print(header())
     findings: list[Finding] = []
-    versions = {
+    record: dict[str, Any] = {
         "code": code_state(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__config__.show(),
     }
+
+    def write_record() -> None:
+        """Write the findings so far, so that Ctrl-C loses nothing."""
+        record["seconds"] = round(time.monotonic() - started, 2)
+        record["seconds_by_check"] = bench.seconds_by_check
+        record["findings"] = [finding.record() for finding in findings]
+        if options.json:
+            replace_text(Path(options.json), json.dumps(record, indent=1, default=str) + "\n")
+
     for finding in run.findings(bench, run.CHECKS):
         findings.append(finding)
         print(finding.line(), flush=True)
-        write_record(versions, findings, bench, started, options.json)
-    write_record(versions, findings, bench, started, options.json)
+        write_record()
+    write_record()
     counts = Counter(finding.status for finding in findings)
     print(f"\n{summary(counts)}, {time.monotonic() - started:.0f} s")
     if options.json:
         print(f"all numbers in {options.json}")
     sys.exit(1 if counts[FAIL] else 0)
-
-
-def write_record(
-    versions: dict, findings: list[Finding], bench: Bench, started: float, file: str
-) -> None:
-    """Write the findings so far, so that Ctrl-C loses nothing. Does nothing if `file` is empty."""
-    if file:
-        record = versions | {
-            "seconds": round(time.monotonic() - started, 2),
-            "seconds_by_check": bench.seconds_by_check,
-            "findings": [finding.record() for finding in findings],
-        }
-        replace_text(Path(file), json.dumps(record, indent=1, default=str) + "\n")
 
 
 def summary(counts: Counter[str]) -> str:

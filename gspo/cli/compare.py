@@ -23,9 +23,10 @@ these two parts are by bootstrap over problems. The formula is in gspo/evaluatio
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.tables import text_table
 from gspo.tracking.collapse import best as peak_of
+from gspo.tracking.metrics import HELD_OUT_MEANS, stderr_of
 
 MAX_LISTED_RUNS = 12  # more runs are only summarised by groups of seeds
 MAX_COLUMNS = 4  # more runs are not printed as columns, except with all=true
@@ -84,23 +86,17 @@ def compare() -> None:
     for note in data.notes:
         if not note.startswith("seeds of"):
             print(f"note: {escape_line(note)}")
-    if len(data.runs) < 2:
-        raise load.RunsError(f"there is one run, {data.runs[0].path}: name two or more")
-    has_columns = len(data.runs) <= MAX_COLUMNS
-    if not has_columns:
-        groups = summary(data.runs)
-        # besides the groups, the summary has a title, a blank line and a head
-        has_groups = len(groups) < len(data.runs) + 3
-        if has_groups:
-            print("\n".join(groups))
-        if len(data.runs) <= MAX_LISTED_RUNS:
-            if has_groups:
-                print()
-            print("\n".join(list_of_runs(data.runs)))
-    if has_columns or options.all:
-        if not has_columns:
-            print()
-        print("\n".join(table(data.runs)))
+    runs = data.runs
+    if len(runs) < 2:
+        raise load.RunsError(f"there is one run, {runs[0].path}: name two or more")
+    blocks: list[list[str]] = []
+    if len(runs) > MAX_COLUMNS:
+        blocks.append(summary(runs))
+        if len(runs) <= MAX_LISTED_RUNS:
+            blocks.append(list_of_runs(runs))
+    if len(runs) <= MAX_COLUMNS or options.all:
+        blocks.append(table(runs))
+    print("\n\n".join("\n".join(block) for block in blocks if block))
 
 
 def compare_evaluations(paths: Sequence[str], evaluations: Sequence[str]) -> None:
@@ -126,8 +122,7 @@ def differing(runs: list[Run]) -> list[str]:
     return [
         key
         for key in keys
-        if key.split(".")[0] not in ignored
-        and len({str(run.settings.get(key, "-")) for run in runs}) > 1
+        if key.split(".")[0] not in ignored and len({setting(run, key) for run in runs}) > 1
     ]
 
 
@@ -146,7 +141,7 @@ def distinguishing_settings(runs: list[Run]) -> dict[str, str]:
     keys: list[str] = []
     group_count = 1
     for candidate in candidates:
-        groups = {tuple(setting_values(run, [*keys, candidate])) for run in runs}
+        groups = groups_of_equal(runs, [*keys, candidate])
         if len(groups) > group_count:
             keys.append(candidate)
             group_count = len(groups)
@@ -155,29 +150,41 @@ def distinguishing_settings(runs: list[Run]) -> dict[str, str]:
     return {key: name if uses[name] == 1 else key for key, name in short_names.items()}
 
 
-def setting_values(run: Run, keys: Iterable[str]) -> list[str]:
-    """Return the run's values of these settings, "-" for a setting that it does not have."""
-    return [str(run.settings.get(key, "-")) for key in keys]
+def setting(run: Run, key: str) -> str:
+    """Return the run's value of a setting, "-" if it has none."""
+    return str(run.settings.get(key, "-"))
+
+
+def groups_of_equal(runs: list[Run], keys: Iterable[str]) -> dict[tuple[str, ...], list[Run]]:
+    """Return the runs by their values of these settings."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(setting(run, key) for key in keys), []).append(run)
+    return groups
 
 
 def summary(runs: list[Run]) -> list[str]:
     """Return aligned lines, one for each group of runs that differ only in their seeds.
 
     A line has the number of runs, the mean reward of the last batches with the t interval over
-    seeds, and how the runs ended. The highest reward comes first."""
+    seeds, and how the runs ended. The highest reward comes first. The result is empty if every
+    group has a single run."""
     keys = distinguishing_settings(runs)
-    groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        groups.setdefault(tuple(setting_values(run, keys)), []).append(run)
+    groups = groups_of_equal(runs, keys)
+    if len(groups) == len(runs):
+        return []
     lines: list[tuple[float, list[str]]] = []  # the key to sort by, and the cells
     for values, members in groups.items():
         rewards = [reward(run).tail(WINDOW).mean() for run in members]
         rewards = [value for value in rewards if not math.isnan(value)]
-        over_seeds = t_interval(np.array(rewards)) if rewards else None
+        sort_key = math.inf
+        reward_text = "-"
+        if rewards:
+            over_seeds = t_interval(np.array(rewards))
+            sort_key = -over_seeds.mean
+            reward_text = over_seeds.text()
         end_counts = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
         ends = ", ".join(f"{count} {how}" for how, count in sorted(end_counts.items()))
-        reward_text = over_seeds.text() if over_seeds else "-"
-        sort_key = -over_seeds.mean if over_seeds else math.inf
         lines.append((sort_key, [*values, str(len(members)), reward_text, ends]))
     lines.sort(key=lambda line: line[0])
     head = [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"]
@@ -194,9 +201,8 @@ def list_of_runs(runs: list[Run]) -> list[str]:
     rows = [[*keys.values(), "seed", "batches", f"reward, last {WINDOW}", "best smoothed", "ended"]]
     for run in runs:
         last_reward = interval(reward(run).tail(WINDOW))
-        batches = f"{run.last}/{run.planned}"
-        results = [str(run.seed), batches, last_reward, best(run), ended(run)]
-        rows.append([*setting_values(run, keys), *results])
+        results = [str(run.seed), batches(run), last_reward, best(run), ended(run)]
+        rows.append([*(setting(run, key) for key in keys), *results])
     return [f"{len(runs)} runs (all=true: everything of every run)", "", *aligned(rows)]
 
 
@@ -211,7 +217,7 @@ def table(runs: list[Run]) -> list[str]:
     Columns are numbered. A legend above the table gives each number's run."""
     legend = [f"[{i}] {escape_line(run.path)}" for i, run in enumerate(runs, start=1)]
     rows = [["", *(f"[{i}]" for i in range(1, len(runs) + 1))]]
-    rows += [[key, *(str(run.settings.get(key, "-")) for run in runs)] for key in differing(runs)]
+    rows += [[key, *(setting(run, key) for run in runs)] for key in differing(runs)]
     rows.append([])
     rows += [row for row in results(runs) if any(cell != "-" for cell in row[1:])]
     return [*legend, "", *aligned(rows)]
@@ -219,32 +225,27 @@ def table(runs: list[Run]) -> list[str]:
 
 def results(runs: list[Run]) -> list[list[str]]:
     """Return a row per quantity, with a cell per run, or "-" without values."""
-    rows: list[tuple[str, Callable[[Run], str]]] = [
-        ("ended", ended),
-        ("batches", lambda run: f"{run.last}/{run.planned}"),
-        (f"reward, first {START}", lambda run: interval(reward(run).head(START))),
-        (f"reward, last {WINDOW}", lambda run: interval(reward(run).tail(WINDOW))),
-        ("reward, best smoothed", best),
+    rows = [
+        ["ended", *map(ended, runs)],
+        ["batches", *map(batches, runs)],
+        [f"reward, first {START}", *(interval(reward(run).head(START)) for run in runs)],
+        [f"reward, last {WINDOW}", *(interval(reward(run).tail(WINDOW)) for run in runs)],
+        ["reward, best smoothed", *map(best, runs)],
     ]
-    sets = sorted(
-        {name for run in runs for name in run.rows if name.startswith("eval/") and "/avg@" in name}
-    )
-    rows += [
-        (f"{name}, last ± 95 % (best)", lambda run, name=name: held_out(run, name)) for name in sets
-    ]
-    rows += [
-        (name, lambda run, m=metric, f=form: mean(run, m, f))
-        for name, (metric, form) in MEANS.items()
-    ]
-    rows += [
-        (name, lambda run, m=metric, f=form: total(run, m, f))
-        for name, (metric, form) in TOTALS.items()
-    ]
-    rows += [
-        (f"time, {name}", lambda run, n=name: share_of_time(run, n))
-        for name in ("checkpoint", "monitor")
-    ]
-    return [[name, *(cell(run) for run in runs)] for name, cell in rows]
+    metrics = {metric for run in runs for metric in run.rows}
+    for name in sorted(fnmatch.filter(metrics, HELD_OUT_MEANS)):
+        rows.append([f"{name}, last ± 95 % (best)", *(held_out(run, name) for run in runs)])
+    for name, (metric, form) in MEANS.items():
+        rows.append([name, *(mean(run, metric, form) for run in runs)])
+    for name, (metric, form) in TOTALS.items():
+        rows.append([name, *(total(run, metric, form) for run in runs)])
+    for name in ("checkpoint", "monitor"):
+        rows.append([f"time, {name}", *(share_of_time(run, name) for run in runs)])
+    return rows
+
+
+def batches(run: Run) -> str:
+    return f"{run.last}/{run.planned}"
 
 
 def reward(run: Run) -> pd.Series:
@@ -278,7 +279,7 @@ def held_out(run: Run, name: str) -> str:
     scores = run.rows.sort_values("step")[name].astype(float).dropna()
     if not len(scores):
         return "-"
-    stderr = run.rows.get(name.rsplit("/", 1)[0] + "/stderr")
+    stderr = run.rows.get(stderr_of(name))
     half_width = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
     interval_text = "" if math.isnan(half_width) else f" ± {half_width:.3f}"
     return f"{scores.iloc[-1]:.3f}{interval_text} ({scores.max():.3f})"

@@ -75,10 +75,10 @@ def make() -> None:
     check(options)
     check_installed("gspo dashboard")
     # it imports W&B
-    from gspo.tracking.dashboard import home, publish, workspace, write
+    from gspo.tracking.dashboard import entity_to_publish, publish, workspace, write
 
     views, notes = checked_views(options.runs, options.by, options.study)
-    account = home(options.entity) if options.publish else None
+    account = entity_to_publish(options.entity) if options.publish else None
     entity = account or options.entity
     workspaces = [
         workspace(view, entity, options.project, options.by, options.study) for view in views
@@ -114,8 +114,9 @@ def checked_views(runs: str, keys: Sequence[str], study: str) -> tuple[tuple[Vie
             f"on no panel of gspo/tracking/views.py, nor in its LEFT_OUT: {', '.join(unplaced())}"
         )
     notes = [f"left out on purpose: {name} ({why})" for name, why in LEFT_OUT.items()]
+    exists = runs.startswith(sources.SERVER) or Path(runs).exists()
     records: list[Record] = []
-    for record in existing_records(runs):
+    for record in sources.records(runs) if exists else []:
         if not len(record.rows) or study not in ("", record.settings.get("study")):
             continue
         unknown_metrics = unknown(reported(record))
@@ -141,13 +142,6 @@ def checked_views(runs: str, keys: Sequence[str], study: str) -> tuple[tuple[Vie
     return views, notes + mixed_groups(records, keys)
 
 
-def existing_records(runs: str) -> list[Record]:
-    """Return the records of all runs under a path or a W&B address, none if it does not exist."""
-    if runs.startswith(sources.SERVER) or Path(runs).exists():
-        return sources.records(runs)
-    return []
-
-
 def reported(record: Record) -> list[str]:
     """Return the metrics for which a run has at least one value."""
     return list(record.rows.columns[record.rows.notna().any()])
@@ -161,13 +155,14 @@ def mixed_groups(records: list[Record], group_by: Sequence[str]) -> list[str]:
         groups.setdefault(values, []).append(record)
     keys = sorted({key for group in groups.values() for key in load.differing(group)})
     studies = {str(record.settings.get("study")) for record in records}
-    differences = [f"{len(studies)} studies"] if len(studies) > 1 else []
-    differences += keys[:6]
+    differences = keys[:6]
+    if len(studies) > 1:
+        differences.insert(0, f"{len(studies)} studies")
     if not differences:
         return []
-    text = ", ".join(differences)
     if len(keys) > 6:
-        text += ", ..."
+        differences.append("...")
+    text = ", ".join(differences)
     return [
         f"by=[{','.join(group_by)}] draws means over {text} beside seeds: study= chooses one study, "
         "by= other settings"

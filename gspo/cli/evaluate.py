@@ -83,9 +83,11 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
         if isinstance(value, Glob):
             names = value.filter(options)
         elif isinstance(value, ChoiceSweep):
-            names = value.list
+            names = list(map(str, value.list))
+        elif isinstance(value, list):
+            names = list(map(str, value))
         else:
-            names = value if isinstance(value, list) else [value]
+            names = [str(value)]
         for name in names:
             if name not in options and not is_path(name):
                 raise ValueError(

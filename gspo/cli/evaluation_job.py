@@ -191,13 +191,15 @@ def track(
 
     wandb_run = WandbRun(folder, subject.tracking, mode, about)
     if subject.checkpoint:
-        wandb_run.lineage.used(subject.checkpoint, subject_name, (subject.checkpoint.name,))
+        wandb_run.lineage.record_input(subject.checkpoint, subject_name, (subject.checkpoint.name,))
     row: dict[str, float] = {"step": subject.step}
     for name, result in results.items():
         row |= as_metrics(name, result)
         row[f"eval/{name}/prompt_too_long"] = float(result["prompt_too_long"])
     wandb_run.send(row, [])
-    wandb_run.lineage.made(folder, f"{subject_name}-evaluation", EVALUATION, (folder.name,))
+    wandb_run.lineage.record_output(
+        folder, f"{subject_name}-evaluation", EVALUATION, (folder.name,)
+    )
     return wandb_run.finish(0)
 
 
@@ -207,11 +209,13 @@ def within_positions(evaluation_set: EvaluationSet, engine: Engine) -> Evaluatio
     The longest prompt and the response must fit together. The limit stays at least half of the
     positions, so that one long prompt does not shorten all responses. A reduced limit is
     printed."""
+    if engine.positions is None:
+        return evaluation_set
     old_limit = evaluation_set.limit
     room = engine.room(evaluation_set.problems, old_limit)
-    if room == old_limit:
-        return evaluation_set
     limit = min(old_limit, max(room, engine.positions // 2))
+    if limit == old_limit:
+        return evaluation_set
     print(
         f"{evaluation_set.name}: up to {limit} response tokens in place of {old_limit}: "
         f"{engine.positions} positions"

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from gspo.io.arguments import nearest
+from gspo.io.arguments import HELP, nearest
 
 
 class Command(NamedTuple):
@@ -112,7 +112,7 @@ def choice(
 
     Without a word, or for --help, it prints the help and ends the process. For an unknown name, it
     prints an error with the nearest name and ends the process."""
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in HELP:
         print(text())
         sys.exit(0 if words else 2)
     if words[0].startswith("-"):
@@ -159,8 +159,11 @@ def commands_help() -> str:
 
 def figure_files() -> dict[str, Path]:
     """Return the file of every figure by its name, e.g. analysis/fig_curves.py for "curves"."""
-    (folder,) = find_spec("gspo.analysis").submodule_search_locations
-    files = [*sorted(Path(folder).glob("fig*_*.py")), Path(folder, "early_warning.py")]
+    package = find_spec("gspo.analysis")  # importing it would take seconds
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("gspo.analysis is not installed")
+    folder = Path(package.origin).parent
+    files = [*sorted(folder.glob("fig*_*.py")), folder / "early_warning.py"]
     return {re.sub(r"^fig\d*_", "", file.stem).replace("_", "-"): file for file in files}
 
 

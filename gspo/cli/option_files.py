@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from string import Template
@@ -58,7 +59,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     register_schemas()
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
-    def command() -> object:
+    def command() -> None:
         refuse_dashes(sys.argv[1:])
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
@@ -69,16 +70,16 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         options = {word for word in words if word.startswith("-")}
         if options and options <= HELP:
             print(help_of(name, [word for word in words if word not in HELP]))
-            return None
+            sys.exit(0)
         sys.argv[1:] = words
-        return main()
+        main()
 
     return command
 
 
 def is_path_word(word: str) -> bool:
     """Whether a word of the command line is a path, not `key=value` or an option of Hydra."""
-    return "=" not in word and word[:1] not in ("-", "~", "+") or Path(word).exists()
+    return ("=" not in word and word[:1] not in ("-", "~", "+")) or Path(word).exists()
 
 
 def help_of(name: str, words: list[str]) -> str:
@@ -97,14 +98,15 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
     """Raise ValueError for a setting with dashes, such as --learning_rate=1e-5 or --lr 1e-5.
 
     `options` are the command's own options beside the settings of a run."""
-    flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    flags = get_args_parser()._option_string_actions
     for word in words:
         name, _, value = word.partition("=")
         if name.startswith("--") and name not in flags:
             key = name.lstrip("-").replace("-", "_")
-            own = [option for option in options if option.startswith(key)]
-            own += get_close_matches(key, options, 1, 0.8)
-            setting, _, condition = (own[0] if own else our_name(key) or key).partition(" (with ")
+            similar = [option for option in options if option.startswith(key)]
+            similar += get_close_matches(key, options, 1, 0.8)
+            suggestion = similar[0] if similar else our_name(key) or key
+            setting, _, condition = suggestion.partition(" (with ")
             if "=" not in setting:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
@@ -164,18 +166,13 @@ def quoted(word: str) -> str:
     # A word that is not UTF-8 is refused later, with a clear message.
     if word.startswith("-") or not value or SURROGATES.search(word):
         return word
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
     parser = OverridesParser.create()
-    try:
-        parser.parse_override(word)
-        return word
-    except HydraException:
-        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-        in_quotes = f"{key}='{escaped}'"
-    try:
-        parser.parse_override(in_quotes)
-        return in_quotes
-    except HydraException:
-        return word  # Hydra explains the mistake
+    for candidate in (word, f"{key}='{escaped}'"):
+        with suppress(HydraException):
+            parser.parse_override(candidate)
+            return candidate
+    return word  # Hydra explains the mistake
 
 
 def composed_settings(words: list[str]) -> Settings:

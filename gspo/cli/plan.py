@@ -81,8 +81,10 @@ def with_options(words: list[str]) -> tuple[Options, list[str]]:
     names = [field.name for field in fields(Options)]
     refuse_dashes(words, names)
     # a mistyped option of this command must not be taken for a setting
-    own_words = [word for word in words if get_close_matches(word.partition("=")[0], names, 1, 0.8)]
-    return parsed(Options, own_words), [word for word in words if word not in own_words]
+    option_words = [
+        word for word in words if get_close_matches(word.partition("=")[0], names, 1, 0.8)
+    ]
+    return parsed(Options, option_words), [word for word in words if word not in option_words]
 
 
 def with_counts(words: list[str]) -> tuple[list[str], list[int]]:
@@ -123,14 +125,14 @@ def lines_of(plan: Plan) -> list[str]:
     if plan.traffic:
         parts = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.traffic.items())
         lines += ["", f"exchange of a GPU in a step, GB: {parts}"]
-    total = sum(plan.times.values())
+    total = plan.step_seconds
     lines.append("")
     lines.append(
         f"a step takes about {seconds(total)}, if every response is of the greatest length"
     )
     for name, time in plan.times.items():
         lines.append(f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}")
-    return [*lines, f"  most goes to {max(plan.times, key=plan.times.get)}"]
+    return [*lines, f"  most goes to {plan.bottleneck}"]
 
 
 def hardware_text(plan: Plan) -> str:
@@ -143,14 +145,9 @@ def step_text(plan: Plan) -> str:
     """Return the responses of a step and their tokens in words."""
     work = plan.work
     return (
-        f"{responses_per_step(plan)} responses a step of up to {work.prompt} + {work.response} "
+        f"{plan.responses} responses a step of up to {work.prompt} + {work.response} "
         f"tokens, {work.rows} in a micro-batch"
     )
-
-
-def responses_per_step(plan: Plan) -> int:
-    """Return the number of responses that a step samples."""
-    return plan.settings.rollout.prompts_per_step * plan.settings.rollout.group_size
 
 
 def lines_of_scaling(strong_points: list[Point], weak_points: list[Point]) -> list[str]:
@@ -164,7 +161,7 @@ def lines_of_scaling(strong_points: list[Point], weak_points: list[Point]) -> li
     lines += ["", f"strong scaling: {step_text(first_plan)}", *scaling_table(strong_points)]
     base = smallest(strong_points)
     if base:
-        share = responses_per_step(base.plan) / base.ranks
+        share = base.responses / base.work.ranks
         lines += ["", f"weak scaling: {share:g} responses a step for each GPU"]
         lines += scaling_table(weak_points)
     return lines
@@ -179,18 +176,18 @@ def scaling_table(points: list[Point]) -> list[str]:
     head += "".join(f"{prefix:>15}" for prefix in TIME_PREFIXES)
     lines = [f"{head}{'efficiency':>14}  most goes to"]
     for point in points:
-        if not point.plan:
+        plan = point.plan
+        if not plan:
             lines.append(f"{point.ranks:>6}  {point.refused}")
             continue
-        times = point.plan.times
-        share = efficiency(point, base)
+        share = efficiency(plan, base)
         efficiency_text = "does not fit" if share is None else f"{share:.0%}"
-        line = f"{point.ranks:>6}{responses_per_step(point.plan):>11}"
-        line += f"{point.plan.peak[1] / GB:>6.0f}{seconds(point.step):>9}"
+        line = f"{point.ranks:>6}{plan.responses:>11}"
+        line += f"{plan.peak[1] / GB:>6.0f}{seconds(plan.step_seconds):>9}"
         for prefix in TIME_PREFIXES:
-            part = sum(time for name, time in times.items() if name.startswith(prefix))
+            part = sum(time for name, time in plan.times.items() if name.startswith(prefix))
             line += f"{seconds(part):>15}"
-        lines.append(f"{line}{efficiency_text:>14}  {max(times, key=times.get)}")
+        lines.append(f"{line}{efficiency_text:>14}  {plan.bottleneck}")
     return lines
 
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 def serve() -> None:
     """Write the model's folder, without weights, and become `vllm serve`."""
-    words, vllm_words = parted(sys.argv[1:])
+    words, vllm_words = split_words(sys.argv[1:])
     if not words or HELP & set(words):
         print(__doc__.strip())
         sys.exit(0 if words else 2)
@@ -89,7 +89,7 @@ def serve() -> None:
     os.execve(command[0], [*command, *as_words(options), *vllm_words], environment)
 
 
-def parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_words(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Return the run's settings, and the words after "--", which go to `vllm serve`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:end], arguments[end + 1 :]
@@ -105,6 +105,11 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     rollout = settings.rollout
     check_heads(head_dim_of(model.config), on_cpu)
     max_model_len = rollout.max_model_len or positions(model)
+    if max_model_len is None:
+        raise ValueError(
+            "rollout.max_model_len=null: this model sets no limit; set the maximum number of "
+            "tokens of prompt and response together"
+        )
     save_configuration(model, tokenizer, folder.path / "model")
     description = {
         "url": rollout.url,

@@ -16,7 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.cli.option_files import SweepFiles, composed
+from gspo.cli.option_files import MULTIRUN, SweepFiles, composed
 from gspo.config.load import chosen_settings
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
@@ -49,7 +49,7 @@ def main() -> None:
 
 def one_run() -> None:
     """Make the run that several processes share."""
-    if {"-m", "--multirun"} & set(sys.argv):
+    if set(MULTIRUN) & set(sys.argv):
         raise ValueError(SWEEP)
     composed("train", job)()
 

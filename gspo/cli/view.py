@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gspo.analysis import sources
@@ -38,6 +39,10 @@ from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import VIEWS
+
+if TYPE_CHECKING:
+    from trackio import SQLiteStorage
+    from uvicorn import Server
 
 LOOPBACK = "127.0.0.1"
 # trackio reads the environment variables that begin like this, and SYSTEM
@@ -103,7 +108,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
             "the page needs trackio: make view, or pip install '.[view]'; or say in=terminal"
         ) from None
     page = Page(SQLiteStorage)
-    while not page.look(paths):
+    while not page.update(paths):
         if not any(sources.records(path) for path in paths):
             raise ValueError(
                 f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl"
@@ -113,8 +118,9 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
     print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
     colours = palette(max(MIN_COLOURS, len(page.sent)))
     os.environ["TRACKIO_COLOR_PALETTE"] = ",".join(colours)
-    server, address = serve()
-    address = f"{address.rstrip('/')}/?project={quote(page.studies()[0], safe='')}"
+    server = serve()
+    study = quote(page.studies()[0], safe="")
+    address = f"http://{LOOPBACK}:{server.config.port}/?project={study}"
     print(f"{address}   (Ctrl-C ends it)", flush=True)
     if opens:
         webbrowser.open(address)
@@ -122,7 +128,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         while True:
             started = time.monotonic()
             try:
-                page.look(paths)
+                page.update(paths)
             except (OSError, ValueError) as error:
                 # A folder was moved or W&B cannot be reached. The next reading may succeed.
                 page.say(str(error))
@@ -134,8 +140,8 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         server.should_exit = True
 
 
-def serve() -> tuple[object, str]:
-    """Serve trackio's page to this machine only, and return the server and its address.
+def serve() -> Server:
+    """Serve trackio's page to this machine only, and return the server.
 
     The server listens on the loopback address, without a tunnel to the outside. It only answers
     requests whose Host is this machine. Otherwise a web page could read it under another name (DNS
@@ -148,10 +154,8 @@ def serve() -> tuple[object, str]:
     app.add_middleware(
         TrustedHostMiddleware, allowed_hosts=[LOOPBACK, "localhost"], www_redirect=False
     )
-    address, _, _, server = launch_trackio_dashboard(
-        app, server_name=LOOPBACK, share=False, quiet=True
-    )
-    return server, address
+    *_, server = launch_trackio_dashboard(app, server_name=LOOPBACK, share=False, quiet=True)
+    return server
 
 
 class Page:
@@ -162,7 +166,7 @@ class Page:
     (tests/unit/analysis/test_view.py).
     """
 
-    def __init__(self, store: type):
+    def __init__(self, store: type[SQLiteStorage]):
         self.store = store
         # from the page's study and run name to the id of the run that has this name
         self.run_ids: dict[tuple[str, str], str] = {}
@@ -174,7 +178,7 @@ class Page:
     def studies(self) -> list[str]:
         return sorted({study for study, _ in self.sent})
 
-    def look(self, paths: Sequence[str]) -> int:
+    def update(self, paths: Sequence[str]) -> int:
         """Read the files again and return the number of new rows."""
         return sum(self.add(record) for path in paths for record in sources.records(path))
 
@@ -209,7 +213,7 @@ class Page:
             self.sent[study, name] = rows
         if rows:
             try:
-                self.warn(study, name, read_events(record.path / "monitor.jsonl"))
+                self.send_alerts(study, name, read_events(record.path / "monitor.jsonl"))
             except (OSError, ValueError) as error:
                 self.say(str(error))
         return len(new_rows)
@@ -236,7 +240,7 @@ class Page:
             return False
         return len(study) <= MAX_STUDY_CHARS and all(c.isalnum() or c in "-_" for c in study)
 
-    def warn(self, study: str, name: str, events: list[dict]) -> None:
+    def send_alerts(self, study: str, name: str, events: list[dict]) -> None:
         """Show the monitor's events as alerts of the page, unless it already has all of them."""
         if len(events) == self.alert_counts.get((study, name), 0):
             return
@@ -249,7 +253,7 @@ class Page:
             for event in events
         ]
         titles = [escape_line(f"{name}: {kind}") for kind in kinds]
-        texts = [escape_line(event["text"]) for event in events]
+        texts: list[str | None] = [escape_line(event["text"]) for event in events]
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 

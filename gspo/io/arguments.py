@@ -27,9 +27,12 @@ from difflib import SequenceMatcher
 from inspect import get_annotations
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from gspo.io.ranges import Range, default_of, refusal
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 HELP = {"-h", "--help"}
 PATHS = "paths"  # the field of the words without "="
@@ -37,7 +40,7 @@ MAPPING = dict[str, str]
 BOOLEANS = {"true": True, "false": False}
 LINE_CHARS = 100  # of the help
 MAX_WORD_CHARS = 32  # a longer option has a line of its own
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 class ArgumentsError(ValueError):
@@ -86,7 +89,7 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
-def options_of(kind: type) -> dict[str, Option]:
+def options_of(kind: type[DataclassInstance]) -> dict[str, Option]:
     """Return the options of a command by the names of the fields: paths, its own, its bases'.
 
     A name such as `in`, which Python reserves, has an underscore as a field: `in_`."""
@@ -226,7 +229,9 @@ def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> str:
     return f"{words[0]}: options have no dashes; say {spelling}"
 
 
-def help_text(kind: type, doc: str | None, refused: Mapping[str, str] | None = None) -> str:
+def help_text(
+    kind: type[DataclassInstance], doc: str | None, refused: Mapping[str, str] | None = None
+) -> str:
     """Return a command's help: its docstring, and a table of its options.
 
     Options that have no effect in this command are left out."""

@@ -59,8 +59,8 @@ class Launches:
     token: float  # one token of all rows in the in-process engine, replayed from a CUDA graph
 
 
-OF_DENSE_LAYER = Launches(learning=3e-3, scoring=1e-3, token=1.2e-4)
-OF_MOE_LAYER = Launches(learning=6e-3, scoring=2e-3, token=2e-4)
+DENSE_LAYER = Launches(learning=3e-3, scoring=1e-3, token=1.2e-4)
+MOE_LAYER = Launches(learning=6e-3, scoring=2e-3, token=2e-4)
 # GB of a GPU for neither PyTorch's tensors nor the engine: CUDA's context, NCCL's buffers,
 # fragmentation
 RESERVE = 5.0

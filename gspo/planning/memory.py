@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import Function
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +42,7 @@ from gspo.model.forward.outputs import network_outputs
 from gspo.model.forward.packing import Sequences, lay_out
 from gspo.model.routing_replay import Routing
 from gspo.model.settings import LoraSettings
-from gspo.model.sharding.dtensors import run_unsharded
+from gspo.model.sharding.dtensors import expert_ranks, local_tensor, reshard, run_unsharded
 from gspo.model.sharding.expert_parallel import ExpertRanks
 from gspo.model.sharding.fsdp import Shards
 from gspo.planning.models import class_of
@@ -132,8 +131,7 @@ class Allocations(TorchDispatchMode):
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors, which existed before."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self._sizes[local.untyped_storage()] = [0]
+            self._sizes[local_tensor(tensor).untyped_storage()] = [0]
 
     def restart(self) -> None:
         """Restart the counters: no collectives yet, and the peak is the current allocation."""
@@ -238,7 +236,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
         for sequences in (learning, scored):
             for name, value in vars(sequences).items():
                 setattr(sequences, name, tree_map_only(Tensor, fake.from_tensor, value))
-        weights = sum(p.nbytes for p in local_parameters(model))
+        weights = sum(local_tensor(p).nbytes for p in model.parameters())
         trained = sum(p.nbytes for p in adapter.parameters()) if adapter else weights
         forward = Network(model, work.checkpointing, work.head_dtype)
 
@@ -252,8 +250,7 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
         with allocations, forward.cached_casts():
             with torch.no_grad():
                 log_probs(scored)
-                if isinstance(model, FSDPModule):  # `shards` has made it such a module
-                    model.reshard()
+                reshard(model)
             scoring = allocations.peak
             exchanged_scoring = allocations.exchanged.copy()
             log_probs(learning).sum().backward()  # the first backward pass allocates gradients
@@ -287,18 +284,19 @@ def without_weights(
     plain = not shards and not work.lora.rank
     # Meshes of ranks are tensors with content, and peft moves its tensors to a device. Fake tensors
     # allow neither.
-    with (
-        nullcontext() if plain else unset_fake_temporarily(),
-        nullcontext() if plain else torch.device("meta"),
-    ):
+    with ExitStack() as contexts:
+        if not plain:
+            contexts.enter_context(unset_fake_temporarily())
+            contexts.enter_context(torch.device("meta"))
         model = class_of(config)(config).eval()
         parameters = sum(p.numel() for p in model.parameters())
         counts = (parameters, active_parameters(model), Routing(model).experts)
         if shards:
             shards.shard_model(model, work.precision)
             for module in model.modules():
-                if isinstance(getattr(module, "ranks", None), ExpertRanks):
-                    module.ranks = BalancedExpertRanks(module.ranks.group)
+                ranks = expert_ranks(module)
+                if ranks is not None:
+                    module.ranks = BalancedExpertRanks(ranks.group)
         adapter = Adapter(model, work.lora, seed=0) if work.lora.rank else None
     if not plain:
         model._apply(without_content)
@@ -320,11 +318,6 @@ def without_content(tensor: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def local_parameters(model: torch.nn.Module) -> list[Tensor]:
-    """Return this rank's shard of every parameter."""
-    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
 def total(exchanged: dict[str, int], collective: str) -> int:

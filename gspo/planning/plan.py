@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -23,10 +24,10 @@ from gspo.config.settings import Settings
 from gspo.model.cost import forward_flops
 from gspo.planning.hardware import (
     ARITHMETIC,
+    DENSE_LAYER,
     GB,
     MEMORY,
-    OF_DENSE_LAYER,
-    OF_MOE_LAYER,
+    MOE_LAYER,
     RESERVE,
     Hardware,
     Launches,
@@ -42,8 +43,8 @@ MAX_RANKS = 1024
 LOGIT_BYTES = 24.0
 # time of a float32 product relative to a bfloat16 product; without TF32 it is larger
 FLOAT32_SLOWDOWN = 8
-ACROSS = "gradients between copies"
-TOKENS = "tokens to their experts and back"
+BETWEEN_COPIES = "gradients between copies"
+TO_EXPERTS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
 # bytes of the two 8-bit moments relative to those of a float32 weight; 256 values share a scale
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256) / 4
@@ -74,14 +75,29 @@ class Plan:
         """Whether the run fits into the GPU's memory."""
         return self.peak[1] <= self.hardware.memory * GB
 
+    @property
+    def responses(self) -> int:
+        """The number of responses that a step samples."""
+        return self.settings.rollout.prompts_per_step * self.settings.rollout.group_size
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds of a step."""
+        return sum(self.times.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The part of a step that takes the most time."""
+        return max(self.times, key=lambda name: self.times[name])
+
 
 def plan(
-    settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None
+    settings: Settings, hardware: Hardware, prompt: int = 0, earlier: Plan | None = None
 ) -> Plan:
     """Plan a run.
 
     `prompt` is the number of a prompt's tokens. 0 means rollout.max_prompt_tokens, or 512 without
-    such a setting. `known` is an earlier plan for the same model: its measurement is used again if
+    such a setting. `earlier` is a plan for the same model: its measurement is used again if
     the work of a rank is the same.
 
     Raises ValueError, with a single line, for contradicting settings and for an unknown model.
@@ -112,8 +128,8 @@ def plan(
         lora=settings.policy.lora,
         head_dtype=getattr(torch, settings.policy.head_dtype),
     )
-    measured = known.measured if known and known.work == work else measure(config, work)
-    engine = EngineEstimate.of(settings, config, measured, work, responses, hardware)
+    measured = earlier.measured if earlier and earlier.work == work else measure(config, work)
+    engine = engine_estimate(settings, config, measured, work, responses, hardware)
     passes = passes_of(settings, work, responses, engine)
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
@@ -199,73 +215,73 @@ class EngineEstimate:
     at_once: float  # count: responses that are sampled at once
     read: float  # weights that are read for each token, on one GPU
     # copy of the trainer's weights with a merged LoRA adapter, while the engine samples with them
-    merged: float = 0.0
+    merged: float
 
-    @staticmethod
-    def of(
-        settings: Settings,
-        config: PretrainedConfig,
-        measured: Measured,
-        work: Work,
-        responses: int,
-        hardware: Hardware,
-    ) -> EngineEstimate:
-        """Return the estimate of a run's engine, for `responses` responses per GPU and step.
 
-        Raises ValueError if vLLM's share of a GPU is too small for a response.
-        """
-        rollout = settings.rollout
-        text = config.get_text_config()
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        itemsize = BYTES[rollout.dtype]
-        per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
-        per_response = (work.prompt + work.response) * per_token
-        all_weights = float(measured.parameters * itemsize)
-        at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
-        if rollout.name in ("vllm", "vllm_server"):
-            gpus = rollout.tensor_parallel_size
-            share = rollout.gpu_memory * hardware.memory * GB
-            weights = all_weights / gpus
-            if share < weights + per_response / gpus:
-                raise ValueError(
-                    f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
-                    f"response beside the engine's weights of {weights / GB:.1f} GB"
-                )
-            at_once = int(min(at_once * gpus, (share - weights) * gpus / per_response))
-            on_these_gpus = rollout.name == "vllm"  # a server has as many GPUs of its own
-            return EngineEstimate(
-                weights=weights if on_these_gpus else 0.0,
-                cache=share - weights if on_these_gpus else 0.0,
-                logits=0.0,
-                # vLLM allocates its share at once, and keeps it unless it may sleep
-                resident=share if on_these_gpus and not rollout.sleep else 0.0,
-                per_token=per_token,
-                engines=gpus,
-                rows=responses * gpus,
-                at_once=at_once,
-                read=weights,
+def engine_estimate(
+    settings: Settings,
+    config: PretrainedConfig,
+    measured: Measured,
+    work: Work,
+    responses: int,
+    hardware: Hardware,
+) -> EngineEstimate:
+    """Return the estimate of a run's engine, for `responses` responses per GPU and step.
+
+    Raises ValueError if vLLM's share of a GPU is too small for a response.
+    """
+    rollout = settings.rollout
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = BYTES[rollout.dtype]
+    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
+    per_response = (work.prompt + work.response) * per_token
+    all_weights = float(measured.parameters * itemsize)
+    at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
+    weights = 0.0
+    cache = 0.0
+    logits = 0.0
+    resident = 0.0
+    merged = 0.0
+    gpus = 1
+    if rollout.name in ("vllm", "vllm_server"):
+        gpus = rollout.tensor_parallel_size
+        weights_per_gpu = all_weights / gpus
+        share = rollout.gpu_memory * hardware.memory * GB
+        if share < weights_per_gpu + per_response / gpus:
+            raise ValueError(
+                f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
+                f"response beside the engine's weights of {weights_per_gpu / GB:.1f} GB"
             )
-        uses_trainer_weights = (
-            shares_weights(settings) and work.shard_size == 1 and not rollout.overlap
-        )
-        weights = 0.0 if uses_trainer_weights else all_weights
+        at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
+        if rollout.name == "vllm":  # a server has as many GPUs of its own
+            weights = weights_per_gpu
+            cache = share - weights
+            # vLLM allocates its share at once, and keeps it unless it may sleep
+            resident = 0.0 if rollout.sleep else share
+    else:
+        if shares_weights(settings) and work.shard_size == 1 and not rollout.overlap:
+            merged = float(measured.merged)
+        else:
+            weights = all_weights
         cache = at_once * per_response
-        logits = at_once * text.vocab_size * LOGIT_BYTES
         if settings.task.environments():
             cache *= 2  # between two turns, the rows are copied into a new cache
-        return EngineEstimate(
-            weights=weights,
-            cache=cache,
-            logits=logits,
-            resident=weights + (cache + logits if rollout.overlap else 0.0),
-            per_token=per_token,
-            engines=1,
-            rows=responses,
-            at_once=at_once,
-            read=all_weights,
-            merged=float(measured.merged) if uses_trainer_weights else 0.0,
-        )
+        logits = at_once * text.vocab_size * LOGIT_BYTES
+        resident = weights + cache + logits if rollout.overlap else weights
+    return EngineEstimate(
+        weights=weights,
+        cache=cache,
+        logits=logits,
+        resident=resident,
+        per_token=per_token,
+        engines=gpus,
+        rows=responses * gpus,
+        at_once=at_once,
+        read=all_weights / gpus,
+        merged=merged,
+    )
 
 
 @dataclass
@@ -334,7 +350,7 @@ def traffic_of(
     if work.ranks == 1:
         return {}
     if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
-        return {ACROSS: 2.0 * passes.updates * measured.trained}
+        return {BETWEEN_COPIES: 2.0 * passes.updates * measured.trained}
     traffic = {
         "weights gathered to learn": float(passes.learning * measured.gathered),
         "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
@@ -344,9 +360,9 @@ def traffic_of(
     }
     if work.experts > 1:
         tokens = passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring
-        traffic[TOKENS] = float(tokens)
+        traffic[TO_EXPERTS] = float(tokens)
     if work.shard_size < work.ranks:
-        traffic[ACROSS] = float(passes.learning * measured.reduced_between)
+        traffic[BETWEEN_COPIES] = float(passes.learning * measured.reduced_between)
     return traffic
 
 
@@ -381,7 +397,7 @@ def update_times(
 def launches_of(measured: Measured) -> Launches:
     """Return the seconds of a layer's kernel launches. An MoE layer has more of them."""
     is_moe = measured.active is not None and measured.active < measured.parameters
-    return OF_MOE_LAYER if is_moe else OF_DENSE_LAYER
+    return MOE_LAYER if is_moe else DENSE_LAYER
 
 
 def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
@@ -392,7 +408,7 @@ def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) ->
     """
     if not traffic:
         return {}
-    group_sizes = {ACROSS: work.ranks, TOKENS: work.experts}
+    group_sizes = {BETWEEN_COPIES: work.ranks, TO_EXPERTS: work.experts}
     seconds = 0.0
     for name, nbytes in traffic.items():
         gpus = group_sizes.get(name, work.shard_size)
@@ -436,11 +452,13 @@ def advice(run_plan: Plan) -> list[str]:
     if run_plan.fits:
         return [f"{gpus}: fits, {size}."]
     sentences = [f"{gpus}: does not fit, {size}."]
-    overrides: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
     change = next_change(run_plan)
     while change and not run_plan.fits:
-        new_overrides, settings = change
-        overrides |= new_overrides
+        group, values = change
+        overrides |= {f"{group}.{name}": value for name, value in values.items()}
+        changed_group = replace(getattr(run_plan.settings, group), **values)
+        settings = replace(run_plan.settings, **{group: changed_group})
         run_plan = plan(settings, run_plan.hardware, run_plan.work.prompt, run_plan)
         change = next_change(run_plan)
     if not overrides:
@@ -448,7 +466,7 @@ def advice(run_plan: Plan) -> list[str]:
             "There is no setting that would help: take a smaller model, or a larger GPU."
         )
         return sentences
-    words = " ".join(f"{key}={value}" for key, value in overrides.items())
+    words = " ".join(f"{key}={str(value).lower()}" for key, value in overrides.items())
     phase, peak = run_plan.peak
     result = f"{peak / GB:.0f} GB in the phase `{phase}`."
     if run_plan.fits:
@@ -458,8 +476,11 @@ def advice(run_plan: Plan) -> list[str]:
     return sentences
 
 
-def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
-    """Return the next change to try, as overrides and as settings, or None if nothing helps."""
+def next_change(run_plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the next change to try: a group of settings and its new values.
+
+    The result is None if nothing helps.
+    """
     s = run_plan.settings
     work = run_plan.work
     phase, _ = run_plan.peak
@@ -471,31 +492,22 @@ def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
     if phase == "rollout":
         share = vllm_share(run_plan) if s.rollout.name == "vllm" else None
         if share:
-            rollout = replace(s.rollout, gpu_memory=share)
-            return {"rollout.gpu_memory": f"{share:g}"}, replace(s, rollout=rollout)
+            return "rollout", {"gpu_memory": share}
         if s.rollout.name == "local" and s.rollout.batch_rows > s.rollout.group_size:
-            rows = max(s.rollout.batch_rows // 2, s.rollout.group_size)
-            rollout = replace(s.rollout, batch_rows=rows)
-            return {"rollout.batch_rows": f"{rows}"}, replace(s, rollout=rollout)
+            return "rollout", {"batch_rows": max(s.rollout.batch_rows // 2, s.rollout.group_size)}
     else:
         if s.rollout.name == "vllm" and not s.rollout.sleep and not s.rollout.overlap:
-            rollout = replace(s.rollout, sleep=True)
-            return {"rollout.sleep": "true"}, replace(s, rollout=rollout)
+            return "rollout", {"sleep": True}
         if not s.policy.checkpointing:
-            policy = replace(s.policy, checkpointing=True)
-            return {"policy.checkpointing": "true"}, replace(s, policy=policy)
+            return "policy", {"checkpointing": True}
         if work.rows > 1 and (sharded < memory or not fits_with_more_gpus):
-            rows = max(work.rows // 4, 1)
-            trainer = replace(s.trainer, micro_batch_size=rows)
-            return {"trainer.micro_batch_size": f"{rows}"}, replace(s, trainer=trainer)
+            return "trainer", {"micro_batch_size": max(work.rows // 4, 1)}
     has_float32_copy = s.rollout.name == "local" and s.rollout.dtype == "float32"
     if has_float32_copy and work.shard_size > 1:
-        rollout = replace(s.rollout, dtype="bfloat16")
-        return {"rollout.dtype": "bfloat16"}, replace(s, rollout=rollout)
+        return "rollout", {"dtype": "bfloat16"}
     experts = max_expert_ranks(run_plan)
     if phase != "rollout" and s.parallel.experts == 1 and experts > 1:
-        parallel = replace(s.parallel, experts=experts)
-        return {"parallel.experts": f"{experts}"}, replace(s, parallel=parallel)
+        return "parallel", {"experts": experts}
     # weights under a LoRA adapter are not sharded
     if s.policy.lora.rank or not fits_with_more_gpus:
         return None
@@ -504,11 +516,10 @@ def next_change(run_plan: Plan) -> tuple[dict[str, str], Settings] | None:
         ranks *= 2
     if ranks > min(MAX_RANKS, s.rollout.prompts_per_step):
         return None
-    overrides = {"parallel.mode": "shard", "parallel.ranks": f"{ranks}"}
+    values: dict[str, Any] = {"mode": "shard", "ranks": ranks}
     if s.parallel.shard_size:
-        overrides["parallel.shard_size"] = "0"
-    parallel = replace(s.parallel, ranks=ranks, mode="shard", shard_size=0)
-    return overrides, replace(s, parallel=parallel)
+        values["shard_size"] = 0
+    return "parallel", values
 
 
 def vllm_share(run_plan: Plan) -> float | None:

@@ -22,32 +22,8 @@ class Point:
     plan: Plan | None
     refused: str = ""
 
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan that fits into the GPUs' memory."""
-        return self.plan is not None and self.plan.fits
 
-    @property
-    def step(self) -> float:
-        """The seconds of a step."""
-        return sum(self._existing_plan().times.values())
-
-    @property
-    def speed(self) -> float:
-        """The responses per GPU and second."""
-        rollout = self._existing_plan().settings.rollout
-        return rollout.prompts_per_step * rollout.group_size / self.step / self.ranks
-
-    def _existing_plan(self) -> Plan:
-        """Return the plan. Raises ValueError with the reason if there is none."""
-        if self.plan is None:
-            raise ValueError(self.refused)
-        return self.plan
-
-
-def strong(
-    settings: Settings, counts: list[int], hardware: Hardware, prompt: int = 0
-) -> list[Point]:
+def strong(settings: Settings, counts: list[int], hardware: Hardware, prompt: int) -> list[Point]:
     """Plan the run for each number of GPUs. Raises ValueError if all plans are refused."""
     points = [point(settings, ranks, hardware, prompt) for ranks in counts]
     if not any(p.plan for p in points):
@@ -55,9 +31,7 @@ def strong(
     return points
 
 
-def weak(
-    settings: Settings, points: list[Point], hardware: Hardware, prompt: int = 0
-) -> list[Point]:
+def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: int) -> list[Point]:
     """Plan the run for each number of GPUs, with the prompts per GPU of the smallest run that fits.
 
     The result is empty if no run fits.
@@ -65,37 +39,38 @@ def weak(
     base = smallest(points)
     if base is None:
         return []
-    prompts_per_gpu = settings.rollout.prompts_per_step / base.ranks
+    prompts_per_gpu = settings.rollout.prompts_per_step / base.work.ranks
     grown = []
     for p in points:
         prompts = max(round(prompts_per_gpu * p.ranks), 1)
-        grown_settings = replace(
-            settings, rollout=replace(settings.rollout, prompts_per_step=prompts)
-        )
+        rollout = replace(settings.rollout, prompts_per_step=prompts)
+        grown_settings = replace(settings, rollout=rollout)
         grown.append(point(grown_settings, p.ranks, hardware, prompt, p.plan))
     return grown
 
 
 def point(
-    settings: Settings,
-    ranks: int,
-    hardware: Hardware,
-    prompt: int,
-    known: Plan | None = None,
+    settings: Settings, ranks: int, hardware: Hardware, prompt: int, earlier: Plan | None = None
 ) -> Point:
-    """Plan the run for a number of GPUs. `known` is an earlier plan for that number."""
+    """Plan the run for a number of GPUs. `earlier` is a plan for that number."""
     settings = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
     try:
-        return Point(ranks, plan(settings, hardware, prompt, known))
+        return Point(ranks, plan(settings, hardware, prompt, earlier))
     except ValueError as error:
         return Point(ranks, None, str(error))
 
 
-def smallest(points: list[Point]) -> Point | None:
-    """Return the point with the fewest GPUs that fits, or None if none fits."""
-    return min((p for p in points if p.fits), key=lambda p: p.ranks, default=None)
+def smallest(points: list[Point]) -> Plan | None:
+    """Return the plan with the fewest GPUs that fits, or None if none fits."""
+    plans = [p.plan for p in points if p.plan and p.plan.fits]
+    return min(plans, key=lambda p: p.work.ranks, default=None)
 
 
-def efficiency(p: Point, base: Point | None) -> float | None:
-    """Return the speed of a point's GPUs relative to `base`, or None if either does not fit."""
-    return p.speed / base.speed if base and p.fits else None
+def efficiency(p: Plan, base: Plan | None) -> float | None:
+    """Return the speed of a plan's GPUs relative to `base`, or None if either does not fit."""
+    return speed(p) / speed(base) if base and p.fits else None
+
+
+def speed(p: Plan) -> float:
+    """Return the responses per GPU and second."""
+    return p.responses / p.step_seconds / p.work.ranks

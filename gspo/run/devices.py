@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hydra.conf import HydraConf
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from gspo.data.lazy_torch import torch
 
@@ -20,7 +20,7 @@ def keep_devices() -> None:
         os.environ[DEVICES] = os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def take_share(job: DictConfig, threads: int) -> None:
+def take_share(job: HydraConf, threads: int) -> None:
     """Set this process's number of threads, and its GPUs if its launcher does not set them.
 
     `job` is Hydra's own configuration of the job. `threads` is the run's setting. With 0 the cores
@@ -54,7 +54,7 @@ def _take_devices(slot: int, count: int | None) -> None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 
 
-def jobs_at_once(job: DictConfig) -> int:
+def jobs_at_once(job: HydraConf) -> int:
     """Return how many jobs of the sweep run on this machine at the same time.
 
     Raises ValueError for submitit_local without hydra.sweeper.max_batch_size: it starts all jobs of
@@ -100,6 +100,6 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _launcher(job: DictConfig) -> str:
+def _launcher(job: HydraConf) -> str:
     """Return the class name of the launcher."""
     return job.launcher._target_.rpartition(".")[2]

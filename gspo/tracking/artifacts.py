@@ -45,25 +45,30 @@ class Lineage:
         self.recorded: dict[Path, wandb.Artifact] = {}
         self.refused = False
 
-    def used(self, folder: Path, name: str, aliases: tuple[str, ...] = ()) -> None:
+    def record_input(self, folder: Path, name: str, aliases: tuple[str, ...] = ()) -> None:
         """Record that the run begins with the model in a folder, if the folder exists."""
-        self._record(folder, name, MODEL, aliases, used=True)
+        self._record(folder, name, MODEL, aliases, is_input=True)
 
-    def made(self, folder: Path, name: str, kind: str, aliases: tuple[str, ...] = ()) -> None:
+    def record_output(
+        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...] = ()
+    ) -> None:
         """Record that the run has written a folder, as a version of the artifact `name`."""
-        self._record(folder, name, kind, aliases, used=False)
+        self._record(folder, name, kind, aliases, is_input=False)
 
     def _record(
-        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], used: bool
+        self, folder: Path, name: str, kind: str, aliases: tuple[str, ...], is_input: bool
     ) -> None:
         if self.refused or folder in self.recorded or not folder.exists():
             return
         try:
-            artifact = folder_artifact(folder, name, kind, self.upload and not used)
+            artifact = folder_artifact(folder, name, kind, self.upload and not is_input)
             # `use_artifact` calls this method. It refuses to work offline, and online it waits for
             # the server.
             self.run._log_artifact(
-                artifact, aliases=["latest", *aliases], is_user_created=True, use_after_commit=used
+                artifact,
+                aliases=["latest", *aliases],
+                is_user_created=True,
+                use_after_commit=is_input,
             )
         except REFUSALS as error:
             self._refuse(name, str(error))
@@ -90,9 +95,7 @@ class Lineage:
     def _refuse(self, name: str, why: str) -> None:
         self.refused = True
         reason = (why.splitlines() or ["no reason is given"])[0]
-        text = f"W&B does not take the artifact {name}, so its graph of lineage has gaps: {reason}"
-        log.warning(text)
-        print(f"warning: {text}", file=sys.stderr)
+        warn(f"W&B does not take the artifact {name}, so its graph of lineage has gaps: {reason}")
 
 
 def folder_artifact(folder: Path, name: str, kind: str, upload: bool) -> wandb.Artifact:
@@ -125,3 +128,9 @@ def allowed_name(name: str) -> str:
     'my_run_gspo_r2-seed1'
     """
     return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:MAX_NAME_CHARS]
+
+
+def warn(text: str) -> None:
+    """Print a warning on the terminal, and write it to the run's train.log."""
+    log.warning(text)
+    print(f"warning: {text}", file=sys.stderr)

@@ -130,7 +130,7 @@ def write(saved_views: list[ws.Workspace], folder: Path) -> list[Path]:
     return paths
 
 
-def home(entity: str) -> str | None:
+def entity_to_publish(entity: str) -> str | None:
     """Return the entity to publish under: `entity`, or the account's default if it is empty.
 
     Returns None without an account. Raises ValueError if W&B does not name a default."""

@@ -37,6 +37,7 @@ class Metric:
 
 TOKEN = "share of tokens"
 SEQUENCE = "share of responses"
+HELD_OUT_MEANS = "eval/*/avg@*"
 
 METRICS = [
     Metric(
@@ -103,7 +104,7 @@ METRICS = [
     ),
     # held-out evaluation
     Metric(
-        "eval/*/avg@*", "reward", "mean reward over k samples per problem of a held-out set", "max"
+        HELD_OUT_MEANS, "reward", "mean reward over k samples per problem of a held-out set", "max"
     ),
     Metric("eval/*/stderr", "reward", "standard error of avg@k over problems", "last"),
     Metric(
@@ -548,6 +549,15 @@ def lookup(name: str) -> Metric:
         f"metric {name!r} is not in gspo/tracking/metrics.py; give it a name, a unit and a meaning "
         "there"
     )
+
+
+def stderr_of(held_out_mean: str) -> str:
+    """Return the metric with the standard error of a held-out mean.
+
+    >>> stderr_of("eval/math/avg@4")
+    'eval/math/stderr'
+    """
+    return f"{held_out_mean.rpartition('/')[0]}/stderr"
 
 
 def custom_metrics(folder: Path) -> dict[str, Metric]:

@@ -29,6 +29,7 @@ from gspo.tracking.collapse import (
     levels,
 )
 
+Row = Mapping[str, float | None]  # the metrics of a step
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
 # a warning is raised after this number of steps in which all rewards were 0, also during warm-up
@@ -109,50 +110,50 @@ class Monitor:
         # smoothed reward above 0.9 x the largest so far.
         self.last_healthy_step = 0
 
-    def observe(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
+    def observe(self, step: int, row: Row) -> list[Event]:
         """Take in a step's metrics, and return the new events. Row 0 (before training) has none."""
         if step == 0:
             return []
         self.steps += 1
-        events = []
-        for name, signal in SIGNALS.items():
-            event = self._signal(step, name, row.get(signal.metric))
-            if event:
-                events.append(event)
+        events: list[Event] = []
+        for name in SIGNALS:
+            events += self._signal_events(step, name, row)
         count = row.get("optim/skipped")
         if count:
             text = f"updates left out because their gradient was not finite: {count:.0f}"
             events.append(Event(step, "skipped", "optim/skipped", count, 0.0, text))
         events += self._zero_events(step, row)
-        events += self._reward_events(step, row.get("reward/mean"))
+        events += self._reward_events(step, row)
         return events
 
-    def _signal(self, step: int, name: str, value: float | None) -> Event | None:
+    def _signal_events(self, step: int, name: str, row: Row) -> list[Event]:
         """Take in a signal's metric, and return its new warning or the end of its warning."""
-        threshold = getattr(self.settings.thresholds, name)
         signal = SIGNALS[name]
+        value = row.get(signal.metric)
         if not is_finite(value):
-            return None
+            return []
         score = self.scores[name].push(value)
+        threshold = getattr(self.settings.thresholds, name)
         if not threshold or self.steps <= self.settings.warm_up:
-            return None
+            return []
         if name not in self.active and score > threshold:
             self.active.add(name)
             text = (
                 f"{name} is {score:.3g}, above {threshold:g} "
                 f"({signal.meaning}; {signal.metric} is {value:.3g})"
             )
-            return Event(step, "warning", name, score, threshold, text)
+            return [Event(step, "warning", name, score, threshold, text)]
         if name in self.active and score < CLEARED * threshold:
             self.active.remove(name)
-            return Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")
-        return None
+            return [Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")]
+        return []
 
-    def _reward_events(self, step: int, reward: float | None) -> list[Event]:
+    def _reward_events(self, step: int, row: Row) -> list[Event]:
         """Take in the reward, and return an event if it has now been low for 20 steps.
 
         This is the first half of the collapse rule. Whether the reward recovers within the
         following 50 steps is not known yet."""
+        reward = row.get("reward/mean")
         if is_finite(reward):
             self.level.push(reward)
             if self.level.is_healthy():
@@ -168,7 +169,7 @@ class Monitor:
         )
         return [Event(step, "fallen", "reward_fall", 1 - now / peak, 1 - FALLEN, text)]
 
-    def _zero_events(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
+    def _zero_events(self, step: int, row: Row) -> list[Event]:
         """Return a warning when all rewards have been 0 for 3 steps, and later the warning's end.
 
         Rewards with a mean of 0 may differ from 0, but then some groups have variance."""

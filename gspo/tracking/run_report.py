@@ -8,10 +8,10 @@ of a run that is under way or was killed.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gspo.io.files import CONTINUATIONS_FILE, read_events, read_status, replace_
 from gspo.io.rows import read_rows
 from gspo.tracking.collapse import best, collapse, is_finite, levels
 from gspo.tracking.episodes import reward, turns_of
-from gspo.tracking.metrics import Metric, custom_metrics, lookup
+from gspo.tracking.metrics import HELD_OUT_MEANS, Metric, custom_metrics, lookup, stderr_of
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.pages import TEMPLATES, fill
 from gspo.tracking.rounding import floor_of_run, mismatch_of_run
@@ -171,10 +171,9 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
                 f"It collapsed at step {batches[collapse_index]['step']} by the registered rule "
                 "(gspo/tracking/collapse.py)."
             )
-    for sentence in (floor_of_run(batches), mismatch_of_run(batches)):
-        if sentence:
-            lines.append(sentence)
-    held_out = {name for row in rows for name in row if "/avg@" in name}
+    lines += filter(None, (floor_of_run(batches), mismatch_of_run(batches)))
+    metrics = {name for row in rows for name in row}
+    held_out = fnmatch.filter(metrics, HELD_OUT_MEANS)
     return lines + [_held_out(rows, name) for name in sorted(held_out)]
 
 
@@ -219,7 +218,7 @@ def _held_out(rows: list[dict], name: str) -> str:
         return f"{name}: no score"
     first = scored[0]
     last = scored[-1]
-    error = last.get(name.rsplit("/", 1)[0] + "/stderr")
+    error = last.get(stderr_of(name))
     interval = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
     return (
         f"{name}: {first[name]:.3f} at step {first['step']}, "
@@ -359,8 +358,8 @@ def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
     definitions of the user's metrics."""
     recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
     names = [(name, log) for name, log in CURVES if name in recorded]
-    for family in ("eval/*/avg@*", "custom/*"):
-        names += [(name, False) for name in sorted(recorded) if fnmatchcase(name, family)]
+    for family in (HELD_OUT_MEANS, "custom/*"):
+        names += [(name, False) for name in sorted(fnmatch.filter(recorded, family))]
     return [
         curve(rows, custom.get(name) or replace(lookup(name), name=name), log)
         for name, log in names
@@ -380,10 +379,10 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
     low = min(drawn)
     high = max(drawn)
     last = max(*steps, 1)
-    is_score = fnmatchcase(metric.name, "eval/*/avg@*")
+    is_score = fnmatch.fnmatchcase(metric.name, HELD_OUT_MEANS)
     intervals: list[tuple[int, float, float]] = []  # step, and both ends of the interval
     if is_score:
-        stderr = f"{metric.name.rpartition('/')[0]}/stderr"
+        stderr = stderr_of(metric.name)
         for row, value in zip(rows, values, strict=True):
             half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
             intervals.append((row["step"], max(0.0, value - half), value + half))

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from gspo.data.samples import Response, ScoredResponse
+from gspo.data.samples import ScoredResponse
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, replace_text
@@ -29,7 +29,7 @@ from gspo.tracking.wandb_choice import About, chosen_mode
 
 log = logging.getLogger(__name__)
 # folders of a run whose entries are named after steps
-OF_STEPS = ("rollouts", "checkpoints", "evaluations")
+STEP_FOLDERS = ("rollouts", "checkpoints", "evaluations")
 
 
 class RowsElsewhere(Protocol):
@@ -68,7 +68,7 @@ class Tracker:
             record = {"cold_start": start.name} if start else {}
             self.wandb = WandbRun(run, settings, mode, About(config, group, tags, record=record))
             if start:
-                self.wandb.lineage.used(start, start.name)
+                self.wandb.lineage.record_input(start, start.name)
             # the rows of a resumed run: `send` leaves out rows that W&B has
             for row in read_rows(run / "metrics.jsonl"):
                 self.wandb.send(
@@ -129,7 +129,7 @@ class Tracker:
 
 def rollout_row(response: ScoredResponse) -> dict:
     """Return the saved row of a response, with its texts and the reasons of its reward."""
-    return {
+    row = {
         "task": response.problem.task,
         "family": response.problem.family,
         "problem": response.problem.index,
@@ -143,14 +143,11 @@ def rollout_row(response: ScoredResponse) -> dict:
         "finish_reason": response.finish_reason,
         "policy_step": response.policy_step,
         "segments": response.segments or [(response.policy_step, response.length)],
-    } | turns_of(response)
-
-
-def turns_of(response: Response) -> dict:
-    """Return an episode's further entries of the row: its turns, and the environment's measures."""
-    if not response.turns:
-        return {}
-    return {"turns": [asdict(turn) for turn in response.turns], "measures": response.measures}
+    }
+    if response.turns:  # an episode
+        row["turns"] = [asdict(turn) for turn in response.turns]
+        row["measures"] = response.measures
+    return row
 
 
 def write_rollouts(path: Path, responses: list[ScoredResponse]) -> None:
@@ -178,7 +175,10 @@ def supersede(run: Path, step: int) -> list[str]:
     """
     metrics = run / "metrics.jsonl"
     files = [
-        path for folder in OF_STEPS for path in (run / folder).glob("step_*") if _step(path) > step
+        path
+        for folder in STEP_FOLDERS
+        for path in (run / folder).glob("step_*")
+        if _step(path) > step
     ]
     rows, damaged = rows_and_damage(metrics)
     earlier = [row for row in rows if row["step"] <= step]

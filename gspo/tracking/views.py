@@ -29,10 +29,10 @@ class Panel:
     def entries(self) -> list[Metric]:
         """Return the definitions of the metrics.
 
-        Raises KeyError if the registry lacks a metric or the x axis. The name of a family's member
-        is not in the registry."""
+        Raises KeyError if the registry lacks a metric. The name of a family's member is not in the
+        registry."""
         by_name = {metric.name: metric for metric in METRICS}
-        return [by_name[name] for name in (*self.metrics, self.x)][:-1]
+        return [by_name[name] for name in self.metrics]
 
     def title(self) -> str:
         """Return the metrics' names with a common prefix once, and the x axis unless it is step."""
@@ -56,13 +56,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class View:
-    """A page: a question, and sections of panels that answer it.
+    """A page: sections of panels that answer a question.
 
     With `only` it shows only runs with this tag. The tags of a run are its objective, its replay
     and its model."""
 
     name: str
-    question: str
     sections: tuple[tuple[str, tuple[Panel, ...]], ...]
     only: str = ""
     by: str = ""  # the setting that runs are grouped by, if the question requires a certain setting
@@ -84,10 +83,10 @@ def _against(names: str) -> tuple[Panel, ...]:
 
 
 VIEWS = (
+    # Does the reward keep rising, is the gradient norm in a reasonable range, do the ratios
+    # stay near 1?
     View(
         "Stability",
-        "Does the reward keep rising, is the gradient norm in a reasonable range, do the "
-        "ratios stay near 1?",
         (
             ("Reward", (
                 _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
@@ -123,9 +122,9 @@ VIEWS = (
             ("Metrics of your own", (_panel("custom/*"),)),
         ),
     ),
+    # How much of the gradient does the clip remove, of which sign, in which mini-batch?
     View(
         "Clipping",
-        "How much of the gradient does the clip remove, of which sign, in which mini-batch?",
         (
             ("Tokens", (
                 _panel("clip/: token_active token_outside", log=True),
@@ -143,9 +142,9 @@ VIEWS = (
             )),
         ),
     ),
+    # Do the experts stay the same across an update, and between the engine and the trainer?
     View(
         "Routing",
-        "Do the experts stay the same across an update, and between the engine and the trainer?",
         (
             ("Consistency", (
                 _panel("routing/: consistency consistency_after_step"),
@@ -163,10 +162,10 @@ VIEWS = (
             )),
         ),
     ),
+    # What does replaying the old experts change in GRPO, the paper's case? Grouped by
+    # policy.routing_replay.
     View(
         "Routing Replay",
-        "What does replaying the old experts change in GRPO, the paper's case? Grouped "
-        "by policy.routing_replay.",
         (
             ("With and without", (
                 _panel("reward/mean"), _panel("routing/consistency"),
@@ -178,10 +177,10 @@ VIEWS = (
         only="grpo",
         by="policy.routing_replay",
     ),
+    # How far are the engine's likelihoods and the weights that sampled from those being
+    # trained?
     View(
         "Mismatch",
-        "How far are the engine's likelihoods and the weights that sampled from those "
-        "being trained?",
         (
             ("Tokens", (
                 _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
@@ -203,9 +202,9 @@ VIEWS = (
             )),
         ),
     ),
+    # How many turns do episodes take, why do they end, and what do the environments measure?
     View(
         "Episodes",
-        "How many turns do episodes take, why do they end, and what do the environments measure?",
         (
             ("Turns", (
                 _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"),
@@ -215,9 +214,9 @@ VIEWS = (
             ("The environments' measures", (_panel("episode/*"),)),
         ),
     ),
+    # What do held-out problems say?
     View(
         "Evaluation",
-        "What do held-out problems say?",
         (
             ("Scores", (
                 _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"),
@@ -231,10 +230,10 @@ VIEWS = (
             ("Episodes", (_panel("eval/*/episode_*"),)),
         ),
     ),
+    # What does a level of reward cost in tokens, in FLOPs, in time, and where does the time
+    # go?
     View(
         "Efficiency",
-        "What does a level of reward cost in tokens, in FLOPs, in time, and where does "
-        "the time go?",
         (
             ("Reward", _against("reward/mean")),
             ("Held-out scores", _against("eval/*/avg@*")),
@@ -262,23 +261,22 @@ VIEWS = (
 LEFT_OUT = {STEP: "the x axis of every panel that names no other x axis"}
 
 
+def names_on_panels(views: tuple[View, ...]) -> list[str]:
+    """Return the metrics of the views' panels, with the x axes."""
+    return [name for view in views for panel in view.panels() for name in (*panel.metrics, panel.x)]
+
+
 def unplaced() -> list[str]:
     """Return the metrics of the registry that are neither on a panel nor in LEFT_OUT.
 
     The list should be empty."""
-    placed = {
-        name for view in VIEWS for panel in view.panels() for name in (*panel.metrics, panel.x)
-    }
-    return [metric.name for metric in METRICS if metric.name not in placed | LEFT_OUT.keys()]
+    placed = {*names_on_panels(VIEWS), *LEFT_OUT}
+    return [metric.name for metric in METRICS if metric.name not in placed]
 
 
 def unknown(names: list[str]) -> list[str]:
     """Return the names that the registry lacks."""
-    return [
-        name
-        for name in names
-        if not any(name == m.name or fnmatchcase(name, m.name) for m in METRICS)
-    ]
+    return [name for name in names if not any(fnmatchcase(name, m.name) for m in METRICS)]
 
 
 def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...], list[str]]:
@@ -287,16 +285,13 @@ def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...]
     `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
     for a name that the registry lacks."""
     known = {lookup(name).name for name in names if name != STEP} | {STEP}
-    missing: list[str] = []
+    missing = [name for name in dict.fromkeys(names_on_panels(views)) if name not in known]
     restricted_views = []
     for view in views:
         sections = []
         for title, panels in view.sections:
             recorded_panels = []
             for panel in panels:
-                for name in (*panel.metrics, panel.x):
-                    if name not in known and name not in missing:
-                        missing.append(name)
                 metrics = tuple(name for name in panel.metrics if name in known)
                 if metrics and panel.x in known:
                     recorded_panels.append(replace(panel, metrics=metrics))

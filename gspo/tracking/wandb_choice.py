@@ -37,7 +37,7 @@ class About:
     record: dict = field(default_factory=dict)  # the run's origin, besides the settings
 
 
-def noted_in(file: Path) -> str:
+def read_note(file: Path) -> str:
     """Return the text of a note, "" if the file does not exist or another user wrote it."""
     return file.read_text(encoding="utf-8") if is_own_file(file) else ""
 
@@ -46,8 +46,8 @@ def server_run(folder: Path) -> list[str]:
     """Return entity, project and id of a folder's run on W&B's server.
 
     They are three times "" if the server does not have the run."""
-    noted = noted_in(folder / "wandb_online")
-    names = noted.split("/") if noted else []
+    note = read_note(folder / "wandb_online")
+    names = note.split("/") if note else []
     return [""] * (3 - len(names)) + names
 
 

@@ -22,7 +22,6 @@ import re
 import secrets
 import shlex
 import shutil
-import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ import wandb
 from gspo.io.files import append_to
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.untrusted import SURROGATES, read_bytes, read_json
-from gspo.tracking.artifacts import Lineage
+from gspo.tracking.artifacts import Lineage, warn
 from gspo.tracking.episodes import readable
 from gspo.tracking.metrics import lookup
 from gspo.tracking.score import of_points, point
@@ -42,7 +41,7 @@ from gspo.tracking.wandb_choice import (
     MODEL,
     About,
     default_project,
-    noted_in,
+    read_note,
     server_run,
     under_agent,
 )
@@ -135,7 +134,7 @@ class WandbRun:
 
         A run that has another id already, or was rolled back, is no longer the agent's run. With
         the agent's id W&B would open a second run, or refuse steps that it has already."""
-        identity = self.about.id or noted_in(self.folder / "wandb_id")
+        identity = self.about.id or read_note(self.folder / "wandb_id")
         _, _, server_id = server_run(self.folder)
         sweep, agent_id = (os.environ.get(name) for name in AGENT)
         is_first_start = not identity and not server_id
@@ -237,7 +236,8 @@ class WandbRun:
         """Send a row and a saved rollout batch, unless the server has them already."""
         self._define(row)
         self.recent.append(row)
-        self.batches += bool(rollouts)
+        if rollouts:
+            self.batches += 1
         self.points.append(point(row))
         if row["step"] >= self.run.starting_step:
             score = self._score() if self.about.job_type == "train" else {}
@@ -275,15 +275,11 @@ class WandbRun:
     def checkpoints(self) -> None:
         """Record the complete checkpoints of the run directory as versions of one model."""
         for folder in sorted(self.folder.glob("checkpoints/step_??????")):
-            self.lineage.made(folder, self.folder.resolve().name, MODEL, (folder.name,))
+            self.lineage.record_output(folder, self.folder.resolve().name, MODEL, (folder.name,))
 
     def alert(self, title: str, text: str, fallen: bool) -> None:
         """Send an alert: an error if the reward has fallen, else a warning."""
-        self.run.alert(
-            title=title,
-            text=text,
-            level="ERROR" if fallen else "WARN",
-        )
+        self.run.alert(title, text, level="ERROR" if fallen else "WARN")
 
     def _table(self, step: int, rollouts: list[dict]) -> dict[str, wandb.Table]:
         """Add responses of this batch to the table of saved batches, and return {name: table}.
@@ -329,9 +325,3 @@ class WandbRun:
             self._clear(folder.name, STAGING)
         self._clear("cache", "artifacts")
         return f"{upload} {shlex.quote(os.path.relpath(folder))}" if upload else None
-
-
-def warn(text: str) -> None:
-    """Print a warning on the terminal, and write it to the run's train.log."""
-    log.warning(text)
-    print(f"warning: {text}", file=sys.stderr)

@@ -103,8 +103,8 @@ sys.path[:0] = {paths}
 from gspo.cli import view
 from trackio import SQLiteStorage
 page = view.Page(SQLiteStorage)
-page.look(sys.argv[1:])
-page.look(sys.argv[1:])
+page.update(sys.argv[1:])
+page.update(sys.argv[1:])
 import json
 found = {{study: {{run: len(SQLiteStorage.get_logs(study, run)) for run in SQLiteStorage.get_runs(study)}}
          for study in page.studies()}}

@@ -163,7 +163,7 @@ OTHERS = {
     "audit_rewards": lambda words: parsed(audit_rewards.Options, words),
     "parity": lambda words: parsed(parity.Options, words),
     "plan": is_planned,
-    "serve": lambda words: plan.composed_settings(serve.parted(words)[0]),
+    "serve": lambda words: plan.composed_settings(serve.split_words(words)[0]),
     "check": lambda words: parsed(check.Options, words),
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": lambda words: parsed(dashboard.Options, words),

@@ -198,17 +198,17 @@ from trackio import SQLiteStorage
 folder = write(Path("runs") / "s", "gspo", [0.4, 0.5, 0.6])
 (folder / "monitor.jsonl").write_text('{{"step": 2, "kind": "warning", "text": "odd"}}\\n')
 page = view.Page(SQLiteStorage)
-news = [page.look(["runs"]), page.look(["runs"])]
+news = [page.update(["runs"]), page.update(["runs"])]
 with open(folder / "monitor.jsonl", "a") as file:  # after its row was seen
     file.write('{{"step": 3, "kind": "fallen", "signal": "reward_fall", "text": "low"}}\\n')
-page.look(["runs"])
+page.update(["runs"])
 titles = [alert["title"] for alert in SQLiteStorage.get_alerts("known")]
 assert titles == [f"{{folder.name}}: fallen: reward_fall", f"{{folder.name}}: warning"], titles
 lines = (folder / "metrics.jsonl").read_text().splitlines()
 back = [json.loads(line) for line in lines]
 back[-1]["reward/mean"] = 0.1
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in back + [back[-1] | {{"step": 99}}]))
-news.append(page.look(["runs"]))
+news.append(page.update(["runs"]))
 (study,) = page.studies()
 logs = SQLiteStorage.get_logs(study, folder.name)
 print(json.dumps([news, [(row["step"], row["reward/mean"]) for row in logs if "reward/mean" in row]]))

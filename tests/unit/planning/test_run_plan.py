@@ -12,7 +12,7 @@ from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.memory import measure
-from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TO_EXPERTS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 from recorded_measurements import measurement, record, recorded
 
@@ -195,7 +195,7 @@ def test_tokens_travel_where_experts_are_dealt():
     config = dealt.settings.model.make()[0].config
     tokens = 4 * dealt.work.response + 20  # the four responses of a micro-batch share a prompt
     once = 4 * tokens * config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers
-    assert dealt.traffic[TOKENS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
+    assert dealt.traffic[TO_EXPERTS] == pytest.approx((2 * 4 + 2 * 2) * once, rel=0.03), (
         "two micro-batches learn, two are scored"
     )
     experts = 4 * sum(
@@ -396,16 +396,19 @@ def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_ou
     shrink with ranks.
     """
     settings = composed_settings(SHARDS)
-    shared = strong(settings, [2, 4, 8], H100, 20)
-    assert [p.plan.settings.rollout.prompts_per_step for p in shared] == [8, 8, 8]
-    assert shared[0].step > shared[1].step > shared[2].step > shared[0].step / 4
+    shared_points = strong(settings, [2, 4, 8], H100, 20)
+    shared = [point.plan for point in shared_points]
+    assert [plan.settings.rollout.prompts_per_step for plan in shared] == [8, 8, 8]
+    seconds = [plan.step_seconds for plan in shared]
+    assert seconds[0] > seconds[1] > seconds[2] > seconds[0] / 4
     assert efficiency(shared[0], shared[0]) == 1
-    assert efficiency(shared[2], shared[0]) == pytest.approx(shared[0].step / shared[2].step / 4)
-    grown = weak(settings, shared, H100, 20)
-    assert [p.plan.settings.rollout.prompts_per_step for p in grown] == [8, 16, 32]
-    assert grown[2].step == pytest.approx(grown[0].step, rel=0.05), "all within one machine"
-    assert efficiency(grown[2], grown[0]) == pytest.approx(grown[0].step / grown[2].step)
-    rollouts = [p.plan.times["rollout: weights and cache read"] for p in grown]
+    assert efficiency(shared[2], shared[0]) == pytest.approx(seconds[0] / seconds[2] / 4)
+    grown = [point.plan for point in weak(settings, shared_points, H100, 20)]
+    assert [plan.settings.rollout.prompts_per_step for plan in grown] == [8, 16, 32]
+    seconds = [plan.step_seconds for plan in grown]
+    assert seconds[2] == pytest.approx(seconds[0], rel=0.05), "all within one machine"
+    assert efficiency(grown[2], grown[0]) == pytest.approx(seconds[0] / seconds[2])
+    rollouts = [plan.times["rollout: weights and cache read"] for plan in grown]
     assert rollouts == pytest.approx(rollouts[:1] * 3)
 
 
@@ -419,8 +422,11 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
     assert sizes[1] < sizes[0]
     tight = hardware(f"h100,memory={(sizes[0] + sizes[1]) / 2}")
     points = strong(composed_settings(SHARDS), [2, 8, 16], tight, 20)
-    assert smallest(points) is points[1] and [p.fits for p in points] == [False, True, False]
-    assert efficiency(points[0], points[1]) is None and efficiency(points[1], points[1]) == 1
+    assert smallest(points) is points[1].plan and [
+        bool(p.plan and p.plan.fits) for p in points
+    ] == [False, True, False]
+    assert efficiency(points[0].plan, points[1].plan) is None
+    assert efficiency(points[1].plan, points[1].plan) == 1
     grown = weak(composed_settings(SHARDS), points, tight, 20)
     assert [p.plan.settings.rollout.prompts_per_step for p in grown] == [2, 8, 16], (
         "as many a GPU as the eight have"
@@ -438,7 +444,7 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
     with pytest.raises(
         ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"
     ):
-        strong(composed_settings(SHARDS), [16, 32], H100)
+        strong(composed_settings(SHARDS), [16, 32], H100, 0)
 
 
 def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_with_padding():
