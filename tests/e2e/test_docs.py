@@ -47,7 +47,7 @@ from gspo.run.sweep_configs import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -239,6 +239,19 @@ def test_there_are_commands_of_every_kind():
         "analysis/fig_scaling.py"  # the benchmark calls it
     }
     assert sum(len(blocks(page, marked=True)) for page in PAGES) >= 5
+
+
+# options with dashes that a page may name: --help, Hydra's, those of experiments/gpu/box.py, torchrun's
+DASHES = {
+    *("--help", "--cfg", "--config-dir", "--miniature"),
+    *("--master-addr", "--master-port", "--rdzv-backend", "--standalone"),
+}
+
+
+@every_page
+def test_our_options_have_no_dashes(page):
+    options = {re.split("[ =]", span)[0] for span in spans(page) if span.startswith("--")}
+    assert options <= DASHES
 
 
 @every_page
