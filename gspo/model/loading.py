@@ -215,7 +215,7 @@ def one_line(path: str) -> Generator[None]:
         if not Path(path, "config.json").exists():
             raise ValueError(
                 f"model.path={path!r} is a LoRA adapter without its model: merge the two "
-                "(docs/algorithms.md), or name its run, as in `gspo evaluate RUN`"
+                "(docs/algorithms.md), or name its run, as in `gspo evaluate run=RUN`"
             )
         # transformers would apply the adapter without a message
         raise ValueError(

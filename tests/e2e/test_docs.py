@@ -91,7 +91,7 @@ def scripts(page: Path) -> list[tuple[str, list[str]]]:
             and words[0].startswith(("experiments/", "analysis/"))
         ):
             found.append((words[0], words[1:]))
-        elif program == "gspo" and words and words[0].islower() and "--help" not in words:
+        elif program == "gspo" and words[0] != "COMMAND" and "--help" not in words:
             found.append(called_by_gspo(*words))
     return found
 
