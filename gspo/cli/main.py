@@ -26,7 +26,7 @@ class Command(NamedTuple):
     example: str
 
 
-RUN = "run=runs/STUDY/RUN"
+RUN = "runs/STUDY/RUN"
 STUDY = "runs/STUDY"
 COMMANDS = {
     "train": Command(

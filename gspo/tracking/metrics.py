@@ -610,9 +610,12 @@ FAMILIES = {
 PAGE_HEAD = """\
 # Metrics
 
-[Monitoring](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at. This
-page is written by `python -m gspo.tracking.metrics > docs/metrics.md`: edit the registry
-`gspo/tracking/metrics.py` instead.
+```sh
+gspo figure curves runs/STUDY metrics=[reward/mean,clip/token_active,routing/consistency]
+```
+
+[Monitoring](monitoring.md#the-first-metrics-to-look-at) lists the first metrics to look at. The
+registry `gspo/tracking/metrics.py` writes this page: `python -m gspo.tracking.metrics`.
 
 A `*` stands for any text: `reward/*` is a metric per task, for example `reward/math`. Averages over
 a step are weighted by tokens or responses, over all its mini-batches. W&B's run summary has every

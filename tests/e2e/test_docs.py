@@ -20,6 +20,7 @@ from hydra._internal.utils import get_args_parser
 
 import audit_rewards
 import parity
+import times
 from commands import environment
 from composing import CONF, options, settings
 from gpu import box
@@ -31,6 +32,7 @@ from gspo.cli import (
     dashboard,
     evaluate,
     main,
+    option_files,
     plan,
     report,
     serve,
@@ -45,7 +47,7 @@ from gspo.run.sweep_configs import expanded
 from gspo.tracking.metrics import FAMILIES, lookup
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
     r"^(?P<mark><!-- run -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -120,6 +122,37 @@ def called_by_gspo(name: str, *words: str) -> tuple[str, list[str]]:
 
 CALLS = sorted({(script, *words) for page in PAGES for script, words in scripts(page)})
 
+# the commands in docstrings of modules, in texts of help and in comments of option files
+COMMENTED = re.compile(
+    r"^[#\s]*(?:Command +|Read by +)?(?:\.venv-vllm/bin/)?"
+    rf"((?:gspo (?:{'|'.join(main.COMMANDS)})|python (?:experiments|analysis)/\w+\.py)\b.*)$",
+    re.MULTILINE,
+)
+SOURCES = [
+    *sorted((ROOT / "gspo").rglob("*.py")),
+    *sorted((ROOT / "analysis").glob("*.py")),
+    *sorted((ROOT / "experiments").glob("*.py")),
+    *sorted((ROOT / "conf").rglob("*.yaml")),
+    *sorted((ROOT / "sweeps").rglob("*.yaml")),
+]
+# these stand for the user's own module, or for one of several option files: they cannot be composed
+STAND_INS = re.compile(r"\bmy_pkg\.|=ARM\b")
+
+
+def commented(path: Path) -> list[tuple[str, ...]]:
+    """The scripts that the comments and docstrings of a file call, with their arguments."""
+    text = re.sub(r" *\\{1,2}\n[#\s]*", " ", path.read_text(encoding="utf-8"))
+    calls = []
+    for line in COMMENTED.findall(text):
+        command = re.split(r" {2,}", line.replace(" ... ", " "))[0]
+        program, *words = shlex.split(command.removesuffix(" ..."), comments=True)
+        if not STAND_INS.search(command):
+            calls.append(called_by_gspo(*words) if program == "gspo" else (words[0], words[1:]))
+    return [(script, *words) for script, words in calls]
+
+
+COMMENTED_CALLS = sorted({call for path in SOURCES for call in commented(path)} - set(CALLS))
+
 
 # ---- commands
 # ----------------------------------------------------------------------------------------------------
@@ -138,7 +171,7 @@ def composes_for_training(words: list[str]) -> None:
         keys = {word.split("=")[0] for word in given.overrides} - {"resume"}
         assert all({key, key.split(".")[0]} & set(changeable_on_resume()) for key in keys), keys
     folder = ROOT / (given.config_dir or "sweeps") if given.config_name else CONF
-    search = [f"hydra.searchpath=[file://{CONF}]"] if given.config_name else []
+    search = [f"hydra.searchpath=[file://{CONF if given.config_name else ROOT / 'sweeps'}]"]
     jobs = expanded(given.overrides) if given.multirun else [given.overrides]
     assert given.multirun or len(jobs) == 1
     for job in {tuple(jobs[0]), tuple(jobs[-1])}:
@@ -146,6 +179,9 @@ def composes_for_training(words: list[str]) -> None:
 
 
 def composes(name: str, words: list[str]) -> None:
+    if name in option_files.RUN_COMMANDS:
+        words = [word if "=" in word else f"run={word}" for word in words]
+        assert sum(word.startswith("run=") for word in words) <= 1, words
     with initialize_config_dir(str(CONF), version_base="1.3"):
         to_dataclass(compose(name, overrides=words))
 
@@ -167,6 +203,7 @@ OTHERS = {
     "check": lambda words: parsed(check.Options, words),
     "check_objective": lambda words: check_objective.chosen(words[0], words[1:]),
     "dashboard": lambda words: parsed(dashboard.Options, words),
+    "times": lambda words: parsed(times.Options, words),
     "view": lambda words: parsed(view.Options, words),
     "report": lambda words: parsed(report.Options, words),
     "compare": lambda words: parsed(compare.Options, words),
@@ -176,7 +213,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join(call)[:80])
+@pytest.mark.parametrize("call", CALLS + COMMENTED_CALLS, ids=lambda call: " ".join(call)[:80])
 def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
     script, *words = call
     monkeypatch.chdir(tmp_path)
@@ -194,7 +231,7 @@ def test_a_command_of_the_pages_is_understood(call, tmp_path, monkeypatch):
 
 def test_there_are_commands_of_every_kind():
     """The patterns above find what they are to find."""
-    called = {call[0] for call in CALLS}
+    called = {call[0] for call in CALLS + COMMENTED_CALLS}
     assert {"train", *OTHERS} <= {
         Path(script).stem for script in called if script.startswith(("experiments/", "gspo/cli/"))
     }
@@ -202,6 +239,19 @@ def test_there_are_commands_of_every_kind():
         "analysis/fig_scaling.py"  # the benchmark calls it
     }
     assert sum(len(blocks(page, marked=True)) for page in PAGES) >= 5
+
+
+# options with dashes that a page may name: --help, Hydra's, those of experiments/gpu/box.py, torchrun's
+DASHES = {
+    *("--help", "--cfg", "--config-dir", "--miniature"),
+    *("--master-addr", "--master-port", "--rdzv-backend", "--standalone"),
+}
+
+
+@every_page
+def test_our_options_have_no_dashes(page):
+    options = {re.split("[ =]", span)[0] for span in spans(page) if re.match(r"--\w", span)}
+    assert options <= DASHES
 
 
 @every_page
