@@ -78,7 +78,7 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
     return fill(TEMPLATE, title, {"blocks": [(type(block).__name__, block) for block in blocks]})
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Return the report as Markdown, for a file in `folder`.

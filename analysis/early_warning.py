@@ -95,7 +95,7 @@ def main() -> None:
     script.print_lines(table(results, together), paths)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # data
 def from_runs(
     paths: list[str], where: Mapping[str, object] | None = None
@@ -162,7 +162,7 @@ def shipped(frame: pd.DataFrame) -> dict[str, float]:
     return {name: threshold for name, threshold in thresholds.items() if threshold}
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # results
 @dataclass
 class Result:
@@ -262,7 +262,7 @@ def alarm_cells(alarm: Alarm) -> list[str]:
     return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
     results: list[Result], together: Alarm, runs: list[History], out: Path, options: FigureOptions

@@ -26,13 +26,16 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 from gspo.analysis.grid import (
     cell_intervals,
+    check_alike,
     collapsed_count,
+    difference_cells,
     interval_line,
     part_length,
+    run_numbers,
     settled_runs,
     span,
 )
-from gspo.analysis.load import Data, Run
+from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import FigureOptions
@@ -60,7 +63,7 @@ def main() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(data: Data) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed.
@@ -71,43 +74,25 @@ def measure(data: Data) -> pd.DataFrame:
     if not runs:
         raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
     expected = ("objective.", "policy.routing_replay", RATE)
-    unexpected = [key for key in load.differing(runs) if not key.startswith(expected)]
-    if unexpected:
-        raise RunsError(
-            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the learning "
-            "rate alone"
-        )
+    check_alike(runs, expected, "give those that differ in the learning rate alone")
     ranges = {(load.base_arm(run.settings), run.settings.get(CLIP)) for run in runs}
     ranges_of_arm = Counter(arm for arm, _ in ranges)
-    several_ranges = {arm for arm, count in ranges_of_arm.items() if count > 1}
-    numbers = pd.DataFrame([measure_run(run, several_ranges) for run in runs])
+    rows = []
+    for run in runs:
+        arm = load.base_arm(run.settings)
+        if ranges_of_arm[arm] > 1:
+            arm += f" [clip range {run.settings.get(CLIP)}]"
+        part = part_length(run)
+        row = run_numbers(run, part, part, {"kl": "kl/old_k3"})
+        row["arm"] = arm
+        row["rate"] = float(run.settings[RATE])
+        rows.append(row)
+    numbers = pd.DataFrame(rows)
     repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(repeated):
         first = repeated.iloc[0]
         raise RunsError(f"two runs of {first['arm']}, seed {first['seed']}, rate {first['rate']:g}")
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
-
-
-def measure_run(run: Run, several_ranges: set[str]) -> dict[str, object]:
-    """Return the numbers of a run.
-
-    `several_ranges` are the arms with several clip ranges, which then stand in their names.
-    """
-    arm = load.base_arm(run.settings)
-    if arm in several_ranges:
-        arm += f" [clip range {run.settings.get(CLIP)}]"
-    reward = run.column("reward/mean")
-    kl = run.column("kl/old_k3")
-    part = part_length(run)
-    return {
-        "arm": arm,
-        "seed": run.seed,
-        "rate": float(run.settings[RATE]),
-        "start": reward.head(part).mean(),
-        "end": reward.tail(part).mean(),
-        "collapsed": run.collapsed is not None,
-        "kl": kl.mean() if len(kl) else np.nan,
-    }
 
 
 def in_order(numbers: pd.DataFrame) -> list[str]:
@@ -140,7 +125,7 @@ def compare(numbers: pd.DataFrame) -> Ratios:
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
-    seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
+    seeds = numbers.groupby("arm")["seed"].agg(set)
     ratios = {}
     for a, b in combinations(arms, 2):
         if seeds[a] == seeds[b]:
@@ -148,7 +133,7 @@ def compare(numbers: pd.DataFrame) -> Ratios:
     return ratios
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # tables
 def difference_table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per rate and pair of arms: the paired difference at the end."""
@@ -157,15 +142,16 @@ def difference_table(numbers: pd.DataFrame) -> list[str]:
     arms = in_order(numbers)
     for rate, cell in numbers.groupby("rate"):
         ends = cell.pivot(index="seed", columns="arm", values="end")
-        for a, b in combinations([arm for arm in arms if arm in ends], 2):
-            paired = (ends[a] - ends[b]).dropna().to_numpy()
+        arms_here = [arm for arm in arms if arm in ends]
+        for a, b in combinations(arms_here, 2):
+            paired = (ends[a] - ends[b]).dropna()
             if len(paired) < 2:
                 continue
             interval = t_interval(paired)
             error = standard_error(paired)
             t = f"{interval.mean / error:.1f}" if error > 0 else "-"
-            row = [f"{rate:g}", f"{a} - {b}", interval.text("+.3f"), t, interval.p_text()]
-            rows.append(row)
+            mean, p = difference_cells(interval)
+            rows.append([f"{rate:g}", f"{a} - {b}", mean, t, p])
     return markdown_table(rows)
 
 
@@ -174,8 +160,8 @@ def table(numbers: pd.DataFrame) -> list[str]:
     head = ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth"]
     rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
-        row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
-        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
+        row = [arm, f"{rate:g}", f"{len(runs)}", f"{runs['start'].mean():.3f}"]
+        row += [t_interval(runs["end"]).text(), collapsed_count(runs)]
         rows.append([*row, f"{runs['kl'].mean():.2g}"])
     return markdown_table(rows)
 
@@ -208,7 +194,7 @@ def rate_text(rate: float, rates: pd.Series) -> str:
     return f"{rate:.3g}"
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
     data: Data,
@@ -245,8 +231,7 @@ def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> N
     start = numbers.groupby("rate")["start"].mean()
     ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
     rate_axis(ax, np.sort(numbers["rate"].unique()))
-    ax.set_title("Reward at the end")
-    ax.set_ylabel("training reward, last fifth")
+    ax.set(title="Reward at the end", ylabel="training reward, last fifth")
 
 
 def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
@@ -255,10 +240,11 @@ def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) ->
     slope, critical_A = fit_pooled(counts)
     rates = counts.rates_R
     fine_rates = np.geomspace(rates[0], rates[-1], 200)
+    shares = numbers.groupby(["arm", "rate"])["collapsed"].mean()
     for arm, critical in zip(arms, critical_A, strict=True):
-        share = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
+        share = shares[arm]
         colour = styles[arm].colour
-        ax.plot(share.index, share, styles[arm].marker, ms=5, color=colour, mec="white", mew=0.5)
+        style.dots(ax, share.index, share, colour, styles[arm].marker)
         if np.isfinite(critical):
             fitted = probability(fine_rates, slope, critical)
             ax.plot(fine_rates, fitted, color=colour, ls=styles[arm].line, lw=1.6)
@@ -267,8 +253,7 @@ def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) ->
     ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
     ax.set_ylim(-0.05, 1.05)
     rate_axis(ax, rates)
-    ax.set_title("Collapsed runs")
-    ax.set_ylabel("share of the seeds")
+    ax.set(title="Collapsed runs", ylabel="share of the seeds")
 
 
 def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
@@ -285,8 +270,7 @@ def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]
     ax.xaxis.set_major_locator(LogLocator(subs=multiples))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.set_xlabel("KL of an update (kl/old_k3)")
-    ax.set_title("Reward against step size")
+    ax.set(title="Reward against step size", xlabel="KL of an update (kl/old_k3)")
 
 
 def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:

@@ -1,4 +1,4 @@
-"""A dose: does more and more of something cost the reward, and which objective withstands it longer?
+"""A dose: does more of something cost the reward, and which objective withstands it longer?
 
     gspo figure dose runs/routing_dose --dose optim.router_lr_factor \
         --measured routing/consistency_after_step --arms policy.freeze_router
@@ -26,17 +26,18 @@ from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     cell_intervals,
+    check_alike,
     collapsed_count,
     difference_cells,
     interval_line,
     part_length,
+    run_numbers,
     settled_runs,
     span,
 )
@@ -105,7 +106,7 @@ def main() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(
     data: Data, dose: list[str], metric: str, settings: list[str], also: Sequence[str] = ()
@@ -122,8 +123,11 @@ def measure(
     runs = settled_runs(data, (*dose, *settings))
     rows = []
     for run in runs:
-        means = {name: run.column(name).mean() for name in also}
-        rows.append(measure_run(run, dose, metric, settings) | means)
+        part = part_length(run)
+        row = run_numbers(run, part, part, {name: name for name in also})
+        row |= arm_and_level(run, dose, settings)
+        row["got"] = run.column(metric).loc[:part].mean()
+        rows.append(row)
     numbers = pd.DataFrame(rows)
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
         repeated = cell[cell.duplicated("seed")]
@@ -132,45 +136,31 @@ def measure(
                 f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
                 "name with --arms what they differ in"
             )
-        unexpected = load.differing([runs[index] for index in cell.index])
-        if unexpected:
-            raise RunsError(
-                f"the runs of {arm} at {level} differ also in {', '.join(unexpected)}: give fewer runs"
-            )
+        group = [runs[index] for index in cell.index]
+        check_alike(group, (), "give fewer runs", f"the runs of {arm} at {level}")
     levels = order(numbers)
     numbers = numbers.assign(position=numbers["level"].map(levels.index))
     return numbers.sort_values(["position", "arm", "seed"])
 
 
-def measure_run(run: Run, dose: list[str], metric: str, settings: list[str]) -> dict[str, object]:
-    """Return the numbers of a run."""
-    reward = run.column("reward/mean")
-    measured = run.column(metric)
-    part = part_length(run)
-    values = [run.settings[key] for key in dose]
-    if len(values) == 1:
-        level = values[0]
-    else:
-        level = ", ".join(str(value) for value in values if value != "none")
-    objective = load.base_arm(run.settings, with_replay=False)
+def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, object]:
+    """Return the level of a run's dose, its objective, its remedy, and the arm that these make."""
+    level = run.settings[dose[0]]
+    if len(dose) > 1:
+        values = [str(run.settings[key]) for key in dose]
+        level = ", ".join(value for value in values if value != "none")
     words = []
     for key in settings:
         value = run.settings[key]
-        words.append(WORDS.get(key, {}).get(value, f"{key}={value}"))
-    words = list(filter(None, words))
+        word = WORDS.get(key, {}).get(value, f"{key}={value}")
+        if word:
+            words.append(word)
+    objective = load.base_arm(run.settings, with_replay=False)
     arm = load.base_arm(run.settings)
     if words:
         arm += f" [{', '.join(words)}]"
-    return {
-        "level": level,
-        "got": measured[measured.index <= part].mean() if len(measured) else np.nan,
-        "objective": objective,
-        "remedy": arm.removeprefix(objective),
-        "arm": arm,
-        "seed": run.seed,
-        "end": reward.tail(part).mean(),
-        "collapsed": run.collapsed is not None,
-    }
+    remedy = arm.removeprefix(objective)
+    return {"level": level, "objective": objective, "remedy": remedy, "arm": arm}
 
 
 def order(numbers: pd.DataFrame) -> list:
@@ -214,10 +204,10 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
 def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
     """Return the position, the level and the interval of the difference at each level."""
     cells = pair.groupby(["position", "level"])["difference"]
-    return [(position, level, t_interval(cell.to_numpy())) for (position, level), cell in cells]
+    return [(position, level, t_interval(cell)) for (position, level), cell in cells]
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # tables
 def table(
     numbers: pd.DataFrame, dose: list[str], metric: str, also: Sequence[str] = ()
@@ -226,9 +216,10 @@ def table(
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
     rows = [[*head, "reward, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
-        row = [f"{level}", arm, str(len(runs)), f"{runs['got'].mean():.4g}"]
-        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
-        rows.append(row + [f"{runs[name].mean():.4g}" for name in also])
+        row = [f"{level}", arm, f"{len(runs)}", f"{runs['got'].mean():.4g}"]
+        row += [t_interval(runs["end"]).text(), collapsed_count(runs)]
+        row += [f"{runs[name].mean():.4g}" for name in also]
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -253,14 +244,14 @@ def dose_table(numbers: pd.DataFrame) -> list[str]:
         levels = dict(zip(runs["position"], runs["level"], strict=True))
         least, *larger = ends.columns
         for position in larger:
-            paired = (ends[position] - ends[least]).dropna().to_numpy()
+            paired = (ends[position] - ends[least]).dropna()
             if len(paired):
                 doses = f"{levels[position]} - {levels[least]}"
                 rows.append([arm, doses, *difference_cells(t_interval(paired))])
     return markdown_table(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
     data: Data,
@@ -327,11 +318,12 @@ def tick(level: object, measured: pd.Series) -> str:
     That is the mean over the arms. If an arm is above twice another, it is the range of the arms.
     """
     word = f"{level:g}" if isinstance(level, Real) else str(level)
-    measured = measured.dropna()
-    if measured.empty:
+    if measured.isna().all():
         return word
-    if measured.min() > 0 and measured.max() > 2 * measured.min():
-        return f"{word}\n{measured.min():.2g} to {measured.max():.2g}"
+    least = measured.min()
+    largest = measured.max()
+    if 0 < least < largest / 2:
+        return f"{word}\n{least:.2g} to {largest:.2g}"
     return f"{word}\n{measured.mean():.3g}"
 
 

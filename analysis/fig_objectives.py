@@ -25,7 +25,7 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import STRIP, FigureOptions
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",
@@ -52,7 +52,7 @@ def main() -> None:
     script.print_lines(table(measure(data)), paths)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(data: Data) -> pd.DataFrame:
     """Return a row per arm and seed (the index) over the batches that all runs have.
@@ -95,9 +95,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
     for arm in arms_of(numbers):
         runs = numbers.loc[arm]
         mean = runs.mean()
-        row = [arm, ", ".join(map(str, runs.index)), f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
+        seeds = ", ".join(map(str, runs.index))
+        row = [arm, seeds, f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
         row += [gain_text(runs["gain"]), share(mean["active"]), share(mean["outside"])]
-        rows.append(row + [number(mean[name], form) for name, form in FORMATS.items()])
+        row += [number(mean[name], form) for name, form in FORMATS.items()]
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -105,7 +107,7 @@ def share(value: float) -> str:
     return "never" if value == 0 else number(value, ".2g")
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
@@ -152,18 +154,18 @@ def draw_rows(
     Zeros are drawn at `zero_x` if it is given. Arms whose mean is above `maximum` are not drawn.
     """
     for row, arm in enumerate(arms_of(numbers)):
-        seeds = numbers.loc[arm, column].dropna().to_numpy()
-        if not len(seeds) or seeds.mean() > maximum:
-            continue
-        x = seeds
+        seeds = numbers.loc[arm, column].dropna()
         mean = seeds.mean()
+        if seeds.empty or mean > maximum:
+            continue
         if zero_x is not None:
-            x = np.where(seeds == 0, zero_x, seeds)
+            seeds = seeds.replace(0, zero_x)
             mean = mean or zero_x
-        marks = arm_style(arm)
-        dots = {"color": tint(marks.colour, 0.5), "mec": "white", "mew": 0.5, "zorder": 3}
-        ax.plot(x, np.full(len(x), row), marks.marker, ms=5.5, **dots)
-        ax.plot(mean, row, "|", ms=11, mew=2.4, color=marks.colour, zorder=4)
+        line = arm_style(arm)
+        rows = np.full(len(seeds), row)
+        pale = tint(line.colour, 0.5)
+        style.dots(ax, seeds, rows, pale, line.marker, 5.5, zorder=3)
+        ax.plot(mean, row, "|", ms=11, mew=2.4, color=line.colour, zorder=4)
 
 
 def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
@@ -171,8 +173,7 @@ def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
     draw_rows(ax, numbers, "gain")
     ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     ax.margins(x=0.05)
-    ax.set_title("Reward gain")
-    ax.set_xlabel(f"last {WINDOW} - first {START} batches")
+    ax.set(title="Reward gain", xlabel=f"last {WINDOW} - first {START} batches")
 
 
 def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
@@ -182,33 +183,34 @@ def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
     """
     values = numbers[["active", "outside"]].to_numpy()
     has_zeros = bool((values == 0).any())
-    lowest_power = math.floor(math.log10(values[values > 0].min(initial=0.1)))
+    smallest = values[values > 0].min(initial=0.1)
+    lowest_power = math.floor(math.log10(smallest))
     strip_width = 0.4 * -lowest_power  # in decades
     zero_x = 10 ** (lowest_power - strip_width / 2)
     left = 10 ** (lowest_power - (strip_width if has_zeros else 0.1))
     last_power = lowest_power if has_zeros else lowest_power - 1
-    powers = range(0, last_power, -2 if lowest_power < -2 else -1)
-    ticks = [10.0**power for power in powers]
-    labels = [f"$10^{{{power}}}$" if power < 0 else "1" for power in powers]
+    every = -2 if lowest_power < -2 else -1
+    ticks = {10.0**power: f"$10^{{{power}}}$" for power in range(0, last_power, every)}
+    ticks[1.0] = "1"
     if has_zeros:
-        ticks.insert(0, zero_x)
-        labels.insert(0, "never")
+        ticks[zero_x] = "never"
     for column, ax in panels.items():
         ax.set_xscale("log")
         draw_rows(ax, numbers, column, zero_x)
         if has_zeros:
             ax.axvspan(left, 10.0**lowest_power, color=STRIP, lw=0, zorder=0)
         ax.set_xlim(left, 1.5)
-        ax.set_xticks(ticks, labels)
+        ax.set_xticks(list(ticks), list(ticks.values()))
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_title(SHARE_TITLES[column])
-        ax.set_xlabel("share of tokens")
+        ax.set(title=SHARE_TITLES[column], xlabel="share of tokens")
 
 
 def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
     """Draw the weight left, near 1; weights far above are written at the edge."""
     means = numbers["weight"].groupby(level="arm").mean()
-    maximum = MAX_DRAWN_WEIGHT if (means <= MAX_DRAWN_WEIGHT).any() else math.inf
+    maximum = MAX_DRAWN_WEIGHT
+    if (means > maximum).all():
+        maximum = math.inf
     draw_rows(ax, numbers, "weight", maximum=maximum)
     ax.axvline(1, color=style.MUTED, lw=1, ls="--", zorder=1)
     ax.margins(x=0.1)
@@ -227,8 +229,7 @@ def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
         if means[arm] > maximum:
             ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", **at_edge)
     ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-    ax.set_title("Weight left")
-    ax.set_xlabel("1 = on policy")
+    ax.set(title="Weight left", xlabel="1 = on policy")
 
 
 def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
@@ -245,10 +246,9 @@ def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
     else:
         multiples = (1.0,) if high / low > 20 else (1.0, 2.0, 5.0)
         ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_title("Gradient norm")
-    ax.set_xlabel("mean, before its clip")
+    ax.set(title="Gradient norm", xlabel="mean, before its clip")
 
 
 def gradient_limit(data: Data) -> float | None:

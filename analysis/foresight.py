@@ -70,7 +70,7 @@ def _series(rows: pd.DataFrame, metric: str) -> list[float]:
     return rows[metric].astype(float).tolist() if metric in rows else [math.nan] * len(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # ranking
 def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
     """Return [collapsed, healthy]: 1 if the collapsed run's largest score is higher, 0.5 if equal.
@@ -148,7 +148,7 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
     return Value(float(np.nanmean(table)), low, high, collapsed)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # warning
 def fitted(runs: list[History], signal: str) -> float:
     """Return the lowest threshold above which at most 5 % of the healthy runs ever score."""

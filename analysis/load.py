@@ -127,7 +127,7 @@ def record_key(record: Record) -> tuple[Path, str]:
     return record.path.resolve(), str(record.settings.get("study"))
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # choosing runs by a setting
 def having(runs: list[Run], key: str, value: object) -> list[Run]:
     """Return the runs with this value of a setting; raise RunsError if there are none."""
@@ -223,7 +223,7 @@ def too_many(data: Data, maximum: int) -> str:
     return f"shows {maximum} arms at most and not {len(data.arms)}: {advice}"
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # records as runs
 def lost_steps(run: Run) -> str:
     """Return the rollout batches before the last that have no row, as "batches 7, 8", or ""."""
@@ -332,7 +332,7 @@ def differing(runs: list[Run] | list[Record]) -> list[str]:
     return sorted(key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # comparing arms
 def why_not_comparable(data: Data, arms: tuple[str, ...]) -> str | None:
     """Return why these arms cannot be compared, or None if they can."""

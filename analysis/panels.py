@@ -26,7 +26,7 @@ def arms_sentence(arms: Sequence[str]) -> str:
     return f"{word}: {', '.join(arms)}."
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # curves
 def curve(
     ax: Axes,
@@ -134,7 +134,7 @@ def reward_against_compute(
     style.label_ends(ax, ends)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the paired difference
 def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     """Draw the paired difference a - b that is judged.
@@ -183,7 +183,7 @@ def difference_caption(data: Data, a: str, b: str) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the paper's
 def paper_curves(
     ax: Axes, figure: str, arms: tuple[str, ...], options: FigureOptions, smoothed: bool

@@ -111,7 +111,7 @@ def file_stamp(files: list[Path]) -> list:
     return [[str(file.resolve()), file.lstat().st_size, file.lstat().st_mtime_ns] for file in files]
 
 
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # run directories
 def from_folder(folder: Path) -> Record:
     """Read a run directory. Unreadable parts become notes; nothing in its files raises."""
@@ -161,7 +161,7 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # W&B's files
 def from_file(file: Path) -> Record:
     """Read an offline W&B file, which holds a run or a segment of it."""
@@ -198,7 +198,7 @@ def joined(segments: list[Record]) -> list[Record]:
     return list(runs.values())
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # recorded studies
 def recorded_study(file: Path) -> list[Record]:
     """Read the runs of a study's Parquet file, under the paths <file>/<run>.
@@ -222,7 +222,7 @@ def recorded_study(file: Path) -> list[Record]:
         ) from None
 
 
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # W&B's server
 def server(address: str) -> list[Record]:
     """Return the runs of entity/project[/group] from W&B's API, with all rows.
@@ -283,7 +283,7 @@ def from_server(run: object) -> Record:
     return Record(Path(name), flatten(settings), frame, id=run.id)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # cache
 def cached(name: str, stamp: list, read: Callable[[], Record]) -> Record:
     """Return the record of `read`, or its copy in the cache.

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +119,20 @@ def arm_label(arm: str) -> str:
 def canvas(height: float, options: FigureOptions) -> Figure:
     """Return an empty figure of this height in inches, without its caption."""
     return Figure(figsize=(options.width, height), layout="constrained")
+
+
+def dots(
+    ax: Axes,
+    x: Iterable[float] | float,
+    y: Iterable[float] | float,
+    colour: str,
+    marker: str = "o",
+    size: float = 5,
+    edge: float = 0.5,
+    zorder: float = 2,
+) -> None:
+    """Draw dots with a white edge, so that overlapping dots can be told apart."""
+    ax.plot(x, y, marker, ms=size, color=colour, mec="white", mew=edge, zorder=zorder)
 
 
 def label_ends(
