@@ -18,6 +18,7 @@ from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 
@@ -31,7 +32,7 @@ ELO = "eval/elo"
 NORMAL_QUANTILE = 1.96  # standard errors in a 95 % interval
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     if load.why_not_comparable(data, claims.contenders(data)):
         return []

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from gspo.analysis import claims, load, panels, paper, script, style
+from gspo.analysis import choosing, claims, load, panels, paper, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_style, arm_styles, tint
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, estimate
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from matplotlib.axes import Axes
 
 PAPER_ARMS = (GSPO, GRPO_R2)
@@ -34,7 +35,7 @@ MAX_ARMS_SIDE_BY_SIDE = 5  # with more arms, the other panels stand above each o
 MINIBATCH = "clip/token_active_minibatch_"  # the metrics by mini-batch of the step
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     if load.why_not_comparable(data, claims.contenders(data)):
         return []
@@ -44,7 +45,7 @@ def judged_claims(data: Data) -> list[claims.Claim]:
 def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     if len(data.arms) > MAX_ARMS:
-        return load.too_many(data, MAX_ARMS)
+        return choosing.too_many(data, MAX_ARMS)
     if not data.metrics("clip/token_active"):
         return "needs clip/token_active, which no run has recorded"
     return None

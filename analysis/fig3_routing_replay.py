@@ -4,7 +4,7 @@
 
 Expected, if the paper is right: with Routing Replay the reward rises. Without it the reward stalls
 and then declines (in the paper from .42 to .24). Routers change about 10 % of the experts per
-update in both. The verdicts follow the criteria in analysis/claims.py. Writes
+update in both. The verdicts follow the criteria in analysis/claims.py and stability_claims.py. Writes
 fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency (the
 router's own choice, also if a replay overrides it).
 """
@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis import claims, load, panels, script, stability_claims, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO, GRPO_R2, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from matplotlib.axes import Axes
 
 ARMS = (GRPO_R2, GRPO)
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
-    return [claims.collapse_without_replay(data), claims.replay_helps(data)]
+    return [stability_claims.collapse_without_replay(data), claims.replay_helps(data)]
 
 
 def why_not_drawn(data: Data) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from gspo.analysis import load, panels, script, style
+from gspo.analysis import choosing, load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
@@ -76,7 +76,7 @@ def draw(
     if len(columns) > MAX_COLUMNS:
         raise RunsError(
             f"fig_curves shows {MAX_COLUMNS} combinations of settings, not {len(columns)}: "
-            f"{load.choose_one(data)}"
+            f"{choosing.choose_one(data)}"
         )
     if len(columns) > 1:
         arms = list(dict.fromkeys(arm for runs in columns.values() for arm in runs.arms))
@@ -143,7 +143,7 @@ def combinations(data: Data) -> dict[str, Data]:
     The key is a text that names the values, "" if no setting varies. In each combination the arms
     have their names without these settings.
     """
-    keys = list(load.varied(data))
+    keys = list(choosing.varied(data))
     runs_by_text: dict[str, list[Run]] = {}
     for arm in data.arms:
         for run in data.of(arm):
@@ -154,7 +154,7 @@ def combinations(data: Data) -> dict[str, Data]:
 
     def order(item: tuple[str, list[Run]]) -> list:
         _, runs = item
-        return [load.numbers_first(runs[0].settings.get(key)) for key in keys]
+        return [choosing.numbers_first(runs[0].settings.get(key)) for key in keys]
 
     columns = {}
     for text, runs in sorted(runs_by_text.items(), key=order):

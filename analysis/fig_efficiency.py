@@ -20,12 +20,13 @@ from gspo.analysis.load import GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import WINDOW, Interval, trailing_mean
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from matplotlib.axes import Axes
 
 REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     return [claims.cheaper(data)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from gspo.analysis import load, script, style
+from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import gain_text, name_rows
@@ -112,7 +112,7 @@ def share(value: float) -> str:
 def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
     if len(data.arms) > MAX_ARMS:
-        raise RunsError(f"fig_objectives {load.too_many(data, MAX_ARMS)}")
+        raise RunsError(f"fig_objectives {choosing.too_many(data, MAX_ARMS)}")
     options = options or FigureOptions()
     numbers = measure(data)
     labels = [row_label(arm) for arm in arms_of(numbers)]

@@ -3,7 +3,7 @@
     gspo figure routing runs/paper_figures
 
 Expected, if the paper is right: about 10 % of the experts change with an update (consistency 0.9),
-in every arm, and more in deeper models. The verdict follows the criterion in analysis/claims.py.
+in every arm, and more in deeper models. The verdict follows the criterion in analysis/stability_claims.py.
 Writes fig_routing.pdf and .png. Metrics: routing/consistency_layer_<n> (the router's own choice,
 also if a replay overrides it; mini-batches 2..N against the step's start).
 """
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis import choosing, load, panels, script, stability_claims, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.grid import interval_line
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import centred_mean, estimate
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from matplotlib.axes import Axes
 
 PREFIX = "routing/consistency_layer_"
@@ -32,9 +33,9 @@ MAX_LAYER_TICKS = 8
 PAPER_CONSISTENCY = 0.9  # section 5.3: "roughly 10% of the experts" differ after an update
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
-    claim = claims.experts_change(data)
+    claim = stability_claims.experts_change(data)
     return [claim] if claim else []
 
 
@@ -45,7 +46,7 @@ def why_not_drawn(data: Data) -> str | None:
             f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, "
             "so nothing is routed"
         )
-    return load.too_many(data, MAX_ARMS) if len(data.arms) > MAX_ARMS else None
+    return choosing.too_many(data, MAX_ARMS) if len(data.arms) > MAX_ARMS else None
 
 
 def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:

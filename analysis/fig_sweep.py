@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from gspo.analysis import load, script, style
+from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span
@@ -72,7 +72,7 @@ def main() -> None:
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "cut")
     if not args.x:
-        varied = ", ".join(load.varied(data)) or "no setting beside those that make an arm"
+        varied = ", ".join(choosing.varied(data)) or "no setting beside those that make an arm"
         raise RunsError(
             f"--x: say which setting is on the x axis, as in --x optim.lr; these runs vary {varied}"
         )
@@ -180,7 +180,7 @@ def difference(cell: pd.DataFrame) -> str:
 
 def ordered(column: pd.Series) -> list:
     """Return the values with numbers first, by size, then words."""
-    return sorted(column.unique(), key=load.numbers_first)
+    return sorted(column.unique(), key=choosing.numbers_first)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ runs.
 
 Prints the table, the findings in words and the paths of the figures. The same text goes to
 <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
-analysis/claims.py, one docstring per claim.
+analysis/claims.py and analysis/stability_claims.py, one docstring per claim.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 from gspo.analysis import (
+    choosing,
     claims,
     fig1_stability,
     fig2_clipping,
@@ -111,7 +112,7 @@ def summary(
         ]
     judged = claims.all_claims(data)
     if not judged:
-        reason = load.choose_one(data) or "the arms that they compare are not there"
+        reason = choosing.choose_one(data) or "the arms that they compare are not there"
         lines.append(f"- None can be judged: {reason}.")
     for claim in judged:
         lines.append(f"- {escape_markdown(claim.claim)} ({claim.where})")

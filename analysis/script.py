@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gspo.analysis import load, sources
-from gspo.analysis.claims import Claim
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FORMATS, FigureOptions
+from gspo.analysis.verdicts import Claim
 
 from gspo.io import escaping
 

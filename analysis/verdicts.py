@@ -18,12 +18,27 @@ within the run and no p: it can point to something, no more.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from gspo.analysis.stats import Interval
 
 MAX_P = 0.05
 MIN_SEEDS = 6
 NO_INTERVAL = "undecided (no interval)"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper: its place in the paper, its words, our finding, and the verdict."""
+
+    where: str
+    claim: str
+    finding: str
+    verdict: str
+
+    def sentence(self) -> str:
+        """Return the claim, the finding and the verdict as a line for a caption."""
+        return f"Claim ({self.where}): {self.claim}. Here: {self.finding}. Verdict: {self.verdict}."
 
 
 def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
