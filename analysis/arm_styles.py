@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import matplotlib
+import numpy as np
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
+from matplotlib.colors import to_hex, to_rgb
 
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -110,5 +111,5 @@ def tint(colour: str, strength: float) -> str:
 
     The mixture is opaque, so overlaps do not darken.
     """
-    mixed = [1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)]
-    return matplotlib.colors.to_hex(mixed)
+    mixed = 1 - strength * (1 - np.array(to_rgb(colour)))
+    return to_hex(mixed)

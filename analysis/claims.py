@@ -56,7 +56,11 @@ def join(*texts: str) -> str:
 
 
 def verdict(
-    data: Data, arms: tuple[str, str], interval: Interval, line: float, margin: float = 0.0
+    data: Data,
+    arms: tuple[str, str],
+    interval: Interval,
+    line: float,
+    margin: float = 0.0,
 ) -> str:
     """Return the verdict on a paired comparison.
 

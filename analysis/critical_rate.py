@@ -162,7 +162,11 @@ def exchanges(seeds: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def log_ratio(
-    rates_R: np.ndarray, runs_SAR: np.ndarray, collapsed_SAR: np.ndarray, a: int, b: int
+    rates_R: np.ndarray,
+    runs_SAR: np.ndarray,
+    collapsed_SAR: np.ndarray,
+    a: int,
+    b: int,
 ) -> np.ndarray:
     """Return log(c_a / c_b) of the seeds' runs together."""
     runs_AR = runs_SAR.sum(-3)

@@ -87,7 +87,10 @@ def first_reaches(reward_T: np.ndarray, flops_T: np.ndarray, level: float) -> fl
 
 
 def needs(
-    reward_T: np.ndarray, flops_T: np.ndarray, rival_T: np.ndarray, rival_flops_T: np.ndarray
+    reward_T: np.ndarray,
+    flops_T: np.ndarray,
+    rival_T: np.ndarray,
+    rival_flops_T: np.ndarray,
 ) -> tuple[float, float, float]:
     """Return the rival's final level, and the FLOPs at which the arm and the rival reach it."""
     level = float(np.mean(rival_T[-WINDOW:]))
@@ -97,7 +100,10 @@ def needs(
 
 
 def ratios(
-    reward_T: np.ndarray, flops_T: np.ndarray, rival_T: np.ndarray, rival_flops_T: np.ndarray
+    reward_T: np.ndarray,
+    flops_T: np.ndarray,
+    rival_T: np.ndarray,
+    rival_flops_T: np.ndarray,
 ) -> np.ndarray:
     """Return [[to_end, like], [their upper bounds]] for a pair of curves.
 
@@ -111,7 +117,10 @@ def ratios(
 
 
 def efficiency(
-    reward_TS: np.ndarray, flops_TS: np.ndarray, rival_TS: np.ndarray, rival_flops_TS: np.ndarray
+    reward_TS: np.ndarray,
+    flops_TS: np.ndarray,
+    rival_TS: np.ndarray,
+    rival_flops_TS: np.ndarray,
 ) -> Efficiency:
     """Return the ratios of the curves averaged over seeds, with a two-level paired bootstrap.
 

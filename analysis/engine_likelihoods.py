@@ -1,4 +1,4 @@
-"""The effect of the engine's log-probs on GSPO and on GRPO: runs, numbers, and the verdict in words.
+"""The effect of the engine's log-probs on GSPO and GRPO: runs, numbers, the verdict in words.
 
 fig_engine_likelihoods.py draws them. An arm is a precision, an objective, a replay, and the source
 of the old log-probs. A cell is an arm without this source: its two arms are compared.

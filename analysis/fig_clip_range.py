@@ -22,7 +22,7 @@ from gspo.analysis.load import GRPO, GSPO, Data
 from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, ratio, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from matplotlib.axes import Axes
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
@@ -104,10 +104,12 @@ def disparity(numbers: pd.DataFrame) -> str:
 
 
 def draw(
-    data: Data, numbers: pd.DataFrame, out: Path, options: FigureOptions | None = None
+    data: Data,
+    numbers: pd.DataFrame,
+    out: Path,
+    options: FigureOptions = DEFAULTS,
 ) -> list[Path]:
     """Draw the clipped share against the range on the left, the reward at the end on the right."""
-    options = options or FigureOptions()
     figure = style.canvas(3.2, options)
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
     lines(left, numbers, "active")
@@ -122,7 +124,13 @@ def draw(
         ax.set(xscale="log", xlabel="lower clip range")
         for arm, low in PAPER_LOW.items():
             colour = tint(arm_style(arm).colour, 0.5)
-            ax.axvline(low, color=colour, lw=1, ls="--", zorder=0)
+            ax.axvline(
+                low,
+                color=colour,
+                lw=1,
+                ls="--",
+                zorder=0,
+            )
     styles = {arm: arm_style(arm) for arm in (GSPO, GRPO)}
     style.legend(left, styles, loc="best")
     run = data.runs[0]
@@ -135,7 +143,12 @@ def draw(
     return style.save(figure, out, "fig_clip_range", caption, options)
 
 
-def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> None:
+def lines(
+    ax: Axes,
+    numbers: pd.DataFrame,
+    column: str,
+    pale: bool = False,
+) -> None:
     """Draw the mean of a column against the range, a line per arm.
 
     Each seed is a mark, unless the lines are pale.
@@ -144,11 +157,21 @@ def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> N
         line = arm_style(arm)
         means = runs.groupby("low")[column].mean()
         if pale:
-            ax.plot(means, color=tint(line.colour, 0.4), ls=line.line, lw=1.2)
+            ax.plot(
+                means,
+                color=tint(line.colour, 0.4),
+                ls=line.line,
+                lw=1.2,
+            )
             continue
         colour = tint(line.colour, 0.5)
         style.dots(ax, runs["low"], runs[column], colour, line.marker, edge=0.4)
-        ax.plot(means, color=line.colour, ls=line.line, lw=1.8)
+        ax.plot(
+            means,
+            color=line.colour,
+            ls=line.line,
+            lw=1.8,
+        )
 
 
 if __name__ == "__main__":

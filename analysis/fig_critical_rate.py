@@ -5,7 +5,8 @@
 Is it the ratio or the size of the step? Left: the reward at the end against the learning rate.
 Middle: the share of collapsed runs, with the fitted logistic curves and the rates at which half of
 the runs collapse (critical_rate.py). Right: the reward at the end against the measured KL of an
-update, a point per arm and rate. Arms that differ only in the size of their steps lie on the same line.
+update, a point per arm and rate. Arms that differ only in the size of their steps
+lie on the same line.
 
 Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
 paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
@@ -38,9 +39,9 @@ from gspo.analysis.grid import (
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from gspo.statistics import standard_error
 
@@ -111,12 +112,13 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     seeds = np.sort(numbers["seed"].unique())
     runs_SAR = np.zeros((len(seeds), len(arms), len(rates)), int)
     collapsed_SAR = np.zeros_like(runs_SAR)
-    for row in numbers.itertuples():
-        seed = np.searchsorted(seeds, row.seed)
-        rate = np.searchsorted(rates, row.rate)
-        arm = arms.index(row.arm)
-        runs_SAR[seed, arm, rate] = 1
-        collapsed_SAR[seed, arm, rate] = row.collapsed
+    cells = (
+        np.searchsorted(seeds, numbers["seed"]),
+        numbers["arm"].map(arms.index),
+        np.searchsorted(rates, numbers["rate"]),
+    )
+    runs_SAR[cells] = 1
+    collapsed_SAR[cells] = numbers["collapsed"]
     return Counts(rates, runs_SAR, collapsed_SAR), arms
 
 
@@ -139,12 +141,11 @@ def difference_table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per rate and pair of arms: the paired difference at the end."""
     difference = "difference of the reward, last fifth"
     rows = [["learning rate", difference, "mean and 95 % interval", "t", "p"]]
-    arms = in_order(numbers)
-    for rate, cell in numbers.groupby("rate"):
-        ends = cell.pivot(index="seed", columns="arm", values="end")
-        arms_here = [arm for arm in arms if arm in ends]
-        for a, b in combinations(arms_here, 2):
-            paired = (ends[a] - ends[b]).dropna()
+    ends = numbers.pivot(index=["rate", "seed"], columns="arm", values="end")
+    pairs = list(combinations(in_order(numbers), 2))
+    for rate, cell in ends.groupby(level="rate"):
+        for a, b in pairs:
+            paired = (cell[a] - cell[b]).dropna()
             if len(paired) < 2:
                 continue
             interval = t_interval(paired)
@@ -160,9 +161,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
     head = ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth"]
     rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
-        row = [arm, f"{rate:g}", f"{len(runs)}", f"{runs['start'].mean():.3f}"]
-        row += [t_interval(runs["end"]).text(), collapsed_count(runs)]
-        rows.append([*row, f"{runs['kl'].mean():.2g}"])
+        row = [arm, f"{rate:g}", len(runs), f"{runs['start'].mean():.3f}"]
+        row.append(t_interval(runs["end"]).text())
+        row.append(collapsed_count(runs))
+        row.append(f"{runs['kl'].mean():.2g}")
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -182,7 +185,9 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
 
 def fit_pooled(counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Return the slope and the critical rates of the runs of all seeds together."""
-    return fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    runs_AR = counts.runs_SAR.sum(0)
+    collapsed_AR = counts.collapsed_SAR.sum(0)
+    return fit(counts.rates_R, runs_AR, collapsed_AR)
 
 
 def rate_text(rate: float, rates: pd.Series) -> str:
@@ -201,10 +206,9 @@ def draw(
     numbers: pd.DataFrame,
     ratios: Ratios,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
 ) -> list[Path]:
     """Draw the three panels."""
-    options = options or FigureOptions()
     styles = arm_styles(sorted(numbers["arm"].unique()))
     figure = style.canvas(3.6, options)
     end_panel, share_panel, kl_panel = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
@@ -212,14 +216,16 @@ def draw(
     draw_shares(share_panel, numbers, styles)
     if numbers["kl"].notna().any():
         draw_against_kl(kl_panel, numbers, styles)
-    style.legend(end_panel, dict(sorted(styles.items(), reverse=True)), loc="lower left")
-    return style.save(figure, out, "fig_critical_rate", caption(data, numbers, ratios), options)
+    falling = dict(sorted(styles.items(), reverse=True))
+    style.legend(end_panel, falling, loc="lower left")
+    text = caption(data, numbers, ratios)
+    return style.save(figure, out, "fig_critical_rate", text, options)
 
 
 def rate_axis(ax: Axes, rates: np.ndarray) -> None:
     """Set up a logarithmic axis with a tick at every rate."""
     ax.set_xscale("log")
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
     ax.set_xticks(rates, [f"{1e4 * rate:.3g}" for rate in rates])
     ax.set_xlabel("learning rate ($10^{-4}$)")
 
@@ -227,10 +233,16 @@ def rate_axis(ax: Axes, rates: np.ndarray) -> None:
 def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
     """Draw the reward at the end against the rate, with its 95 % interval over seeds."""
     for arm, runs in numbers.groupby("arm"):
-        interval_line(ax, cell_intervals(runs, "rate", "end"), styles[arm], line_width=1.8)
-    start = numbers.groupby("rate")["start"].mean()
-    ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
-    rate_axis(ax, np.sort(numbers["rate"].unique()))
+        points = cell_intervals(runs, "rate", "end")
+        interval_line(ax, points, styles[arm], line_width=1.8)
+    starts = numbers.groupby("rate")["start"].mean()
+    ax.plot(
+        starts,
+        color=style.MUTED,
+        lw=1,
+        ls="--",
+    )
+    rate_axis(ax, starts.index)
     ax.set(title="Reward at the end", ylabel="training reward, last fifth")
 
 
@@ -243,14 +255,26 @@ def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) ->
     shares = numbers.groupby(["arm", "rate"])["collapsed"].mean()
     for arm, critical in zip(arms, critical_A, strict=True):
         share = shares[arm]
-        colour = styles[arm].colour
-        style.dots(ax, share.index, share, colour, styles[arm].marker)
+        line = styles[arm]
+        style.dots(ax, share.index, share, line.colour, line.marker)
         if np.isfinite(critical):
             fitted = probability(fine_rates, slope, critical)
-            ax.plot(fine_rates, fitted, color=colour, ls=styles[arm].line, lw=1.6)
+            ax.plot(
+                fine_rates,
+                fitted,
+                color=line.colour,
+                ls=line.line,
+                lw=1.6,
+            )
         if rates[0] <= critical <= rates[-1]:
-            ax.plot([critical, critical], [0, 0.5], color=tint(colour, 0.6), lw=0.9)
-    ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
+            pale = tint(line.colour, 0.6)
+            ax.plot([critical, critical], [0, 0.5], color=pale, lw=0.9)
+    ax.axhline(
+        0.5,
+        color=style.FAINT,
+        lw=0.8,
+        zorder=0,
+    )
     ax.set_ylim(-0.05, 1.05)
     rate_axis(ax, rates)
     ax.set(title="Collapsed runs", ylabel="share of the seeds")
@@ -268,30 +292,30 @@ def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]
     low, high = ax.get_xlim()
     multiples = (1.0, 3.0) if high > 20 * low else (1.0, 2.0, 5.0)
     ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.minorticks_off()
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     ax.set(title="Reward against step size", xlabel="KL of an update (kl/old_k3)")
 
 
 def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
     """Return the caption, which describes the runs, the panels and the ratios."""
     run = data.runs[0]
-    seeds = span(numbers.groupby(["arm", "rate"])["seed"].count())
+    minibatches = run.settings.get("trainer.minibatches")
+    seeds = span(numbers.groupby(["arm", "rate"]).size())
     text = (
-        f"{len(numbers)} runs of {run.planned} rollout batches in "
-        f"{run.settings.get('trainer.minibatches')} mini-batches, {seeds} seeds per arm and rate. "
+        f"{len(numbers)} runs of {run.planned} rollout batches in {minibatches} mini-batches, "
+        f"{seeds} seeds per arm and rate. "
         "Left: means with 95 % intervals over seeds; dashed: the reward of the first fifth of the "
         "batches. Middle: the share of the seeds that collapsed by the registered rule, and "
         "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
-    if not ratios:
-        return text
-    ratio_texts = [
-        f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}"
-        for (a, b), (interval, p) in ratios.items()
-    ]
-    title = "Ratio of the critical rates, 95 % interval, exact p"
-    return f"{text}\n{title}: {'; '.join(ratio_texts)}."
+    ratio_texts = []
+    for (a, b), (interval, p) in ratios.items():
+        ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
+    if ratio_texts:
+        title = "Ratio of the critical rates, 95 % interval, exact p"
+        text += f"\n{title}: {'; '.join(ratio_texts)}."
+    return text
 
 
 if __name__ == "__main__":

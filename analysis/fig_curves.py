@@ -20,7 +20,7 @@ from gspo.analysis import choosing, load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -50,7 +50,10 @@ SPARSE = 20
 def main() -> None:
     parser = script.parser(__doc__)
     parser.add_argument(
-        "--metrics", nargs="+", default=list(METRICS), help=f"default: {' '.join(METRICS)}"
+        "--metrics",
+        nargs="+",
+        default=list(METRICS),
+        help=f"default: {' '.join(METRICS)}",
     )
     args = parser.parse_args()
     data = script.read(args, several_studies=True)
@@ -61,7 +64,7 @@ def main() -> None:
 def draw(
     data: Data,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     metrics: Sequence[str] = METRICS,
 ) -> list[Path]:
     """Draw the curves.
@@ -70,7 +73,6 @@ def draw(
     of panels. Raises RunsError if the runs have recorded none of the metrics, or vary too much for
     a page.
     """
-    options = options or FigureOptions()
     drawn = recorded(data, metrics)
     columns = combinations(data)
     if len(columns) > MAX_COLUMNS:
@@ -105,10 +107,15 @@ def draw_columns(
     styles: dict[str, ArmStyle],
     options: FigureOptions,
 ) -> Figure:
-    """Return the figure of several combinations of settings: a row per metric, a column for each."""
+    """Return the figure of several combinations of settings: a column for each, a row per metric."""
     figure = style.canvas(2.1 * len(metrics), options)
     shape = (len(metrics), len(columns))
-    grid = figure.subplots(*shape, sharey="row", sharex=True, squeeze=False)
+    grid = figure.subplots(
+        *shape,
+        sharey="row",
+        sharex=True,
+        squeeze=False,
+    )
     for column, (title, data) in enumerate(columns.items()):
         for row, metric in enumerate(metrics):
             draw_panel(grid[row, column], data, metric, styles, options)
@@ -121,7 +128,10 @@ def draw_columns(
 
 
 def draw_grid(
-    data: Data, metrics: list[str], styles: dict[str, ArmStyle], options: FigureOptions
+    data: Data,
+    metrics: list[str],
+    styles: dict[str, ArmStyle],
+    options: FigureOptions,
 ) -> Figure:
     """Return the figure of runs at a single setting: the metrics fill the rows of a grid."""
     rows = math.ceil(len(metrics) / PANELS_PER_ROW)
@@ -186,7 +196,11 @@ def recorded(data: Data, metrics: Sequence[str]) -> list[str]:
 
 
 def draw_panel(
-    ax: Axes, data: Data, metric: str, styles: dict[str, ArmStyle], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    metric: str,
+    styles: dict[str, ArmStyle],
+    options: FigureOptions,
 ) -> None:
     """Draw a metric of all arms.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pandas as pd
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import arm_styles
+from gspo.analysis.arm_styles import ArmStyle, arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     cell_intervals,
@@ -44,7 +44,8 @@ from gspo.analysis.grid import (
 from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from matplotlib.axes import Axes
 
 REFUSED = script.DOTS | script.NO_CURVES
 # the words for a setting's value in an arm's name; "" for the value that needs no word
@@ -62,13 +63,24 @@ Pairs = dict[tuple[str, str], pd.DataFrame]
 def main() -> None:
     parser = script.parser(__doc__, refused=REFUSED)
     parser.add_argument(
-        "--dose", nargs="+", required=True, metavar="SETTING", help="the setting that was varied"
+        "--dose",
+        nargs="+",
+        required=True,
+        metavar="SETTING",
+        help="the setting that was varied",
     )
     parser.add_argument(
-        "--measured", required=True, metavar="METRIC", help="the metric that says how much of it"
+        "--measured",
+        required=True,
+        metavar="METRIC",
+        help="the metric that says how much of it",
     )
     parser.add_argument(
-        "--arms", nargs="+", default=[], metavar="SETTING", help="settings that make an arm"
+        "--arms",
+        nargs="+",
+        default=[],
+        metavar="SETTING",
+        help="settings that make an arm",
     )
     parser.add_argument(
         "--against",
@@ -109,7 +121,11 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------
 # numbers
 def measure(
-    data: Data, dose: list[str], metric: str, settings: list[str], also: Sequence[str] = ()
+    data: Data,
+    dose: list[str],
+    metric: str,
+    settings: list[str],
+    also: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
@@ -170,7 +186,8 @@ def order(numbers: pd.DataFrame) -> list:
     """
     if all(isinstance(level, Real) for level in numbers["level"]):
         return sorted(numbers["level"].unique())
-    return numbers.groupby("level")["got"].mean().fillna(0).sort_values().index.tolist()
+    measured = numbers.groupby("level")["got"].mean().fillna(0)
+    return list(measured.sort_values().index)
 
 
 def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]:
@@ -195,10 +212,9 @@ def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]
 def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """Return the differences a - b for the seeds that both arms have at a level."""
     keys = ["position", "level", "seed"]
-    a_rows = numbers[numbers["arm"] == a]
-    b_rows = numbers[numbers["arm"] == b]
-    both = a_rows.merge(b_rows, on=keys, suffixes=("", "_b"))
-    return both.assign(difference=both["end"] - both["end_b"])[[*keys, "difference"]]
+    ends = numbers.set_index(["arm", *keys])["end"]
+    difference = (ends[a] - ends[b]).dropna()
+    return difference.reset_index(name="difference")
 
 
 def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
@@ -210,15 +226,20 @@ def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
 # ------------------------------------------------------------------------------------------------
 # tables
 def table(
-    numbers: pd.DataFrame, dose: list[str], metric: str, also: Sequence[str] = ()
+    numbers: pd.DataFrame,
+    dose: list[str],
+    metric: str,
+    also: Sequence[str] = (),
 ) -> list[str]:
     """Return a Markdown row per level and arm."""
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
     rows = [[*head, "reward, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
-        row = [f"{level}", arm, f"{len(runs)}", f"{runs['got'].mean():.4g}"]
-        row += [t_interval(runs["end"]).text(), collapsed_count(runs)]
-        row += [f"{runs[name].mean():.4g}" for name in also]
+        row = [level, arm, len(runs), f"{runs['got'].mean():.4g}"]
+        row.append(t_interval(runs["end"]).text())
+        row.append(collapsed_count(runs))
+        for name in also:
+            row.append(f"{runs[name].mean():.4g}")
         rows.append(row)
     return markdown_table(rows)
 
@@ -259,7 +280,7 @@ def draw(
     dose: list[str],
     metric: str,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     *,
     baseline: str = GRPO,
     also: Sequence[str] = (),
@@ -268,7 +289,6 @@ def draw(
 
     If there are no remedies, the last panel shows the first metric of `also`.
     """
-    options = options or FigureOptions()
     styles = arm_styles(sorted(numbers["arm"].unique()))
     objectives, remedies = compared(numbers, baseline)
     extra_metric = also[0] if also and not remedies else ""
@@ -276,22 +296,20 @@ def draw(
     heights = (1, 0.1 + 0.06 * len(styles), 1)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
     end_panel, share_panel, names_panel, objective_panel, remedy_panel = panels.values()
-    for index, (arm, runs) in enumerate(numbers.groupby("arm")):
-        shift = 0.05 * (index - (len(styles) - 1) / 2)  # so that intervals do not hide each other
+    arms = numbers.groupby("arm")
+    for shift, (arm, runs) in zip(shifts(len(styles), 0.05), arms, strict=True):
+        line = styles[arm]
         shifted = runs.assign(x=runs["position"] + shift)
-        interval_line(end_panel, cell_intervals(shifted, "x", "end"), styles[arm])
+        interval_line(end_panel, cell_intervals(shifted, "x", "end"), line)
         if extra_metric:
-            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), styles[arm])
+            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), line)
         share = shifted.groupby("x")["collapsed"].mean()
-        share_panel.plot(share.index, share, lw=1.6, ms=5, **styles[arm].plot_options())
+        share_panel.plot(share, lw=1.6, ms=5, **line.plot_options())
     share_panel.set_ylim(-0.05, 1.05)
-    for ax, pairs in ((objective_panel, objectives), (remedy_panel, remedies)):
-        for index, ((arm, _), pair) in enumerate(pairs.items()):
-            shift = 0.07 * (index - (len(pairs) - 1) / 2)
-            points = [(position + shift, interval) for position, _, interval in intervals(pair)]
-            interval_line(ax, points, styles[arm])
-        ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
-        ax.set_visible(bool(pairs or extra_metric))
+    draw_differences(objective_panel, objectives, styles)
+    draw_differences(remedy_panel, remedies, styles)
+    objective_panel.set_visible(bool(objectives or extra_metric))
+    remedy_panel.set_visible(bool(remedies or extra_metric))
     end_panel.set(title="Reward at the end", ylabel="last fifth of the batches")
     share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
     objective_panel.set_title(f"Each objective minus {baseline}")
@@ -301,15 +319,37 @@ def draw(
     else:
         objective_panel.set_ylabel("difference, same remedy")
         remedy_panel.set(title="Each remedy minus none", ylabel="difference, same objective")
-    cells = numbers.groupby(["position", "level"])
-    ticks = [tick(level, cell.groupby("arm")["got"].mean()) for (_, level), cell in cells]
+    ticks = []
+    for (_, level), cell in numbers.groupby(["position", "level"]):
+        measured = cell.groupby("arm")["got"].mean()
+        ticks.append(tick(level, measured))
     for ax in (end_panel, share_panel, objective_panel, remedy_panel):
         ax.set_xlabel(f"{' and '.join(dose)}; below it\n{metric}")
         ax.set_xticks(range(len(ticks)), ticks)
     names_panel.set_axis_off()
-    style.legend(names_panel, styles, loc="center", ncols=min(len(styles), 4))
-    study = Path(str(data.runs[0].settings.get("study"))).name
-    return style.save(figure, out, f"fig_dose_{study}", caption(data, numbers, metric), options)
+    columns = min(len(styles), 4)
+    style.legend(names_panel, styles, loc="center", ncols=columns)
+    study = Path(data.runs[0].study).name
+    text = caption(data, numbers, metric)
+    return style.save(figure, out, f"fig_dose_{study}", text, options)
+
+
+def shifts(count: int, distance: float) -> list[float]:
+    """Return the places of lines beside each other, so that their intervals can be told apart."""
+    return [distance * (index - (count - 1) / 2) for index in range(count)]
+
+
+def draw_differences(ax: Axes, pairs: Pairs, styles: dict[str, ArmStyle]) -> None:
+    """Draw the mean difference of each pair of arms at each level, with its interval."""
+    for shift, ((arm, _), pair) in zip(shifts(len(pairs), 0.07), pairs.items(), strict=True):
+        points = [(position + shift, interval) for position, _, interval in intervals(pair)]
+        interval_line(ax, points, styles[arm])
+    ax.axhline(
+        0,
+        color=style.MUTED,
+        lw=1,
+        zorder=1,
+    )
 
 
 def tick(level: object, measured: pd.Series) -> str:
@@ -329,7 +369,7 @@ def tick(level: object, measured: pd.Series) -> str:
 
 def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
     """Return the caption, which describes the runs and the panels."""
-    seeds = span(numbers.groupby(["position", "arm"])["seed"].count())
+    seeds = span(numbers.groupby(["position", "arm"]).size())
     batches = span([run.planned for run in data.runs])
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "

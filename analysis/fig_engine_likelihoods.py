@@ -39,10 +39,10 @@ from gspo.analysis.engine_likelihoods import (
 from gspo.analysis.grid import gain_text, name_rows
 from gspo.analysis.load import Data
 from gspo.analysis.stats import WINDOW
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 SHARES = {"outside": "Outside the clip range", "active": "Gradient removed"}  # a panel for each
 # log-probs, column, height in the row, marker
@@ -101,9 +101,8 @@ def effect_table(data: Data) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------
 # figure
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw a row per pair of arms above (reward, clip), and the gap in bfloat16 below."""
-    options = options or FigureOptions()
     numbers = measure(data)
     limits = clip_range(data)
     coarse = [cell for cell in CELLS if cell[0] == COARSE]
@@ -123,7 +122,7 @@ def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Pa
         ax.set(title=title, xlabel=label)
         if column == "abs log s" and limits:
             for side in limits:
-                ax.axvline(side / unit, color=style.MUTED, lw=1, ls="--", zorder=1)
+                ax.axvline(side / unit, **style.DASHED)
         if column == "agreement":
             ax.set_xlim(right=1)
         else:
@@ -133,7 +132,12 @@ def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Pa
     upper = [reward_panel, *share_panels.values()]
     for ax in upper:
         float32_rows = (len(coarse) - 0.5, len(CELLS) - 0.45)
-        ax.axhspan(*float32_rows, color=tint(style.FAINT, 0.3), lw=0, zorder=0)
+        ax.axhspan(
+            *float32_rows,
+            color=tint(style.FAINT, 0.3),
+            lw=0,
+            zorder=0,
+        )
     for axes, cells in ((upper, CELLS), (list(gap_panels.values()), coarse)):
         for ax in axes[1:]:
             ax.set_yticks(range(len(cells)), [""] * len(cells))
@@ -161,12 +165,17 @@ def share_axis(ax: Axes) -> None:
         return f"$10^{{{np.log10(x):.0f}}}$" if 0 < x < 1 else f"{x:g}"
 
     ax.xaxis.set_major_formatter(power)
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
 
 
 def draw_rewards(ax: Axes, data: Data) -> None:
     """Draw the effect on the reward: each seed as a dot, the mean with its interval as a bar."""
-    ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
+    ax.axvline(
+        0,
+        color=style.MUTED,
+        lw=1,
+        zorder=2,
+    )
     for row, cell in enumerate(CELLS):
         result = effect(data, *cell)
         if not result:
@@ -174,9 +183,23 @@ def draw_rewards(ax: Axes, data: Data) -> None:
         interval, seeds = result
         colour = arm_style(cell[1]).colour
         ends = [interval.low, interval.high]
-        ax.plot(ends, [row, row], color=tint(colour, 0.45), lw=1.6, zorder=2)
+        ax.plot(
+            ends,
+            [row, row],
+            color=tint(colour, 0.45),
+            lw=1.6,
+            zorder=2,
+        )
         style.dots(ax, seeds, np.full(len(seeds), row), tint(colour, 0.6))
-        ax.plot(interval.mean, row, "|", ms=12, mew=2.4, color=colour, zorder=4)
+        ax.plot(
+            interval.mean,
+            row,
+            "|",
+            ms=12,
+            mew=2.4,
+            color=colour,
+            zorder=4,
+        )
     ax.set(
         title="Reward: engine's log-probs - trainer's",
         xlabel=f"difference, mean of the last {WINDOW} batches",
@@ -184,7 +207,11 @@ def draw_rewards(ax: Axes, data: Data) -> None:
 
 
 def draw_marks(
-    ax: Axes, numbers: pd.DataFrame, cells: Sequence[tuple], column: str, kinds: tuple
+    ax: Axes,
+    numbers: pd.DataFrame,
+    cells: Sequence[tuple],
+    column: str,
+    kinds: tuple,
 ) -> None:
     """Draw a row per pair of arms with a mark per seed, each kind of mark at its own height."""
     for row, cell in enumerate(cells):

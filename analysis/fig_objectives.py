@@ -23,9 +23,9 @@ from gspo.analysis.grid import gain_text, name_rows
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, number
-from gspo.analysis.style import STRIP, FigureOptions
+from gspo.analysis.style import DEFAULTS, STRIP, FigureOptions
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",
@@ -61,23 +61,25 @@ def measure(data: Data) -> pd.DataFrame:
     MEANS. A metric that was not reported is NaN.
     """
     last = data.common_step(*data.arms)
-    if last < START + WINDOW:
+    minimum = START + WINDOW
+    if last < minimum:
         run = min(data.runs, key=lambda run: run.last)
         raise RunsError(
-            f"fig_objectives needs {START + WINDOW} rollout batches of every run; {run.path} has "
+            f"fig_objectives needs {minimum} rollout batches of every run; {run.path} has "
             f"{run.last}"
         )
     frames = {}
     for arm in data.arms:
         reward = data.table(arm, "reward/mean").loc[:last]
-        start = reward.head(START).mean()
-        end = reward.tail(WINDOW).mean()
-        frame = pd.DataFrame({"start": start, "end": end, "gain": end - start})
+        frame = pd.DataFrame({"start": reward.head(START).mean()})
+        frame["end"] = reward.tail(WINDOW).mean()
+        frame["gain"] = frame["end"] - frame["start"]
         for name, metric in MEANS.items():
-            frame[name] = data.table(arm, metric).loc[:last].mean()
+            values = data.table(arm, metric).loc[:last]
+            frame[name] = values.mean()
         frames[arm] = frame
-    arms = sorted(frames, key=lambda arm: -frames[arm]["gain"].mean())
-    return pd.concat({arm: frames[arm] for arm in arms}, names=["arm", "seed"])
+    falling = sorted(frames.items(), key=lambda item: -item[1]["gain"].mean())
+    return pd.concat(dict(falling), names=["arm", "seed"])
 
 
 def arms_of(numbers: pd.DataFrame) -> list[str]:
@@ -95,9 +97,10 @@ def table(numbers: pd.DataFrame) -> list[str]:
     for arm in arms_of(numbers):
         runs = numbers.loc[arm]
         mean = runs.mean()
-        seeds = ", ".join(map(str, runs.index))
-        row = [arm, seeds, f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
-        row += [gain_text(runs["gain"]), share(mean["active"]), share(mean["outside"])]
+        row = [arm, ", ".join(map(str, runs.index))]
+        row += [f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
+        row.append(gain_text(runs["gain"]))
+        row += [share(mean["active"]), share(mean["outside"])]
         row += [number(mean[name], form) for name, form in FORMATS.items()]
         rows.append(row)
     return markdown_table(rows)
@@ -109,28 +112,28 @@ def share(value: float) -> str:
 
 # ------------------------------------------------------------------------------------------------
 # figure
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
     if len(data.arms) > MAX_ARMS:
         raise RunsError(f"fig_objectives {choosing.too_many(data, MAX_ARMS)}")
-    options = options or FigureOptions()
     numbers = measure(data)
+    limit = gradient_limit(data)
     labels = [row_label(arm) for arm in arms_of(numbers)]
-    lines_per_row = max(label.count("\n") + 1 for label in labels)
-    figure = style.canvas(0.85 + len(labels) * (0.12 + 0.155 * lines_per_row), options)
+    lines_per_row = 1 + max(label.count("\n") for label in labels)
+    row_height = 0.12 + 0.155 * lines_per_row
+    figure = style.canvas(0.85 + len(labels) * row_height, options)
     quantities = ("gain", "active", "outside", "weight", "grad norm")
     columns = [name for name in quantities if numbers[name].notna().any()]
     widths = [1.6 if name == "gain" else 1.0 for name in columns]
-    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False, width_ratios=widths)[0]
-    panels = dict(zip(columns, axes, strict=True))
-    limit = gradient_limit(data)
+    panels = figure.subplot_mosaic([columns], sharey=True, width_ratios=widths)
     draw_gains(panels["gain"], numbers)
-    draw_shares({name: panels[name] for name in SHARE_TITLES if name in panels}, numbers)
+    share_panels = {name: panels[name] for name in SHARE_TITLES if name in panels}
+    draw_shares(share_panels, numbers)
     if "weight" in panels:
         draw_weights(panels["weight"], numbers)
     if "grad norm" in panels:
         draw_norms(panels["grad norm"], numbers, limit)
-    name_rows(axes, labels, 0.6)
+    name_rows(list(panels.values()), labels, 0.6)
     figure.align_xlabels()
     caption = f"{load.describe(data, data.arms)}\n{definitions(numbers, limit)}"
     return style.save(figure, out, "fig_objectives", caption, options)
@@ -165,13 +168,26 @@ def draw_rows(
         rows = np.full(len(seeds), row)
         pale = tint(line.colour, 0.5)
         style.dots(ax, seeds, rows, pale, line.marker, 5.5, zorder=3)
-        ax.plot(mean, row, "|", ms=11, mew=2.4, color=line.colour, zorder=4)
+        ax.plot(
+            mean,
+            row,
+            "|",
+            ms=11,
+            mew=2.4,
+            color=line.colour,
+            zorder=4,
+        )
 
 
 def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
     """Draw the reward gained, with a line at 0."""
     draw_rows(ax, numbers, "gain")
-    ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
+    ax.axvline(
+        0,
+        color=style.MUTED,
+        lw=1,
+        zorder=2,
+    )
     ax.margins(x=0.05)
     ax.set(title="Reward gain", xlabel=f"last {WINDOW} - first {START} batches")
 
@@ -198,10 +214,16 @@ def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
         ax.set_xscale("log")
         draw_rows(ax, numbers, column, zero_x)
         if has_zeros:
-            ax.axvspan(left, 10.0**lowest_power, color=STRIP, lw=0, zorder=0)
+            ax.axvspan(
+                left,
+                10.0**lowest_power,
+                color=STRIP,
+                lw=0,
+                zorder=0,
+            )
         ax.set_xlim(left, 1.5)
         ax.set_xticks(list(ticks), list(ticks.values()))
-        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.minorticks_off()
         ax.set(title=SHARE_TITLES[column], xlabel="share of tokens")
 
 
@@ -212,7 +234,7 @@ def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
     if (means > maximum).all():
         maximum = math.inf
     draw_rows(ax, numbers, "weight", maximum=maximum)
-    ax.axvline(1, color=style.MUTED, lw=1, ls="--", zorder=1)
+    ax.axvline(1, **style.DASHED)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
     ax.set_xlim(min(low, 0.9), max(high, 1.05))  # so that differences of a thousandth look small
@@ -237,7 +259,7 @@ def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
     ax.set_xscale("log")
     draw_rows(ax, numbers, "grad norm")
     if limit is not None:
-        ax.axvline(limit, color=style.MUTED, lw=1, ls="--", zorder=1)
+        ax.axvline(limit, **style.DASHED)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
     if high < 3 * low:  # a logarithmic axis has no round numbers there
@@ -247,7 +269,7 @@ def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
         multiples = (1.0,) if high / low > 20 else (1.0, 2.0, 5.0)
         ax.xaxis.set_major_locator(LogLocator(subs=multiples))
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
     ax.set(title="Gradient norm", xlabel="mean, before its clip")
 
 
@@ -265,7 +287,8 @@ def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
         "averaged over all batches. Clipped: the clip or mask removed the token's gradient"
     )
     removed = numbers["active"].groupby(level="arm").max()
-    if (numbers[["active", "outside"]] == 0).any(axis=None):
+    shares = numbers[["active", "outside"]]
+    if (shares == 0).any(axis=None):
         text += "; never: not of one token"
         reasons = [f"{arm}: {why}" for arm, why in REASONS.items() if removed.get(arm) == 0]
         if reasons:

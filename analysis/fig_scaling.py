@@ -22,7 +22,7 @@ from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.style import FigureOptions
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import ScalarFormatter
 
 ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}
 # by number of threads: line, marker, colour
@@ -42,7 +42,8 @@ def main() -> None:
     path = Path(args.runs[0])
     if not path.is_file():
         sys.exit(
-            f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`"
+            f"error: {path} is not there; make it with `python experiments/benchmark.py "
+            "curves=true`"
         )
     records = json.loads(path.read_text(encoding="utf-8"))["points"]
     paths = draw(records, args.out, script.figure_options(args))
@@ -83,7 +84,13 @@ def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
     points = lines(records)
     curves = list(dict.fromkeys(curve for curve, _ in points))
     figure = style.canvas(4.2, options)
-    axes = figure.subplots(len(ROWS), len(curves), squeeze=False, sharex="col", sharey="row")
+    axes = figure.subplots(
+        len(ROWS),
+        len(curves),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+    )
     for column, curve in enumerate(curves):
         for ax, key in zip(axes[:, column], ROWS, strict=True):
             draw_panel(ax, points, curve, key)
@@ -94,7 +101,12 @@ def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
     return style.save(figure, out, "fig_scaling", CAPTION, options)
 
 
-def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
+def draw_panel(
+    ax: Axes,
+    points: Lines,
+    curve: str,
+    key: str,
+) -> None:
     """Draw a quantity of a curve, a line per number of threads."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -104,15 +116,30 @@ def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
             label = f"{threads} thread{'s' if threads > 1 else ''}"
             x = [point["x"] for point in measured]
             y = [point[key] for point in measured]
-            ax.plot(x, y, line, color=colour, marker=marker, ms=3.5, label=label)
+            ax.plot(
+                x,
+                y,
+                line,
+                color=colour,
+                marker=marker,
+                ms=3.5,
+                label=label,
+            )
     single_thread = points[curve, min(THREAD_STYLES)]
     x = [point["x"] for point in single_thread]
     if key == "total_s":
         first = single_thread[0]
         linear = [first[key] * value / first["x"] for value in x]
-        ax.plot(x, linear, color=style.MUTED, lw=0.8, ls=":", label="linear")
+        ax.plot(
+            x,
+            linear,
+            color=style.MUTED,
+            lw=0.8,
+            ls=":",
+            label="linear",
+        )
     ax.xaxis.set_major_formatter(ScalarFormatter())
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
     ax.set_xticks(x)
     ax.tick_params(axis="x", labelsize=7, rotation=45)
 

@@ -22,7 +22,7 @@ from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span
 from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from matplotlib.axes import Axes
 
 from gspo.tracking.collapse import levels
@@ -84,7 +84,12 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------
 # numbers
-def measure(data: Data, x: str, row_setting: str, end: int = WINDOW) -> pd.DataFrame:
+def measure(
+    data: Data,
+    x: str,
+    row_setting: str,
+    end: int = WINDOW,
+) -> pd.DataFrame:
     """Return a row for each run that has finished or collapsed.
 
     The columns are row (the value of `row_setting`), x, arm, seed, start, end (of the last `end`
@@ -121,7 +126,10 @@ def measure(data: Data, x: str, row_setting: str, end: int = WINDOW) -> pd.DataF
 
 
 def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
-    """Raise RunsError if the runs differ in length or in settings that are not swept."""
+    """Raise RunsError if the runs differ in length, or in other settings than these two.
+
+    The objectives may each have settings of their own.
+    """
     lengths = sorted({str(run.planned) for run in runs})
     if len(lengths) > 1:
         raise RunsError(f"the runs are of {', '.join(lengths)} steps: give those of one length")
@@ -130,7 +138,9 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
     for name in {run.settings["objective.name"] for run in runs}:
         group = [run for run in runs if run.settings["objective.name"] == name]
         differing += [key for key in load.differing(group) if key.startswith("objective.")]
-    expected = {x, row_setting, REPLAY, *DERIVED.get(x, ()), *DERIVED.get(row_setting, ())}
+    expected = {x, row_setting, REPLAY}
+    for setting in (x, row_setting):
+        expected.update(DERIVED.get(setting, ()))
     unexpected = [key for key in differing if key not in expected]
     if unexpected:
         raise RunsError(
@@ -153,20 +163,26 @@ def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
 
     GSPO - GRPO has its 95 % t interval over the seeds that both have.
     """
-    head = [NAMES.get(row_setting, row_setting)] if row_setting else []
-    head += [NAMES.get(x, x), "objective", "seeds", "start", "end", "range", "collapsed"]
-    table_rows = [[*head, "clipped", "tokens", "GSPO - GRPO"]]
+    head = [NAMES.get(x, x), "objective", "seeds", "start", "end", "range", "collapsed"]
+    head += ["clipped", "tokens", "GSPO - GRPO"]
+    if row_setting:
+        head.insert(0, NAMES.get(row_setting, row_setting))
+    rows = [head]
     for group, value in itertools.product(ordered(numbers["row"]), ordered(numbers["x"])):
         cell = numbers[(numbers["row"] == group) & (numbers["x"] == value)]
         for arm, runs in cell.groupby("arm"):
             end = runs["end"]
-            row = [group, f"{value}"] if row_setting else [f"{value}"]
-            row += [arm, f"{len(runs)}", f"{runs['start'].mean():.3f}", f"{end.mean():.3f}"]
-            row += [f"{end.min():.2f}-{end.max():.2f}", collapsed_count(runs)]
-            row += [f"{runs['clipped'].mean():.2g}", f"{runs['length'].mean():.0f}"]
+            row = [group] if row_setting else []
+            row += [value, arm, len(runs)]
+            row.append(f"{runs['start'].mean():.3f}")
+            row.append(f"{end.mean():.3f}")
+            row.append(f"{end.min():.2f}-{end.max():.2f}")
+            row.append(collapsed_count(runs))
+            row.append(f"{runs['clipped'].mean():.2g}")
+            row.append(f"{runs['length'].mean():.0f}")
             row.append(difference(cell) if arm == GSPO else "")
-            table_rows.append(row)
-    return markdown_table(table_rows)
+            rows.append(row)
+    return markdown_table(rows)
 
 
 def difference(cell: pd.DataFrame) -> str:
@@ -191,64 +207,91 @@ def draw(
     x: str,
     row_setting: str,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     *,
     end: int = WINDOW,
 ) -> list[Path]:
     """Draw a row of panels for each value of `row_setting`, with the columns PANELS."""
-    options = options or FigureOptions()
     values = ordered(numbers["x"])
     groups = ordered(numbers["row"])
     styles = arm_styles(sorted(numbers["arm"].unique()))
     figure = style.canvas(0.4 + 2.1 * len(groups), options)
-    axes = figure.subplots(len(groups), len(PANELS), squeeze=False, sharex=True, sharey="col")
+    axes = figure.subplots(
+        len(groups),
+        len(PANELS),
+        squeeze=False,
+        sharex=True,
+        sharey="col",
+    )
     for panels, group in zip(axes, groups, strict=True):
         runs = numbers[numbers["row"] == group]
         for ax, column in zip(panels, PANELS, strict=True):
             draw_panel(ax, runs, column, values, styles)
         if row_setting:
             panels[0].set_ylabel(f"{group} {NAMES.get(row_setting, row_setting)}")
-    for ax, (column, (title, label)) in zip(axes[0], PANELS.items(), strict=True):
+    for ax, column in zip(axes[0], PANELS, strict=True):
+        title, label = PANELS[column]
         # so that the collapse rule's 0.3 is in view and smaller falls look like noise
         minimum = 0.35 if column == "fall" else 1e-3
+        largest = max(numbers[column].max(), minimum)
         room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
-        ax.set_ylim(0, room * max(numbers[column].max(), minimum))  # the rows share this axis
+        ax.set_ylim(0, room * largest)  # the rows share this axis
         ax.set_title(f"{title}\n", pad=2)
         subtitle = {"transform": ax.transAxes, "fontsize": 8.5, "color": style.MUTED}
         ax.text(0, 1.03, label.format(end=end), **subtitle)
+    ticks = [f"{value:g}" if isinstance(value, float) else f"{value}" for value in values]
     for ax in axes[-1]:
-        ticks = [f"{value:g}" if isinstance(value, float) else f"{value}" for value in values]
         ax.set_xticks(range(len(values)), ticks)
         ax.set_xlabel(NAMES.get(x, x))
-    style.legend(axes[0, -1], dict(sorted(styles.items(), reverse=True)), loc="best")
-    study = Path(data.runs[0].settings["study"]).name
-    return style.save(figure, out, f"fig_sweep_{study}", caption(data, numbers, x), options)
+    falling = dict(sorted(styles.items(), reverse=True))
+    style.legend(axes[0, -1], falling, loc="best")
+    study = Path(data.runs[0].study).name
+    text = caption(data, numbers, x)
+    return style.save(figure, out, f"fig_sweep_{study}", text, options)
 
 
 def draw_panel(
-    ax: Axes, runs: pd.DataFrame, column: str, values: list, styles: dict[str, ArmStyle]
+    ax: Axes,
+    runs: pd.DataFrame,
+    column: str,
+    values: list,
+    styles: dict[str, ArmStyle],
 ) -> None:
     """Draw seeds as pale dots, or crosses if they collapsed, and the mean as a line.
 
     The reward of the first batches is dashed.
     """
     positions = np.arange(len(values))
-    for arm, arm_runs in runs.groupby("arm"):
-        shift = 0.1 * (list(styles).index(arm) - (len(styles) - 1) / 2)
-        line = styles[arm]
-        seeds = arm_runs.assign(position=arm_runs["x"].map(values.index) + shift)
-        collapsed = seeds[seeds["collapsed"]]
-        healthy = seeds[~seeds["collapsed"]]
+    middle = (len(styles) - 1) / 2
+    for index, (arm, line) in enumerate(styles.items()):
+        arm_runs = runs[runs["arm"] == arm]
+        if arm_runs.empty:
+            continue
+        shift = 0.1 * (index - middle)
+        x = arm_runs["x"].map(values.index) + shift
+        y = arm_runs[column]
+        collapsed = arm_runs["collapsed"]
         pale = tint(line.colour, 0.5)
-        x = healthy["position"]
-        style.dots(ax, x, healthy[column], pale, line.marker, 4.5, edge=0.4)
+        style.dots(ax, x[~collapsed], y[~collapsed], pale, line.marker, 4.5, edge=0.4)
         cross = {"ms": 5, "mew": 1.4, "color": tint(line.colour, 0.8)}
-        ax.plot(collapsed["position"], collapsed[column], "x", **cross)
+        ax.plot(x[collapsed], y[collapsed], "x", **cross)
         means = mean_by_x(arm_runs, column, values)
-        ax.plot(positions + shift, means, color=line.colour, ls=line.line, lw=1.8)
+        ax.plot(
+            positions + shift,
+            means,
+            color=line.colour,
+            ls=line.line,
+            lw=1.8,
+        )
     if column == "end":
         starts = mean_by_x(runs, "start", values)
-        ax.plot(positions, starts, color=style.MUTED, lw=1, ls="--")
+        ax.plot(
+            positions,
+            starts,
+            color=style.MUTED,
+            lw=1,
+            ls="--",
+        )
     if column == "clipped":
         ax.set_yscale("symlog", linthresh=1e-4)
 

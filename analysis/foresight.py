@@ -23,6 +23,7 @@ from gspo.analysis.stats import REPS
 from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 from gspo.tracking.collapse import SIGNALS, collapse
 
+METRICS = sorted({"reward/mean", *(signal.metric for signal in SIGNALS.values())})
 LR = "learning rate alone"  # a score without any metric, which the others have to beat
 NORMAL_QUANTILE = 1.959964
 MIN_VALUES = 5  # for an interval
@@ -55,24 +56,27 @@ class History:
 def histories(frame: pd.DataFrame) -> list[History]:
     """Return the runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
     runs = []
-    for name, rows in frame.sort_values("step").groupby("run", sort=True):
+    for name, rows in frame.sort_values("step").groupby("run"):
+        metrics = rows.reindex(columns=METRICS).astype(float)
         scores = {}
         for signal_name, signal in SIGNALS.items():
-            scores[signal_name] = signal.score(_series(rows, signal.metric))
+            scores[signal_name] = signal.score(metrics[signal.metric].tolist())
         first = rows.iloc[0]
-        scores[LR] = np.full(len(rows), first["lr"])
-        collapsed = collapse(_series(rows, "reward/mean"))
-        runs.append(History(name, first["stress"], float(first["lr"]), collapsed, scores))
+        lr = float(first["lr"])
+        scores[LR] = np.full(len(rows), lr)
+        collapsed = collapse(metrics["reward/mean"].tolist())
+        runs.append(History(name, first["stress"], lr, collapsed, scores))
     return runs
-
-
-def _series(rows: pd.DataFrame, metric: str) -> list[float]:
-    return rows[metric].astype(float).tolist() if metric in rows else [math.nan] * len(rows)
 
 
 # ------------------------------------------------------------------------------------------------
 # ranking
-def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
+def wins(
+    runs: list[History],
+    signal: str,
+    lead: int,
+    same_lr: bool = False,
+) -> np.ndarray:
     """Return [collapsed, healthy]: 1 if the collapsed run's largest score is higher, 0.5 if equal.
 
     Both scores are taken over the same steps, from the warm-up until `lead` steps before the
@@ -117,12 +121,17 @@ class Value:
 NO_VALUE = Value(math.nan, math.nan, math.nan, 0)
 
 
-def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
+def auroc(
+    runs: list[History],
+    signal: str,
+    lead: int = 1,
+    same_lr: bool = False,
+) -> Value:
     """Return the probability that a collapsed run scores above a healthy run.
 
     The scores are taken `lead` steps before the collapse or earlier. With `same_lr` only pairs of
-    the same learning rate are compared. The count is of the collapsed runs that have steps so early and
-    a run to be compared with.
+    the same learning rate are compared. The count is of the collapsed runs that have steps so
+    early and a run to be compared with.
     """
     table = wins(runs, signal, lead, same_lr)
     if table.size:
@@ -196,6 +205,11 @@ def judged(run: History, thresholds: dict[str, float]) -> Verdict:
     return Verdict(min(steps, default=None), len(steps), run.collapsed)
 
 
+def alarm(runs: list[History], thresholds: dict[str, float]) -> Alarm:
+    """Return the worth of these signals together."""
+    return worth([judged(run, thresholds) for run in runs])
+
+
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
     """Judge each run by a threshold that was fitted on the runs under other stresses.
 
@@ -203,9 +217,13 @@ def held_out(runs: list[History], signal: str) -> list[Verdict]:
     """
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
-        threshold = fitted([run for run in runs if run.stress != stress], signal)
-        if not math.isnan(threshold):
-            verdicts += [judged(run, {signal: threshold}) for run in runs if run.stress == stress]
+        others = [run for run in runs if run.stress != stress]
+        threshold = fitted(others, signal)
+        if math.isnan(threshold):
+            continue
+        for run in runs:
+            if run.stress == stress:
+                verdicts.append(judged(run, {signal: threshold}))
     return verdicts
 
 

@@ -34,7 +34,10 @@ def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
 
 
 def check_alike(
-    runs: list[Run], expected: tuple[str, ...], advice: str, name: str = "the runs"
+    runs: list[Run],
+    expected: tuple[str, ...],
+    advice: str,
+    name: str = "the runs",
 ) -> None:
     """Raise RunsError if the runs differ in settings that do not begin with an expected name."""
     keys = [key for key in load.differing(runs) if not key.startswith(expected)]
@@ -42,7 +45,12 @@ def check_alike(
         raise RunsError(f"{name} differ also in {', '.join(keys)}: {advice}")
 
 
-def run_numbers(run: Run, start: int, end: int, means: Mapping[str, str]) -> dict[str, object]:
+def run_numbers(
+    run: Run,
+    start: int,
+    end: int,
+    means: Mapping[str, str],
+) -> dict[str, object]:
     """Return a run's seed, its reward in the first and last batches, and whether it collapsed.
 
     `means` maps further columns to metrics, which are averaged over all batches. A metric that was

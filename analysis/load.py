@@ -211,7 +211,7 @@ def label(runs: list[Run], notes: list[str]) -> None:
 
 
 def name_arms(group: list[Run], base: str) -> None:
-    """Set the arms of runs of an objective; settings in which runs of a seed differ are appended."""
+    """Set the arms of an objective's runs; settings in which runs of a seed differ are appended."""
     runs_by_seed: dict[int, list[Run]] = {}
     for run in group:
         runs_by_seed.setdefault(run.seed, []).append(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gspo.analysis import load, sources
 from gspo.analysis.runs import RunsError
-from gspo.analysis.style import FORMATS, FigureOptions
+from gspo.analysis.style import DEFAULTS, FORMATS, FigureOptions
 from gspo.analysis.verdicts import Claim
 
 from gspo.io import escaping
@@ -22,7 +22,13 @@ NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is n
 class RefusedOption(argparse.Action):
     """An option that has no effect in this figure and is therefore refused."""
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
+    def __call__(
+        self,
+        parser,
+        namespace,
+        values,
+        option_string=None,
+    ) -> None:
         figure = Path(sys.argv[0]).stem
         raise RunsError(f"{option_string} does nothing in {figure}: {self.const}; leave it out")
 
@@ -41,7 +47,10 @@ def parser(
     arguments.add_argument(
         "runs",
         nargs="+" if needs_runs else "*",
-        help="run directories, offline W&B files, or folders above them; wandb:ENTITY/PROJECT[/GROUP]",
+        help=(
+            "run directories, offline W&B files, or folders above them; "
+            "wandb:ENTITY/PROJECT[/GROUP]"
+        ),
     )
     arguments.add_argument(
         "--where",
@@ -58,16 +67,15 @@ def parser(
         default="figures",
         help="folder for what is written (default: figures)",
     )
-    default = FigureOptions()
     drawing = {
         "seeds": {"action": "store_true", "help": "draw the curve of every single seed too, thin"},
         "smooth": {
             "type": batches,
-            "default": default.smooth,
+            "default": DEFAULTS.smooth,
             "metavar": "N",
             "help": (
                 "average curves over N batches on either side "
-                f"(default: {default.smooth}; 0: as they are)"
+                f"(default: {DEFAULTS.smooth}; 0: as they are)"
             ),
         },
         "log-x": {
@@ -76,19 +84,19 @@ def parser(
         },
         "format": {
             "type": formats,
-            "default": default.formats,
+            "default": DEFAULTS.formats,
             "metavar": "F[,F]",
             "help": (
                 f"{', '.join(FORMATS)}, or several with commas "
-                f"(default: {','.join(default.formats)})"
+                f"(default: {','.join(DEFAULTS.formats)})"
             ),
         },
         "no-caption": {"action": "store_true", "help": "leave the caption out of the picture"},
         "width": {
             "type": inches,
-            "default": default.width,
+            "default": DEFAULTS.width,
             "metavar": "INCHES",
-            "help": f"width of the picture (default: {default.width:g}); text keeps its size",
+            "help": f"width of the picture (default: {DEFAULTS.width:g}); text keeps its size",
         },
     }
     for name, option in drawing.items():

@@ -5,8 +5,8 @@
     not seen: contradicted     the interval lies below the line, and the exact sign-flip p is below
                                .05
     points to it, against it   the interval lies on one side, but p is not below .05
-    the same within ±m         the interval lies within m of the line, and p is below .05 at both of
-                               its ends; "points to the same" if only the interval says so
+    the same within ±m         the interval lies within m of the line, and p is below .05 at both
+                               of its ends; "points to the same" if only the interval says so
     undecided                  none of these
 
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
@@ -41,10 +41,22 @@ class Claim:
         return f"Claim ({self.where}): {self.claim}. Here: {self.finding}. Verdict: {self.verdict}."
 
 
-def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
+def with_verdicts(caption: str, claims: list[Claim]) -> str:
+    """Return a caption with a line for each claim below it."""
+    sentences = [claim.sentence() for claim in claims]
+    return "\n".join([caption, *sentences])
+
+
+def judge(
+    interval: Interval,
+    line: float,
+    name: str,
+    margin: float = 0.0,
+) -> str:
     """Return the verdict on "above the line".
 
-    With a margin, it also judges "the same as the line within ±margin". `name` is the line in words.
+    With a margin, it also judges "the same as the line within ±margin". `name` is the line in
+    words.
     """
     if math.isnan(interval.low):
         return NO_INTERVAL
@@ -52,12 +64,18 @@ def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> st
     if interval.low <= line <= interval.high:
         return sameness or f"undecided (interval {interval.kind}, includes {name})"
     above = interval.low > line
-    side = f"interval {interval.kind}, {'above' if above else 'below'} {name}"
-    verdict = _words(above, interval.p(line), side, interval.seeds)
+    side = "above" if above else "below"
+    reason = f"interval {interval.kind}, {side} {name}"
+    verdict = _words(above, interval.p(line), reason, interval.seeds)
     return f"{verdict}; {sameness}" if sameness else verdict
 
 
-def between(interval: Interval, low: float, high: float, name: str) -> str:
+def between(
+    interval: Interval,
+    low: float,
+    high: float,
+    name: str,
+) -> str:
     """Return the verdict on "lies between low and high"; `name` is this range in words."""
     if math.isnan(interval.low):
         return NO_INTERVAL
@@ -65,20 +83,24 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
         p = max(interval.p(low), interval.p(high))
         return _words(True, p, f"interval {interval.kind}, {name}", interval.seeds)
     if interval.high < low or interval.low > high:
-        p = interval.p(low if interval.high < low else high)
+        nearest_limit = low if interval.high < low else high
+        p = interval.p(nearest_limit)
         return _words(False, p, f"interval {interval.kind}, not {name}", interval.seeds)
     return f"undecided (interval {interval.kind}, only in part {name})"
 
 
 def judge_sameness(interval: Interval, line: float, margin: float) -> str:
-    """Return the verdict on "the same within ±margin", or "" if the interval does not permit it."""
-    if interval.low <= line - margin or interval.high >= line + margin:
+    """Return the verdict on "the same within ±margin", or "" if the interval permits none."""
+    low = line - margin
+    high = line + margin
+    if interval.low <= low or interval.high >= high:
         return ""
-    p = max(interval.p(line - margin), interval.p(line + margin))
-    verdict = f"{'' if p < MAX_P else 'points to '}the same within ±{margin:g}"
-    return (
-        f"{verdict} (interval {interval.kind}; against ±{margin:g} {certainty(p, interval.seeds)})"
-    )
+    p = max(interval.p(low), interval.p(high))
+    same = f"the same within ±{margin:g}"
+    if p >= MAX_P:
+        same = f"points to {same}"
+    reason = certainty(p, interval.seeds)
+    return f"{same} (interval {interval.kind}; against ±{margin:g} {reason})"
 
 
 def certainty(p: float, seeds: int) -> str:
@@ -93,7 +115,12 @@ def certainty(p: float, seeds: int) -> str:
     return text
 
 
-def _words(holds: bool, p: float, why: str, seeds: int) -> str:
+def _words(
+    holds: bool,
+    p: float,
+    why: str,
+    seeds: int,
+) -> str:
     if p < MAX_P:
         verdict = "seen" if holds else "not seen: contradicted"
     else:
