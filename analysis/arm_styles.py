@@ -47,7 +47,8 @@ class ArmStyle:
         }
 
 
-STYLES = {
+ArmStyles = dict[str, ArmStyle]  # by the name of the arm
+STYLES: ArmStyles = {
     GSPO: ArmStyle(BLUE, "o", "-"),
     GRPO_R2: ArmStyle(ORANGE, "s", DASHES),
     GRPO: ArmStyle(BLACK, "^", CHAIN),
@@ -82,7 +83,7 @@ def arm_style(arm: str) -> ArmStyle:
     return replace(style, line=REPLAYED) if replay else style
 
 
-def arm_styles(arms: list[str]) -> dict[str, ArmStyle]:
+def arm_styles(arms: list[str]) -> ArmStyles:
     """Return a style for each arm, all different.
 
     Arms that would share a style (an objective at several settings) get shades of its colour, from

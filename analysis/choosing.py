@@ -11,6 +11,9 @@ from gspo.analysis.runs import Data, Run, RunsError, nearest
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 
 
+WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
 def recorded_values(runs: Collection[Run], key: str) -> list[object]:
     """Return the different values of a setting in these runs; a run without it has None."""
     values = [run.settings.get(key) for run in runs]
@@ -22,8 +25,8 @@ def having(runs: list[Run], key: str, value: object) -> list[Run]:
     key = full_key(runs, key)
     candidates = [run for run in runs if key in run.settings]
     if not candidates:
-        settings = sorted({name for run in runs for name in run.settings})
-        suggestion = nearest(key, settings)
+        settings = {name for run in runs for name in run.settings}
+        suggestion = nearest(key, sorted(settings))
         raise RunsError(f"--where {key}={value}: these runs have no setting {key}{suggestion}")
     chosen = [run for run in candidates if same_value(run.settings[key], value)]
     if not chosen:
@@ -42,10 +45,12 @@ def full_key(runs: list[Run], key: str) -> str:
     for name in (key, f"{key}.name"):
         if name in settings:
             return name
-    matches = [name for name in settings if name.rpartition(".")[2] == key]
+    matches = [name for name in settings if name.split(".")[-1] == key]
     differing = [name for name in matches if len(recorded_values(runs, name)) > 1]
     candidates = differing or matches
-    return candidates[0] if len(candidates) == 1 else key
+    if len(candidates) == 1:
+        return candidates[0]
+    return key
 
 
 def same_value(recorded: object, wanted: object) -> bool:
@@ -62,7 +67,7 @@ def parse_value(text: str) -> object:
     try:
         return float(text)
     except ValueError:
-        return {"true": True, "false": False, "null": None, "none": None}.get(text.lower(), text)
+        return WORDS.get(text.lower(), text)
 
 
 def in_order(values: Iterable[object]) -> list[str]:
@@ -83,8 +88,13 @@ def varied(data: Data) -> dict[str, list[str]]:
 
     Settings that make an arm are left out.
     """
-    keys = {key for run in data.runs for key in run.appended if not key.startswith(MAKES_THE_ARM)}
-    return {key: in_order(recorded_values(data.runs, key)) for key in sorted(keys)}
+    appended = {key for run in data.runs for key in run.appended}
+    settings = {}
+    for key in sorted(appended):
+        if not key.startswith(MAKES_THE_ARM):
+            values = recorded_values(data.runs, key)
+            settings[key] = in_order(values)
+    return settings
 
 
 def choose_one(data: Data) -> str:

@@ -94,7 +94,9 @@ def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
     text = f"{interval.text('+.3f')} over batches {a_TS.index[0]} to {a_TS.index[-1]}"
     if interval.seeds > 1:
         text += f" (exact sign-flip p = {interval.p():.2g})"
-    a_flops, b_flops = (table.max().mean() for table in data.paired("compute/flops", a, b))
+    a_table, b_table = data.paired("compute/flops", a, b)
+    a_flops = a_table.max().mean()
+    b_flops = b_table.max().mean()
     if a_flops > 0 and b_flops > 0:
         text += f", at compute {a} / {b} = {a_flops / b_flops:.2f}"
     return interval, join(text, not_compared(data, (a, b)))
@@ -126,29 +128,28 @@ def held_out(data: Data) -> Claim | None:
     independent.
     """
     arms = contenders(data)
-    differences = []
+    differences = {}
     for name in scores(data):
         gspo, rival = data.paired(name, *arms)
-        differences.append((gspo - rival).dropna())
+        differences[name] = (gspo - rival).dropna()
     if not differences:
         return None
-    common_steps = set.intersection(*(set(table.index) for table in differences))
+    steps = [set(table.index) for table in differences.values()]
+    common_steps = set.intersection(*steps)
     if not common_steps:
         return None
     step = max(common_steps)
-    values_S = np.mean([table.loc[step].to_numpy() for table in differences], axis=0)
+    sets = len(differences)
+    values_S = np.mean([table.loc[step] for table in differences.values()], axis=0)
     interval = estimate(values_S[None, :])
     if interval.seeds == 1:
         errors = []
-        for name in scores(data):
+        for name in differences:
             errors += [table.loc[step] for table in data.paired(stderr_of(name), *arms)]
-        error = float(np.sqrt(np.sum(np.square(errors)))) / len(differences)
+        error = float(np.sqrt(np.sum(np.square(errors)))) / sets
         half = NORMAL_QUANTILE * error
-        interval = Interval(interval.mean, interval.mean - half, interval.mean + half, 1)
-    text = (
-        f"difference at batch {step}, mean over {len(differences)} held-out sets, "
-        f"{interval.text('+.3f')}"
-    )
+        interval = Interval(interval.mean, interval.mean - half, interval.mean + half)
+    text = f"difference at batch {step}, mean over {sets} held-out sets, {interval.text('+.3f')}"
     words = verdict(data, arms, interval, 0, SAME)
     return Claim(
         as_in("Fig. 1, bottom", arms[1]),
@@ -213,9 +214,10 @@ def cheaper(data: Data) -> Claim:
     training. The ratio to the rival's whole run is reported beside it.
     """
     arms = contenders(data)
+    rival = arms[1]
+    claim = f"GSPO reaches the final reward of {NAMES_IN_WORDS[rival]} with less compute"
+    where = as_in("Fig. 1, efficiency", rival)
     tables = reward_and_flops(data)
-    claim = f"GSPO reaches the final reward of {NAMES_IN_WORDS[arms[1]]} with less compute"
-    where = as_in("Fig. 1, efficiency", arms[1])
     if any(table.isna().any(axis=None) for table in tables):
         return Claim(where, claim, "compute/flops was not recorded", "undecided (no compute)")
     result = efficiency(*tables)
@@ -224,7 +226,9 @@ def cheaper(data: Data) -> Claim:
         f"{result.to_end.text()} (the paper's points: {paper_compute_ratio():.2f})"
     )
     rival_reward = tables[2]
-    if rival_reward.tail(WINDOW).mean().mean() <= rival_reward.head(START).mean().mean():
+    start = rival_reward.head(START).mean().mean()
+    end = rival_reward.tail(WINDOW).mean().mean()
+    if end <= start:
         words = "undecided (the rival ends no higher than it starts)"
     else:
         words = verdict(data, arms, result.like, 1)
@@ -241,9 +245,9 @@ def clipping(data: Data) -> Claim:
     it.
     """
     arms = contenders(data)
-    tables = data.paired("clip/token_active", *arms)
-    result = ratio(*tables)
-    shares = " against ".join(f"{table.mean().mean():.2g}" for table in tables)
+    gspo, rival = data.paired("clip/token_active", *arms)
+    result = ratio(gspo, rival)
+    shares = f"{gspo.mean().mean():.2g} against {rival.mean().mean():.2g}"
     if not result.seeds:
         text = "clip/token_active was not recorded"
         words = "undecided (no shares)"
@@ -251,7 +255,8 @@ def clipping(data: Data) -> Claim:
         text = f"{shares} of tokens: GRPO clipped none, no ratio"
         words = "undecided (no ratio)"
     else:
-        gspo_share, rival_share = (paper.series("fig2_clipped", arm)[0] for arm in (GSPO, GRPO_R2))
+        gspo_share = paper.series("fig2_clipped", GSPO)[0]
+        rival_share = paper.series("fig2_clipped", GRPO_R2)[0]
         text = (
             f"{shares} of tokens, ratio {result.text('.3g')} {result.kind} "
             f"(paper: {gspo_share / rival_share:.0f})"

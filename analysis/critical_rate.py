@@ -125,7 +125,9 @@ def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     seeds = len(runs_SAR)
     rng = np.random.default_rng(0)
     drawn_DS = rng.integers(seeds, size=(REPS, seeds))
-    draws_D = log_ratio(rates_R, runs_SAR[drawn_DS], collapsed_SAR[drawn_DS], a, b)
+    drawn_runs = runs_SAR[drawn_DS]
+    drawn_collapsed = collapsed_SAR[drawn_DS]
+    draws_D = log_ratio(rates_R, drawn_runs, drawn_collapsed, a, b)
     # A draw without a critical rate could lie anywhere: it counts below and above, and so widens
     # the interval.
     no_ratio_D = np.isnan(draws_D)
@@ -144,7 +146,8 @@ def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     # Newton's method leaves 1e-8
     smaller_D = np.abs(log_ratios_D) < abs(observed) - 1e-6
     p = float(np.mean(~smaller_D))
-    mean, low, high = np.exp([observed, low, high]).tolist()
+    logarithms = [observed, low, high]
+    mean, low, high = np.exp(logarithms).tolist()
     return Interval(mean, low, high, seeds, logarithmic=True), p
 
 

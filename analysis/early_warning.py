@@ -94,7 +94,8 @@ def main() -> None:
             "more"
         )
     together = foresight.alarm(runs, thresholds)
-    paths = draw(results, together, runs, args.out, script.figure_options(args))
+    options = script.figure_options(args)
+    paths = draw(results, together, runs, args.out, options)
     print("\n".join(outcomes(frame, runs)))
     script.print_lines(table(results, together), paths)
 
@@ -113,7 +114,8 @@ def from_runs(
     usual = {}
     for key in load.differing(data.runs):
         if not key.startswith(VARY_WITHIN_STRESS):
-            values = Counter(str(run.settings.get(key)) for run in data.runs)
+            texts = [str(run.settings.get(key)) for run in data.runs]
+            values = Counter(texts)
             usual[key] = values.most_common(1)[0][0]
     frames = []
     for run in data.runs:
@@ -121,7 +123,8 @@ def from_runs(
             continue
         rows = run.rows[run.rows["step"] > 0].sort_values("step")
         metrics = [name for name in METRICS if name in rows]
-        frame = rows[["step", *metrics]].astype(dict.fromkeys(metrics, "float32"))
+        single_precision = dict.fromkeys(metrics, "float32")
+        frame = rows[["step", *metrics]].astype(single_precision)
         constants = {
             "run": run.path.name,
             "stress": stress(run.settings, usual),
@@ -206,7 +209,8 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
     texts = texts.unstack("lr").fillna("-")
     rows = [["stress", "objective", *(f"{lr:g}" for lr in texts)]]
     rows += [[*index, *row] for index, row in texts.iterrows()]
-    steps = sorted(run.collapsed + 1 for run in runs if run.collapsed is not None)
+    indices = [run.collapsed for run in runs if run.collapsed is not None]
+    steps = [index + 1 for index in sorted(indices)]
     dips = 0
     for name, run_rows in frame.groupby("run"):
         if not collapsed[name] and fell(run_rows):
@@ -261,8 +265,11 @@ def table(results: list[Result], together: Alarm) -> list[str]:
     rows = [head]
     for signal in results:
         row = [signal.name]
-        row += [auroc.text() for auroc in [*signal.aurocs, signal.same_lr]]
-        rows.append(row + alarm_cells(signal.fitted) + alarm_cells(signal.shipped))
+        row += [auroc.text() for auroc in signal.aurocs]
+        row.append(signal.same_lr.text())
+        row += alarm_cells(signal.fitted)
+        row += alarm_cells(signal.shipped)
+        rows.append(row)
     row = [MONITOR, *["-"] * 7]
     rows.append(row + alarm_cells(together))
     return markdown_table(rows)
@@ -270,7 +277,11 @@ def table(results: list[Result], together: Alarm) -> list[str]:
 
 def alarm_cells(alarm: Alarm) -> list[str]:
     """Return the cells for an alarm: collapses seen, lead and false alarms."""
-    return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
+    return [
+        alarm.seen.text(),
+        alarm.lead.text(".0f"),
+        alarm.false.text(),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -328,24 +339,19 @@ def draw_value(
     marker: str = "o",
 ) -> None:
     if value.count:
-        ax.plot(
-            [value.low, value.high],
-            [y, y],
-            color=colour,
-            lw=1.4,
-            zorder=2,
-        )
+        ends = [value.low, value.high]
+        ax.plot(ends, [y, y], color=colour, lw=1.4)
         style.dots(ax, value.value, y, colour, marker, 4.5, zorder=3)
 
 
 def caption(runs: list[History], results: list[Result]) -> str:
     collapsed = sum(run.collapsed is not None for run in runs)
     stresses = sorted({run.stress for run in runs})
-    counts = ", ".join(str(auroc.count) for auroc in results[0].aurocs)
+    counts = [str(auroc.count) for auroc in results[0].aurocs]
     return (
         f"{collapsed} collapsed and {len(runs) - collapsed} healthy runs under {len(stresses)} "
         f"kinds of stress ({', '.join(stresses)}). AUROC: largest score until so many steps before "
-        f"the collapse (dots, squares, triangles; of {counts} runs) against the healthy runs' over "
+        f"the collapse (dots, squares, triangles; of {', '.join(counts)} runs) against the healthy runs' over "
         "the same steps; then among runs of one learning rate, where what the rate alone does to a "
         "score is no help. The others: warnings at a threshold that at most 5 % of the healthy "
         "runs under the other stresses exceed; last row (diamonds): all signals at the monitor's "

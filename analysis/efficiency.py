@@ -110,17 +110,14 @@ def ratios(
     A censored arm has 0 and the bound.
     """
     _, need, rival_need = needs(reward_T, flops_T, rival_T, rival_flops_T)
-    rival = np.array([rival_flops_T[-1], rival_need], float)
+    rival = np.array([rival_flops_T[-1], rival_need])
     # a censored arm needs more than its whole run
     censored_need = np.nextafter(flops_T[-1], np.inf)
     return np.array([rival / need, rival / min(need, censored_need)])
 
 
 def efficiency(
-    reward_TS: np.ndarray,
-    flops_TS: np.ndarray,
-    rival_TS: np.ndarray,
-    rival_flops_TS: np.ndarray,
+    reward_TS: np.ndarray, flops_TS: np.ndarray, rival_TS: np.ndarray, rival_flops_TS: np.ndarray
 ) -> Efficiency:
     """Return the ratios of the curves averaged over seeds, with a two-level paired bootstrap.
 
@@ -130,10 +127,9 @@ def efficiency(
     is within-run. With two to four seeds, intervals from a bootstrap over seeds are too narrow. The
     second level makes up for some of it. The intervals are percentiles.
     """
-    reward = filled(reward_TS).to_numpy()
-    flops = filled(flops_TS).to_numpy()
-    rival = filled(rival_TS).to_numpy()
-    rival_flops = filled(rival_flops_TS).to_numpy()
+    curves = (reward_TS, flops_TS, rival_TS, rival_flops_TS)
+    tables = [filled(curve).to_numpy() for curve in curves]
+    reward, flops, rival, rival_flops = tables
     smooth, noise = smooth_and_noise(reward)
     rival_smooth, rival_noise = smooth_and_noise(rival)
     shorter, longer = sorted((len(reward), len(rival)))
@@ -142,38 +138,42 @@ def efficiency(
     draws = []
     for _ in range(REPS):
         drawn_seeds = rng.integers(seeds, size=seeds)
-        curves = []
-        rival_curves = []
+        rewards = []
+        rival_rewards = []
         for seed in drawn_seeds:
             steps = block_indices(shorter, longer, rng)
             arm_steps = steps[: len(reward)]
             rival_steps = steps[: len(rival)]
-            curves.append(smooth[:, seed] + noise[arm_steps, seed])
-            rival_curves.append(rival_smooth[:, seed] + rival_noise[rival_steps, seed])
+            rewards.append(smooth[:, seed] + noise[arm_steps, seed])
+            rival_rewards.append(rival_smooth[:, seed] + rival_noise[rival_steps, seed])
         draw = ratios(
-            np.mean(curves, 0),
+            np.mean(rewards, 0),
             flops[:, drawn_seeds].mean(1),
-            np.mean(rival_curves, 0),
+            np.mean(rival_rewards, 0),
             rival_flops[:, drawn_seeds].mean(1),
         )
         draws.append(draw)
     # no interpolation between draws: it would mix a censored 0 with a ratio
     lows, highs = np.quantile(draws, [0.025, 0.975], axis=0, method="nearest")
-    tables = (reward, flops, rival, rival_flops)
     mean_curves = [table.mean(1) for table in tables]
-    point, bound = ratios(*mean_curves)
-    seed_ratios = []
+    points, bounds = ratios(*mean_curves)
+    values = []
     for seed in range(seeds):
         seed_curves = [table[:, seed] for table in tables]
-        seed_ratios.append(ratios_of_seed(*seed_curves))
-    to_end_values, like_values = zip(*seed_ratios, strict=True)
-    low = lows[0]
-    high = highs[1]
-    return Efficiency(
-        Ratio(point[0], low[0], high[0], seeds, to_end_values, bound=bound[0]),
-        Ratio(point[1], low[1], high[1], seeds, like_values, bound=bound[1]),
-        *needs(*mean_curves),
-    )
+        values.append(ratios_of_seed(*seed_curves))
+    results = []
+    for index, values_S in enumerate(zip(*values, strict=True)):
+        result = Ratio(
+            mean=points[index],
+            low=lows[0, index],
+            high=highs[1, index],
+            seeds=seeds,
+            values=values_S,
+            bound=bounds[index],
+        )
+        results.append(result)
+    to_end, like = results
+    return Efficiency(to_end, like, *needs(*mean_curves))
 
 
 def smooth_and_noise(reward_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -156,10 +156,10 @@ def draw_score(
             flops = data.table(arm, style.COMPUTE, first_step=0).fillna(0)
             x = flops.loc[table.index].mean(axis=1)
             largest = max(largest, style.finite_max(x))
-        stderrs = data.table(arm, error_name, first_step=0).mean(axis=1).fillna(0)
-        points = pd.DataFrame(
-            {"x": x, "mean": table.mean(axis=1), "error": NORMAL_QUANTILE * stderrs[table.index]}
-        )
+        stderrs = data.table(arm, error_name, first_step=0)
+        stderrs = stderrs.mean(axis=1).fillna(0)
+        points = pd.DataFrame({"x": x, "mean": table.mean(axis=1)})
+        points["error"] = NORMAL_QUANTILE * stderrs[table.index]
         # the arms' bars stand side by side
         if options.log_x:
             points["x"] *= 1.02**index
@@ -187,7 +187,8 @@ def draw_score(
 def draw_paper_scores(row: SubFigure, options: FigureOptions) -> None:
     """Draw the paper's held-out scores, a panel each."""
     axes = row.subplots(1, len(BENCHMARKS))
-    for ax, (name, (title, unit)) in zip(axes, BENCHMARKS.items(), strict=True):
+    for ax, name in zip(axes, BENCHMARKS, strict=True):
+        title, unit = BENCHMARKS[name]
         panels.paper_curves(ax, f"fig1_{name}", PAPER_ARMS, options, smoothed=False)
         ax.set_title(f"The paper's {title}")
         ax.set_ylabel(unit)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from gspo.analysis import choosing, claims, load, panels, paper, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_style, arm_styles, tint
+from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles, tint
 from gspo.analysis.grid import name_rows
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
@@ -107,7 +107,7 @@ def clip_ranges(data: Data) -> str:
 def draw_our_bars(
     ax: Axes,
     data: Data,
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> None:
     """Draw two bars per arm, active (solid) and outside (pale), on an axis from 0.
@@ -136,12 +136,7 @@ def draw_our_bars(
     ax.set_title("Clipped tokens, our runs")
 
 
-def draw_bar(
-    ax: Axes,
-    y: float,
-    share: Interval,
-    colour: str,
-) -> None:
+def draw_bar(ax: Axes, y: float, share: Interval, colour: str) -> None:
     """Draw a bar, with its interval if it has any."""
     below = share.mean - share.low
     above = share.high - share.mean
@@ -159,12 +154,7 @@ def draw_bar(
     )
 
 
-def write_beside(
-    ax: Axes,
-    text: str,
-    x: float,
-    y: float,
-) -> None:
+def write_beside(ax: Axes, text: str, x: float, y: float) -> None:
     """Write text at the right of a bar that ends at x."""
     ax.annotate(
         text,
@@ -198,7 +188,7 @@ def name_bars(ax: Axes, arms: Sequence[str]) -> None:
 def draw_minibatches(
     ax: Axes,
     data: Data,
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> None:
     """Draw clip/token_active by mini-batch of the step, averaged over batches and seeds."""
@@ -214,12 +204,7 @@ def draw_minibatches(
         shares_NS = pd.DataFrame(shares).T  # a row per mini-batch, a column per seed
         if options.seeds:
             thin = tint(line.colour, 0.45)
-            ax.plot(
-                shares_NS,
-                color=thin,
-                lw=0.8,
-                zorder=1,
-            )
+            ax.plot(shares_NS, color=thin, lw=0.8, zorder=1)
         means_N = shares_NS.mean(axis=1, skipna=False)
         ax.plot(means_N, ms=5.5, lw=1.6, **line.plot_options())
         largest = max(largest, style.finite_max(means_N))

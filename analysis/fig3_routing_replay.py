@@ -26,7 +26,10 @@ ARMS = (GRPO_R2, GRPO)
 
 def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
-    return [stability_claims.collapse_without_replay(data), claims.replay_helps(data)]
+    return [
+        stability_claims.collapse_without_replay(data),
+        claims.replay_helps(data),
+    ]
 
 
 def why_not_drawn(data: Data) -> str | None:

@@ -27,7 +27,8 @@ from matplotlib.axes import Axes
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
-PAPER_LOW = {GSPO: CLIP_RANGES["gspo"][0], GRPO: CLIP_RANGES["grpo"][0]}
+ARM_OF = {"gspo": GSPO, "grpo": GRPO}
+PAPER_LOW = {arm: CLIP_RANGES[objective][0] for objective, arm in ARM_OF.items()}
 
 
 def main() -> None:
@@ -35,7 +36,8 @@ def main() -> None:
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "cut")
     numbers = measure(data)
-    paths = draw(data, numbers, args.out, script.figure_options(args))
+    options = script.figure_options(args)
+    paths = draw(data, numbers, args.out, options)
     script.print_lines(table(numbers), [disparity(numbers)], paths)
 
 
@@ -45,13 +47,15 @@ def measure(data: Data) -> pd.DataFrame:
     The columns are arm, low, high, seed, active and outside (means over all batches), and end, the
     reward at the end.
     """
-    arm_of = {"gspo": GSPO, "grpo": GRPO}
-    runs = [run for run in data.runs if run.settings["objective.name"] in arm_of and run.finished]
+    runs = []
+    for run in data.runs:
+        if run.finished and run.settings["objective.name"] in ARM_OF:
+            runs.append(run)
     check_alike(runs, ("objective.",), "give those that differ in the clip range alone")
     rows = []
     for run in runs:
         row = run_numbers(run, START, WINDOW, SHARES)
-        row["arm"] = arm_of[run.settings["objective.name"]]
+        row["arm"] = ARM_OF[run.settings["objective.name"]]
         row["low"] = float(run.settings["objective.clip_low"])
         row["high"] = float(run.settings["objective.clip_high"])
         rows.append(row)
@@ -63,7 +67,8 @@ def measure(data: Data) -> pd.DataFrame:
 
 def clipped_share(numbers: pd.DataFrame, arm: str, low: float) -> pd.Series:
     """Return the clipped share of an arm at a range, by seed."""
-    rows = numbers[(numbers["arm"] == arm) & (numbers["low"] == low)]
+    rows = numbers[numbers["arm"] == arm]
+    rows = rows[rows["low"] == low]
     return rows.set_index("seed")["active"]
 
 
@@ -77,7 +82,10 @@ def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
     shares = pd.DataFrame({"gspo": gspo, "grpo": grpo}).dropna()
     if shares.empty:
         return "-"
-    interval = ratio(shares[["gspo"]].T, shares[["grpo"]].T)
+    # each is a table of one batch, with a column per seed
+    gspo_TS = shares[["gspo"]].T
+    grpo_TS = shares[["grpo"]].T
+    interval = ratio(gspo_TS, grpo_TS)
     if not np.isfinite(interval.mean):
         return "GRPO clips none"
     return interval.text(".3g")
@@ -91,9 +99,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
         rewards = []
         for arm in (GSPO, GRPO):
             runs = cell[cell["arm"] == arm]
+            reward = t_interval(runs["end"]).text() if len(runs) else "-"
+            rewards.append(reward)
             shares.append(f"{runs['active'].mean():.2g}")
-            rewards.append(t_interval(runs["end"]).text() if len(runs) else "-")
-        rows.append([f"{low:g} / {high:g}", *shares, compared(numbers, low, low), *rewards])
+        quotient = compared(numbers, low, low)
+        rows.append([f"{low:g} / {high:g}", *shares, quotient, *rewards])
     return markdown_table(rows)
 
 
@@ -124,13 +134,8 @@ def draw(
         ax.set(xscale="log", xlabel="lower clip range")
         for arm, low in PAPER_LOW.items():
             colour = tint(arm_style(arm).colour, 0.5)
-            ax.axvline(
-                low,
-                color=colour,
-                lw=1,
-                ls="--",
-                zorder=0,
-            )
+            dashes = style.DASHED | {"color": colour, "zorder": 0}
+            ax.axvline(low, **dashes)
     styles = {arm: arm_style(arm) for arm in (GSPO, GRPO)}
     style.legend(left, styles, loc="best")
     run = data.runs[0]
@@ -143,35 +148,22 @@ def draw(
     return style.save(figure, out, "fig_clip_range", caption, options)
 
 
-def lines(
-    ax: Axes,
-    numbers: pd.DataFrame,
-    column: str,
-    pale: bool = False,
-) -> None:
+def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> None:
     """Draw the mean of a column against the range, a line per arm.
 
     Each seed is a mark, unless the lines are pale.
     """
     for arm, runs in numbers.groupby("arm"):
         line = arm_style(arm)
+        colour = line.colour
         means = runs.groupby("low")[column].mean()
         if pale:
-            ax.plot(
-                means,
-                color=tint(line.colour, 0.4),
-                ls=line.line,
-                lw=1.2,
-            )
+            ax.plot(means, color=tint(colour, 0.4), ls=line.line, lw=1.2)
             continue
-        colour = tint(line.colour, 0.5)
-        style.dots(ax, runs["low"], runs[column], colour, line.marker, edge=0.4)
-        ax.plot(
-            means,
-            color=line.colour,
-            ls=line.line,
-            lw=1.8,
-        )
+        x = runs["low"]
+        y = runs[column]
+        style.dots(ax, x, y, tint(colour, 0.5), line.marker, edge=0.4)
+        ax.plot(means, color=colour, ls=line.line, lw=1.8)
 
 
 if __name__ == "__main__":

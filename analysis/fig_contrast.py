@@ -66,7 +66,8 @@ def judged(data: Data) -> dict[tuple[str, str], tuple[Interval, str]]:
     results = {}
     for pair in pairs(data):
         interval, _ = claims.last_half(data, *pair)
-        results[pair] = interval, claims.verdict(data, pair, interval, 0, claims.SAME)
+        verdict = claims.verdict(data, pair, interval, 0, claims.SAME)
+        results[pair] = interval, verdict
     return results
 
 
@@ -80,16 +81,16 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
     for arm in arms_in(first):
         if arm not in second.arms:
             continue
-        seeds = sorted(set(first.seeds(arm)) & set(second.seeds(arm)))
-        if not seeds:
-            continue
-        rewards = [data.table(arm, "reward/mean")[seeds] for data in (first, second)]
-        runs = [run for data in (first, second) for run in data.of(arm) if run.seed in seeds]
-        last = min(run.last for run in runs)
+        common = set(first.seeds(arm)) & set(second.seeds(arm))
+        seeds = sorted(common)
+        runs = first.of(arm) + second.of(arm)
+        last = min((run.last for run in runs if run.seed in common), default=0)
         if last > 1:
             steps = range(last // 2 + 1, last + 1)
-            before, after = (table.reindex(steps) for table in rewards)
-            differences[arm] = paired_difference(after, before)
+            before = first.table(arm, "reward/mean")[seeds]
+            after = second.table(arm, "reward/mean")[seeds]
+            interval = paired_difference(after.reindex(steps), before.reindex(steps))
+            differences[arm] = interval
     return differences
 
 
@@ -107,11 +108,13 @@ def table(studies: list[Data]) -> list[str]:
     titled = list(zip(studies, titles(studies), strict=True))
     for data, title in titled:
         for pair, (interval, verdict) in judged(data).items():
-            rows.append([title, pair_name(*pair), *difference_cells(interval), verdict])
+            cells = difference_cells(interval)
+            rows.append([title, pair_name(*pair), *cells, verdict])
     for (first, first_title), (second, second_title) in pairwise(titled):
         title = f"{second_title} - {first_title}"
         for arm, interval in between(first, second).items():
-            rows.append([title, panels.short_name(arm), *difference_cells(interval), ""])
+            cells = difference_cells(interval)
+            rows.append([title, panels.short_name(arm), *cells, ""])
     return markdown_table(rows)
 
 
@@ -151,7 +154,8 @@ def titles(studies: list[Data]) -> list[str]:
         texts = []
         for key in keys[:MAX_TITLE_SETTINGS]:
             arms = arms_by_key[key]
-            value = scientific(data.of(arms[0])[0].settings.get(key))
+            first_run = data.of(arms[0])[0]
+            value = scientific(first_run.settings.get(key))
             text = f"{SETTING_NAMES.get(key, key)} {value}"
             if len(arms) < len(keys_by_arm):
                 owner = panels.short_name(min(arms, key=len))
@@ -179,7 +183,8 @@ def why_not_drawn(studies: list[Data]) -> str | None:
         return "needs two studies or more: name the folder of each"
     for data in studies:
         if not pairs(data):
-            return load.why_not_comparable(data, ARMS[:2])
+            expected = ARMS[:2]
+            return load.why_not_comparable(data, expected)
     return None
 
 
@@ -197,13 +202,13 @@ def draw(studies: list[Data], out: Path, options: FigureOptions = DEFAULTS) -> l
         height_ratios=[1.3, 1],
     )
     curve_panels, difference_panels = axes
-    for ax, data, title in zip(curve_panels, studies, titles(studies), strict=True):
-        draw_curves(ax, data, options, title)
-    for ax, data in zip(difference_panels, studies, strict=True):
-        draw_differences(ax, data)
+    for index, title in enumerate(titles(studies)):
+        data = studies[index]
+        draw_curves(curve_panels[index], data, options, title)
+        draw_differences(difference_panels[index], data)
     curve_panels[0].set_ylabel("training reward (mean of batch)")
     difference_panels[0].set_ylabel("paired difference of the reward,\nlast half of the batches")
-    drawn = {arm for data in studies for arm in data.arms}
+    drawn = {arm for data in studies for arm in arms_in(data)}
     styles = {arm: arm_style(arm) for arm in ARMS if arm in drawn}
     style.legend(curve_panels[-1], styles, loc="best")
     return style.save(figure, out, "fig_contrast", caption(studies, options), options)
@@ -217,7 +222,8 @@ def draw_curves(
 ) -> None:
     """Draw the training reward of the paper's arms over the batches."""
     for arm in arms_in(data):
-        panels.curve(ax, data.table(arm, "reward/mean"), arm_style(arm), options)
+        rewards = data.table(arm, "reward/mean")
+        panels.curve(ax, rewards, arm_style(arm), options)
     style.training_axis(ax, 0, options)
     ax.set_title(title.replace(", ", "\n"))
 
@@ -232,7 +238,8 @@ def draw_differences(ax: Axes, data: Data) -> None:
         shifts = [0.0]
         if len(values) > 1:
             shifts = np.linspace(-0.16, 0.16, len(values))
-        style.dots(ax, np.add(index, shifts), values, style.MUTED, size=4, edge=1)
+        x = np.add(index, shifts)
+        style.dots(ax, x, values, style.MUTED, size=4, edge=1)
         panels.mean_bar(ax, index + 0.3, interval, 11)
         text = f"{panels.short_name(a)}\n- {panels.short_name(b)}\n{interval.mean:+.3f}"
         if interval.seeds > 1:
@@ -247,9 +254,12 @@ def caption(studies: list[Data], options: FigureOptions) -> str:
     """Return the caption, which describes the runs and the panels and states the verdicts."""
     lines = []
     for data, title in zip(studies, titles(studies), strict=True):
-        verdicts = [f"{pair_name(*pair)}: {verdict}" for pair, (_, verdict) in judged(data).items()]
+        verdicts = []
+        for pair, (_, verdict) in judged(data).items():
+            verdicts.append(f"{pair_name(*pair)}: {verdict}")
         heading = title[:1].upper() + title[1:]
-        lines.append(f"{heading}: {load.describe(data, data.arms)} {'; '.join(verdicts)}.")
+        runs = load.describe(data, data.arms)
+        lines.append(f"{heading}: {runs} {'; '.join(verdicts)}.")
     last = studies[-1]
     lines.append(
         f"{panels.how_drawn(last, arms_in(last), options)} Below: dots are seeds, bars 95 % "

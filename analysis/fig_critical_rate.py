@@ -15,14 +15,13 @@ differences at each rate. Writes fig_critical_rate.pdf and .png. Metrics: reward
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
+from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 from gspo.analysis.grid import (
@@ -58,9 +57,13 @@ def main() -> None:
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
-    paths = draw(data, numbers, ratios, args.out, script.figure_options(args))
+    options = script.figure_options(args)
+    paths = draw(data, numbers, ratios, args.out, options)
     script.print_lines(
-        table(numbers), difference_table(numbers), ratio_table(numbers, ratios), paths
+        table(numbers),
+        difference_table(numbers),
+        ratio_table(numbers, ratios),
+        paths,
     )
 
 
@@ -76,19 +79,18 @@ def measure(data: Data) -> pd.DataFrame:
         raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
     expected = ("objective.", "policy.routing_replay", RATE)
     check_alike(runs, expected, "give those that differ in the learning rate alone")
-    ranges = {(load.base_arm(run.settings), run.settings.get(CLIP)) for run in runs}
-    ranges_of_arm = Counter(arm for arm, _ in ranges)
     rows = []
     for run in runs:
-        arm = load.base_arm(run.settings)
-        if ranges_of_arm[arm] > 1:
-            arm += f" [clip range {run.settings.get(CLIP)}]"
         part = part_length(run)
         row = run_numbers(run, part, part, {"kl": "kl/old_k3"})
-        row["arm"] = arm
+        row["arm"] = load.base_arm(run.settings)
         row["rate"] = float(run.settings[RATE])
+        row["range"] = f" [clip range {run.settings.get(CLIP)}]"
         rows.append(row)
     numbers = pd.DataFrame(rows)
+    ranges_of_arm = numbers.groupby("arm")["range"].transform("nunique")
+    suffix = numbers.pop("range")
+    numbers["arm"] += suffix.where(ranges_of_arm > 1, "")
     repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(repeated):
         first = repeated.iloc[0]
@@ -110,7 +112,8 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     arms = in_order(numbers)
     rates = np.sort(numbers["rate"].unique())
     seeds = np.sort(numbers["seed"].unique())
-    runs_SAR = np.zeros((len(seeds), len(arms), len(rates)), int)
+    shape = (len(seeds), len(arms), len(rates))
+    runs_SAR = np.zeros(shape, int)
     collapsed_SAR = np.zeros_like(runs_SAR)
     cells = (
         np.searchsorted(seeds, numbers["seed"]),
@@ -131,7 +134,9 @@ def compare(numbers: pd.DataFrame) -> Ratios:
     ratios = {}
     for a, b in combinations(arms, 2):
         if seeds[a] == seeds[b]:
-            ratios[a, b] = ratio(counts, arms.index(a), arms.index(b))
+            a_index = arms.index(a)
+            b_index = arms.index(b)
+            ratios[a, b] = ratio(counts, a_index, b_index)
     return ratios
 
 
@@ -149,9 +154,11 @@ def difference_table(numbers: pd.DataFrame) -> list[str]:
             if len(paired) < 2:
                 continue
             interval = t_interval(paired)
-            error = standard_error(paired)
-            t = f"{interval.mean / error:.1f}" if error > 0 else "-"
             mean, p = difference_cells(interval)
+            error = standard_error(paired)
+            t = "-"
+            if error > 0:
+                t = f"{interval.mean / error:.1f}"
             rows.append([f"{rate:g}", f"{a} - {b}", mean, t, p])
     return markdown_table(rows)
 
@@ -161,7 +168,8 @@ def table(numbers: pd.DataFrame) -> list[str]:
     head = ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth"]
     rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
-        row = [arm, f"{rate:g}", len(runs), f"{runs['start'].mean():.3f}"]
+        row = [arm, f"{rate:g}", len(runs)]
+        row.append(f"{runs['start'].mean():.3f}")
         row.append(t_interval(runs["end"]).text())
         row.append(collapsed_count(runs))
         row.append(f"{runs['kl'].mean():.2g}")
@@ -177,7 +185,8 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     _, critical_A = fit_pooled(counts)
     rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
-        rows.append([arm, rate_text(rate, numbers["rate"]), ""])
+        text = rate_text(rate, numbers["rate"])
+        rows.append([arm, text, ""])
     for (a, b), (interval, p) in ratios.items():
         rows.append([f"{a} / {b}", interval.text(".2f"), f"{p:.2g}"])
     return markdown_table(rows)
@@ -211,7 +220,8 @@ def draw(
     """Draw the three panels."""
     styles = arm_styles(sorted(numbers["arm"].unique()))
     figure = style.canvas(3.6, options)
-    end_panel, share_panel, kl_panel = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    panels = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    end_panel, share_panel, kl_panel = panels
     draw_ends(end_panel, numbers, styles)
     draw_shares(share_panel, numbers, styles)
     if numbers["kl"].notna().any():
@@ -230,23 +240,18 @@ def rate_axis(ax: Axes, rates: np.ndarray) -> None:
     ax.set_xlabel("learning rate ($10^{-4}$)")
 
 
-def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the reward at the end against the rate, with its 95 % interval over seeds."""
     for arm, runs in numbers.groupby("arm"):
         points = cell_intervals(runs, "rate", "end")
         interval_line(ax, points, styles[arm], line_width=1.8)
     starts = numbers.groupby("rate")["start"].mean()
-    ax.plot(
-        starts,
-        color=style.MUTED,
-        lw=1,
-        ls="--",
-    )
+    ax.plot(starts, color=style.MUTED, lw=1, ls="--")
     rate_axis(ax, starts.index)
     ax.set(title="Reward at the end", ylabel="training reward, last fifth")
 
 
-def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the share of collapsed runs against the rate, with the fitted curves."""
     counts, arms = counted(numbers)
     slope, critical_A = fit_pooled(counts)
@@ -259,41 +264,33 @@ def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) ->
         style.dots(ax, share.index, share, line.colour, line.marker)
         if np.isfinite(critical):
             fitted = probability(fine_rates, slope, critical)
-            ax.plot(
-                fine_rates,
-                fitted,
-                color=line.colour,
-                ls=line.line,
-                lw=1.6,
-            )
+            curve = {"color": line.colour, "ls": line.line, "lw": 1.6}
+            ax.plot(fine_rates, fitted, **curve)
         if rates[0] <= critical <= rates[-1]:
             pale = tint(line.colour, 0.6)
             ax.plot([critical, critical], [0, 0.5], color=pale, lw=0.9)
-    ax.axhline(
-        0.5,
-        color=style.FAINT,
-        lw=0.8,
-        zorder=0,
-    )
+    ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
     ax.set_ylim(-0.05, 1.05)
     rate_axis(ax, rates)
     ax.set(title="Collapsed runs", ylabel="share of the seeds")
 
 
-def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the reward at the end against the KL of an update, a point per arm and rate.
 
     The points of an arm are joined in the order of the rates.
     """
-    for arm, runs in numbers.groupby("arm"):
-        cells = runs.groupby("rate")[["kl", "end"]].mean()
-        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **styles[arm].plot_options())
+    means = numbers.groupby(["arm", "rate"])[["kl", "end"]].mean()
+    for arm, line in styles.items():
+        cells = means.loc[arm]
+        marks = line.plot_options()
+        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **marks)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    multiples = (1.0, 3.0) if high > 20 * low else (1.0, 2.0, 5.0)
-    ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.minorticks_off()
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    multiples = [1, 2, 5]
+    if high > 20 * low:
+        multiples = [1, 3]
+    style.round_ticks(ax, LogLocator(subs=multiples))
     ax.set(title="Reward against step size", xlabel="KL of an update (kl/old_k3)")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from gspo.analysis import choosing, load, panels, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles
+from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.style import DEFAULTS, FigureOptions
@@ -104,18 +104,13 @@ def draw(
 def draw_columns(
     columns: dict[str, Data],
     metrics: list[str],
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> Figure:
-    """Return the figure of several combinations of settings: a column for each, a row per metric."""
+    """Return the figure of several combinations of settings, a column for each."""
     figure = style.canvas(2.1 * len(metrics), options)
     shape = (len(metrics), len(columns))
-    grid = figure.subplots(
-        *shape,
-        sharey="row",
-        sharex=True,
-        squeeze=False,
-    )
+    grid = figure.subplots(*shape, sharey="row", sharex=True, squeeze=False)
     for column, (title, data) in enumerate(columns.items()):
         for row, metric in enumerate(metrics):
             draw_panel(grid[row, column], data, metric, styles, options)
@@ -130,7 +125,7 @@ def draw_columns(
 def draw_grid(
     data: Data,
     metrics: list[str],
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> Figure:
     """Return the figure of runs at a single setting: the metrics fill the rows of a grid."""
@@ -199,7 +194,7 @@ def draw_panel(
     ax: Axes,
     data: Data,
     metric: str,
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> None:
     """Draw a metric of all arms.

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pandas as pd
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles
+from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     cell_intervals,
@@ -98,7 +98,13 @@ def main() -> None:
     args = parser.parse_args()
     data = script.read(args, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(data, args.dose, args.measured, args.arms, args.also)
+    numbers = measure(
+        data,
+        args.dose,
+        args.measured,
+        args.arms,
+        args.also,
+    )
     baseline = OBJECTIVES[args.against]
     paths = draw(
         data,
@@ -196,7 +202,7 @@ def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]
     First come the objectives minus `baseline`, then the remedies minus none.
     """
     arms = numbers.drop_duplicates("arm")
-    arm_of = {(row.objective, row.remedy): row.arm for row in arms.itertuples()}
+    arm_of = arms.set_index(["objective", "remedy"])["arm"].to_dict()
     objectives: Pairs = {}
     remedies: Pairs = {}
     for row in arms.itertuples():
@@ -219,8 +225,11 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
 
 def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
     """Return the position, the level and the interval of the difference at each level."""
-    cells = pair.groupby(["position", "level"])["difference"]
-    return [(position, level, t_interval(cell)) for (position, level), cell in cells]
+    points = []
+    for (position, level), cell in pair.groupby(["position", "level"]):
+        interval = t_interval(cell["difference"])
+        points.append((position, level, interval))
+    return points
 
 
 # ------------------------------------------------------------------------------------------------
@@ -253,7 +262,8 @@ def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
     for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
             for _, level, interval in intervals(pair):
-                rows.append([f"{level}", f"{a} - {b}", *difference_cells(interval)])
+                cells = difference_cells(interval)
+                rows.append([level, f"{a} - {b}", *cells])
     return markdown_table(rows)
 
 
@@ -262,13 +272,14 @@ def dose_table(numbers: pd.DataFrame) -> list[str]:
     rows = [["arm", "dose", "reward, minus that at its least dose", "p"]]
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
-        levels = dict(zip(runs["position"], runs["level"], strict=True))
+        levels = runs.set_index("position")["level"].to_dict()
         least, *larger = ends.columns
         for position in larger:
             paired = (ends[position] - ends[least]).dropna()
             if len(paired):
                 doses = f"{levels[position]} - {levels[least]}"
-                rows.append([arm, doses, *difference_cells(t_interval(paired))])
+                cells = difference_cells(t_interval(paired))
+                rows.append([arm, doses, *cells])
     return markdown_table(rows)
 
 
@@ -296,9 +307,9 @@ def draw(
     heights = (1, 0.1 + 0.06 * len(styles), 1)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
     end_panel, share_panel, names_panel, objective_panel, remedy_panel = panels.values()
-    arms = numbers.groupby("arm")
-    for shift, (arm, runs) in zip(shifts(len(styles), 0.05), arms, strict=True):
-        line = styles[arm]
+    x_shifts = shifts(len(styles), 0.05)
+    for shift, (arm, line) in zip(x_shifts, styles.items(), strict=True):
+        runs = numbers[numbers["arm"] == arm]
         shifted = runs.assign(x=runs["position"] + shift)
         interval_line(end_panel, cell_intervals(shifted, "x", "end"), line)
         if extra_metric:
@@ -339,17 +350,15 @@ def shifts(count: int, distance: float) -> list[float]:
     return [distance * (index - (count - 1) / 2) for index in range(count)]
 
 
-def draw_differences(ax: Axes, pairs: Pairs, styles: dict[str, ArmStyle]) -> None:
+def draw_differences(ax: Axes, pairs: Pairs, styles: ArmStyles) -> None:
     """Draw the mean difference of each pair of arms at each level, with its interval."""
-    for shift, ((arm, _), pair) in zip(shifts(len(pairs), 0.07), pairs.items(), strict=True):
-        points = [(position + shift, interval) for position, _, interval in intervals(pair)]
+    x_shifts = shifts(len(pairs), 0.07)
+    for shift, (arm, rival) in zip(x_shifts, pairs, strict=True):
+        points = []
+        for position, _, interval in intervals(pairs[arm, rival]):
+            points.append((position + shift, interval))
         interval_line(ax, points, styles[arm])
-    ax.axhline(
-        0,
-        color=style.MUTED,
-        lw=1,
-        zorder=1,
-    )
+    ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
 
 
 def tick(level: object, measured: pd.Series) -> str:

@@ -89,17 +89,14 @@ def draw_curves(
             for seed in rewards:
                 ax.plot(x[seed], trailing_mean(rewards[seed]), **thin)
         every = max(1, len(y) // 8)
-        ax.plot(mean_x, y, lw=2, ms=5, markevery=every, **line.plot_options())
+        marks = line.plot_options() | {"ms": 5, "markevery": every}
+        ax.plot(mean_x, y, lw=2, **marks)
         if np.isfinite(need):
-            style.dots(ax, need, result.level, line.colour, line.marker, 9, edge=1, zorder=4)
+            dot = {"size": 9, "edge": 1, "zorder": 4}
+            style.dots(ax, need, result.level, line.colour, line.marker, **dot)
         ends.append((y[-1], style.arm_label(name), line))
         largest = max(largest, style.finite_max(mean_x))
-    ax.axhline(
-        result.level,
-        color=style.INK,
-        lw=1,
-        ls=":",
-    )
+    ax.axhline(result.level, color=style.INK, lw=1, ls=":")
     style.training_axis(ax, largest, options)
     ax.set_ylabel("training reward")
     ax.set_title("Reaching the rival's final level")
@@ -113,17 +110,23 @@ def draw_ratios(ax: Axes, rival: str, result: Efficiency) -> None:
     """
     published = Interval(claims.paper_compute_ratio())
     ratios = [result.like, result.to_end, published]
-    texts = [result.like.text(), result.to_end.text(), f"{published.mean:.2f}"]
+    texts = [
+        result.like.text(),
+        result.to_end.text(),
+        f"{published.mean:.2f}",
+    ]
     names = [
         "like for like\n(decides)",
         "to the rival's\nwhole run",
         "the paper's points,\nwhole run",
     ]
-    largest = style.finite_max([(ratio.mean, ratio.high) for ratio in ratios])
+    ends = [(ratio.mean, ratio.high) for ratio in ratios]
+    largest = style.finite_max(ends)
     right = max(2.0, 1.1 * largest)
     for row, (ratio, text) in enumerate(zip(ratios, texts, strict=True)):
         colour = style.MUTED if ratio is published else arm_style(GSPO).colour
-        ax.plot([ratio.low, ratio.high], [row, row], color=colour, lw=2)
+        ends = [ratio.low, ratio.high]
+        ax.plot(ends, [row, row], color=colour, lw=2)
         if ratio.mean > 0:
             style.dots(ax, ratio.mean, row, colour, "o", 7, edge=1)
         else:  # the level was not reached: the ratio lies somewhere below the bound
@@ -137,12 +140,7 @@ def draw_ratios(ax: Axes, rival: str, result: Efficiency) -> None:
             fontsize=8.5,
             bbox={"fc": "white", "ec": "none", "pad": 1},
         )
-    ax.axvline(
-        1,
-        color=style.INK,
-        lw=1,
-        ls=":",
-    )
+    ax.axvline(1, color=style.INK, lw=1, ls=":")
     ax.set_yticks(range(3), names)
     ax.set_ylim(2.5, -0.6)
     ax.set_xlim(0, right)

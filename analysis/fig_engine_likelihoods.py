@@ -61,10 +61,12 @@ GAPS = {  # title of a panel, label of its x axis, and its unit as a number
 
 
 def main() -> None:
-    args = script.parser(__doc__, refused=script.DOTS | script.NO_CURVES).parse_args()
+    parser = script.parser(__doc__, refused=script.DOTS | script.NO_CURVES)
+    args = parser.parse_args()
     loaded = script.read(args, notes=False)
     data = chosen(loaded)
-    print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
+    notes = loaded.notes + data.notes
+    print("\n".join(f"note: {note}" for note in notes))
     paths = draw(data, args.out, script.figure_options(args))
     script.print_lines(arm_table(data), effect_table(data), verdict(data), paths)
 
@@ -79,7 +81,9 @@ def arm_table(data: Data) -> list[str]:
     for arm, runs in measure(data).groupby(level="arm", sort=False):
         mean = runs.mean()
         seeds = ", ".join(map(str, runs.index.get_level_values("seed")))
-        row = [arm, seeds, f"{mean['start']:.3f}", f"{mean['end']:.3f}", gain_text(runs["gain"])]
+        row = [arm, seeds]
+        row += [f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
+        row.append(gain_text(runs["gain"]))
         for name in MEANS:
             form = ".4f" if name == "agreement" else ".2g"
             row.append(share(mean[name], form))
@@ -95,7 +99,8 @@ def effect_table(data: Data) -> list[str]:
         if result:
             interval, values = result
             seeds = ", ".join(f"{seed}: {value:+.3f}" for seed, value in values.items())
-            rows.append([arm_name(*cell), interval.text("+.3f"), interval.kind, seeds])
+            mean = interval.text("+.3f")
+            rows.append([arm_name(*cell), mean, interval.kind, seeds])
     return markdown_table(rows)
 
 
@@ -110,7 +115,12 @@ def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]
     panels = figure.subplot_mosaic("rroa;klfs", height_ratios=[8, 4.6])
     reward_panel = panels["r"]
     share_panels = {"outside": panels["o"], "active": panels["a"]}
-    gap_panels = dict(zip(GAPS, (panels[name] for name in "klfs"), strict=True))
+    gap_panels = {
+        "k3": panels["k"],
+        "abs log s": panels["l"],
+        "F(2)": panels["f"],
+        "agreement": panels["s"],
+    }
     draw_rewards(reward_panel, data)
     for column, ax in share_panels.items():
         draw_marks(ax, numbers, CELLS, column, MARKS)
@@ -127,26 +137,25 @@ def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]
             ax.set_xlim(right=1)
         else:
             ax.set_xlim(left=0)
-        ax.xaxis.set_major_locator(MaxNLocator(3))
-        ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        style.round_ticks(ax, MaxNLocator(3))
     upper = [reward_panel, *share_panels.values()]
+    first_float32_row = len(coarse) - 0.5
+    last_float32_row = len(CELLS) - 0.45
+    grey = tint(style.FAINT, 0.3)
     for ax in upper:
-        float32_rows = (len(coarse) - 0.5, len(CELLS) - 0.45)
-        ax.axhspan(
-            *float32_rows,
-            color=tint(style.FAINT, 0.3),
-            lw=0,
-            zorder=0,
-        )
-    for axes, cells in ((upper, CELLS), (list(gap_panels.values()), coarse)):
+        ax.axhspan(first_float32_row, last_float32_row, color=grey, lw=0, zorder=0)
+    lower = list(gap_panels.values())
+    for axes, cells in ((upper, CELLS), (lower, coarse)):
+        names = [row_name(*cell) for cell in cells]
         for ax in axes[1:]:
             ax.set_yticks(range(len(cells)), [""] * len(cells))
-        name_rows(axes, [row_name(*cell) for cell in cells], 0.55)
+        name_rows(axes, names, 0.55)
     handles = []
     for old, when, _, marker in MARKS:
         minibatches = "mini-batches" if when == ", all" else "mini-batch"
         label = f"{old}'s log-probs{when} {minibatches}"
-        handles.append(Line2D([], [], label=label, **mark_options(style.INK, old, marker)))
+        mark = mark_options(style.INK, old, marker)
+        handles.append(Line2D([], [], label=label, **mark))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(MARKS))
     return style.save(figure, out, "fig_engine_likelihoods", caption(data), options)
 
@@ -170,12 +179,7 @@ def share_axis(ax: Axes) -> None:
 
 def draw_rewards(ax: Axes, data: Data) -> None:
     """Draw the effect on the reward: each seed as a dot, the mean with its interval as a bar."""
-    ax.axvline(
-        0,
-        color=style.MUTED,
-        lw=1,
-        zorder=2,
-    )
+    ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     for row, cell in enumerate(CELLS):
         result = effect(data, *cell)
         if not result:
@@ -183,23 +187,10 @@ def draw_rewards(ax: Axes, data: Data) -> None:
         interval, seeds = result
         colour = arm_style(cell[1]).colour
         ends = [interval.low, interval.high]
-        ax.plot(
-            ends,
-            [row, row],
-            color=tint(colour, 0.45),
-            lw=1.6,
-            zorder=2,
-        )
-        style.dots(ax, seeds, np.full(len(seeds), row), tint(colour, 0.6))
-        ax.plot(
-            interval.mean,
-            row,
-            "|",
-            ms=12,
-            mew=2.4,
-            color=colour,
-            zorder=4,
-        )
+        ax.plot(ends, [row, row], color=tint(colour, 0.45), lw=1.6, zorder=2)
+        rows = np.full(len(seeds), row)
+        style.dots(ax, seeds, rows, tint(colour, 0.6))
+        style.mean_mark(ax, interval.mean, row, colour, "|", 12)
     ax.set(
         title="Reward: engine's log-probs - trainer's",
         xlabel=f"difference, mean of the last {WINDOW} batches",
@@ -215,12 +206,13 @@ def draw_marks(
 ) -> None:
     """Draw a row per pair of arms with a mark per seed, each kind of mark at its own height."""
     for row, cell in enumerate(cells):
+        colour = arm_style(cell[1]).colour
         for old, when, shift, marker in kinds:
             arm = arm_name(*cell, old)
             if arm in numbers.index:
                 seeds = numbers.loc[arm, column + when]
                 heights = np.full(len(seeds), row + shift)
-                ax.plot(seeds, heights, **mark_options(arm_style(cell[1]).colour, old, marker))
+                ax.plot(seeds, heights, **mark_options(colour, old, marker))
 
 
 def mark_options(colour: str, old: str, marker: str) -> dict:
@@ -241,7 +233,8 @@ def caption(data: Data) -> str:
         "seed: within the run). Grey: float32, only rounding differs. Lower row: the gap in "
         "bfloat16; dashes: GSPO's clip range."
     )
-    return "\n".join([text, *verdict(data)[:2]])
+    answers = verdict(data)[:2]
+    return "\n".join([text, *answers])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def main() -> None:
     args = script.parser(__doc__, refused=REFUSED).parse_args()
     data = script.read(args)
     paths = draw(data, args.out, script.figure_options(args))
-    script.print_lines(table(measure(data)), paths)
+    numbers = measure(data)
+    script.print_lines(table(numbers), paths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -78,8 +79,9 @@ def measure(data: Data) -> pd.DataFrame:
             values = data.table(arm, metric).loc[:last]
             frame[name] = values.mean()
         frames[arm] = frame
-    falling = sorted(frames.items(), key=lambda item: -item[1]["gain"].mean())
-    return pd.concat(dict(falling), names=["arm", "seed"])
+    gains = {arm: frame["gain"].mean() for arm, frame in frames.items()}
+    falling = sorted(frames, key=lambda arm: -gains[arm])
+    return pd.concat({arm: frames[arm] for arm in falling}, names=["arm", "seed"])
 
 
 def arms_of(numbers: pd.DataFrame) -> list[str]:
@@ -101,7 +103,8 @@ def table(numbers: pd.DataFrame) -> list[str]:
         row += [f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
         row.append(gain_text(runs["gain"]))
         row += [share(mean["active"]), share(mean["outside"])]
-        row += [number(mean[name], form) for name, form in FORMATS.items()]
+        for name, form in FORMATS.items():
+            row.append(number(mean[name], form))
         rows.append(row)
     return markdown_table(rows)
 
@@ -168,26 +171,13 @@ def draw_rows(
         rows = np.full(len(seeds), row)
         pale = tint(line.colour, 0.5)
         style.dots(ax, seeds, rows, pale, line.marker, 5.5, zorder=3)
-        ax.plot(
-            mean,
-            row,
-            "|",
-            ms=11,
-            mew=2.4,
-            color=line.colour,
-            zorder=4,
-        )
+        style.mean_mark(ax, mean, row, line.colour, "|", 11)
 
 
 def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
     """Draw the reward gained, with a line at 0."""
     draw_rows(ax, numbers, "gain")
-    ax.axvline(
-        0,
-        color=style.MUTED,
-        lw=1,
-        zorder=2,
-    )
+    ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     ax.margins(x=0.05)
     ax.set(title="Reward gain", xlabel=f"last {WINDOW} - first {START} batches")
 
@@ -198,15 +188,19 @@ def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
     Exactly 0, which has no logarithm, gets a shaded strip at the left, "never".
     """
     values = numbers[["active", "outside"]].to_numpy()
-    has_zeros = bool((values == 0).any())
     smallest = values[values > 0].min(initial=0.1)
     lowest_power = math.floor(math.log10(smallest))
+    lowest = 10.0**lowest_power
+    has_zeros = bool((values == 0).any())
     strip_width = 0.4 * -lowest_power  # in decades
     zero_x = 10 ** (lowest_power - strip_width / 2)
-    left = 10 ** (lowest_power - (strip_width if has_zeros else 0.1))
+    room = strip_width if has_zeros else 0.1
+    left = 10 ** (lowest_power - room)
     last_power = lowest_power if has_zeros else lowest_power - 1
     every = -2 if lowest_power < -2 else -1
-    ticks = {10.0**power: f"$10^{{{power}}}$" for power in range(0, last_power, every)}
+    ticks = {}
+    for power in range(0, last_power, every):
+        ticks[10.0**power] = f"$10^{{{power}}}$"
     ticks[1.0] = "1"
     if has_zeros:
         ticks[zero_x] = "never"
@@ -214,13 +208,7 @@ def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
         ax.set_xscale("log")
         draw_rows(ax, numbers, column, zero_x)
         if has_zeros:
-            ax.axvspan(
-                left,
-                10.0**lowest_power,
-                color=STRIP,
-                lw=0,
-                zorder=0,
-            )
+            ax.axvspan(left, lowest, color=STRIP, lw=0, zorder=0)
         ax.set_xlim(left, 1.5)
         ax.set_xticks(list(ticks), list(ticks.values()))
         ax.xaxis.minorticks_off()
@@ -237,7 +225,8 @@ def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
     ax.axvline(1, **style.DASHED)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
-    ax.set_xlim(min(low, 0.9), max(high, 1.05))  # so that differences of a thousandth look small
+    # so that differences of a thousandth look small
+    ax.set_xlim(min(low, 0.9), max(high, 1.05))
     at_edge = {
         "transform": ax.get_yaxis_transform(),
         "ha": "right",
@@ -248,9 +237,11 @@ def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
         "bbox": {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"},
     }
     for row, arm in enumerate(arms_of(numbers)):
-        if means[arm] > maximum:
-            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", **at_edge)
-    ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+        mean = means[arm]
+        if mean > maximum:
+            ax.text(1, row, f"{mean:.3g} \N{RIGHTWARDS ARROW}", **at_edge)
+    locator = MaxNLocator(3, steps=[1, 2, 5, 10])
+    ax.xaxis.set_major_locator(locator)
     ax.set(title="Weight left", xlabel="1 = on policy")
 
 
@@ -264,12 +255,12 @@ def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
     low, high = ax.get_xlim()
     if high < 3 * low:  # a logarithmic axis has no round numbers there
         ax.set_xscale("linear")
-        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+        locator = MaxNLocator(3, steps=[1, 2, 5, 10])
+    elif high / low > 20:
+        locator = LogLocator(subs=[1])
     else:
-        multiples = (1.0,) if high / low > 20 else (1.0, 2.0, 5.0)
-        ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    ax.xaxis.minorticks_off()
+        locator = LogLocator(subs=[1, 2, 5])
+    style.round_ticks(ax, locator)
     ax.set(title="Gradient norm", xlabel="mean, before its clip")
 
 
@@ -290,7 +281,10 @@ def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
     shares = numbers[["active", "outside"]]
     if (shares == 0).any(axis=None):
         text += "; never: not of one token"
-        reasons = [f"{arm}: {why}" for arm, why in REASONS.items() if removed.get(arm) == 0]
+        reasons = []
+        for arm, why in REASONS.items():
+            if removed.get(arm) == 0:
+                reasons.append(f"{arm}: {why}")
         if reasons:
             text += f" ({', '.join(reasons)})"
     text += (

@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from gspo.analysis import choosing, load, panels, script, stability_claims, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
+from gspo.analysis.arm_styles import ArmStyle, ArmStyles, arm_styles, tint
 from gspo.analysis.grid import interval_line
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
@@ -140,7 +140,7 @@ def draw_by_layer(
     ax: Axes,
     data: Data,
     layers: list[int],
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
 ) -> None:
     """Draw the mean over batches by layer, with the arms side by side."""
     shifts = [0.0]

@@ -54,14 +54,17 @@ def lines(records: list[dict]) -> Lines:
     """Return the points of every curve and number of threads, sorted by x."""
     points: Lines = {}
     for record in sorted(records, key=lambda record: record["x"]):
-        points.setdefault((record["curve"], record["threads"]), []).append(record)
+        key = (record["curve"], record["threads"])
+        points.setdefault(key, []).append(record)
     return points
 
 
 def exponent(points: list[dict], key: str) -> float:
     """Return d log y / d log x between the last two points; 1 means linear growth."""
     a, b = points[-2:]
-    return math.log(b[key] / a[key]) / math.log(b["x"] / a["x"])
+    growth = b[key] / a[key]
+    x_growth = b["x"] / a["x"]
+    return math.log(growth) / math.log(x_growth)
 
 
 def table(records: list[dict]) -> list[str]:
@@ -95,18 +98,13 @@ def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
         for ax, key in zip(axes[:, column], ROWS, strict=True):
             draw_panel(ax, points, curve, key)
         axes[-1, column].set_xlabel(curve)
-    for ax, label in zip(axes[:, 0], ROWS.values(), strict=True):
-        ax.set_ylabel(label)
+    for row, label in enumerate(ROWS.values()):
+        axes[row, 0].set_ylabel(label)
     axes[0, 0].legend(fontsize=8)
     return style.save(figure, out, "fig_scaling", CAPTION, options)
 
 
-def draw_panel(
-    ax: Axes,
-    points: Lines,
-    curve: str,
-    key: str,
-) -> None:
+def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
     """Draw a quantity of a curve, a line per number of threads."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
@@ -130,14 +128,7 @@ def draw_panel(
     if key == "total_s":
         first = single_thread[0]
         linear = [first[key] * value / first["x"] for value in x]
-        ax.plot(
-            x,
-            linear,
-            color=style.MUTED,
-            lw=0.8,
-            ls=":",
-            label="linear",
-        )
+        ax.plot(x, linear, color=style.MUTED, lw=0.8, ls=":", label="linear")
     ax.xaxis.set_major_formatter(ScalarFormatter())
     ax.xaxis.minorticks_off()
     ax.set_xticks(x)

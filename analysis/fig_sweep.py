@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from gspo.analysis import choosing, load, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
+from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span
 from gspo.analysis.load import GRPO, GSPO, Data, Run
@@ -255,7 +255,7 @@ def draw_panel(
     runs: pd.DataFrame,
     column: str,
     values: list,
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
 ) -> None:
     """Draw seeds as pale dots, or crosses if they collapsed, and the mean as a line.
 
@@ -285,13 +285,7 @@ def draw_panel(
         )
     if column == "end":
         starts = mean_by_x(runs, "start", values)
-        ax.plot(
-            positions,
-            starts,
-            color=style.MUTED,
-            lw=1,
-            ls="--",
-        )
+        ax.plot(positions, starts, color=style.MUTED, lw=1, ls="--")
     if column == "clipped":
         ax.set_yscale("symlog", linthresh=1e-4)
 

@@ -92,7 +92,8 @@ def wins(
         # the last counted step is `lead` before the collapse
         end = max(0, run.collapsed - lead + 1)
         score = run.highest(signal, end)
-        healthy_scores = np.array([other.highest(signal, end) for other in healthy])
+        scores = [other.highest(signal, end) for other in healthy]
+        healthy_scores = np.array(scores)
         row = (score > healthy_scores) + 0.5 * (score == healthy_scores)
         row[np.isnan(score - healthy_scores)] = np.nan
         if same_lr:
@@ -165,7 +166,8 @@ def fitted(runs: list[History], signal: str) -> float:
     highest = sorted(score for score in highest if not math.isnan(score))
     if not highest:
         return math.nan
-    return highest[math.ceil((1 - FALSE_ALARM_SHARE) * len(highest)) - 1]
+    below = math.ceil((1 - FALSE_ALARM_SHARE) * len(highest))
+    return highest[below - 1]
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
@@ -202,7 +204,8 @@ def judged(run: History, thresholds: dict[str, float]) -> Verdict:
     steps: list[int] = []
     for name, threshold in thresholds.items():
         steps += warnings(run.scores[name], threshold)
-    return Verdict(min(steps, default=None), len(steps), run.collapsed)
+    first = min(steps, default=None)
+    return Verdict(first, len(steps), run.collapsed)
 
 
 def alarm(runs: list[History], thresholds: dict[str, float]) -> Alarm:
@@ -267,6 +270,9 @@ def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Va
     high = math.nan
     if size >= MIN_VALUES and numbers.min() < numbers.max():
         rng = np.random.default_rng(0)
-        draws = [statistic(numbers[rng.integers(size, size=size)]) for _ in range(REPS)]
+        draws = []
+        for _ in range(REPS):
+            drawn = rng.integers(size, size=size)
+            draws.append(statistic(numbers[drawn]))
         low, high = percentile_interval(draws)
     return Value(float(statistic(numbers)), low, high, size)

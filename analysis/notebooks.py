@@ -53,7 +53,8 @@ class RecordedRuns:
         self.arms = data.arms
         self.notes = data.notes
         self.metrics = data.metrics("")
-        self.runs = pd.DataFrame([row(run, self.metrics) for run in data.of(*data.arms)])
+        rows = [row(run, self.metrics) for run in data.of(*data.arms)]
+        self.runs = pd.DataFrame(rows)
         self._data = data
 
     def __repr__(self) -> str:
@@ -71,7 +72,9 @@ class RecordedRuns:
         first = 0 if name.startswith("eval/") else 1
         if arm:
             return self._data.table(arm, name, first)
-        tables = {each: self._data.table(each, name, first) for each in self.arms}
+        tables = {}
+        for arm in self.arms:
+            tables[arm] = self._data.table(arm, name, first)
         return pd.concat(tables, axis=1, names=["arm"])
 
 

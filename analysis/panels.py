@@ -60,13 +60,15 @@ def curve(
     complete = values.dropna()
     if complete.empty:
         return float("nan")
-    smooth_TS = np.column_stack([centred_mean(complete[seed], window) for seed in complete])
+    curves = [centred_mean(complete[seed], window) for seed in complete]
+    smooth_TS = np.column_stack(curves)
     mean_x = complete.index
     if x is not None:
         mean_x = x.loc[mean_x].mean(axis=1)
     mean = smooth_TS.mean(1)
     if band and seeds >= MIN_BAND_SEEDS:
-        half = t_quantile(seeds - 1) * smooth_TS.std(1, ddof=1) / np.sqrt(seeds)
+        deviation = smooth_TS.std(1, ddof=1)
+        half = t_quantile(seeds - 1) * deviation / np.sqrt(seeds)
         never_negative = float(values.min(axis=None)) >= 0
         floor = max(minimum, 0.0) if never_negative else minimum
         low = np.maximum(mean - half, floor)
@@ -142,7 +144,8 @@ def reward_against_compute(
             flops = data.table(arm, COMPUTE)
             largest = max(largest, style.finite_max(flops))
         line = arm_style(arm)
-        end = curve(ax, data.table(arm, "reward/mean"), line, options, flops)
+        rewards = data.table(arm, "reward/mean")
+        end = curve(ax, rewards, line, options, flops)
         ends.append((end, style.arm_label(arm), line))
     style.training_axis(ax, largest, options)
     ax.set_ylabel("training reward (mean of batch)")
@@ -152,12 +155,7 @@ def reward_against_compute(
 
 # ------------------------------------------------------------------------------------------------
 # the paired difference
-def difference(
-    ax: Axes,
-    data: Data,
-    a: str,
-    b: str,
-) -> None:
+def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     """Draw the paired difference a - b that is judged.
 
     There is a dot per seed, the mean with its 95 % interval, p, and a line at 0.
@@ -188,31 +186,14 @@ def difference(
 
 def zero_line(ax: Axes) -> None:
     """Draw the line at which a difference is 0."""
-    ax.axhline(
-        0,
-        color=style.INK,
-        lw=1.2,
-        zorder=1,
-    )
+    ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
 
 
-def mean_bar(
-    ax: Axes,
-    x: float,
-    interval: Interval,
-    width: float,
-) -> None:
+def mean_bar(ax: Axes, x: float, interval: Interval, width: float) -> None:
     """Draw a mean of this width in points, and its interval."""
-    ax.plot([x, x], [interval.low, interval.high], color=style.INK, lw=2)
-    ax.plot(
-        x,
-        interval.mean,
-        "_",
-        ms=width,
-        mew=2.4,
-        color=style.INK,
-        zorder=4,
-    )
+    ends = [interval.low, interval.high]
+    ax.plot([x, x], ends, color=style.INK, lw=2)
+    style.mean_mark(ax, x, interval.mean, style.INK, "_", width)
 
 
 def short_name(arm: str) -> str:

@@ -129,7 +129,8 @@ def summary(
     studies = [*other_studies, data]
     if other_studies and fig_contrast.why_not_drawn(studies) is None:
         lines += ["", "## Beside other studies", "", *fig_contrast.table(studies)]
-    lines += ["", "## Figures", "", *(f"- {escape_markdown(line)}" for line in (*paths, *left_out))]
+    lines += ["", "## Figures", ""]
+    lines += [f"- {escape_markdown(line)}" for line in (*paths, *left_out)]
     return lines
 
 

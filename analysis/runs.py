@@ -68,7 +68,8 @@ class Run:
     @property
     def moe(self) -> bool:
         """Whether the model is a mixture of experts, by its settings or by its metrics."""
-        if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
+        model = self.settings.get("model.name")
+        if model == "tiny_moe" or "model.experts" in self.settings:
             return True
         routing = [name for name in self.rows if name.startswith("routing/")]
         return bool(self.rows[routing].notna().any(axis=None))
@@ -92,7 +93,9 @@ class Run:
             return from_rows
         if status == "running" and not locked(self.path):
             return "died"
-        return status if isinstance(status, str) and len(status) < 20 else from_rows
+        if isinstance(status, str) and len(status) < 20:
+            return status
+        return from_rows
 
     @cached_property
     def collapsed(self) -> int | None:
@@ -113,8 +116,8 @@ class Run:
         """Return a metric by step without its NaN values; empty if it was not reported."""
         if metric not in self.rows or metric == "step":
             return pd.Series(dtype=float)
-        # not all metrics: a run has hundreds
-        values = self.rows[["step", metric]].set_index("step")[metric].sort_index()
+        rows = self.rows[["step", metric]]  # not all metrics: a run has hundreds
+        values = rows.set_index("step")[metric].sort_index()
         return values.loc[first_step:].astype(float).dropna()
 
 
@@ -134,7 +137,8 @@ class Data:
         for run in self.runs:
             # tables hold UTF-8
             name = str(run.path).encode(errors="backslashreplace").decode()
-            frames.append(run.rows.assign(run=name, arm=run.arm, seed=run.seed))
+            names = {"run": name, "arm": run.arm, "seed": run.seed}
+            frames.append(run.rows.assign(**names))
         rows = pd.concat(frames, ignore_index=True)
         metrics = sorted(set(rows.columns) - set(NOT_METRICS))
         self.rows = rows[[*NOT_METRICS, *metrics]]
@@ -152,8 +156,10 @@ class Data:
         def order(run: Run) -> tuple:
             base = run.base or run.arm
             rank = ARMS.index(base) if base in ARMS else len(ARMS)
-            values = run.appended.values()
-            numbers = [value if isinstance(value, int | float) else 0 for value in values]
+            numbers = []
+            for value in run.appended.values():
+                is_number = isinstance(value, int | float)
+                numbers.append(value if is_number else 0)
             return rank, base, numbers, run.arm
 
         runs = sorted(self.runs, key=order)
@@ -187,8 +193,9 @@ class Data:
 
     def left_out(self, *arms: str) -> list[Run]:
         """Return the runs of these arms that `compared` leaves out."""
-        seeds = {run.seed for run in self.compared(*arms)}
-        return [run for run in self.of(*arms) if run.seed not in seeds]
+        compared = {run.seed for run in self.compared(*arms)}
+        runs = self.of(*arms)
+        return [run for run in runs if run.seed not in compared]
 
     def common_step(self, *arms: str) -> int:
         """Return the last rollout batch that every run of these arms has reached."""
@@ -207,7 +214,8 @@ class Data:
         if metric not in rows:
             self.check_metric(metric)
             rows = rows.assign(**{metric: float("nan")})
-        steps = pd.RangeIndex(first_step, rows["step"].max() + 1, name="step")
+        last = rows["step"].max()
+        steps = pd.RangeIndex(first_step, last + 1, name="step")
         table = rows.pivot(index="step", columns="seed", values=metric)
         return table.astype(float).reindex(steps)
 
@@ -237,20 +245,25 @@ class Data:
         runs = self.compared(*arms)
         seeds = sorted({run.seed for run in runs})
         last = min(run.last for run in runs)
-        tables = [self.table(arm, metric) for arm in arms]
-        return [table[seeds].reindex(range(1, last + 1)) for table in tables]
+        steps = range(1, last + 1)
+        tables = []
+        for arm in arms:
+            table = self.table(arm, metric)[seeds]
+            tables.append(table.reindex(steps))
+        return tables
 
     def metrics(self, prefix: str) -> list[str]:
         """Return the names of the reported metrics that begin with the prefix."""
         names = [name for name in self.rows if name.startswith(prefix)]
         reported = self.rows[names].notna().any()
-        return [name for name in names if name not in NOT_METRICS and reported[name]]
+        reported = reported[reported].index
+        return [name for name in reported if name not in NOT_METRICS]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Return the end of an error message: the nearest names, or all candidates if none is near."""
     candidates = list(candidates)
-    close = get_close_matches(name, candidates, n=3)
+    close = get_close_matches(name, candidates)
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; there are {', '.join(candidates)}"

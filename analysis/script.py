@@ -22,13 +22,7 @@ NO_CURVES = {"smooth": "it has no curve over batches", "log-x": "its x axis is n
 class RefusedOption(argparse.Action):
     """An option that has no effect in this figure and is therefore refused."""
 
-    def __call__(
-        self,
-        parser,
-        namespace,
-        values,
-        option_string=None,
-    ) -> None:
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
         figure = Path(sys.argv[0]).stem
         raise RunsError(f"{option_string} does nothing in {figure}: {self.const}; leave it out")
 

@@ -76,7 +76,8 @@ def records(path: Path | str) -> list[Record]:
             continue
         run_folders.add(folder.resolve())
         stamp = file_stamp(settings_file, metrics_file)
-        record = cached(str(settings_file.resolve()), stamp, from_folder, folder)
+        name = str(settings_file.resolve())
+        record = cached(name, stamp, from_folder, folder)
         run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
     for file in wandb_segments(path, run_folders):
@@ -98,7 +99,11 @@ def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
             outside.add(resolved)
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their
     # start
-    return sorted(outside, key=lambda file: (file.parent.parent, file.parent.name))
+
+    def start(file: Path) -> tuple[Path, str]:
+        return file.parent.parent, file.parent.name
+
+    return sorted(outside, key=start)
 
 
 def _is_copy(file: Path) -> bool:
@@ -114,8 +119,9 @@ def file_stamp(*files: Path) -> list:
     """Return name, size and time of the last change of each file."""
     stamps = []
     for file in files:
+        name = str(file.resolve())
         status = file.lstat()
-        stamps.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
+        stamps.append([name, status.st_size, status.st_mtime_ns])
     return stamps
 
 
@@ -233,7 +239,8 @@ def recorded_study(file: Path) -> list[Record]:
         rows = {str(name): frame for name, frame in groups}
         runs = []
         for name, run_settings in sorted(about["runs"].items()):
-            numbers = rows[name].select_dtypes("number").dropna(axis="columns", how="all")
+            numbers = rows[name].select_dtypes("number")
+            numbers = numbers.dropna(axis="columns", how="all")
             numbers = numbers.astype({"step": "int64"}).reset_index(drop=True)
             settings = about["common"] | run_settings
             runs.append(Record(file / name, settings, numbers))
@@ -298,12 +305,14 @@ def from_server(run: object) -> Record:
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)
         if untrusted.is_step(step):
-            rows.setdefault(step, {}).update(wandb_files.numbers(row))
+            earlier = rows.get(step, {})
+            rows[step] = earlier | wandb_files.numbers(row)
     settings = dict(run.config)
     settings.pop("_wandb", None)
     # WANDB_NAME may have replaced the run's name
     name = wandb_files.recorded_name(settings) or run.name
-    return Record(Path(name), flatten(settings), frame_of(rows), id=run.id)
+    frame = frame_of(rows)
+    return Record(Path(name), flatten(settings), frame, id=run.id)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,9 +327,9 @@ def cached(
 
     The copy is a Parquet file in the user's cache folder. It counts until the stamp changes.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()
-    file = cache / "gspo" / f"{digest[:20]}.parquet"
+    file = Path(folder) / "gspo" / f"{digest[:20]}.parquet"
     try:
         table = parquet.read_table(file)
         about = json.loads(table.schema.metadata[CACHE_KEY])

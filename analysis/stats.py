@@ -127,7 +127,8 @@ def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarr
     block = block_length(steps)
     blocks = math.ceil(length / block)
     starts_B = rng.integers(steps, size=blocks)
-    indices = starts_B[:, None] + np.arange(block)
+    within_block = np.arange(block)
+    indices = starts_B[:, None] + within_block
     indices = indices.ravel() % steps
     return indices[:length]
 
@@ -204,12 +205,13 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     has_both_S = both_TS.any(axis=0)
     if not has_both_S.any():
         return NO_INTERVAL
-    a_TS = np.where(both_TS, a_TS, np.nan)[:, has_both_S]
-    b_TS = np.where(both_TS, b_TS, np.nan)[:, has_both_S]
-    a_S = np.nanmean(a_TS, axis=0)
-    b_S = np.nanmean(b_TS, axis=0)
+    a_TS = np.where(both_TS, a_TS, np.nan)
+    b_TS = np.where(both_TS, b_TS, np.nan)
+    a_S = np.nanmean(a_TS[:, has_both_S], axis=0)
+    b_S = np.nanmean(b_TS[:, has_both_S], axis=0)
     seeds = len(a_S)
-    if (a_S <= 0).any() or (b_S <= 0).any():
+    smallest = min(a_S.min(), b_S.min())
+    if smallest <= 0:
         # there is no logarithm: pool the seeds
         with np.errstate(divide="ignore", invalid="ignore"):
             pooled = a_S.mean() / b_S.mean()
@@ -233,14 +235,16 @@ def bootstrap_ratio(a_T: np.ndarray, b_T: np.ndarray) -> Interval:
     """Return the ratio of the means of two runs, with the same batches drawn of both."""
     steps = len(a_T)
     rng = np.random.default_rng(0)
-    indices_DT = np.array([block_indices(steps, steps, rng) for _ in range(REPS)])
+    draws = [block_indices(steps, steps, rng) for _ in range(REPS)]
+    indices_DT = np.array(draws)
     a_D = a_T[indices_DT].mean(axis=1)
     b_D = b_T[indices_DT].mean(axis=1)
     ratios_D = np.full(REPS, np.inf)
     np.divide(a_D, b_D, out=ratios_D, where=b_D > 0)
     # "nearest" because inf may occur, which cannot be interpolated
     low, high = percentile_interval(ratios_D, method="nearest")
-    return Interval(float(a_T.mean() / b_T.mean()), low, high)
+    mean = a_T.mean() / b_T.mean()
+    return Interval(float(mean), low, high)
 
 
 def decline(values_T: np.ndarray) -> float:
@@ -254,5 +258,6 @@ def decline(values_T: np.ndarray) -> float:
     peak = float(peaks[-1])
     if peak <= 0:
         return math.nan
-    end = np.nanmean(values_T[-WINDOW:])
-    return 1 - float(end) / peak
+    last = values_T[-WINDOW:]
+    end = float(np.nanmean(last))
+    return 1 - end / peak

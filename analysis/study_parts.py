@@ -55,7 +55,7 @@ def opening(data: Data, baseline: str) -> list[Block]:
 
 def settings(data: Data) -> Table:
     """Return a table of the settings in which arms differ, with a row per arm."""
-    keys = [key for key in load.differing(data.runs) if key != "seed"]
+    keys = load.differing(data.runs)
     rows = []
     for arm in data.arms:
         runs = data.of(arm)

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.arm_styles import ArmStyle, ArmStyles
 from gspo.analysis.load import Data
 from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from matplotlib.transforms import offset_copy
 from numpy.typing import ArrayLike
 
@@ -150,6 +150,18 @@ def dots(
     )
 
 
+def mean_mark(
+    ax: Axes,
+    x: float,
+    y: float,
+    colour: str,
+    marker: str,
+    size: float,
+) -> None:
+    """Draw a mean as a thick bar: "|" if values are on the x axis, "_" if on the y axis."""
+    ax.plot(x, y, marker, ms=size, mew=2.4, color=colour, zorder=4)
+
+
 def label_ends(
     ax: Axes, ends: list[tuple[float, str, ArmStyle]], line_height: float = 0.075
 ) -> None:
@@ -191,31 +203,24 @@ def label_ends(
         ax.annotate(text, (1, height), (31, 0), **words, **beside_axes)
 
 
-def arm_lines(styles: dict[str, ArmStyle], width: float) -> list[Line2D]:
+def arm_lines(styles: ArmStyles, width: float) -> list[Line2D]:
     """Return a line of each arm for a legend."""
     return [Line2D([], [], lw=width, ms=5, **style.plot_options()) for style in styles.values()]
 
 
 def legend(
     ax: Axes,
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     loc: str,
     ncols: int = 1,
 ) -> None:
     """Draw a legend of arms, for a panel without room for names at the lines' ends."""
     lines = arm_lines(styles, 1.6)
     names = [arm_label(arm) for arm in styles]
-    ax.legend(
-        lines,
-        names,
-        fontsize=8,
-        handlelength=2.6,
-        loc=loc,
-        ncols=ncols,
-    )
+    ax.legend(lines, names, fontsize=8, handlelength=2.6, loc=loc, ncols=ncols)
 
 
-def legend_above(figure: Figure, styles: dict[str, ArmStyle], options: FigureOptions) -> None:
+def legend_above(figure: Figure, styles: ArmStyles, options: FigureOptions) -> None:
     """Draw a legend of arms above the panels, and make the figure higher by its height."""
     names = [arm_label(arm).replace("\n", " ") for arm in styles]
     # this many letters of the legend's size are about as wide as the page
@@ -234,6 +239,13 @@ def legend_above(figure: Figure, styles: dict[str, ArmStyle], options: FigureOpt
     text_lines = math.ceil(len(names) / columns)
     height = figure.get_figheight() + 0.1 + 0.2 * text_lines
     figure.set_size_inches(options.width, height)
+
+
+def round_ticks(ax: Axes, locator: Locator) -> None:
+    """Set up an x axis with ticks at these places alone, written without a power of ten."""
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ax.xaxis.minorticks_off()
 
 
 def training_axis(ax: Axes, largest: float, options: FigureOptions) -> None:

@@ -70,12 +70,7 @@ def judge(
     return f"{verdict}; {sameness}" if sameness else verdict
 
 
-def between(
-    interval: Interval,
-    low: float,
-    high: float,
-    name: str,
-) -> str:
+def between(interval: Interval, low: float, high: float, name: str) -> str:
     """Return the verdict on "lies between low and high"; `name` is this range in words."""
     if math.isnan(interval.low):
         return NO_INTERVAL
@@ -115,12 +110,7 @@ def certainty(p: float, seeds: int) -> str:
     return text
 
 
-def _words(
-    holds: bool,
-    p: float,
-    why: str,
-    seeds: int,
-) -> str:
+def _words(holds: bool, p: float, why: str, seeds: int) -> str:
     if p < MAX_P:
         verdict = "seen" if holds else "not seen: contradicted"
     else:

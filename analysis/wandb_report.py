@@ -158,7 +158,8 @@ def live_panel(metric: str, index: int, group_by: str) -> wr.LinePlot:
 
     With `group_by`, it has the mean of the runs that agree in that setting.
     """
-    layout = wr.Layout(12 * (index % 2), 8 * (index // 2), 12, 8)
+    row, column = divmod(index, 2)
+    layout = wr.Layout(12 * column, 8 * row, 12, 8)
     panel = wr.LinePlot(
         title=metric,
         x="step",
