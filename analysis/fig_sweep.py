@@ -168,8 +168,10 @@ def table(numbers: pd.DataFrame, x: str, row_setting: str) -> list[str]:
     if row_setting:
         head.insert(0, NAMES.get(row_setting, row_setting))
     rows = [head]
-    for group, value in itertools.product(ordered(numbers["row"]), ordered(numbers["x"])):
-        cell = numbers[(numbers["row"] == group) & (numbers["x"] == value)]
+    cells = itertools.product(ordered(numbers["row"]), ordered(numbers["x"]))
+    for group, value in cells:
+        cell = numbers[numbers["row"] == group]
+        cell = cell[cell["x"] == value]
         for arm, runs in cell.groupby("arm"):
             end = runs["end"]
             row = [group] if row_setting else []

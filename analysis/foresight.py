@@ -162,7 +162,8 @@ def auroc(
 # warning
 def fitted(runs: list[History], signal: str) -> float:
     """Return the lowest threshold above which at most 5 % of the healthy runs ever score."""
-    highest = [run.highest(signal) for run in runs if run.collapsed is None]
+    healthy = [run for run in runs if run.collapsed is None]
+    highest = [run.highest(signal) for run in healthy]
     highest = sorted(score for score in highest if not math.isnan(score))
     if not highest:
         return math.nan
@@ -242,8 +243,10 @@ class Alarm:
 def worth(verdicts: list[Verdict]) -> Alarm:
     """Sum up the verdicts on all runs."""
     collapsed = [verdict for verdict in verdicts if verdict.collapsed is not None]
-    leads = [verdict.collapsed - verdict.first for verdict in collapsed if verdict.seen]
-    false_alarms = [verdict.count for verdict in verdicts if verdict.collapsed is None]
+    healthy = [verdict for verdict in verdicts if verdict.collapsed is None]
+    seen = [verdict for verdict in collapsed if verdict.seen]
+    leads = [verdict.collapsed - verdict.first for verdict in seen]
+    false_alarms = [verdict.count for verdict in healthy]
     return Alarm(
         seen=share([verdict.seen for verdict in collapsed]),
         lead=resampled(leads, np.median),
