@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from numbers import Real
 
 from gspo.analysis.runs import Data, Run, RunsError, nearest
+from gspo.analysis.sources import Record
 
 # Arms differ in these on purpose. Captions state any other difference between compared arms.
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
@@ -14,7 +15,7 @@ MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
-def recorded_values(runs: Collection[Run], key: str) -> list[object]:
+def recorded_values(runs: Collection[Run | Record], key: str) -> list[object]:
     """Return the different values of a setting in these runs; a run without it has None."""
     values = [run.settings.get(key) for run in runs]
     return list({repr(value): value for value in values}.values())

@@ -355,8 +355,8 @@ def caption(runs: list[History], results: list[Result]) -> str:
         f"the collapse (dots, squares, triangles; of {', '.join(counts)} runs) against the healthy "
         "runs' over the same steps; then among runs of one learning rate, where what the rate "
         "alone does to a score is no help. The others: warnings at a threshold that at most 5 % "
-        "of the healthy runs under the other stresses exceed; last row (diamonds): all signals at the monitor's "
-        "thresholds. Seen: before the collapse, not at it, where the reward's own threshold lies. "
+        "of the healthy runs under the other stresses exceed; last row (diamonds): all signals at "
+        "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own threshold lies. "
         "Bars: 95 % intervals over runs."
     )
 

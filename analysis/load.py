@@ -234,7 +234,7 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
     return f"{base} [{', '.join(settings)}]"
 
 
-def differing(runs: Collection[Run]) -> list[str]:
+def differing(runs: Collection[Run | Record]) -> list[str]:
     """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
     return sorted(key for key in keys if len(recorded_values(runs, key)) > 1)
