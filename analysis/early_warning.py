@@ -356,8 +356,8 @@ def caption(runs: list[History], results: list[Result]) -> str:
         "runs' over the same steps; then among runs of one learning rate, where what the rate "
         "alone does to a score is no help. The others: warnings at a threshold that at most 5 % "
         "of the healthy runs under the other stresses exceed; last row (diamonds): all signals at "
-        "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own threshold lies. "
-        "Bars: 95 % intervals over runs."
+        "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own "
+        "threshold lies. Bars: 95 % intervals over runs."
     )
 
 
