@@ -288,11 +288,10 @@ def calibrated(data: Data) -> str:
 
     Its share of clipped tokens was then chosen.
     """
-    settings = data.of(GSPO)[0].settings
-    low = settings.get("objective.clip_low")
-    high = settings.get("objective.clip_high")
-    if None in (low, high) or (low, high) == paper.CLIP_RANGES["gspo"]:
+    limits = data.of(GSPO)[0].clip_range
+    if None in limits or limits == paper.CLIP_RANGES["gspo"]:
         return ""
+    low, high = limits
     return (
         f"; GSPO's share is no finding: its clip range, {low:g} / {high:g}, is not the paper's but "
         "was chosen"

@@ -197,12 +197,7 @@ def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.D
 
 def clip_range(data: Data) -> tuple[float, float] | None:
     """Return GSPO's objective.clip_low and clip_high, or None if its runs differ or have none."""
-    ranges = set()
-    for run in data.runs:
-        if run.arm.startswith(f"{GSPO},"):
-            low = run.settings.get("objective.clip_low")
-            high = run.settings.get("objective.clip_high")
-            ranges.add((low, high))
+    ranges = {run.clip_range for run in data.runs if run.arm.startswith(f"{GSPO},")}
     limits = ranges.pop() if len(ranges) == 1 else (None, None)
     return None if None in limits else limits
 

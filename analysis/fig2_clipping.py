@@ -93,12 +93,12 @@ def clip_ranges(data: Data) -> str:
     """
     texts = []
     for arm in data.arms:
-        settings = data.of(arm)[0].settings
-        low = settings.get("objective.clip_low")
-        high = settings.get("objective.clip_high")
+        run = data.of(arm)[0]
+        low, high = run.clip_range
         text = f"{arm} {low} / {high}"
-        published = paper.CLIP_RANGES.get(settings.get("objective.name"), (low, high))
-        if (low, high) != published:
+        objective = run.settings["objective.name"]
+        published = paper.CLIP_RANGES.get(objective, run.clip_range)
+        if run.clip_range != published:
             text += f" (paper: {published[0]} / {published[1]})"
         texts.append(text)
     return f"Clip ranges: {', '.join(texts)}."

@@ -56,6 +56,13 @@ class Run:
         return str(self.settings.get("study"))
 
     @property
+    def clip_range(self) -> tuple[object, object]:
+        """objective.clip_low and objective.clip_high; None if the settings have none."""
+        low = self.settings.get("objective.clip_low")
+        high = self.settings.get("objective.clip_high")
+        return low, high
+
+    @property
     def last(self) -> int:
         """The last rollout batch that has a row."""
         return int(self.rows["step"].max())
