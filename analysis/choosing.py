@@ -10,8 +10,7 @@ from gspo.analysis.sources import Record
 
 # Arms differ in these on purpose. Captions state any other difference between compared arms.
 MAKES_THE_ARM = ("objective", "outside.objective", "policy.routing_replay")
-
-
+# the words of a command line that stand for a value
 WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
