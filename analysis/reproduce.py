@@ -17,7 +17,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from gspo.analysis import (
     choosing,
@@ -144,8 +143,8 @@ def entries(data: Data, arm: str) -> dict[str, str]:
     """Return an arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
     reward = data.table(arm, "reward/mean")
     start = reward.head(START).mean().mean()
-    ends = [reward[seed].dropna().tail(WINDOW).mean() for seed in reward]
-    end = float(np.mean(ends))
+    ends = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean())
+    end = ends.mean()
     runs = data.of(arm)
     batches = sorted({str(run.last) for run in runs})
     active = data.table(arm, "clip/token_active")

@@ -175,7 +175,7 @@ class Data:
     def of(self, *arms: str) -> list[Run]:
         """Return the runs of these arms, sorted by arm and seed."""
         runs = []
-        for arm in arms:
+        for arm in dict.fromkeys(arms):
             runs_of_arm = [run for run in self.runs if run.arm == arm]
             runs += sorted(runs_of_arm, key=lambda run: run.seed)
         return runs
