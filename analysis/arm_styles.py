@@ -11,8 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 from matplotlib.colors import to_hex, to_rgb
+
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 BLACK = "#000000"
 ORANGE = "#E69F00"

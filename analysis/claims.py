@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
+
 from gspo.analysis import paper, stability_claims
 from gspo.analysis.efficiency import Efficiency, efficiency, filled, ratios
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, not_compared, why_not_comparable

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from gspo.analysis.stats import REPS, Interval
 from scipy.special import expit
+
+from gspo.analysis.stats import REPS, Interval
 
 # collapsed runs go from 27 % to 73 % within 10 % of the rate: steeper slopes are hardly told apart
 SLOPE = 20.0

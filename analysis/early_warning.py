@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import foresight, load, script, style
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
@@ -33,8 +35,6 @@ from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, levels
 

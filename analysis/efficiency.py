@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from gspo.analysis.stats import WINDOW, Interval, block_indices, centred_mean, trailing_mean
 
+from gspo.analysis.stats import WINDOW, Interval, block_indices, centred_mean, trailing_mean
 from gspo.statistics import sign_flip_p
 
 REPS = 1000  # bootstrap draws

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pandas as pd
+
 from gspo.analysis import load
 from gspo.analysis.grid import run_numbers
 from gspo.analysis.load import GRPO, GSPO, Data, Run
@@ -24,7 +25,6 @@ from gspo.analysis.stats import (
     ratio,
 )
 from gspo.analysis.verdicts import MAX_P
-
 from gspo.statistics import sign_flip_p
 
 COARSE = "bfloat16"

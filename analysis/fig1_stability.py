@@ -14,14 +14,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
+
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
-from matplotlib.axes import Axes
-from matplotlib.figure import SubFigure
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 BENCHMARKS = {

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import choosing, claims, load, panels, paper, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles, tint
 from gspo.analysis.grid import name_rows
@@ -26,7 +28,6 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, estimate
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
-from matplotlib.axes import Axes
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {

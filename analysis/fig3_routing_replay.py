@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, script, stability_claims, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO, GRPO_R2, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
-from matplotlib.axes import Axes
 
 ARMS = (GRPO_R2, GRPO)
 

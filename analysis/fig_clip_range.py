@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -23,7 +25,6 @@ from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, ratio, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log-x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}

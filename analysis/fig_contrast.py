@@ -14,6 +14,8 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.blocks import markdown_table
@@ -22,7 +24,6 @@ from gspo.analysis.load import ARMS, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, paired_difference
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
 
 SETTING_NAMES = {
     "optim.lr": "learning rate",

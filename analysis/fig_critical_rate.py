@@ -20,6 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -39,9 +42,6 @@ from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator
-
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from gspo.analysis import choosing, load, panels, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 METRICS = (
     "reward/mean",

@@ -27,6 +27,8 @@ from numbers import Real
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
@@ -45,7 +47,6 @@ from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
 
 REFUSED = script.DOTS | script.NO_CURVES
 # the words for a setting's value in an arm's name; "" for the value that needs no word

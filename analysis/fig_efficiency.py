@@ -13,6 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.efficiency import Efficiency
@@ -21,7 +23,6 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import WINDOW, Interval, trailing_mean
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
-from matplotlib.axes import Axes
 
 REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 

@@ -17,6 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -40,9 +44,6 @@ from gspo.analysis.grid import gain_text, name_rows
 from gspo.analysis.load import Data
 from gspo.analysis.stats import WINDOW
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 SHARES = {"outside": "Outside the clip range", "active": "Gradient removed"}  # a panel for each
 # log-probs, column, height in the row, marker

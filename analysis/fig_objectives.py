@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator
+
 from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
@@ -24,8 +27,6 @@ from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import DEFAULTS, STRIP, FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator
 
 MEANS = {  # the metrics that are averaged over the batches of a run
     "active": "clip/token_active",

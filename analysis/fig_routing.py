@@ -16,6 +16,9 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
 from gspo.analysis import choosing, load, panels, script, stability_claims, style
 from gspo.analysis.arm_styles import ArmStyle, ArmStyles, arm_styles, tint
 from gspo.analysis.grid import interval_line
@@ -24,8 +27,6 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import centred_mean, estimate
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 
 PREFIX = "routing/consistency_layer_"
 MAX_ARMS = 12  # each arm has a panel

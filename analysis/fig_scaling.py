@@ -17,12 +17,13 @@ import math
 import sys
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.ticker import ScalarFormatter
+
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.style import FigureOptions
-from matplotlib.axes import Axes
-from matplotlib.ticker import ScalarFormatter
 
 ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}
 # by number of threads: line, marker, colour

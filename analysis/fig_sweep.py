@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
@@ -23,8 +25,6 @@ from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.tracking.collapse import levels
 
 REPLAY = "policy.routing_replay"

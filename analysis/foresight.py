@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from gspo.analysis.stats import REPS
 
+from gspo.analysis.stats import REPS
 from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 from gspo.tracking.collapse import SIGNALS, collapse
 

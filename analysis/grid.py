@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import load, style
 from gspo.analysis.arm_styles import ArmStyle
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from matplotlib.axes import Axes
 
 PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
 

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
+
 from gspo.analysis import sources
 from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
 from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
-
 from gspo.io import escaping
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting

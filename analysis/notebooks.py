@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
+
 from gspo.analysis.load import Data, Run, load
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.stats import WINDOW
-
 from gspo.tracking.collapse import best
 
 SCORES = ("/avg@", "/pass@", "/maj@")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from gspo.analysis import claims, load, paper, style
 from gspo.analysis.arm_styles import ArmStyle, arm_style, tint
 from gspo.analysis.load import GRPO_R2, Data
 from gspo.analysis.stats import Interval, centred_mean, paired_difference
 from gspo.analysis.style import COMPUTE, FigureOptions
-from matplotlib.axes import Axes
-
 from gspo.statistics import t_quantile
 
 # seeds for a band: an interval over two seeds is 13 standard errors wide

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+from pyarrow import parquet
+
 from gspo.analysis import load, script
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.sources import RUN, STUDY_FILE, STUDY_KEY
-from pyarrow import parquet
-
 from gspo.io.files import replace_bytes
 
 REFUSED = dict.fromkeys(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+
 from gspo.analysis import (
     choosing,
     claims,
@@ -34,7 +35,6 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
 from gspo.analysis.style import DEFAULTS, FigureOptions
-
 from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text
 

@@ -11,7 +11,6 @@ from gspo.analysis import load, sources
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import DEFAULTS, FORMATS, FigureOptions
 from gspo.analysis.verdicts import Claim
-
 from gspo.io import escaping
 
 # the reasons why a figure refuses options for curves

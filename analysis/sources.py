@@ -25,9 +25,9 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-from gspo.analysis import wandb_files
 from pyarrow import parquet
 
+from gspo.analysis import wandb_files
 from gspo.io import untrusted
 from gspo.io.files import replace_bytes
 from gspo.io.ownership import is_own_file

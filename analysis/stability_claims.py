@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data
 from gspo.analysis.stats import START, WINDOW, decline, estimate, t_interval
 from gspo.analysis.verdicts import Claim, between, judge

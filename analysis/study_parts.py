@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pandas as pd
+
 from gspo.analysis import claims, load, reproduce
 from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text
 from gspo.analysis.load import GRPO, Data, Run

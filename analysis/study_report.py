@@ -18,7 +18,6 @@ from gspo.analysis import fig_curves, reproduce, script, study_parts
 from gspo.analysis.blocks import Block, Figure, Heading, Link, address, to_html, to_markdown
 from gspo.analysis.load import Run
 from gspo.analysis.runs import RunsError
-
 from gspo.io.files import replace_text
 
 

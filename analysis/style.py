@@ -16,9 +16,6 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from gspo.analysis.arm_styles import ArmStyle, ArmStyles
-from gspo.analysis.load import Data
-from gspo.analysis.stats import WINDOW
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -27,6 +24,9 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from matplotlib.transforms import offset_copy
 from numpy.typing import ArrayLike
 
+from gspo.analysis.arm_styles import ArmStyle, ArmStyles
+from gspo.analysis.load import Data
+from gspo.analysis.stats import WINDOW
 from gspo.io.escaping import escape
 from gspo.io.files import replace_bytes
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import wandb
 import wandb_workspaces.reports.v2 as wr
+from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+from wandb_workspaces import expr
+
 from gspo.analysis import sources, study_parts
 from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
-from wandb.sdk.lib.service.service_connection import WandbApiFailedError
-from wandb_workspaces import expr
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"

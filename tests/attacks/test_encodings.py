@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from gspo.analysis.load import GSPO
 
 from commands import ROOT, SMALL, command, environment, only_run
+from gspo.analysis.load import GSPO
 from three_arms import write_run
 
 # a locale that Python then takes seriously

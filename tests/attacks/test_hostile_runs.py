@@ -13,10 +13,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gspo.analysis import load
 from wandb.proto.wandb_internal_pb2 import Record
 
 import forked
+from gspo.analysis import load
 from gspo.io.escaping import UNSAFE_CHARACTERS
 from gspo.run.sweep_state import jobs
 from gspo.tracking import run_report

@@ -16,11 +16,11 @@ import unicodedata
 
 import matplotlib.text
 import pytest
-from gspo.analysis import style
-from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text, to_html
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 
+from gspo.analysis import style
+from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text, to_html
 from gspo.io.escaping import (
     UNSAFE_CHARACTERS,
     EscapingFormatter,

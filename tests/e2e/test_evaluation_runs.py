@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gspo.analysis import sources, wandb_files
 
 import forked
 from commands import SMALL, environment, evaluate, only_run, train
+from gspo.analysis import sources, wandb_files
 from recorded_wandb import pause
 from wandb_server import serving
 

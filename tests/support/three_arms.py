@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 
 KINDS = {

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import yaml
+
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 
 ARM = {GSPO: ("gspo", "none"), GRPO_R2: ("grpo", "r2"), GRPO: ("grpo", "none")}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from gspo.analysis import (
     claims,
     fig1_stability,
@@ -21,7 +22,6 @@ from gspo.analysis import (
     stability_claims,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
-
 from gspo.tracking import metrics
 from three_arms import CLIPPED, write_arms, write_run
 

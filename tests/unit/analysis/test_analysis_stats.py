@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
+
 from gspo.analysis import claims, efficiency, paper, stats
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
-
 from gspo.statistics import sign_flip_p, t_quantile
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from gspo.analysis import (
     arm_styles,
     load,

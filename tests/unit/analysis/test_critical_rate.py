@@ -4,6 +4,7 @@ never collapse.
 
 import numpy as np
 import pytest
+
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 
 RATES = 1e-4 * 2.0 ** np.arange(8)

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import yaml
-from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
-from gspo.analysis.style import FigureOptions
 
 from commands import ROOT
+from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
+from gspo.analysis.style import FigureOptions
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+
 from gspo.analysis import fig_dose, load
 from gspo.analysis.style import FigureOptions
-
 from recorded_runs import write
 
 DOSE, METRIC = ["optim.router_lr_factor"], "routing/consistency_after_step"

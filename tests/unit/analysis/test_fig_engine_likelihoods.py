@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from gspo.analysis import engine_likelihoods, load
 from gspo.analysis import fig_engine_likelihoods as fig
-
 from gspo.tracking import metrics
 
 STEPS = 20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gspo.analysis import fig_objectives, load
 
 from gspo.algorithm import objectives
+from gspo.analysis import fig_objectives, load
 from gspo.config.settings import Settings
 from gspo.io.ranges import fields_with
 from gspo.tracking import metrics

@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import yaml
+
 from gspo.analysis import (
     arm_styles,
     early_warning,
@@ -33,7 +34,6 @@ from gspo.analysis import (
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.style import FigureOptions
-
 from gspo.statistics import t_quantile
 from gspo.tracking.metrics import METRICS
 from three_arms import write_arms, write_run

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+
 from gspo.analysis import foresight
 from gspo.analysis.foresight import History, Verdict
-
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Monitor, MonitorSettings
 

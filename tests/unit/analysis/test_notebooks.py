@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+
 from gspo.analysis.load import GRPO_R2, GSPO, RunsError
 from gspo.analysis.notebooks import load_runs
-
 from two_arms import write
 
 ROOT = Path(__file__).parents[3]

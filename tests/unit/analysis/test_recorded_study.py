@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
-from gspo.analysis import claims, load, recorded_study, sources
-from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from pyarrow import parquet
 
 from commands import ROOT
+from gspo.analysis import claims, load, recorded_study, sources
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
 

@@ -7,6 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+
+import shapes
 from gspo.analysis import (
     choosing,
     fig1_stability,
@@ -19,9 +22,6 @@ from gspo.analysis import (
     load,
 )
 from gspo.analysis.style import FigureOptions
-from matplotlib.figure import Figure
-
-import shapes
 from gspo.cli.main import figure_files
 from overlaps import overlaps
 

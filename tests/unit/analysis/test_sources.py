@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gspo.analysis import fig_objectives, load, notebooks, sources
 
+from gspo.analysis import fig_objectives, load, notebooks, sources
 from gspo.tracking.metrics import METRICS
 from recorded_wandb import log, rows, same
 

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from gspo.analysis import blocks, study_parts
-from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 
 import forked
 from commands import ROOT
+from gspo.analysis import blocks, study_parts
+from gspo.analysis.blocks import Figure, Folded, Heading, Items, Link, Table, Text
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
 from recorded_wandb import log, rows

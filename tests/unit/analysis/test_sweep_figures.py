@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
+
 from gspo.analysis import (
     arm_styles,
     early_warning,
@@ -21,8 +23,6 @@ from gspo.analysis import (
     panels,
     style,
 )
-from matplotlib.figure import Figure
-
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Thresholds
 from recorded_runs import COLLAPSED, HEALTHY, write

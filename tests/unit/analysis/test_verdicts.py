@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+
 from gspo.analysis import claims, efficiency, load, reproduce, stability_claims, stats
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import between, judge
-
 from gspo.statistics import sign_flip_p
 from two_arms import write
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from gspo.analysis.runs import RunsError
 
 from builders import small_policy
 from demonstrator import Demonstrator
+from gspo.analysis.runs import RunsError
 from gspo.cli import compare as command
 from gspo.evaluation.comparison import compared, comparison_table, numbered, read_finished
 from gspo.evaluation.evaluate import load_evaluation_sets

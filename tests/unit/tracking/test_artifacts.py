@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from gspo.analysis.wandb_files import payloads
 from wandb.proto.wandb_internal_pb2 import Record
 
 import forked
 from commands import environment
+from gspo.analysis.wandb_files import payloads
 from gspo.tracking import artifacts
 from gspo.tracking.artifacts import HASHED, allowed_name, folder_artifact
 from gspo.tracking.settings import TrackingSettings

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from gspo.analysis import sources
 
 import forked
 import user_code
+from gspo.analysis import sources
 from gspo.tracking import dashboard, metrics, views
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.views import LEFT_OUT, VIEWS, Panel, recorded

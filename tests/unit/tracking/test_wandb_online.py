@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gspo.analysis import fig_curves, load, notebooks, sources
 
 import forked
 from commands import environment
+from gspo.analysis import fig_curves, load, notebooks, sources
 from gspo.run.sweep_state import upload
 from gspo.tracking.tracker import supersede
 from recorded_wandb import TABLES, log, pause, rows, same, steps, with_rollouts
