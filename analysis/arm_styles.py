@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import matplotlib
+import numpy as np
+from matplotlib.colors import to_hex, to_rgb
 
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
@@ -47,7 +48,8 @@ class ArmStyle:
         }
 
 
-STYLES = {
+ArmStyles = dict[str, ArmStyle]  # by the name of the arm
+STYLES: ArmStyles = {
     GSPO: ArmStyle(BLUE, "o", "-"),
     GRPO_R2: ArmStyle(ORANGE, "s", DASHES),
     GRPO: ArmStyle(BLACK, "^", CHAIN),
@@ -82,7 +84,7 @@ def arm_style(arm: str) -> ArmStyle:
     return replace(style, line=REPLAYED) if replay else style
 
 
-def arm_styles(arms: list[str]) -> dict[str, ArmStyle]:
+def arm_styles(arms: list[str]) -> ArmStyles:
     """Return a style for each arm, all different.
 
     Arms that would share a style (an objective at several settings) get shades of its colour, from
@@ -111,5 +113,5 @@ def tint(colour: str, strength: float) -> str:
 
     The mixture is opaque, so overlaps do not darken.
     """
-    mixed = [1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour)]
-    return matplotlib.colors.to_hex(mixed)
+    mixed = 1 - strength * (1 - np.array(to_rgb(colour)))
+    return to_hex(mixed)

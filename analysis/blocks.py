@@ -75,10 +75,11 @@ Block = Heading | Text | Items | Table | Figure | Folded
 
 def to_html(title: str, blocks: Sequence[Block]) -> str:
     """Return the whole page, which needs no other file."""
-    return fill(TEMPLATE, title, {"blocks": [(type(block).__name__, block) for block in blocks]})
+    named = [(type(block).__name__, block) for block in blocks]
+    return fill(TEMPLATE, title, {"blocks": named})
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Markdown
 def to_markdown(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Return the report as Markdown, for a file in `folder`.
@@ -104,7 +105,8 @@ def _markdown(block: Block, folder: Path) -> str:
         case Figure(png, about):
             return f"![{escape_markdown(about)}]({address(png, folder)})"
         case Folded(title, text):
-            longest_fence = max(map(len, re.findall("`+", text)), default=0)
+            fences = re.findall("`+", text)
+            longest_fence = max(map(len, fences), default=0)
             fence = "`" * max(3, 1 + longest_fence)
             code = f"{fence}\n{escape(text)}\n{fence}"
             summary = html.escape(escape(title))

@@ -1,11 +1,11 @@
 """The paper's claims, the findings of our runs about each, and the verdicts.
 
-Captions and the summary take all three from here. The criterion of a claim stands in the docstring
-of its function and was written before the runs that it judges. verdicts.py defines the verdicts and
-their requirements. Intervals are 95 %: over seeds (paired, Student's t) if there are several seeds,
-otherwise within the run (blocks of batches), and the sentence then says so. The comparison takes
-the finished runs of the seeds that both arms have, over the batches that all of these runs have. It
-names the runs that it leaves out.
+Captions and the summary take all three from here and from stability_claims.py. The criterion of a
+claim stands in the docstring of its function and was written before the runs that it judges.
+verdicts.py defines the verdicts and their requirements. Intervals are 95 %: over seeds (paired,
+Student's t) if there are several seeds, otherwise within the run (blocks of batches), and the
+sentence then says so. The comparison takes the finished runs of the seeds that both arms have, over
+the batches that all of these runs have. It names the runs that it leaves out.
 
 GSPO's rival is GRPO with Routing Replay, as in the paper. If no run has Routing Replay (a dense
 model routes nothing), the rival is plain GRPO.
@@ -13,52 +13,30 @@ model routes nothing), the rival is plain GRPO.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
 import pandas as pd
 
-from gspo.analysis import paper
+from gspo.analysis import paper, stability_claims
 from gspo.analysis.efficiency import Efficiency, efficiency, filled, ratios
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, not_compared, why_not_comparable
 from gspo.analysis.stats import (
     START,
     WINDOW,
     Interval,
-    decline,
     estimate,
     paired_difference,
     ratio,
-    t_interval,
 )
-from gspo.analysis.verdicts import between, judge
+from gspo.analysis.verdicts import Claim, judge
 
-# a run declines if the mean of its last 10 batches lies this share below the peak of its smoothed
-# reward
-MIN_DECLINE = 0.3
-DECLINE_NAME = "a decline of 30 %"
 TENFOLD = 10.0
-CHANGED = (0.03, 0.30)  # the paper's "roughly 10 %" of experts, within a factor of about three
 # the margin of "the same within", for the reward and for held-out scores, which have the reward's
 # unit
 SAME = 0.03
 NORMAL_QUANTILE = 1.96
 NAMES_IN_WORDS = {GRPO_R2: "GRPO with Routing Replay", GRPO: "GRPO"}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim of the paper: its place in the paper, its words, our finding, and the verdict."""
-
-    where: str
-    claim: str
-    finding: str
-    verdict: str
-
-    def sentence(self) -> str:
-        """Return the claim, the finding and the verdict as a line for a caption."""
-        return f"Claim ({self.where}): {self.claim}. Here: {self.finding}. Verdict: {self.verdict}."
 
 
 def contenders(data: Data) -> tuple[str, str]:
@@ -79,7 +57,11 @@ def join(*texts: str) -> str:
 
 
 def verdict(
-    data: Data, arms: tuple[str, str], interval: Interval, line: float, margin: float = 0.0
+    data: Data,
+    arms: tuple[str, str],
+    interval: Interval,
+    line: float,
+    margin: float = 0.0,
 ) -> str:
     """Return the verdict on a paired comparison.
 
@@ -113,7 +95,9 @@ def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
     text = f"{interval.text('+.3f')} over batches {a_TS.index[0]} to {a_TS.index[-1]}"
     if interval.seeds > 1:
         text += f" (exact sign-flip p = {interval.p():.2g})"
-    a_flops, b_flops = (table.max().mean() for table in data.paired("compute/flops", a, b))
+    a_table, b_table = data.paired("compute/flops", a, b)
+    a_flops = a_table.max().mean()
+    b_flops = b_table.max().mean()
     if a_flops > 0 and b_flops > 0:
         text += f", at compute {a} / {b} = {a_flops / b_flops:.2f}"
     return interval, join(text, not_compared(data, (a, b)))
@@ -145,29 +129,28 @@ def held_out(data: Data) -> Claim | None:
     independent.
     """
     arms = contenders(data)
-    differences = []
+    differences = {}
     for name in scores(data):
         gspo, rival = data.paired(name, *arms)
-        differences.append((gspo - rival).dropna())
+        differences[name] = (gspo - rival).dropna()
     if not differences:
         return None
-    common_steps = set.intersection(*(set(table.index) for table in differences))
+    steps = [set(table.index) for table in differences.values()]
+    common_steps = set.intersection(*steps)
     if not common_steps:
         return None
     step = max(common_steps)
-    values_S = np.mean([table.loc[step].to_numpy() for table in differences], axis=0)
+    sets = len(differences)
+    values_S = np.mean([table.loc[step] for table in differences.values()], axis=0)
     interval = estimate(values_S[None, :])
     if interval.seeds == 1:
         errors = []
-        for name in scores(data):
+        for name in differences:
             errors += [table.loc[step] for table in data.paired(stderr_of(name), *arms)]
-        error = float(np.sqrt(np.sum(np.square(errors)))) / len(differences)
+        error = float(np.sqrt(np.sum(np.square(errors)))) / sets
         half = NORMAL_QUANTILE * error
-        interval = Interval(interval.mean, interval.mean - half, interval.mean + half, 1)
-    text = (
-        f"difference at batch {step}, mean over {len(differences)} held-out sets, "
-        f"{interval.text('+.3f')}"
-    )
+        interval = Interval(interval.mean, interval.mean - half, interval.mean + half)
+    text = f"difference at batch {step}, mean over {sets} held-out sets, {interval.text('+.3f')}"
     words = verdict(data, arms, interval, 0, SAME)
     return Claim(
         as_in("Fig. 1, bottom", arms[1]),
@@ -232,9 +215,10 @@ def cheaper(data: Data) -> Claim:
     training. The ratio to the rival's whole run is reported beside it.
     """
     arms = contenders(data)
+    rival = arms[1]
+    claim = f"GSPO reaches the final reward of {NAMES_IN_WORDS[rival]} with less compute"
+    where = as_in("Fig. 1, efficiency", rival)
     tables = reward_and_flops(data)
-    claim = f"GSPO reaches the final reward of {NAMES_IN_WORDS[arms[1]]} with less compute"
-    where = as_in("Fig. 1, efficiency", arms[1])
     if any(table.isna().any(axis=None) for table in tables):
         return Claim(where, claim, "compute/flops was not recorded", "undecided (no compute)")
     result = efficiency(*tables)
@@ -243,7 +227,9 @@ def cheaper(data: Data) -> Claim:
         f"{result.to_end.text()} (the paper's points: {paper_compute_ratio():.2f})"
     )
     rival_reward = tables[2]
-    if rival_reward.tail(WINDOW).mean().mean() <= rival_reward.head(START).mean().mean():
+    start = rival_reward.head(START).mean().mean()
+    end = rival_reward.tail(WINDOW).mean().mean()
+    if end <= start:
         words = "undecided (the rival ends no higher than it starts)"
     else:
         words = verdict(data, arms, result.like, 1)
@@ -260,9 +246,9 @@ def clipping(data: Data) -> Claim:
     it.
     """
     arms = contenders(data)
-    tables = data.paired("clip/token_active", *arms)
-    result = ratio(*tables)
-    shares = " against ".join(f"{table.mean().mean():.2g}" for table in tables)
+    gspo, rival = data.paired("clip/token_active", *arms)
+    result = ratio(gspo, rival)
+    shares = f"{gspo.mean().mean():.2g} against {rival.mean().mean():.2g}"
     if not result.seeds:
         text = "clip/token_active was not recorded"
         words = "undecided (no shares)"
@@ -270,7 +256,8 @@ def clipping(data: Data) -> Claim:
         text = f"{shares} of tokens: GRPO clipped none, no ratio"
         words = "undecided (no ratio)"
     else:
-        gspo_share, rival_share = (paper.series("fig2_clipped", arm)[0] for arm in (GSPO, GRPO_R2))
+        gspo_share = paper.series("fig2_clipped", GSPO)[0]
+        rival_share = paper.series("fig2_clipped", GRPO_R2)[0]
         text = (
             f"{shares} of tokens, ratio {result.text('.3g')} {result.kind} "
             f"(paper: {gspo_share / rival_share:.0f})"
@@ -302,40 +289,13 @@ def calibrated(data: Data) -> str:
 
     Its share of clipped tokens was then chosen.
     """
-    settings = data.of(GSPO)[0].settings
-    low = settings.get("objective.clip_low")
-    high = settings.get("objective.clip_high")
-    if None in (low, high) or (low, high) == paper.CLIP_RANGES["gspo"]:
+    limits = data.of(GSPO)[0].clip_range
+    if None in limits or limits == paper.CLIP_RANGES["gspo"]:
         return ""
+    low, high = limits
     return (
         f"; GSPO's share is no finding: its clip range, {low:g} / {high:g}, is not the paper's but "
         "was chosen"
-    )
-
-
-def declines(data: Data, arm: str) -> pd.Series:
-    """Return each seed's decline from its peak (stats.decline) for the settled runs.
-
-    These have finished or collapsed. While there are none, all runs count.
-    """
-    runs = data.of(arm)
-    settled = [run for run in runs if run.settled] or runs
-    return pd.Series({run.seed: decline(run.column("reward/mean")) for run in settled})
-
-
-def collapse_without_replay(data: Data) -> Claim:
-    """Judge Fig. 3.
-
-    Criterion: without Routing Replay the mean of the last 10 batches lies at least 30 % below the
-    peak of the EMA(0.9) of the reward, in the mean over seeds.
-    """
-    plain = declines(data, GRPO)
-    replayed = declines(data, GRPO_R2)
-    return Claim(
-        "Fig. 3",
-        "GRPO without Routing Replay declines and does not converge",
-        f"end against peak: {GRPO} {in_percent(plain)}, {GRPO_R2} {in_percent(replayed)}",
-        judge(t_interval(plain), MIN_DECLINE, DECLINE_NAME),
     )
 
 
@@ -354,97 +314,6 @@ def replay_helps(data: Data) -> Claim:
     )
 
 
-def stable(data: Data) -> Claim:
-    """Judge sections 1 and 5.3.
-
-    Criterion: the control, GRPO without Routing Replay, declines (by 30 % in the mean, as in Fig.
-    3), while GSPO without Routing Replay declines in no seed and gains, and the paired difference
-    of their declines lies above 0. The verdict is undecided without a control that declines, for
-    then there was nothing to withstand. It speaks against the claim if GSPO declines or gains
-    nothing.
-    """
-    falls = declines(data, GSPO)
-    gains = []
-    for run in data.of(GSPO):
-        if run.seed in falls:
-            rewards = run.column("reward/mean")
-            gains.append(rewards.tail(WINDOW).mean() - rewards.head(START).mean())
-    text = (
-        f"end against peak {in_percent(falls)}, end against start {np.mean(gains):+.3f} reward, "
-        f"{seeds_text(len(falls))}"
-    )
-    control_falls = pd.Series(dtype=float)
-    if GRPO in data.arms:
-        control_falls = declines(data, GRPO)
-        control_text = in_percent(control_falls)
-        text += f"; control, GRPO without Routing Replay: end against peak {control_text}"
-    return Claim(
-        "section 5.3",
-        "GSPO trains an MoE model stably without Routing Replay",
-        text,
-        judge_stability(falls, gains, control_falls),
-    )
-
-
-def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Series) -> str:
-    """Return the verdict on GSPO's declines and gains, beside the declines of the control."""
-    declined = int((falls >= MIN_DECLINE).sum())
-    if declined:
-        words = judge(t_interval(-falls), -MIN_DECLINE, DECLINE_NAME)
-        if words.startswith("not seen"):
-            return words
-        return f"points against it ({declined} of {seeds_text(len(falls))} declined by 30 %)"
-    if np.mean(gains) <= 0:
-        return judge(t_interval(gains), 0, "no gain")
-    common = falls.index.intersection(control_falls.index)
-    if not len(common):
-        return "undecided (no control: GRPO without Routing Replay on the same seeds)"
-    if control_falls[common].mean() < MIN_DECLINE:
-        return "undecided (the control does not decline either: nothing here is unstable)"
-    return judge(t_interval(control_falls[common] - falls[common]), 0, "0")
-
-
-def in_percent(declines_S: pd.Series) -> str:
-    """Return declines as changes in percent: the mean, and the range if there are several seeds."""
-    mean = f"{-100 * declines_S.mean():+.1f} %"
-    if len(declines_S) == 1:
-        return mean
-    worst = f"{-100 * declines_S.max():+.1f} %"
-    best = f"{-100 * declines_S.min():+.1f} %"
-    return f"{mean} (seeds {worst} to {best})"
-
-
-def seeds_text(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
-
-
-def experts_change(data: Data) -> Claim | None:
-    """Judge section 5.3. Return None if no run reports the routing consistency.
-
-    Criterion: 1 - routing/consistency (mini-batches 2..N against the step's start), averaged over
-    batches and over the arms without Routing Replay, lies between 3 % and 30 %.
-    """
-    changes = {}
-    for arm in (GRPO, GSPO, GRPO_R2):
-        if arm in data.arms:
-            table = 1 - data.table(arm, "routing/consistency")
-            if table.notna().any(axis=None):
-                changes[arm] = table
-    if not changes:
-        return None
-    texts = [f"{arm} {100 * table.mean().mean():.1f} %" for arm, table in changes.items()]
-    without_replay = [table for arm, table in changes.items() if arm != GRPO_R2]
-    judged = without_replay or list(changes.values())
-    # the mean over the arms, for each batch and seed
-    means_TS = pd.concat(judged).groupby(level="step").mean()
-    return Claim(
-        "section 5.3",
-        "about 10 % of the activated experts change with an update",
-        f"changed experts {', '.join(texts)}",
-        between(estimate(means_TS), *CHANGED, "between 3 % and 30 %"),
-    )
-
-
 def all_claims(data: Data) -> list[Claim]:
     """Return every claim that these runs can judge, in the paper's order.
 
@@ -454,8 +323,8 @@ def all_claims(data: Data) -> list[Claim]:
     if why_not_comparable(data, contenders(data)) is None:
         claims += [reward(data), held_out(data), cheaper(data), clipping(data)]
     if why_not_comparable(data, (GRPO_R2, GRPO)) is None:
-        claims += [collapse_without_replay(data), replay_helps(data)]
+        claims += [stability_claims.collapse_without_replay(data), replay_helps(data)]
     if why_not_comparable(data, (GSPO,)) is None and all(run.moe for run in data.of(GSPO)):
-        claims.append(stable(data))
-    claims.append(experts_change(data))
+        claims.append(stability_claims.stable(data))
+    claims.append(stability_claims.experts_change(data))
     return [claim for claim in claims if claim is not None]

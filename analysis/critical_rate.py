@@ -13,7 +13,7 @@ The interval resamples seeds, each with all of its runs, because the runs of a s
 start and problems. The exact p exchanges the two arms' runs within a seed, for every subset of the
 seeds: it asks what the ratio could have been if the arms were the same.
 
-Shape suffixes: S seeds, A arms, R rates, P parameters, D draws.
+Shape suffixes: S seeds, A arms, R rates, C cells (an arm at a rate), P parameters, D draws.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from scipy.special import expit
 
 from gspo.analysis.stats import REPS, Interval
 
@@ -54,94 +55,126 @@ def fit(
     Counts with further dimensions before A are fitted separately. If runs collapse less at higher
     rates, b is not positive and there is no critical rate: NaN.
     """
-    arms = runs_AR.shape[-2]
-    x_R = np.log(rates_R) - np.log(rates_R).mean()
-    b = np.ones(runs_AR.shape[:-2])
-    h_A = np.zeros(runs_AR.shape[:-1])
+    *draws, arms, rates = runs_AR.shape
+    log_rates_R = np.log(rates_R)
+    log_middle = log_rates_R.mean()
+    # u = design @ (b, h): a row for every arm and rate
+    design_ARP = np.zeros((arms, rates, 1 + arms))
+    design_ARP[:, :, 0] = log_rates_R - log_middle
+    for arm in range(arms):
+        design_ARP[arm, :, 1 + arm] = -1
+    design_CP = design_ARP.reshape(arms * rates, 1 + arms)
+    runs_C = runs_AR.reshape(*draws, -1)
+    collapsed_C = collapsed_AR.reshape(*draws, -1)
     prior_PP = np.eye(1 + arms) / SLOPE**2
-    heights = range(1, 1 + arms)  # the parameters after b
+    parameters_P = np.zeros((*draws, 1 + arms))
+    parameters_P[..., 0] = 1
     for _ in range(MAX_NEWTON_STEPS):
-        u_AR = b[..., None, None] * x_R - h_A[..., None]
-        p_AR = 1 / (1 + np.exp(-np.clip(u_AR, -500, 500)))
-        residual_AR = collapsed_AR - runs_AR * p_AR
-        variance_AR = runs_AR * p_AR * (1 - p_AR)
-        slope_gradient = (residual_AR * x_R).sum((-1, -2))
-        gradient_P = np.concatenate([slope_gradient[..., None], -residual_AR.sum(-1)], -1)
-        gradient_P -= np.concatenate([b[..., None], h_A], -1) / SLOPE**2
-        hessian_PP = np.zeros((*b.shape, 1 + arms, 1 + arms)) + prior_PP
-        hessian_PP[..., 0, 0] += (variance_AR * x_R**2).sum((-1, -2))
-        hessian_PP[..., 0, 1:] = -(variance_AR * x_R).sum(-1)
-        hessian_PP[..., 1:, 0] = -(variance_AR * x_R).sum(-1)
-        hessian_PP[..., heights, heights] += variance_AR.sum(-1)
-        step_P = np.linalg.solve(hessian_PP, gradient_P[..., None])[..., 0]
-        before = log_posterior(x_R, runs_AR, collapsed_AR, b, h_A)
+        p_C = expit(parameters_P @ design_CP.T)
+        residual_C = collapsed_C - runs_C * p_C
+        variance_C = runs_C * p_C * (1 - p_C)
+        gradient_P = residual_C @ design_CP
+        gradient_P -= parameters_P @ prior_PP
+        weighted_PC = design_CP.T * variance_C[..., None, :]
+        hessian_PP = weighted_PC @ design_CP
+        hessian_PP += prior_PP
+        step_P1 = np.linalg.solve(hessian_PP, gradient_P[..., None])
+        step_P = step_P1[..., 0]
+        before = log_posterior(design_CP, runs_C, collapsed_C, parameters_P)
         for _ in range(MAX_HALVINGS):
-            new_b = b + step_P[..., 0]
-            new_h_A = h_A + step_P[..., 1:]
-            worse = log_posterior(x_R, runs_AR, collapsed_AR, new_b, new_h_A) < before - 1e-9
+            after = log_posterior(design_CP, runs_C, collapsed_C, parameters_P + step_P)
+            worse = after < before - 1e-9
             if not worse.any():
                 break
-            step_P = np.where(worse[..., None], step_P / 2, step_P)
-        b = b + step_P[..., 0]
-        h_A = h_A + step_P[..., 1:]
+            step_P[worse] /= 2
+        parameters_P += step_P
         if np.abs(step_P).max() < 1e-8:
             break
+    b = parameters_P[..., 0]
+    h_A = parameters_P[..., 1:]
+    slope = b[..., None]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        critical_A = np.exp(np.log(rates_R).mean() + h_A / b[..., None])
-    return b, np.where(b[..., None] > 0, critical_A, np.nan)
+        critical_A = np.exp(log_middle + h_A / slope)
+    return b, np.where(slope > 0, critical_A, np.nan)
 
 
 def log_posterior(
-    x_R: np.ndarray, runs_AR: np.ndarray, collapsed_AR: np.ndarray, b: np.ndarray, h_A: np.ndarray
+    design_CP: np.ndarray,
+    runs_C: np.ndarray,
+    collapsed_C: np.ndarray,
+    parameters_P: np.ndarray,
 ) -> np.ndarray:
     """Return the logarithm of the posterior density of (b, h), up to a constant."""
-    u_AR = b[..., None, None] * x_R - h_A[..., None]
-    likelihood = (collapsed_AR * u_AR - runs_AR * np.logaddexp(0, u_AR)).sum((-1, -2))
-    return likelihood - (b**2 + (h_A**2).sum(-1)) / (2 * SLOPE**2)
+    u_C = parameters_P @ design_CP.T
+    terms_C = collapsed_C * u_C - runs_C * np.logaddexp(0, u_C)
+    log_likelihood = terms_C.sum(-1)
+    squares = (parameters_P**2).sum(-1)
+    return log_likelihood - squares / (2 * SLOPE**2)
 
 
 def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
     """Return the fitted share of collapsed runs at these rates."""
-    return 1 / (1 + (critical / np.asarray(rates)) ** slope)
+    relative_rates = np.asarray(rates) / critical
+    return 1 / (1 + relative_rates**-slope)
 
 
 def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     """Return c_a / c_b with its 95 % interval over seeds, and its exact p."""
+    rates_R = counts.rates_R
     runs_SAR = counts.runs_SAR
     collapsed_SAR = counts.collapsed_SAR
     seeds = len(runs_SAR)
     rng = np.random.default_rng(0)
     drawn_DS = rng.integers(seeds, size=(REPS, seeds))
-    draws_D = log_ratio(counts.rates_R, runs_SAR[drawn_DS], collapsed_SAR[drawn_DS], a, b)
+    drawn_runs = runs_SAR[drawn_DS]
+    drawn_collapsed = collapsed_SAR[drawn_DS]
+    draws_D = log_ratio(rates_R, drawn_runs, drawn_collapsed, a, b)
     # A draw without a critical rate could lie anywhere: it counts below and above, and so widens
     # the interval.
-    low = np.quantile(np.where(np.isnan(draws_D), -np.inf, draws_D), 0.025, method="nearest")
-    high = np.quantile(np.where(np.isnan(draws_D), np.inf, draws_D), 0.975, method="nearest")
-    # nothing is exchanged in the first draw
-    if seeds <= MAX_EXACT_SEEDS:
-        exchanged_DS = np.array(list(product((False, True), repeat=seeds)))
-    else:
-        random_DS = rng.random((REPS, seeds)) < 0.5
-        exchanged_DS = np.vstack([np.zeros((1, seeds), bool), random_DS])
-    exchanged_DS11 = exchanged_DS[..., None, None]
+    no_ratio_D = np.isnan(draws_D)
+    lowest_D = np.where(no_ratio_D, -np.inf, draws_D)
+    highest_D = np.where(no_ratio_D, np.inf, draws_D)
+    low = np.quantile(lowest_D, 0.025, method="nearest")
+    high = np.quantile(highest_D, 0.975, method="nearest")
+    exchanged_DS = exchanges(seeds, rng)
+    exchanged_DSAR = exchanged_DS[..., None, None]
     order_A = np.arange(runs_SAR.shape[1])
     order_A[[a, b]] = b, a
-    log_ratios_D = log_ratio(
-        counts.rates_R,
-        np.where(exchanged_DS11, runs_SAR[:, order_A], runs_SAR),
-        np.where(exchanged_DS11, collapsed_SAR[:, order_A], collapsed_SAR),
-        a,
-        b,
-    )
+    runs_DSAR = np.where(exchanged_DSAR, runs_SAR[:, order_A], runs_SAR)
+    collapsed_DSAR = np.where(exchanged_DSAR, collapsed_SAR[:, order_A], collapsed_SAR)
+    log_ratios_D = log_ratio(rates_R, runs_DSAR, collapsed_DSAR, a, b)
     observed = log_ratios_D[0]
-    smaller_D = np.abs(log_ratios_D) < abs(observed) - 1e-6  # Newton's method leaves 1e-8
-    mean, low, high = (float(np.exp(x)) for x in (observed, low, high))
-    return Interval(mean, low, high, seeds, logarithmic=True), float(np.mean(~smaller_D))
+    # Newton's method leaves 1e-8
+    smaller_D = np.abs(log_ratios_D) < abs(observed) - 1e-6
+    p = float(np.mean(~smaller_D))
+    logarithms = [observed, low, high]
+    mean, low, high = np.exp(logarithms).tolist()
+    return Interval(mean, low, high, seeds, logarithmic=True), p
+
+
+def exchanges(seeds: int, rng: np.random.Generator) -> np.ndarray:
+    """Return for each draw whether the two arms' runs of a seed are exchanged, [D, S].
+
+    Nothing is exchanged in the first draw.
+    """
+    if seeds <= MAX_EXACT_SEEDS:
+        patterns = product((False, True), repeat=seeds)
+        return np.array(list(patterns))
+    random_DS = rng.random((REPS, seeds)) < 0.5
+    nothing_1S = np.zeros((1, seeds), bool)
+    return np.vstack([nothing_1S, random_DS])
 
 
 def log_ratio(
-    rates_R: np.ndarray, runs_SAR: np.ndarray, collapsed_SAR: np.ndarray, a: int, b: int
+    rates_R: np.ndarray,
+    runs_SAR: np.ndarray,
+    collapsed_SAR: np.ndarray,
+    a: int,
+    b: int,
 ) -> np.ndarray:
     """Return log(c_a / c_b) of the seeds' runs together."""
-    _, critical_A = fit(rates_R, runs_SAR.sum(-3), collapsed_SAR.sum(-3))
-    return np.log(critical_A[..., a] / critical_A[..., b])
+    runs_AR = runs_SAR.sum(-3)
+    collapsed_AR = collapsed_SAR.sum(-3)
+    _, critical_A = fit(rates_R, runs_AR, collapsed_AR)
+    log_critical_A = np.log(critical_A)
+    return log_critical_A[..., a] - log_critical_A[..., b]

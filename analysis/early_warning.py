@@ -23,37 +23,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from gspo.analysis import foresight, load, script, style
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.foresight import LR, Alarm, History, Value
+from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
 from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
-from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, collapse, levels
+from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, levels
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
-METRICS = sorted({signal.metric for signal in SIGNALS.values()} | {"reward/mean"})
 LEADS = (1, 5, 10)  # steps before the collapse
+LONG_RESPONSES = (
+    "cold_start.wrong_step_rate=0.14, rollout.max_new_tokens=100, task.max_operands=8, "
+    "task.min_operands=6"
+)
 NAMES = {  # the stresses of sweeps/stressors.yaml
     "": "learning rate alone",
     "trainer.minibatches=16": "16 mini-batches",
     "model.experts_per_token=1": "top-1 routing",
     "policy.old_logprobs=engine, rollout.dtype=bfloat16": "bfloat16 rollouts",
     "policy.old_logprobs=behaviour, rollout.staleness=8": "stale responses",
-    "cold_start.wrong_step_rate=0.14, rollout.max_new_tokens=100, task.max_operands=8, task.min_operands=6": (
-        "long responses"
-    ),
+    LONG_RESPONSES: "long responses",
 }
 VARY_WITHIN_STRESS = ("objective.", "optim.lr")  # settings
 REFUSED = script.NO_CURVES | {"seeds": "its rows are signals, of all runs together"}
-LEAD_MARKERS = ("o", "s", "^")
 MONITOR = "any, as the monitor ships"
 
 
@@ -85,20 +84,25 @@ def main() -> None:
         keep(frame, RECORDED)
     runs = foresight.histories(frame)
     thresholds = shipped(frame)
-    results = [result(runs, thresholds, name) for name in (LR, *SIGNALS)]
-    results = [signal for signal in results if signal.aurocs[0].count]
+    results = []
+    for name in (LR, *SIGNALS):
+        signal = result(runs, thresholds, name)
+        if signal.aurocs[0].count:
+            results.append(signal)
     results.sort(key=lambda signal: -signal.aurocs[0].value)
-    if not results or len({run.stress for run in runs}) < 2:
+    stresses = {run.stress for run in runs}
+    if not results or len(stresses) < 2:
         raise RunsError(
-            "early_warning needs runs that collapsed and runs that did not, under two stresses or more"
+            "early_warning needs runs that collapsed and runs that did not, under two stresses or "
+            "more"
         )
-    together = foresight.worth([foresight.judged(run, thresholds) for run in runs])
+    together = foresight.alarm(runs, thresholds)
     paths = draw(results, together, runs, options.out, options)
     print("\n".join(outcomes(frame, runs)))
     script.print_lines(table(results, together), paths)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # data
 def from_runs(
     paths: list[str], where: Mapping[str, object] | None = None
@@ -112,19 +116,17 @@ def from_runs(
     usual = {}
     for key in load.differing(data.runs):
         if not key.startswith(VARY_WITHIN_STRESS):
-            values = Counter(str(run.settings.get(key)) for run in data.runs)
+            texts = [str(run.settings.get(key)) for run in data.runs]
+            values = Counter(texts)
             usual[key] = values.most_common(1)[0][0]
     frames = []
     for run in data.runs:
+        if not run.settled:
+            continue
         rows = run.rows[run.rows["step"] > 0].sort_values("step")
-        if not run.finished:
-            rewards = rows["reward/mean"].astype(float).tolist()
-            if collapse(rewards) is None:
-                continue
-        columns: dict[str, object] = {"step": rows["step"]}
-        for name in METRICS:
-            if name in rows:
-                columns[name] = rows[name].astype("float32")
+        metrics = [name for name in METRICS if name in rows]
+        single_precision = dict.fromkeys(metrics, "float32")
+        frame = rows[["step", *metrics]].astype(single_precision)
         constants = {
             "run": run.path.name,
             "stress": stress(run.settings, usual),
@@ -135,7 +137,7 @@ def from_runs(
         for name in SIGNALS:
             threshold = run.settings.get(f"monitor.thresholds.{name}", 0.0)
             constants[f"threshold/{name}"] = threshold
-        frames.append(pd.DataFrame(columns).assign(**constants))
+        frames.append(frame.assign(**constants))
     if not frames:
         raise RunsError("no run that has finished or collapsed")
     notes = [note for note in data.notes if not note.startswith("seeds of")]
@@ -143,10 +145,14 @@ def from_runs(
 
 
 def stress(settings: dict[str, object], usual: dict[str, str]) -> str:
-    """Return the settings in which these differ from the usual settings, as the name of the stress."""
-    differing = [key for key in usual if str(settings.get(key)) != usual[key]]
-    text = ", ".join(f"{key}={settings.get(key)}" for key in differing)
-    return NAMES.get(text, text)
+    """Return the settings in which these differ from the usual settings, as the stress's name."""
+    texts = []
+    for key, value in usual.items():
+        text = str(settings.get(key))
+        if text != value:
+            texts.append(f"{key}={text}")
+    name = ", ".join(texts)
+    return NAMES.get(name, name)
 
 
 def keep(frame: pd.DataFrame, folder: Path) -> None:
@@ -160,12 +166,17 @@ def keep(frame: pd.DataFrame, folder: Path) -> None:
 
 
 def shipped(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the monitor's thresholds as most rows have them, without the switched-off thresholds."""
-    thresholds = {name: float(frame[f"threshold/{name}"].mode().iloc[0]) for name in SIGNALS}
-    return {name: threshold for name, threshold in thresholds.items() if threshold}
+    """Return the monitor's thresholds as most rows have them, without those that are off."""
+    thresholds = {}
+    for name in SIGNALS:
+        modes = frame[f"threshold/{name}"].mode()
+        threshold = float(modes.iloc[0])
+        if threshold:
+            thresholds[name] = threshold
+    return thresholds
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # results
 @dataclass
 class Result:
@@ -186,7 +197,7 @@ def result(runs: list[History], thresholds: dict[str, float], name: str) -> Resu
         aurocs=[foresight.auroc(runs, name, lead) for lead in LEADS],
         same_lr=foresight.auroc(runs, name, same_lr=True),
         fitted=foresight.worth(foresight.held_out(runs, name)),
-        shipped=foresight.worth([foresight.judged(run, threshold) for run in runs]),
+        shipped=foresight.alarm(runs, threshold),
     )
 
 
@@ -194,19 +205,20 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
     """Return lines that say how many runs collapsed, by stress, objective and learning rate."""
     collapsed = {run.run: run.collapsed is not None for run in runs}
     by_run = frame.groupby("run").first()
-    by_run = by_run.assign(collapsed=by_run.index.map(collapsed))
-    counts = by_run.groupby(["stress", "arm", "lr"])["collapsed"].agg(["sum", "count"])
-    texts = counts["sum"].astype(int).astype(str) + " of " + counts["count"].astype(str)
+    by_run["collapsed"] = by_run.index.map(collapsed)
+    groups = by_run.groupby(["stress", "arm", "lr"])["collapsed"]
+    texts = groups.agg(lambda runs: f"{runs.sum()} of {len(runs)}")
     texts = texts.unstack("lr").fillna("-")
     rows = [["stress", "objective", *(f"{lr:g}" for lr in texts)]]
     rows += [[*index, *row] for index, row in texts.iterrows()]
-    steps = sorted(run.collapsed + 1 for run in runs if run.collapsed is not None)
+    indices = [run.collapsed for run in runs if run.collapsed is not None]
+    steps = [index + 1 for index in sorted(indices)]
     dips = 0
     for name, run_rows in frame.groupby("run"):
         if not collapsed[name] and fell(run_rows):
             dips += 1
     return [
-        f"{sum(collapsed.values())} of {len(runs)} runs collapsed, by learning rate:",
+        f"{len(steps)} of {len(runs)} runs collapsed, by learning rate:",
         "",
         *markdown_table(rows),
         "",
@@ -217,9 +229,10 @@ def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:
 
 def fell(rows: pd.DataFrame) -> bool:
     """Return whether the monitor would have reported a run's reward as fallen, for good or not."""
-    rewards = rows.sort_values("step")["reward/mean"].astype(float).tolist()
-    below_peak = pd.Series(levels(rewards)[2])
-    return bool((below_peak.rolling(STEPS_FALLEN).sum() == STEPS_FALLEN).any())
+    rewards = rows.sort_values("step")["reward/mean"].astype(float)
+    _, _, below_peak = levels(rewards.tolist())
+    steps_below = pd.Series(below_peak).rolling(STEPS_FALLEN).sum()
+    return bool((steps_below == STEPS_FALLEN).any())
 
 
 def paired(by_run: pd.DataFrame) -> str:
@@ -231,12 +244,12 @@ def paired(by_run: pd.DataFrame) -> str:
     pairs = runs.pivot(index=["stress", "lr", "seed"], columns="arm", values="collapsed")
     if not {GSPO, GRPO} <= set(pairs):
         return ""
-    pairs = pairs.dropna().astype(bool)
-    difference = pairs[GRPO].astype(int) - pairs[GSPO].astype(int)
+    pairs = pairs.dropna().astype(int)
+    difference = pairs[GRPO] - pairs[GSPO]
     p = sign_flip_p_of_integers(difference.to_numpy())
     return (
         f"Of {len(pairs)} pairs of the same stress, rate and seed GRPO alone collapsed in "
-        f"{np.sum(difference == 1)}, GSPO alone in {np.sum(difference == -1)} (exact sign test: "
+        f"{(difference == 1).sum()}, GSPO alone in {(difference == -1).sum()} (exact sign test: "
         f"p = {p:.2g})."
     )
 
@@ -246,89 +259,107 @@ def table(results: list[Result], together: Alarm) -> list[str]:
 
     The last row is for the monitor's warnings taken together.
     """
-    counts = [auroc.count for auroc in results[0].aurocs]
     head = ["signal"]
-    for lead, count in zip(LEADS, counts, strict=True):
-        head.append(f"AUROC, {lead} before (of {count})")
+    for lead, auroc in zip(LEADS, results[0].aurocs, strict=True):
+        head.append(f"AUROC, {lead} before (of {auroc.count})")
     head += ["same learning rate", "seen", "median lead", "warnings per healthy run"]
     head += ["as shipped: seen", "lead", "per healthy run"]
     rows = [head]
     for signal in results:
-        aurocs = [auroc.text() for auroc in signal.aurocs]
-        alarms = [*alarm_cells(signal.fitted), *alarm_cells(signal.shipped)]
-        rows.append([signal.name, *aurocs, signal.same_lr.text(), *alarms])
-    return markdown_table([*rows, [MONITOR, *["-"] * 7, *alarm_cells(together)]])
+        row = [signal.name]
+        row += [auroc.text() for auroc in signal.aurocs]
+        row.append(signal.same_lr.text())
+        row += alarm_cells(signal.fitted)
+        row += alarm_cells(signal.shipped)
+        rows.append(row)
+    row = [MONITOR, *["-"] * 7]
+    rows.append(row + alarm_cells(together))
+    return markdown_table(rows)
 
 
 def alarm_cells(alarm: Alarm) -> list[str]:
     """Return the cells for an alarm: collapses seen, lead and false alarms."""
-    return [alarm.seen.text(), alarm.lead.text(".0f"), alarm.false.text()]
+    return [
+        alarm.seen.text(),
+        alarm.lead.text(".0f"),
+        alarm.false.text(),
+    ]
 
 
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
-    results: list[Result], together: Alarm, runs: list[History], out: Path, options: FigureOptions
+    results: list[Result],
+    together: Alarm,
+    runs: list[History],
+    out: Path,
+    options: FigureOptions,
 ) -> list[Path]:
     """Draw a row per signal and a panel per quantity.
 
-    The quantities are AUROC at three leads, AUROC among runs of the same rate, collapses seen, lead, and
-    false alarms.
+    The quantities are AUROC at three leads, AUROC among runs of the same rate, collapses seen,
+    lead, and false alarms.
     """
     figure = style.canvas(0.9 + 0.26 * (len(results) + 1), options)
     axes = figure.subplots(1, 5, sharey=True, width_ratios=[1.5, 1, 1, 1, 1])
-    auroc_panel, same_lr_panel, *alarm_panels = axes
+    auroc_panel, same_lr_panel, seen_panel, lead_panel, false_panel = axes
+    marks = ((-0.22, "o", 1.0), (0.0, "s", 0.7), (0.22, "^", 0.4))  # of the leads
     for row, signal in enumerate(results):
-        for index, (auroc, marker) in enumerate(zip(signal.aurocs, LEAD_MARKERS, strict=True)):
-            colour = tint(style.INK, 1 - 0.3 * index)
-            draw_value(auroc_panel, row + 0.22 * (index - 1), auroc, colour, marker)
-        draw_value(same_lr_panel, row, signal.same_lr, style.INK)
-    alarms = [*(signal.fitted for signal in results), together]
+        for auroc, (shift, marker, strength) in zip(signal.aurocs, marks, strict=True):
+            colour = tint(style.INK, strength)
+            draw_value(auroc_panel, row + shift, auroc, colour, marker)
+        draw_value(same_lr_panel, row, signal.same_lr)
+    alarms = [signal.fitted for signal in results]
+    alarms.append(together)
     for row, alarm in enumerate(alarms):
         marker = "D" if alarm is together else "o"
-        values = (alarm.seen, alarm.lead, alarm.false)
-        for ax, value in zip(alarm_panels, values, strict=True):
-            draw_value(ax, row, value, style.INK, marker)
+        draw_value(seen_panel, row, alarm.seen, marker=marker)
+        draw_value(lead_panel, row, alarm.lead, marker=marker)
+        draw_value(false_panel, row, alarm.false, marker=marker)
     for ax in (auroc_panel, same_lr_panel):
-        ax.axvline(0.5, color=style.MUTED, lw=1, ls="--", zorder=1)
-    titles = {
-        "AUROC": f"{', '.join(map(str, LEADS))} steps before",
-        "At one rate": "AUROC",
-        "Seen": "share",
-        "Lead time": "median steps",
-        "False alarms": "per healthy run",
-    }
-    for ax, (title, label) in zip(axes, titles.items(), strict=True):
-        ax.set_title(title)
-        ax.set_xlabel(label)
+        ax.axvline(0.5, **style.DASHED)
+    auroc_panel.set(title="AUROC", xlabel=f"{', '.join(map(str, LEADS))} steps before")
+    same_lr_panel.set(title="At one rate", xlabel="AUROC")
+    seen_panel.set(title="Seen", xlabel="share")
+    lead_panel.set(title="Lead time", xlabel="median steps")
+    false_panel.set(title="False alarms", xlabel="per healthy run")
+    for ax in axes:
         ax.set_xlim(left=0)
         ax.tick_params(axis="y", length=0)
-    axes[0].set_ylim(len(results) + 0.6, -0.6)
+    auroc_panel.set_ylim(len(results) + 0.6, -0.6)
     names = [signal.name.replace("_", " ") for signal in results]
-    axes[0].set_yticks(range(len(alarms)), [*names, "monitor as it ships"])
+    names.append("monitor as it ships")
+    auroc_panel.set_yticks(range(len(names)), names)
     return style.save(figure, out, "early_warning", caption(runs, results), options)
 
 
-def draw_value(ax: Axes, y: float, value: Value, colour: str, marker: str = "o") -> None:
+def draw_value(
+    ax: Axes,
+    y: float,
+    value: Value,
+    colour: str = style.INK,
+    marker: str = "o",
+) -> None:
     if value.count:
-        ax.plot([value.low, value.high], [y, y], color=colour, lw=1.4, zorder=2)
-        mark = {"ms": 4.5, "color": colour, "mec": "white", "mew": 0.5, "zorder": 3}
-        ax.plot(value.value, y, marker, **mark)
+        ends = [value.low, value.high]
+        ax.plot(ends, [y, y], color=colour, lw=1.4)
+        style.dots(ax, value.value, y, colour, marker, 4.5, zorder=3)
 
 
 def caption(runs: list[History], results: list[Result]) -> str:
     collapsed = sum(run.collapsed is not None for run in runs)
     stresses = sorted({run.stress for run in runs})
-    counts = ", ".join(str(auroc.count) for auroc in results[0].aurocs)
+    best = results[0]
+    counts = [str(auroc.count) for auroc in best.aurocs]
     return (
         f"{collapsed} collapsed and {len(runs) - collapsed} healthy runs under {len(stresses)} "
         f"kinds of stress ({', '.join(stresses)}). AUROC: largest score until so many steps before "
-        f"the collapse (dots, squares, triangles; of {counts} runs) against the healthy runs' over "
-        "the same steps; then among runs of one learning rate, where what the rate alone does to a "
-        "score is no help. The others: warnings at a threshold that at most 5 % of the healthy runs "
-        "under the other stresses exceed; last row (diamonds): all signals at the monitor's "
-        "thresholds. Seen: before the collapse, not at it, where the reward's own threshold lies. "
-        "Bars: 95 % intervals over runs."
+        f"the collapse (dots, squares, triangles; of {', '.join(counts)} runs) against the healthy "
+        "runs' over the same steps; then among runs of one learning rate, where what the rate "
+        "alone does to a score is no help. The others: warnings at a threshold that at most 5 % "
+        "of the healthy runs under the other stresses exceed; last row (diamonds): all signals at "
+        "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own "
+        "threshold lies. Bars: 95 % intervals over runs."
     )
 
 

@@ -52,7 +52,8 @@ class Ratio(Interval):
         """
         if len(self.values) < 2:
             return np.nan
-        return sign_flip_p(np.nan_to_num(np.sign(np.array(self.values) - null)))
+        sides = np.sign(np.array(self.values) - null)
+        return sign_flip_p(np.nan_to_num(sides))
 
     def text(self, form: str = ".2f") -> str:
         """Return the ratio with its interval in brackets, also if the level is not reached.
@@ -79,28 +80,37 @@ class Efficiency:
 def first_reaches(reward_T: np.ndarray, flops_T: np.ndarray, level: float) -> float:
     """Return the FLOPs at which the trailing mean of the reward first reaches the level, or inf."""
     # the level is such a mean too, up to rounding
-    hits = np.flatnonzero(trailing_mean(reward_T) >= level - 1e-12)
-    return float(flops_T[hits[0]]) if len(hits) else np.inf
+    reached_T = trailing_mean(reward_T) >= level - 1e-12
+    if not reached_T.any():
+        return np.inf
+    return float(flops_T[reached_T.argmax()])
 
 
 def needs(
-    reward_T: np.ndarray, flops_T: np.ndarray, rival_T: np.ndarray, rival_flops_T: np.ndarray
+    reward_T: np.ndarray,
+    flops_T: np.ndarray,
+    rival_T: np.ndarray,
+    rival_flops_T: np.ndarray,
 ) -> tuple[float, float, float]:
-    """Return the rival's final level, and the FLOPs at which the arm and the rival first reach it."""
+    """Return the rival's final level, and the FLOPs at which the arm and the rival reach it."""
     level = float(np.mean(rival_T[-WINDOW:]))
     need = first_reaches(reward_T, flops_T, level)
-    return level, need, first_reaches(rival_T, rival_flops_T, level)
+    rival_need = first_reaches(rival_T, rival_flops_T, level)
+    return level, need, rival_need
 
 
 def ratios(
-    reward_T: np.ndarray, flops_T: np.ndarray, rival_T: np.ndarray, rival_flops_T: np.ndarray
+    reward_T: np.ndarray,
+    flops_T: np.ndarray,
+    rival_T: np.ndarray,
+    rival_flops_T: np.ndarray,
 ) -> np.ndarray:
     """Return [[to_end, like], [their upper bounds]] for a pair of curves.
 
     A censored arm has 0 and the bound.
     """
     _, need, rival_need = needs(reward_T, flops_T, rival_T, rival_flops_T)
-    rival = np.array([rival_flops_T[-1], rival_need], float)
+    rival = np.array([rival_flops_T[-1], rival_need])
     # a censored arm needs more than its whole run
     censored_need = np.nextafter(flops_T[-1], np.inf)
     return np.array([rival / need, rival / min(need, censored_need)])
@@ -113,48 +123,64 @@ def efficiency(
 
     Each draw takes seeds with replacement (both arms of a seed together) and, within a seed, blocks
     of batches: the curve's smooth part (centred mean of 10) plus its residuals in resampled blocks,
-    the same blocks for both arms. With a single seed only the second level is left and the interval is
-    within-run. With two to four seeds, intervals from a bootstrap over seeds are too narrow. The
+    the same blocks for both arms. With a single seed only the second level is left and the interval
+    is within-run. With two to four seeds, intervals from a bootstrap over seeds are too narrow. The
     second level makes up for some of it. The intervals are percentiles.
     """
-    reward, flops, rival, rival_flops = (
-        filled(table).to_numpy() for table in (reward_TS, flops_TS, rival_TS, rival_flops_TS)
-    )
-    seeds = reward.shape[1]
-    smooth = np.apply_along_axis(centred_mean, 0, reward)
-    rival_smooth = np.apply_along_axis(centred_mean, 0, rival)
-    noise = centred(reward - smooth)
-    rival_noise = centred(rival - rival_smooth)
+    curves = (reward_TS, flops_TS, rival_TS, rival_flops_TS)
+    tables = [filled(curve).to_numpy() for curve in curves]
+    reward, flops, rival, rival_flops = tables
+    smooth, noise = smooth_and_noise(reward)
+    rival_smooth, rival_noise = smooth_and_noise(rival)
     shorter, longer = sorted((len(reward), len(rival)))
+    seeds = reward.shape[1]
     rng = np.random.default_rng(0)
     draws = []
     for _ in range(REPS):
         drawn_seeds = rng.integers(seeds, size=seeds)
-        curves = []
-        rival_curves = []
+        rewards = []
+        rival_rewards = []
         for seed in drawn_seeds:
             steps = block_indices(shorter, longer, rng)
-            curves.append(smooth[:, seed] + noise[steps[: len(reward)], seed])
-            rival_curves.append(rival_smooth[:, seed] + rival_noise[steps[: len(rival)], seed])
-        draws.append(
-            ratios(
-                np.mean(curves, 0),
-                flops[:, drawn_seeds].mean(1),
-                np.mean(rival_curves, 0),
-                rival_flops[:, drawn_seeds].mean(1),
-            )
+            arm_steps = steps[: len(reward)]
+            rival_steps = steps[: len(rival)]
+            rewards.append(smooth[:, seed] + noise[arm_steps, seed])
+            rival_rewards.append(rival_smooth[:, seed] + rival_noise[rival_steps, seed])
+        draw = ratios(
+            np.mean(rewards, 0),
+            flops[:, drawn_seeds].mean(1),
+            np.mean(rival_rewards, 0),
+            rival_flops[:, drawn_seeds].mean(1),
         )
+        draws.append(draw)
     # no interpolation between draws: it would mix a censored 0 with a ratio
-    (low, _), (_, high) = np.quantile(draws, [0.025, 0.975], axis=0, method="nearest")
-    tables = (reward, flops, rival, rival_flops)
+    lows, highs = np.quantile(draws, [0.025, 0.975], axis=0, method="nearest")
     mean_curves = [table.mean(1) for table in tables]
-    point, bound = ratios(*mean_curves)
-    seed_ratios = [ratios_of_seed(*(table[:, seed] for table in tables)) for seed in range(seeds)]
-    to_end, like = (
-        Ratio(point[i], low[i], high[i], seeds, values, bound=bound[i])
-        for i, values in enumerate(zip(*seed_ratios, strict=True))
-    )
+    points, bounds = ratios(*mean_curves)
+    values = []
+    for seed in range(seeds):
+        seed_curves = [table[:, seed] for table in tables]
+        values.append(ratios_of_seed(*seed_curves))
+    results = []
+    for index, values_S in enumerate(zip(*values, strict=True)):
+        result = Ratio(
+            mean=points[index],
+            low=lows[0, index],
+            high=highs[1, index],
+            seeds=seeds,
+            values=values_S,
+            bound=bounds[index],
+        )
+        results.append(result)
+    to_end, like = results
     return Efficiency(to_end, like, *needs(*mean_curves))
+
+
+def smooth_and_noise(reward_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the centred means of each seed, and the residuals, whose mean is 0 in each seed."""
+    smooth_TS = np.apply_along_axis(centred_mean, 0, reward_TS)
+    residuals_TS = reward_TS - smooth_TS
+    return smooth_TS, residuals_TS - residuals_TS.mean(0)
 
 
 def ratios_of_seed(*curves: np.ndarray) -> list[float]:
@@ -163,7 +189,8 @@ def ratios_of_seed(*curves: np.ndarray) -> list[float]:
     If the level is not reached, a ratio is 0, or NaN if the bound lies above 1.
     """
     point, bound = ratios(*curves)
-    return np.where((point == 0) & (bound > 1), np.nan, point).tolist()
+    unknown = (point == 0) & (bound > 1)
+    return np.where(unknown, np.nan, point).tolist()
 
 
 def filled(table_TS: np.ndarray | pd.DataFrame) -> pd.DataFrame:
@@ -171,9 +198,5 @@ def filled(table_TS: np.ndarray | pd.DataFrame) -> pd.DataFrame:
 
     A step between two others lies on the line through them. A step at an end has the nearest value.
     """
-    return pd.DataFrame(table_TS).astype(float).interpolate(limit_direction="both")
-
-
-def centred(residuals_TS: np.ndarray) -> np.ndarray:
-    """Return the residuals minus the mean of their seed."""
-    return residuals_TS - residuals_TS.mean(0)
+    table = pd.DataFrame(table_TS).astype(float)
+    return table.interpolate(limit_direction="both")

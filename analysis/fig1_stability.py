@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 
@@ -20,7 +21,8 @@ from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import Claim, with_verdicts
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 BENCHMARKS = {
@@ -32,11 +34,12 @@ ELO = "eval/elo"
 NORMAL_QUANTILE = 1.96  # standard errors in a 95 % interval
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     if load.why_not_comparable(data, claims.contenders(data)):
         return []
-    return [claim for claim in (claims.reward(data), claims.held_out(data)) if claim]
+    judged = [claims.reward(data), claims.held_out(data)]
+    return [claim for claim in judged if claim]
 
 
 def arms_of(data: Data) -> tuple[str, ...]:
@@ -50,29 +53,34 @@ def why_not_drawn(data: Data) -> str | None:
     return load.why_not_comparable(data, arms[:1] or claims.contenders(data))
 
 
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw our rewards, the paired difference and the paper's rewards above, the scores below."""
     reason = why_not_drawn(data)
     if reason:
         raise RunsError(f"fig1 {reason}")
-    options = options or FigureOptions()
     arms = arms_of(data)
     if len(arms) == 2:
         no_difference = load.why_not_comparable(data, arms)
     else:
         no_difference = f"only {arms[0]} is there"
     scores = claims.scores(data) + data.metrics(ELO)[:1]
-    figure = style.canvas(7.6 if scores else 3.5, options)
-    rows = figure.subfigures(3, 1, height_ratios=[1.55, 1, 0.9]) if scores else [figure]
-    widths = [1.75, 1] if no_difference else [1.6, 0.7, 1]
-    upper = rows[0].subplots(1, len(widths), width_ratios=widths)
-    panels.reward_against_compute(upper[0], data, arms, options)
-    if not no_difference:
-        panels.difference(upper[1], data, *arms)
-    panels.paper_rewards(upper[-1], "fig1_reward", PAPER_ARMS, options)
     if scores:
-        draw_scores(rows[1], data, scores, arms, options)
-        draw_paper_scores(rows[2], options)
+        figure = style.canvas(7.6, options)
+        upper, middle, lower = figure.subfigures(3, 1, height_ratios=[1.55, 1, 0.9])
+    else:
+        figure = style.canvas(3.5, options)
+        upper = figure
+    if no_difference:
+        reward_panel, paper_panel = upper.subplots(1, 2, width_ratios=[1.75, 1])
+    else:
+        axes = upper.subplots(1, 3, width_ratios=[1.6, 0.7, 1])
+        reward_panel, difference_panel, paper_panel = axes
+        panels.difference(difference_panel, data, *arms)
+    panels.reward_against_compute(reward_panel, data, arms, options)
+    panels.paper_rewards(paper_panel, "fig1_reward", PAPER_ARMS, options)
+    if scores:
+        draw_scores(middle, data, scores, arms, options)
+        draw_paper_scores(lower, options)
     text = caption(data, arms, scores, no_difference, options)
     return style.save(figure, out, "fig1_stability", text, options)
 
@@ -86,7 +94,7 @@ def caption(
 ) -> str:
     """Return the caption, which describes the runs and the panels and states the verdicts."""
     sentences = [
-        load.describe(data, list(arms)),
+        load.describe(data, arms),
         panels.arms_sentence(arms),
         panels.how_drawn(data, arms, options),
     ]
@@ -106,12 +114,15 @@ def caption(
     sentences.append(
         "The paper's points are digitised, of single runs, of GSPO and GRPO + Routing Replay (R2)."
     )
-    verdicts = [claim.sentence() for claim in judged_claims(data)]
-    return "\n".join([" ".join(sentences), *verdicts])
+    return with_verdicts(" ".join(sentences), judged_claims(data))
 
 
 def draw_scores(
-    row: SubFigure, data: Data, scores: list[str], arms: tuple[str, ...], options: FigureOptions
+    row: SubFigure,
+    data: Data,
+    scores: list[str],
+    arms: tuple[str, ...],
+    options: FigureOptions,
 ) -> None:
     """Draw our held-out scores, a panel each."""
     axes = row.subplots(1, len(scores), squeeze=False)[0]
@@ -125,7 +136,11 @@ def draw_scores(
 
 
 def draw_score(
-    ax: Axes, data: Data, name: str, arms: tuple[str, ...], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    name: str,
+    arms: tuple[str, ...],
+    options: FigureOptions,
 ) -> None:
     """Draw a held-out score.
 
@@ -142,30 +157,39 @@ def draw_score(
             flops = data.table(arm, style.COMPUTE, first_step=0).fillna(0)
             x = flops.loc[table.index].mean(axis=1)
             largest = max(largest, style.finite_max(x))
-        stderrs = data.table(arm, error_name, first_step=0).loc[table.index].mean(axis=1)
-        errors = NORMAL_QUANTILE * stderrs.fillna(0)
-        drawn = (x > 0) | (not options.log_x)
+        stderrs = data.table(arm, error_name, first_step=0)
+        stderrs = stderrs.mean(axis=1).fillna(0)
+        points = pd.DataFrame({"x": x, "mean": table.mean(axis=1)})
+        points["error"] = NORMAL_QUANTILE * stderrs[table.index]
         # the arms' bars stand side by side
-        x = x * 1.02**index if options.log_x else x + 0.012 * index * x.max()
-        line = {
-            "ms": 4.5,
-            "lw": 1.4,
-            "elinewidth": 0.9,
-            "capsize": 0,
-            "ecolor": arm_style(arm).colour,
+        if options.log_x:
+            points["x"] *= 1.02**index
+            points = points[points["x"] > 0]
+        else:
+            points["x"] += 0.012 * index * points["x"].max()
+        ax.errorbar(
+            points["x"],
+            points["mean"],
+            yerr=points["error"],
+            ms=4.5,
+            lw=1.4,
+            elinewidth=0.9,
+            capsize=0,
+            ecolor=arm_style(arm).colour,
             **arm_style(arm).plot_options(),
-        }
-        ax.errorbar(x[drawn], table.mean(axis=1)[drawn], yerr=errors[drawn], **line)
+        )
     style.training_axis(ax, largest, options)
     if not options.log_x and largest:
         ax.set_xlim(-0.05 * largest, 1.05 * largest)
-    ax.set_title("Elo" if name == ELO else name.split("/")[1].replace("_", " "))
+    title = "Elo" if name == ELO else name.split("/")[1]
+    ax.set_title(title.replace("_", " "))
 
 
 def draw_paper_scores(row: SubFigure, options: FigureOptions) -> None:
     """Draw the paper's held-out scores, a panel each."""
     axes = row.subplots(1, len(BENCHMARKS))
-    for ax, (name, (title, unit)) in zip(axes, BENCHMARKS.items(), strict=True):
+    for ax, name in zip(axes, BENCHMARKS, strict=True):
+        title, unit = BENCHMARKS[name]
         panels.paper_curves(ax, f"fig1_{name}", PAPER_ARMS, options, smoothed=False)
         ax.set_title(f"The paper's {title}")
         ax.set_ylabel(unit)

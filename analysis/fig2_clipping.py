@@ -13,18 +13,21 @@ the band). The paper does not say which of the two it shows. We compare it with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gspo.analysis import claims, load, panels, paper, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_style, arm_styles, tint
+from gspo.analysis import choosing, claims, load, panels, paper, script, style
+from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles, tint
+from gspo.analysis.grid import name_rows
 from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, estimate
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import Claim, with_verdicts
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 REFUSED = script.NO_CURVES | {
@@ -35,7 +38,7 @@ MAX_ARMS_SIDE_BY_SIDE = 5  # with more arms, the other panels stand above each o
 MINIBATCH = "clip/token_active_minibatch_"  # the metrics by mini-batch of the step
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     if load.why_not_comparable(data, claims.contenders(data)):
         return []
@@ -45,48 +48,42 @@ def judged_claims(data: Data) -> list[claims.Claim]:
 def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     if len(data.arms) > MAX_ARMS:
-        return load.too_many(data, MAX_ARMS)
+        return choosing.too_many(data, MAX_ARMS)
     if not data.metrics("clip/token_active"):
         return "needs clip/token_active, which no run has recorded"
     return None
 
 
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw the bars of our arms, the paper's bars, and the shares by mini-batch."""
     reason = why_not_drawn(data)
     if reason:
         raise RunsError(f"fig2 {reason}")
-    options = options or FigureOptions()
     styles = arm_styles(data.arms)
     figure = style.canvas(1.7 + 0.55 * len(styles), options)
     style.legend_above(figure, styles, options)
-    minibatch_panel = None  # runs whose mini-batches were not recorded have no such panel
-    if not data.metrics(f"{MINIBATCH}2"):
-        our_panel, paper_panel = figure.subplots(1, 2, width_ratios=[1.5, 0.8])
+    has_minibatches = bool(data.metrics(f"{MINIBATCH}2"))
+    if not has_minibatches:
+        named = figure.subplot_mosaic("op", width_ratios=[1.5, 0.8])
     elif len(styles) <= MAX_ARMS_SIDE_BY_SIDE:
-        axes = figure.subplots(1, 3, width_ratios=[1.5, 0.8, 1])
-        our_panel, paper_panel, minibatch_panel = axes
+        named = figure.subplot_mosaic("opm", width_ratios=[1.5, 0.8, 1])
     else:
-        mosaic = [["ours", "paper"], ["ours", "minibatches"]]
-        named = figure.subplot_mosaic(mosaic, width_ratios=[1.5, 1])
-        our_panel = named["ours"]
-        paper_panel = named["paper"]
-        minibatch_panel = named["minibatches"]
-    draw_our_bars(our_panel, data, styles, options)
-    draw_paper_bars(paper_panel)
+        named = figure.subplot_mosaic("op;om", width_ratios=[1.5, 1])
+    draw_our_bars(named["o"], data, styles, options)
+    draw_paper_bars(named["p"])
     text = (
         f"{load.describe(data, data.arms)} {panels.arms_sentence(data.arms)} {clip_ranges(data)} "
         "Share of response tokens, mean over all updates; lines on the bars: 95 % intervals over "
         "seeds (of a single seed: within the run). Solid: the clip removed the gradient; pale: the "
         "ratio lies outside the band."
     )
-    if minibatch_panel:
-        draw_minibatches(minibatch_panel, data, styles, options)
+    if has_minibatches:
+        draw_minibatches(named["m"], data, styles, options)
         text += " Right: by mini-batch, mean over seeds, axis linear below 0.0001."
     if options.seeds:
         text += " Dots and thin lines: single seeds."
     text += " The paper's bars: GSPO and, as section 5.1 reads, GRPO + Routing Replay (R2)."
-    caption = "\n".join([text, *(claim.sentence() for claim in judged_claims(data))])
+    caption = with_verdicts(text, judged_claims(data))
     return style.save(figure, out, "fig2_clipping", caption, options)
 
 
@@ -97,19 +94,22 @@ def clip_ranges(data: Data) -> str:
     """
     texts = []
     for arm in data.arms:
-        settings = data.of(arm)[0].settings
-        low = settings.get("objective.clip_low")
-        high = settings.get("objective.clip_high")
+        run = data.of(arm)[0]
+        low, high = run.clip_range
         text = f"{arm} {low} / {high}"
-        published = paper.CLIP_RANGES.get(settings.get("objective.name"), (low, high))
-        if (low, high) != published:
+        objective = run.settings["objective.name"]
+        published = paper.CLIP_RANGES.get(objective, run.clip_range)
+        if run.clip_range != published:
             text += f" (paper: {published[0]} / {published[1]})"
         texts.append(text)
     return f"Clip ranges: {', '.join(texts)}."
 
 
 def draw_our_bars(
-    ax: Axes, data: Data, styles: dict[str, ArmStyle], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    styles: ArmStyles,
+    options: FigureOptions,
 ) -> None:
     """Draw two bars per arm, active (solid) and outside (pale), on an axis from 0.
 
@@ -117,40 +117,54 @@ def draw_our_bars(
     """
     last = data.common_step(*data.arms)
     longest = 0.0
+    kinds = ((-0.19, "active", 1.0), (0.19, "outside", 0.4))
     for row, arm in enumerate(data.arms):
-        for shift, kind, strength in ((-0.19, "active", 1.0), (0.19, "outside", 0.4)):
+        for shift, kind, strength in kinds:
+            y = row + shift
             table = data.table(arm, f"clip/token_{kind}").loc[:last]
             if table.isna().all(axis=None):
                 continue
             share = estimate(table)
-            draw_bar(ax, row + shift, share, tint(styles[arm].colour, strength))
+            draw_bar(ax, y, share, tint(styles[arm].colour, strength))
             if options.seeds:
-                draw_seeds(ax, row + shift, table)
+                heights = np.full(table.shape[1], y)
+                style.dots(ax, table.mean(), heights, style.MUTED, size=4, zorder=4)
             length = style.finite_max([share.mean, share.high])
-            write_beside(ax, f"{share.mean:.2g} {kind}", length, row + shift)
+            write_beside(ax, f"{share.mean:.2g} {kind}", length, y)
             longest = max(longest, length)
-    ax.set_yticks(range(len(data.arms)), [style.arm_label(arm) for arm in data.arms])
-    bar_axes(ax, len(data.arms), longest * 1.42)
+    name_bars(ax, data.arms)
+    ax.set_xlim(0, longest * 1.42 or 1)
     ax.set_title("Clipped tokens, our runs")
 
 
 def draw_bar(ax: Axes, y: float, share: Interval, colour: str) -> None:
     """Draw a bar, with its interval if it has any."""
-    errors = np.clip([[share.mean - share.low], [share.high - share.mean]], 0, None)
-    interval = None if np.isnan(errors).any() else errors
+    below = share.mean - share.low
+    above = share.high - share.mean
+    interval = None
+    if not np.isnan(below + above):
+        interval = np.maximum([[below], [above]], 0)
     error_line = {"ecolor": style.INK, "elinewidth": 1}
-    ax.barh(y, share.mean, xerr=interval, height=0.34, color=colour, error_kw=error_line)
-
-
-def draw_seeds(ax: Axes, y: float, table: pd.DataFrame) -> None:
-    """Draw the mean of each seed as a dot."""
-    dots = {"ms": 4, "color": style.MUTED, "mec": "white", "mew": 0.5, "zorder": 4}
-    ax.plot(table.mean(), [y] * table.shape[1], "o", **dots)
+    ax.barh(
+        y,
+        share.mean,
+        xerr=interval,
+        height=0.34,
+        color=colour,
+        error_kw=error_line,
+    )
 
 
 def write_beside(ax: Axes, text: str, x: float, y: float) -> None:
     """Write text at the right of a bar that ends at x."""
-    ax.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.annotate(
+        text,
+        (x, y),
+        (5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
 
 
 def draw_paper_bars(ax: Axes) -> None:
@@ -159,25 +173,24 @@ def draw_paper_bars(ax: Axes) -> None:
         value = paper.series("fig2_clipped", arm)[0]
         ax.barh(row, value, height=0.5, color=arm_style(arm).colour)
         write_beside(ax, f"{value:g}", value, row)
-    ax.set_yticks(range(len(PAPER_ARMS)), [style.arm_label(arm) for arm in PAPER_ARMS])
-    bar_axes(ax, len(PAPER_ARMS), 0.2)
+    name_bars(ax, PAPER_ARMS)
+    ax.set_xlim(0, 0.2)
     ax.set_title("The paper's Fig. 2")
 
 
-def bar_axes(ax: Axes, arms: int, right: float) -> None:
-    """Set up horizontal bars from 0, with the first arm on top."""
-    ax.set_xlim(0, right or 1)
-    ax.set_ylim(arms - 0.45, -0.55)
+def name_bars(ax: Axes, arms: Sequence[str]) -> None:
+    """Set up horizontal bars, with the first arm on top."""
+    name_rows([ax], [style.arm_label(arm) for arm in arms], 0.55)
     ax.grid(axis="x")
     ax.grid(axis="y", visible=False)
-    ax.tick_params(axis="y", length=0)
     ax.set_xlabel("share of tokens")
-    for text in ax.get_yticklabels():
-        text.set_color(style.INK)
 
 
 def draw_minibatches(
-    ax: Axes, data: Data, styles: dict[str, ArmStyle], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    styles: ArmStyles,
+    options: FigureOptions,
 ) -> None:
     """Draw clip/token_active by mini-batch of the step, averaged over batches and seeds."""
     last = data.common_step(*data.arms)
@@ -185,12 +198,17 @@ def draw_minibatches(
     x = range(1, count + 1)
     largest = 0.0
     for arm, line in styles.items():
-        tables = [data.table(arm, f"{MINIBATCH}{n}").loc[:last] for n in x]
-        shares_NS = np.array([table.mean().to_numpy() for table in tables])  # [mini-batch, seed]
+        shares = {}
+        for minibatch in x:
+            table = data.table(arm, f"{MINIBATCH}{minibatch}")
+            shares[minibatch] = table.loc[:last].mean()
+        shares_NS = pd.DataFrame(shares).T  # a row per mini-batch, a column per seed
         if options.seeds:
-            ax.plot(x, shares_NS, color=tint(line.colour, 0.45), lw=0.8, zorder=1)
-        ax.plot(x, shares_NS.mean(1), ms=5.5, lw=1.6, **line.plot_options())
-        largest = max(largest, style.finite_max(shares_NS.mean(1)))
+            thin = tint(line.colour, 0.45)
+            ax.plot(shares_NS, color=thin, lw=0.8, zorder=1)
+        means_N = shares_NS.mean(axis=1, skipna=False)
+        ax.plot(means_N, ms=5.5, lw=1.6, **line.plot_options())
+        largest = max(largest, style.finite_max(means_N))
     ax.set_yscale("symlog", linthresh=1e-4)
     ax.set_ylim(0, max(1e-3, 2 * largest))
     ax.set_xticks(x)

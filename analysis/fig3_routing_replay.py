@@ -4,9 +4,9 @@
 
 Expected, if the paper is right: with Routing Replay the reward rises. Without it the reward stalls
 and then declines (in the paper from .42 to .24). Routers change about 10 % of the experts per
-update in both. The verdicts follow the criteria in analysis/claims.py. Writes
-fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency (the
-router's own choice, also if a replay overrides it).
+update in both. The verdicts follow the criteria in analysis/claims.py and stability_claims.py.
+Writes fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, routing/consistency
+(the router's own choice, also if a replay overrides it).
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from gspo.analysis import claims, load, panels, script, style
+from gspo.analysis import claims, load, panels, script, stability_claims, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.load import GRPO, GRPO_R2, Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import Claim, with_verdicts
 
 ARMS = (GRPO_R2, GRPO)
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
-    return [claims.collapse_without_replay(data), claims.replay_helps(data)]
+    return [
+        stability_claims.collapse_without_replay(data),
+        claims.replay_helps(data),
+    ]
 
 
 def why_not_drawn(data: Data) -> str | None:
@@ -34,12 +38,11 @@ def why_not_drawn(data: Data) -> str | None:
     return panels.why_not_comparable(data, ARMS)
 
 
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw our rewards and the paper's above, the paired difference and the routing below."""
     reason = why_not_drawn(data)
     if reason:
         raise RunsError(f"fig3 {reason}")
-    options = options or FigureOptions()
     figure = style.canvas(5.8, options)
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.25, 1])
     reward_panel, paper_panel = upper.subplots(1, 2, width_ratios=[1.6, 1])
@@ -48,15 +51,12 @@ def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Pa
     panels.paper_rewards(paper_panel, "fig3_reward", ARMS, options)
     panels.difference(difference_panel, data, *ARMS)
     draw_consistency(routing_panel, data, options)
-    sentences = [
-        load.describe(data, list(ARMS)),
-        panels.arms_sentence(ARMS),
-        panels.how_drawn(data, ARMS, options),
-        panels.difference_caption(data, *ARMS),
-        "The paper's points are digitised, of single runs.",
-    ]
-    verdicts = [claim.sentence() for claim in judged_claims(data)]
-    caption = "\n".join([" ".join(sentences), *verdicts])
+    text = (
+        f"{load.describe(data, ARMS)} {panels.arms_sentence(ARMS)} "
+        f"{panels.how_drawn(data, ARMS, options)} {panels.difference_caption(data, *ARMS)} "
+        "The paper's points are digitised, of single runs."
+    )
+    caption = with_verdicts(text, judged_claims(data))
     return style.save(figure, out, "fig3_routing_replay", caption, options)
 
 
@@ -67,9 +67,10 @@ def draw_consistency(ax: Axes, data: Data, options: FigureOptions) -> None:
     """
     ends = []
     for arm in ARMS:
+        line = arm_style(arm)
         table = data.table(arm, "routing/consistency").dropna(how="all")
-        end = panels.curve(ax, table, arm_style(arm), options)
-        ends.append((end, style.arm_label(arm), arm_style(arm)))
+        end = panels.curve(ax, table, line, options)
+        ends.append((end, style.arm_label(arm), line))
     style.training_axis(ax, 0, options)
     ax.set_ylabel("routing consistency")
     ax.set_title("Routing consistency within a step")

@@ -16,19 +16,21 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gspo.analysis import load, script, style
+from gspo.analysis import script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
+from gspo.analysis.grid import check_alike, run_numbers
 from gspo.analysis.load import GRPO, GSPO, Data
 from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import WINDOW, ratio, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.stats import START, WINDOW, ratio, t_interval
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
 
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
-PAPER_LOW = {GSPO: CLIP_RANGES["gspo"][0], GRPO: CLIP_RANGES["grpo"][0]}
+ARM_OF = {"gspo": GSPO, "grpo": GRPO}
+PAPER_LOW = {arm: CLIP_RANGES[objective][0] for objective, arm in ARM_OF.items()}
 
 
 def main() -> None:
@@ -46,25 +48,17 @@ def measure(data: Data) -> pd.DataFrame:
     The columns are arm, low, high, seed, active and outside (means over all batches), and end, the
     reward at the end.
     """
-    arm_of = {"gspo": GSPO, "grpo": GRPO}
-    runs = [run for run in data.runs if run.settings["objective.name"] in arm_of and run.finished]
-    unexpected = [key for key in load.differing(runs) if not key.startswith("objective.")]
-    if unexpected:
-        raise RunsError(
-            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the clip range alone"
-        )
+    runs = []
+    for run in data.runs:
+        if run.finished and run.settings["objective.name"] in ARM_OF:
+            runs.append(run)
+    check_alike(runs, ("objective.",), "give those that differ in the clip range alone")
     rows = []
     for run in runs:
-        steps = run.rows[run.rows["step"] > 0].sort_values("step")
-        row: dict[str, object] = {
-            "arm": arm_of[run.settings["objective.name"]],
-            "seed": run.seed,
-            "low": float(run.settings["objective.clip_low"]),
-            "high": float(run.settings["objective.clip_high"]),
-        }
-        for name, metric in SHARES.items():
-            row[name] = steps[metric].astype(float).mean()
-        row["end"] = steps["reward/mean"].astype(float).tail(WINDOW).mean()
+        row = run_numbers(run, START, WINDOW, SHARES)
+        row["arm"] = ARM_OF[run.settings["objective.name"]]
+        row["low"] = float(run.settings["objective.clip_low"])
+        row["high"] = float(run.settings["objective.clip_high"])
         rows.append(row)
     numbers = pd.DataFrame(rows)
     if numbers.empty or not {GSPO, GRPO} <= set(numbers["arm"]):
@@ -74,8 +68,9 @@ def measure(data: Data) -> pd.DataFrame:
 
 def clipped_share(numbers: pd.DataFrame, arm: str, low: float) -> pd.Series:
     """Return the clipped share of an arm at a range, by seed."""
-    rows = numbers[(numbers["arm"] == arm) & (numbers["low"] == low)]
-    return rows.set_index("seed")["active"].sort_index()
+    rows = numbers[numbers["arm"] == arm]
+    rows = rows[rows["low"] == low]
+    return rows.set_index("seed")["active"]
 
 
 def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
@@ -85,11 +80,16 @@ def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
     """
     gspo = clipped_share(numbers, GSPO, gspo_low)
     grpo = clipped_share(numbers, GRPO, grpo_low)
-    seeds = gspo.index.intersection(grpo.index)
-    if not len(seeds):
+    shares = pd.DataFrame({"gspo": gspo, "grpo": grpo}).dropna()
+    if shares.empty:
         return "-"
-    interval = ratio(gspo[seeds].to_numpy()[None], grpo[seeds].to_numpy()[None])
-    return interval.text(".3g") if np.isfinite(interval.mean) else "GRPO clips none"
+    # each is a table of one batch, with a column per seed
+    gspo_TS = shares[["gspo"]].T
+    grpo_TS = shares[["grpo"]].T
+    interval = ratio(gspo_TS, grpo_TS)
+    if not np.isfinite(interval.mean):
+        return "GRPO clips none"
+    return interval.text(".3g")
 
 
 def table(numbers: pd.DataFrame) -> list[str]:
@@ -100,9 +100,11 @@ def table(numbers: pd.DataFrame) -> list[str]:
         rewards = []
         for arm in (GSPO, GRPO):
             runs = cell[cell["arm"] == arm]
+            reward = t_interval(runs["end"]).text() if len(runs) else "-"
+            rewards.append(reward)
             shares.append(f"{runs['active'].mean():.2g}")
-            rewards.append(t_interval(runs["end"].to_numpy()).text() if len(runs) else "-")
-        rows.append([f"{low:g} / {high:g}", *shares, compared(numbers, low, low), *rewards])
+        quotient = compared(numbers, low, low)
+        rows.append([f"{low:g} / {high:g}", *shares, quotient, *rewards])
     return markdown_table(rows)
 
 
@@ -113,36 +115,38 @@ def disparity(numbers: pd.DataFrame) -> str:
 
 
 def draw(
-    data: Data, numbers: pd.DataFrame, out: Path, options: FigureOptions | None = None
+    data: Data,
+    numbers: pd.DataFrame,
+    out: Path,
+    options: FigureOptions = DEFAULTS,
 ) -> list[Path]:
-    """Draw the clipped share against the range on the left, and the reward at the end on the right."""
-    options = options or FigureOptions()
+    """Draw the clipped share against the range on the left, the reward at the end on the right."""
     figure = style.canvas(3.2, options)
     left, right = figure.subplots(1, 2, width_ratios=[1.3, 1])
     lines(left, numbers, "active")
     lines(left, numbers, "outside", pale=True)
     left.set_yscale("symlog", linthresh=1e-4)
     left.set_ylim(0, 1)
-    left.set_title("Clipped tokens")
-    left.set_ylabel("share; pale: outside the band")
+    left.set(title="Clipped tokens", ylabel="share; pale: outside the band")
     lines(right, numbers, "end")
     right.set_ylim(bottom=0)
-    right.set_title("Reward at the end")
-    right.set_ylabel(f"mean of the last {WINDOW} batches")
+    right.set(title="Reward at the end", ylabel=f"mean of the last {WINDOW} batches")
     for ax in (left, right):
-        ax.set_xscale("log")
-        ax.set_xlabel("lower clip range")
+        ax.set(xscale="log", xlabel="lower clip range")
         for arm, low in PAPER_LOW.items():
             colour = tint(arm_style(arm).colour, 0.5)
-            ax.axvline(low, color=colour, lw=1, ls="--", zorder=0)
-    style.legend(left, {arm: arm_style(arm) for arm in (GSPO, GRPO)}, loc="best")
+            dashes = style.DASHED | {"color": colour, "zorder": 0}
+            ax.axvline(low, **dashes)
+    styles = {arm: arm_style(arm) for arm in (GSPO, GRPO)}
+    style.legend(left, styles, loc="best")
     run = data.runs[0]
     caption = (
         f"{len(numbers)} runs of {run.planned} batches in {run.settings['trainer.minibatches']} "
         "mini-batches. Marks: seeds; lines: means over seeds of the mean over all batches. Dashed: "
         "the range that the paper chose for each. Share axis linear below 0.0001. "
+        f"{disparity(numbers)}"
     )
-    return style.save(figure, out, "fig_clip_range", caption + disparity(numbers), options)
+    return style.save(figure, out, "fig_clip_range", caption, options)
 
 
 def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> None:
@@ -152,12 +156,15 @@ def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> N
     """
     for arm, runs in numbers.groupby("arm"):
         line = arm_style(arm)
-        if not pale:
-            seeds = {"ms": 5, "color": tint(line.colour, 0.5), "mec": "white", "mew": 0.4}
-            ax.plot(runs["low"], runs[column], line.marker, **seeds)
+        colour = line.colour
         means = runs.groupby("low")[column].mean()
-        colour = tint(line.colour, 0.4 if pale else 1.0)
-        ax.plot(means.index, means, color=colour, ls=line.line, lw=1.2 if pale else 1.8)
+        if pale:
+            ax.plot(means, color=tint(colour, 0.4), ls=line.line, lw=1.2)
+            continue
+        x = runs["low"]
+        y = runs[column]
+        style.dots(ax, x, y, tint(colour, 0.5), line.marker, edge=0.4)
+        ax.plot(means, color=colour, ls=line.line, lw=1.8)
 
 
 if __name__ == "__main__":

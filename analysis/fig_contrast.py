@@ -23,7 +23,7 @@ from gspo.analysis.grid import difference_cells
 from gspo.analysis.load import ARMS, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, paired_difference
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
 
 SETTING_NAMES = {
@@ -45,7 +45,8 @@ def main() -> None:
         for note in data.notes:
             print(f"note: {note}")
     paths = draw(studies, options.out, options)
-    print("\n".join([*table(studies), "", *map(str, paths)]))
+    print("\n".join(table(studies)))
+    script.print_lines(paths)
 
 
 def arms_in(data: Data) -> list[str]:
@@ -67,7 +68,8 @@ def judged(data: Data) -> dict[tuple[str, str], tuple[Interval, str]]:
     results = {}
     for pair in pairs(data):
         interval, _ = claims.last_half(data, *pair)
-        results[pair] = interval, claims.verdict(data, pair, interval, 0, claims.SAME)
+        verdict = claims.verdict(data, pair, interval, 0, claims.SAME)
+        results[pair] = interval, verdict
     return results
 
 
@@ -81,16 +83,22 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
     for arm in arms_in(first):
         if arm not in second.arms:
             continue
-        seeds = sorted(set(first.seeds(arm)) & set(second.seeds(arm)))
-        runs = [run for run in (*first.of(arm), *second.of(arm)) if run.seed in seeds]
-        last = min((run.last for run in runs), default=0)
+        common = set(first.seeds(arm)) & set(second.seeds(arm))
+        seeds = sorted(common)
+        runs = first.of(arm) + second.of(arm)
+        last = min((run.last for run in runs if run.seed in common), default=0)
         if last > 1:
             steps = range(last // 2 + 1, last + 1)
-            rewards = [
-                data.table(arm, "reward/mean")[seeds].reindex(steps) for data in (second, first)
-            ]
-            differences[arm] = paired_difference(*rewards)
+            before = first.table(arm, "reward/mean")[seeds]
+            after = second.table(arm, "reward/mean")[seeds]
+            interval = paired_difference(after.reindex(steps), before.reindex(steps))
+            differences[arm] = interval
     return differences
+
+
+def pair_name(a: str, b: str) -> str:
+    """Return the name of the difference of two arms."""
+    return f"{panels.short_name(a)} - {panels.short_name(b)}"
 
 
 def table(studies: list[Data]) -> list[str]:
@@ -101,13 +109,14 @@ def table(studies: list[Data]) -> list[str]:
     rows = [["study", "difference of the reward", "mean and 95 % interval", "p", "verdict"]]
     titled = list(zip(studies, titles(studies), strict=True))
     for data, title in titled:
-        for (a, b), (interval, verdict) in judged(data).items():
-            arms = f"{panels.short_name(a)} - {panels.short_name(b)}"
-            rows.append([title, arms, *difference_cells(interval), verdict])
+        for pair, (interval, verdict) in judged(data).items():
+            cells = difference_cells(interval)
+            rows.append([title, pair_name(*pair), *cells, verdict])
     for (first, first_title), (second, second_title) in pairwise(titled):
+        title = f"{second_title} - {first_title}"
         for arm, interval in between(first, second).items():
-            title = f"{second_title} - {first_title}"
-            rows.append([title, panels.short_name(arm), *difference_cells(interval), ""])
+            cells = difference_cells(interval)
+            rows.append([title, panels.short_name(arm), *cells, ""])
     return markdown_table(rows)
 
 
@@ -119,44 +128,55 @@ def titles(studies: list[Data]) -> list[str]:
     keys_by_arm = {}
     for arm in ARMS:
         if all(arm in data.arms for data in studies):
-            keys = load.differing([data.of(arm)[0] for data in studies])
-            keys_by_arm[arm] = [key for key in keys if key not in IMPLIED]
-    all_keys = sorted({key for keys in keys_by_arm.values() for key in keys})
-    parts = []  # (setting, an arm that has it, the words before it)
-    for key in all_keys:
-        arms = [arm for arm, keys in keys_by_arm.items() if key in keys]
-        everywhere = len(arms) == len(keys_by_arm)
-        owner = "" if everywhere else f"{panels.short_name(min(arms, key=len))}'s "
-        parts.append((key, arms[0], owner))
+            first_runs = [data.of(arm)[0] for data in studies]
+            keys_by_arm[arm] = load.differing(first_runs)
+    arms_by_key: dict[str, list[str]] = {}
+    for arm, keys in keys_by_arm.items():
+        for key in keys:
+            if key not in IMPLIED:
+                arms_by_key.setdefault(key, []).append(arm)
     ranks = list(SETTING_NAMES)
 
-    def order(part: tuple[str, str, str]) -> tuple[int, bool]:
-        key, _, owner = part
-        return ranks.index(key) if key in ranks else len(ranks), bool(owner)
+    def order(key: str) -> tuple[int, bool, str]:
+        rank = ranks.index(key) if key in ranks else len(ranks)
+        in_some_arms = len(arms_by_key[key]) < len(keys_by_arm)
+        return rank, in_some_arms, key
 
-    parts.sort(key=order)
-    if not parts:
-        return [str(data.runs[0].settings.get("study")) for data in studies]
-    unnamed = len(parts) - MAX_TITLE_SETTINGS
+    keys = sorted(arms_by_key, key=order)
+    if not keys:
+        return [data.runs[0].study for data in studies]
+    unnamed = len(keys) - MAX_TITLE_SETTINGS
     suffix = ""
-    if unnamed > 0:
-        suffix = f", and {unnamed} more {'setting differs' if unnamed == 1 else 'settings differ'}"
+    if unnamed == 1:
+        suffix = ", and 1 more setting differs"
+    elif unnamed > 1:
+        suffix = f", and {unnamed} more settings differ"
     study_titles = []
     for data in studies:
         texts = []
-        for key, arm, owner in parts[:MAX_TITLE_SETTINGS]:
-            value = scientific(data.of(arm)[0].settings.get(key))
-            texts.append(f"{owner}{SETTING_NAMES.get(key, key)} {value}")
+        for key in keys[:MAX_TITLE_SETTINGS]:
+            arms = arms_by_key[key]
+            first_run = data.of(arms[0])[0]
+            value = scientific(first_run.settings.get(key))
+            text = f"{SETTING_NAMES.get(key, key)} {value}"
+            if len(arms) < len(keys_by_arm):
+                owner = panels.short_name(min(arms, key=len))
+                text = f"{owner}'s {text}"
+            texts.append(text)
         study_titles.append(", ".join(texts) + suffix)
     return study_titles
 
 
 def scientific(value: object) -> str:
     """Return a setting's value in short form: 2.5e-4 for 0.00025."""
-    if not isinstance(value, float) or not 0 < abs(value) < 0.01:
-        return str(value)
-    digits, exponent = f"{value:.3e}".split("e")
-    return f"{float(digits):g}e{int(exponent)}"
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        return np.format_float_scientific(
+            value,
+            precision=3,
+            trim="-",
+            exp_digits=1,
+        )
+    return str(value)
 
 
 def why_not_drawn(studies: list[Data]) -> str | None:
@@ -165,48 +185,64 @@ def why_not_drawn(studies: list[Data]) -> str | None:
         return "needs two studies or more: name the folder of each"
     for data in studies:
         if not pairs(data):
-            return load.why_not_comparable(data, ARMS[:2])
+            expected = ARMS[:2]
+            return load.why_not_comparable(data, expected)
     return None
 
 
-def draw(studies: list[Data], out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(studies: list[Data], out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw a column per study; the rows share their y axes."""
     reason = why_not_drawn(studies)
     if reason:
         raise RunsError(f"fig_contrast {reason}")
-    options = options or FigureOptions()
     figure = style.canvas(6.2, options)
-    axes = figure.subplots(2, len(studies), sharey="row", squeeze=False, height_ratios=[1.3, 1])
-    for column, (data, title) in enumerate(zip(studies, titles(studies), strict=True)):
-        draw_curves(axes[0, column], data, options, title)
-        draw_differences(axes[1, column], data)
-    axes[0, 0].set_ylabel("training reward (mean of batch)")
-    axes[1, 0].set_ylabel("paired difference of the reward,\nlast half of the batches")
-    arms = [arm for arm in ARMS if any(arm in data.arms for data in studies)]
-    style.legend(axes[0, -1], {arm: arm_style(arm) for arm in arms}, loc="best")
+    axes = figure.subplots(
+        2,
+        len(studies),
+        sharey="row",
+        squeeze=False,
+        height_ratios=[1.3, 1],
+    )
+    curve_panels, difference_panels = axes
+    for index, title in enumerate(titles(studies)):
+        data = studies[index]
+        draw_curves(curve_panels[index], data, options, title)
+        draw_differences(difference_panels[index], data)
+    curve_panels[0].set_ylabel("training reward (mean of batch)")
+    difference_panels[0].set_ylabel("paired difference of the reward,\nlast half of the batches")
+    drawn = {arm for data in studies for arm in arms_in(data)}
+    styles = {arm: arm_style(arm) for arm in ARMS if arm in drawn}
+    style.legend(curve_panels[-1], styles, loc="best")
     return style.save(figure, out, "fig_contrast", caption(studies, options), options)
 
 
-def draw_curves(ax: Axes, data: Data, options: FigureOptions, title: str) -> None:
+def draw_curves(
+    ax: Axes,
+    data: Data,
+    options: FigureOptions,
+    title: str,
+) -> None:
     """Draw the training reward of the paper's arms over the batches."""
     for arm in arms_in(data):
-        panels.curve(ax, data.table(arm, "reward/mean"), arm_style(arm), options)
+        rewards = data.table(arm, "reward/mean")
+        panels.curve(ax, rewards, arm_style(arm), options)
     style.training_axis(ax, 0, options)
     ax.set_title(title.replace(", ", "\n"))
 
 
 def draw_differences(ax: Axes, data: Data) -> None:
     """Draw each pair's difference: a dot per seed, the mean with its 95 % interval, the exact p."""
-    ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
+    panels.zero_line(ax)
     ax.axhspan(-claims.SAME, claims.SAME, color=style.STRIP, zorder=0)
     ticks = []
     for index, ((a, b), (interval, _)) in enumerate(judged(data).items()):
         values = interval.values or (interval.mean,)
-        shifts = np.linspace(-0.16, 0.16, len(values)) if len(values) > 1 else np.zeros(1)
-        ax.plot(index + shifts, values, "o", ms=4, color=style.MUTED, mec="white")
-        mean_x = index + 0.3
-        ax.plot([mean_x] * 2, [interval.low, interval.high], color=style.INK, lw=2)
-        ax.plot(mean_x, interval.mean, "_", ms=11, mew=2.4, color=style.INK)
+        shifts = [0.0]
+        if len(values) > 1:
+            shifts = np.linspace(-0.16, 0.16, len(values))
+        x = np.add(index, shifts)
+        style.dots(ax, x, values, style.MUTED, size=4, edge=1)
+        panels.mean_bar(ax, index + 0.3, interval, 11)
         text = f"{panels.short_name(a)}\n- {panels.short_name(b)}\n{interval.mean:+.3f}"
         if interval.seeds > 1:
             text += f"\np = {interval.p_text()}"
@@ -221,10 +257,11 @@ def caption(studies: list[Data], options: FigureOptions) -> str:
     lines = []
     for data, title in zip(studies, titles(studies), strict=True):
         verdicts = []
-        for (a, b), (_, verdict) in judged(data).items():
-            verdicts.append(f"{panels.short_name(a)} - {panels.short_name(b)}: {verdict}")
-        heading = f"{title[:1].upper()}{title[1:]}"
-        lines.append(f"{heading}: {load.describe(data, data.arms)} {'; '.join(verdicts)}.")
+        for pair, (_, verdict) in judged(data).items():
+            verdicts.append(f"{pair_name(*pair)}: {verdict}")
+        heading = title[:1].upper() + title[1:]
+        runs = load.describe(data, data.arms)
+        lines.append(f"{heading}: {runs} {'; '.join(verdicts)}.")
     last = studies[-1]
     lines.append(
         f"{panels.how_drawn(last, arms_in(last), options)} Below: dots are seeds, bars 95 % "

@@ -5,7 +5,8 @@
 Is it the ratio or the size of the step? Left: the reward at the end against the learning rate.
 Middle: the share of collapsed runs, with the fitted logistic curves and the rates at which half of
 the runs collapse (critical_rate.py). Right: the reward at the end against the measured KL of an
-update, a point per arm and rate. Arms that differ only in the size of their steps lie on the same line.
+update, a point per arm and rate. Arms that differ only in the size of their steps
+lie on the same line.
 
 Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
 paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
@@ -14,31 +15,33 @@ differences at each rate. Writes fig_critical_rate.pdf and .png. Metrics: reward
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles, tint
+from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 from gspo.analysis.grid import (
     cell_intervals,
+    check_alike,
     collapsed_count,
+    difference_cells,
     interval_line,
     part_length,
+    run_numbers,
     settled_runs,
     span,
 )
-from gspo.analysis.load import Data, Run
+from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
 from gspo.statistics import standard_error
 
@@ -57,11 +60,14 @@ def main() -> None:
     ratios = compare(numbers)
     paths = draw(data, numbers, ratios, options.out, options)
     script.print_lines(
-        table(numbers), difference_table(numbers), ratio_table(numbers, ratios), paths
+        table(numbers),
+        difference_table(numbers),
+        ratio_table(numbers, ratios),
+        paths,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(data: Data) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed.
@@ -72,43 +78,24 @@ def measure(data: Data) -> pd.DataFrame:
     if not runs:
         raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
     expected = ("objective.", "policy.routing_replay", RATE)
-    unexpected = [key for key in load.differing(runs) if not key.startswith(expected)]
-    if unexpected:
-        raise RunsError(
-            f"the runs differ also in {', '.join(unexpected)}: give those that differ in the learning "
-            "rate alone"
-        )
-    ranges = {(load.base_arm(run.settings), run.settings.get(CLIP)) for run in runs}
-    ranges_of_arm = Counter(arm for arm, _ in ranges)
-    several_ranges = {arm for arm, count in ranges_of_arm.items() if count > 1}
-    numbers = pd.DataFrame([measure_run(run, several_ranges) for run in runs])
+    check_alike(runs, expected, "give those that differ in the learning rate alone")
+    rows = []
+    for run in runs:
+        part = part_length(run)
+        row = run_numbers(run, part, part, {"kl": "kl/old_k3"})
+        row["arm"] = load.base_arm(run.settings)
+        row["rate"] = float(run.settings[RATE])
+        row["range"] = f" [clip range {run.settings.get(CLIP)}]"
+        rows.append(row)
+    numbers = pd.DataFrame(rows)
+    ranges_of_arm = numbers.groupby("arm")["range"].transform("nunique")
+    suffix = numbers.pop("range")
+    numbers["arm"] += suffix.where(ranges_of_arm > 1, "")
     repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(repeated):
         first = repeated.iloc[0]
         raise RunsError(f"two runs of {first['arm']}, seed {first['seed']}, rate {first['rate']:g}")
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
-
-
-def measure_run(run: Run, several_ranges: set[str]) -> dict[str, object]:
-    """Return the numbers of a run.
-
-    `several_ranges` are the arms with several clip ranges, which then stand in their names.
-    """
-    arm = load.base_arm(run.settings)
-    if arm in several_ranges:
-        arm += f" [clip range {run.settings.get(CLIP)}]"
-    reward = run.column("reward/mean")
-    kl = run.column("kl/old_k3")
-    part = part_length(run)
-    return {
-        "arm": arm,
-        "seed": run.seed,
-        "rate": float(run.settings[RATE]),
-        "start": reward.head(part).mean(),
-        "end": reward.tail(part).mean(),
-        "collapsed": run.collapsed is not None,
-        "kl": kl.mean() if len(kl) else np.nan,
-    }
 
 
 def in_order(numbers: pd.DataFrame) -> list[str]:
@@ -125,14 +112,16 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     arms = in_order(numbers)
     rates = np.sort(numbers["rate"].unique())
     seeds = np.sort(numbers["seed"].unique())
-    runs_SAR = np.zeros((len(seeds), len(arms), len(rates)), int)
+    shape = (len(seeds), len(arms), len(rates))
+    runs_SAR = np.zeros(shape, int)
     collapsed_SAR = np.zeros_like(runs_SAR)
-    for row in numbers.itertuples():
-        seed = np.searchsorted(seeds, row.seed)
-        rate = np.searchsorted(rates, row.rate)
-        arm = arms.index(row.arm)
-        runs_SAR[seed, arm, rate] = 1
-        collapsed_SAR[seed, arm, rate] = row.collapsed
+    cells = (
+        np.searchsorted(seeds, numbers["seed"]),
+        numbers["arm"].map(arms.index),
+        np.searchsorted(rates, numbers["rate"]),
+    )
+    runs_SAR[cells] = 1
+    collapsed_SAR[cells] = numbers["collapsed"]
     return Counts(rates, runs_SAR, collapsed_SAR), arms
 
 
@@ -141,32 +130,36 @@ def compare(numbers: pd.DataFrame) -> Ratios:
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
-    seeds = {arm: set(numbers.loc[numbers["arm"] == arm, "seed"]) for arm in arms}
+    seeds = numbers.groupby("arm")["seed"].agg(set)
     ratios = {}
     for a, b in combinations(arms, 2):
         if seeds[a] == seeds[b]:
-            ratios[a, b] = ratio(counts, arms.index(a), arms.index(b))
+            a_index = arms.index(a)
+            b_index = arms.index(b)
+            ratios[a, b] = ratio(counts, a_index, b_index)
     return ratios
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # tables
 def difference_table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per rate and pair of arms: the paired difference at the end."""
     difference = "difference of the reward, last fifth"
     rows = [["learning rate", difference, "mean and 95 % interval", "t", "p"]]
-    arms = in_order(numbers)
-    for rate, cell in numbers.groupby("rate"):
-        ends = cell.pivot(index="seed", columns="arm", values="end")
-        for a, b in combinations([arm for arm in arms if arm in ends], 2):
-            paired = (ends[a] - ends[b]).dropna().to_numpy()
+    ends = numbers.pivot(index=["rate", "seed"], columns="arm", values="end")
+    pairs = list(combinations(in_order(numbers), 2))
+    for rate, cell in ends.groupby(level="rate"):
+        for a, b in pairs:
+            paired = (cell[a] - cell[b]).dropna()
             if len(paired) < 2:
                 continue
             interval = t_interval(paired)
+            mean, p = difference_cells(interval)
             error = standard_error(paired)
-            t = f"{interval.mean / error:.1f}" if error > 0 else "-"
-            row = [f"{rate:g}", f"{a} - {b}", interval.text("+.3f"), t, interval.p_text()]
-            rows.append(row)
+            t = "-"
+            if error > 0:
+                t = f"{interval.mean / error:.1f}"
+            rows.append([f"{rate:g}", f"{a} - {b}", mean, t, p])
     return markdown_table(rows)
 
 
@@ -175,9 +168,12 @@ def table(numbers: pd.DataFrame) -> list[str]:
     head = ["objective", "learning rate", "seeds", "reward, first fifth", "last fifth"]
     rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
-        row = [arm, f"{rate:g}", str(len(runs)), f"{runs['start'].mean():.3f}"]
-        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
-        rows.append([*row, f"{runs['kl'].mean():.2g}"])
+        row = [arm, f"{rate:g}", len(runs)]
+        row.append(f"{runs['start'].mean():.3f}")
+        row.append(t_interval(runs["end"]).text())
+        row.append(collapsed_count(runs))
+        row.append(f"{runs['kl'].mean():.2g}")
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -189,7 +185,8 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     _, critical_A = fit_pooled(counts)
     rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
-        rows.append([arm, rate_text(rate, numbers["rate"]), ""])
+        text = rate_text(rate, numbers["rate"])
+        rows.append([arm, text, ""])
     for (a, b), (interval, p) in ratios.items():
         rows.append([f"{a} / {b}", interval.text(".2f"), f"{p:.2g}"])
     return markdown_table(rows)
@@ -197,7 +194,9 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
 
 def fit_pooled(counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Return the slope and the critical rates of the runs of all seeds together."""
-    return fit(counts.rates_R, counts.runs_SAR.sum(0), counts.collapsed_SAR.sum(0))
+    runs_AR = counts.runs_SAR.sum(0)
+    collapsed_AR = counts.collapsed_SAR.sum(0)
+    return fit(counts.rates_R, runs_AR, collapsed_AR)
 
 
 def rate_text(rate: float, rates: pd.Series) -> str:
@@ -209,106 +208,111 @@ def rate_text(rate: float, rates: pd.Series) -> str:
     return f"{rate:.3g}"
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
     data: Data,
     numbers: pd.DataFrame,
     ratios: Ratios,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
 ) -> list[Path]:
     """Draw the three panels."""
-    options = options or FigureOptions()
     styles = arm_styles(sorted(numbers["arm"].unique()))
     figure = style.canvas(3.6, options)
-    end_panel, share_panel, kl_panel = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    panels = figure.subplots(1, 3, width_ratios=[1.1, 1.1, 1])
+    end_panel, share_panel, kl_panel = panels
     draw_ends(end_panel, numbers, styles)
     draw_shares(share_panel, numbers, styles)
     if numbers["kl"].notna().any():
         draw_against_kl(kl_panel, numbers, styles)
-    style.legend(end_panel, dict(sorted(styles.items(), reverse=True)), loc="lower left")
-    return style.save(figure, out, "fig_critical_rate", caption(data, numbers, ratios), options)
+    falling = dict(sorted(styles.items(), reverse=True))
+    style.legend(end_panel, falling, loc="lower left")
+    text = caption(data, numbers, ratios)
+    return style.save(figure, out, "fig_critical_rate", text, options)
 
 
 def rate_axis(ax: Axes, rates: np.ndarray) -> None:
     """Set up a logarithmic axis with a tick at every rate."""
     ax.set_xscale("log")
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
     ax.set_xticks(rates, [f"{1e4 * rate:.3g}" for rate in rates])
     ax.set_xlabel("learning rate ($10^{-4}$)")
 
 
-def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the reward at the end against the rate, with its 95 % interval over seeds."""
     for arm, runs in numbers.groupby("arm"):
-        interval_line(ax, cell_intervals(runs, "rate", "end"), styles[arm], line_width=1.8)
-    start = numbers.groupby("rate")["start"].mean()
-    ax.plot(start.index, start, color=style.MUTED, lw=1, ls="--")
-    rate_axis(ax, np.sort(numbers["rate"].unique()))
-    ax.set_title("Reward at the end")
-    ax.set_ylabel("training reward, last fifth")
+        points = cell_intervals(runs, "rate", "end")
+        interval_line(ax, points, styles[arm], line_width=1.8)
+    starts = numbers.groupby("rate")["start"].mean()
+    ax.plot(starts, color=style.MUTED, lw=1, ls="--")
+    rate_axis(ax, starts.index)
+    ax.set(title="Reward at the end", ylabel="training reward, last fifth")
 
 
-def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the share of collapsed runs against the rate, with the fitted curves."""
     counts, arms = counted(numbers)
     slope, critical_A = fit_pooled(counts)
     rates = counts.rates_R
     fine_rates = np.geomspace(rates[0], rates[-1], 200)
+    shares = numbers.groupby(["arm", "rate"])["collapsed"].mean()
     for arm, critical in zip(arms, critical_A, strict=True):
-        share = numbers[numbers["arm"] == arm].groupby("rate")["collapsed"].mean()
-        colour = styles[arm].colour
-        ax.plot(share.index, share, styles[arm].marker, ms=5, color=colour, mec="white", mew=0.5)
+        share = shares[arm]
+        line = styles[arm]
+        style.dots(ax, share.index, share, line.colour, line.marker)
         if np.isfinite(critical):
             fitted = probability(fine_rates, slope, critical)
-            ax.plot(fine_rates, fitted, color=colour, ls=styles[arm].line, lw=1.6)
+            curve = {"color": line.colour, "ls": line.line, "lw": 1.6}
+            ax.plot(fine_rates, fitted, **curve)
         if rates[0] <= critical <= rates[-1]:
-            ax.plot([critical, critical], [0, 0.5], color=tint(colour, 0.6), lw=0.9)
+            pale = tint(line.colour, 0.6)
+            ax.plot([critical, critical], [0, 0.5], color=pale, lw=0.9)
     ax.axhline(0.5, color=style.FAINT, lw=0.8, zorder=0)
     ax.set_ylim(-0.05, 1.05)
     rate_axis(ax, rates)
-    ax.set_title("Collapsed runs")
-    ax.set_ylabel("share of the seeds")
+    ax.set(title="Collapsed runs", ylabel="share of the seeds")
 
 
-def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: dict[str, ArmStyle]) -> None:
+def draw_against_kl(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the reward at the end against the KL of an update, a point per arm and rate.
 
     The points of an arm are joined in the order of the rates.
     """
-    for arm, runs in numbers.groupby("arm"):
-        cells = runs.groupby("rate")[["kl", "end"]].mean()
-        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **styles[arm].plot_options())
+    means = numbers.groupby(["arm", "rate"])[["kl", "end"]].mean()
+    for arm, line in styles.items():
+        cells = means.loc[arm]
+        marks = line.plot_options()
+        ax.plot(cells["kl"], cells["end"], lw=1.2, ms=5.5, **marks)
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    multiples = (1.0, 3.0) if high > 20 * low else (1.0, 2.0, 5.0)
-    ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.set_xlabel("KL of an update (kl/old_k3)")
-    ax.set_title("Reward against step size")
+    multiples = [1, 2, 5]
+    if high > 20 * low:
+        multiples = [1, 3]
+    style.round_ticks(ax, LogLocator(subs=multiples))
+    ax.set(title="Reward against step size", xlabel="KL of an update (kl/old_k3)")
 
 
 def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
     """Return the caption, which describes the runs, the panels and the ratios."""
     run = data.runs[0]
-    seeds = span(numbers.groupby(["arm", "rate"])["seed"].count())
+    minibatches = run.settings.get("trainer.minibatches")
+    seeds = span(numbers.groupby(["arm", "rate"]).size())
     text = (
-        f"{len(numbers)} runs of {run.planned} rollout batches in "
-        f"{run.settings.get('trainer.minibatches')} mini-batches, {seeds} seeds per arm and rate. "
+        f"{len(numbers)} runs of {run.planned} rollout batches in {minibatches} mini-batches, "
+        f"{seeds} seeds per arm and rate. "
         "Left: means with 95 % intervals over seeds; dashed: the reward of the first fifth of the "
         "batches. Middle: the share of the seeds that collapsed by the registered rule, and "
         "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
-    if not ratios:
-        return text
-    ratio_texts = [
-        f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}"
-        for (a, b), (interval, p) in ratios.items()
-    ]
-    title = "Ratio of the critical rates, 95 % interval, exact p"
-    return f"{text}\n{title}: {'; '.join(ratio_texts)}."
+    ratio_texts = []
+    for (a, b), (interval, p) in ratios.items():
+        ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
+    if ratio_texts:
+        title = "Ratio of the critical rates, 95 % interval, exact p"
+        text += f"\n{title}: {'; '.join(ratio_texts)}."
+    return text
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gspo.analysis import load, panels, script, style
-from gspo.analysis.arm_styles import ArmStyle, arm_styles
+from gspo.analysis import choosing, load, panels, script, style
+from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError, nearest
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options, option
 
 METRICS = (
@@ -66,7 +66,7 @@ def main() -> None:
 def draw(
     data: Data,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     metrics: Sequence[str] = METRICS,
 ) -> list[Path]:
     """Draw the curves.
@@ -75,13 +75,12 @@ def draw(
     of panels. Raises RunsError if the runs have recorded none of the metrics, or vary too much for
     a page.
     """
-    options = options or FigureOptions()
     drawn = recorded(data, metrics)
     columns = combinations(data)
     if len(columns) > MAX_COLUMNS:
         raise RunsError(
             f"fig_curves shows {MAX_COLUMNS} combinations of settings, not {len(columns)}: "
-            f"{load.choose_one(data)}"
+            f"{choosing.choose_one(data)}"
         )
     if len(columns) > 1:
         arms = list(dict.fromkeys(arm for runs in columns.values() for arm in runs.arms))
@@ -107,10 +106,10 @@ def draw(
 def draw_columns(
     columns: dict[str, Data],
     metrics: list[str],
-    styles: dict[str, ArmStyle],
+    styles: ArmStyles,
     options: FigureOptions,
 ) -> Figure:
-    """Return the figure of several combinations of settings: a row per metric, a column for each."""
+    """Return the figure of several combinations of settings, a column for each."""
     figure = style.canvas(2.1 * len(metrics), options)
     shape = (len(metrics), len(columns))
     grid = figure.subplots(*shape, sharey="row", sharex=True, squeeze=False)
@@ -126,7 +125,10 @@ def draw_columns(
 
 
 def draw_grid(
-    data: Data, metrics: list[str], styles: dict[str, ArmStyle], options: FigureOptions
+    data: Data,
+    metrics: list[str],
+    styles: ArmStyles,
+    options: FigureOptions,
 ) -> Figure:
     """Return the figure of runs at a single setting: the metrics fill the rows of a grid."""
     rows = math.ceil(len(metrics) / PANELS_PER_ROW)
@@ -148,7 +150,7 @@ def combinations(data: Data) -> dict[str, Data]:
     The key is a text that names the values, "" if no setting varies. In each combination the arms
     have their names without these settings.
     """
-    keys = list(load.varied(data))
+    keys = list(choosing.varied(data))
     runs_by_text: dict[str, list[Run]] = {}
     for arm in data.arms:
         for run in data.of(arm):
@@ -159,7 +161,7 @@ def combinations(data: Data) -> dict[str, Data]:
 
     def order(item: tuple[str, list[Run]]) -> list:
         _, runs = item
-        return [load.numbers_first(runs[0].settings.get(key)) for key in keys]
+        return [choosing.numbers_first(runs[0].settings.get(key)) for key in keys]
 
     columns = {}
     for text, runs in sorted(runs_by_text.items(), key=order):
@@ -191,7 +193,11 @@ def recorded(data: Data, metrics: Sequence[str]) -> list[str]:
 
 
 def draw_panel(
-    ax: Axes, data: Data, metric: str, styles: dict[str, ArmStyle], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    metric: str,
+    styles: ArmStyles,
+    options: FigureOptions,
 ) -> None:
     """Draw a metric of all arms.
 

@@ -1,4 +1,4 @@
-"""A dose: does more and more of something cost the reward, and which objective withstands it longer?
+"""A dose: does more of something cost the reward, and which objective withstands it longer?
 
     gspo figure dose runs/routing_dose dose=optim.router_lr_factor \\
         measured=routing/consistency_after_step arms=policy.freeze_router
@@ -24,25 +24,27 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import arm_styles
+from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     cell_intervals,
+    check_alike,
     collapsed_count,
     difference_cells,
     interval_line,
     part_length,
+    run_numbers,
     settled_runs,
     span,
 )
 from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
@@ -97,10 +99,14 @@ def main() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(
-    data: Data, dose: list[str], metric: str, settings: list[str], also: Sequence[str] = ()
+    data: Data,
+    dose: list[str],
+    metric: str,
+    settings: list[str],
+    also: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
@@ -114,8 +120,11 @@ def measure(
     runs = settled_runs(data, (*dose, *settings))
     rows = []
     for run in runs:
-        means = {name: run.column(name).mean() for name in also}
-        rows.append(measure_run(run, dose, metric, settings) | means)
+        part = part_length(run)
+        row = run_numbers(run, part, part, {name: name for name in also})
+        row |= arm_and_level(run, dose, settings)
+        row["got"] = run.column(metric).loc[:part].mean()
+        rows.append(row)
     numbers = pd.DataFrame(rows)
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
         repeated = cell[cell.duplicated("seed")]
@@ -124,45 +133,31 @@ def measure(
                 f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
                 "name with arms=[...] what they differ in"
             )
-        unexpected = load.differing([runs[index] for index in cell.index])
-        if unexpected:
-            raise RunsError(
-                f"the runs of {arm} at {level} differ also in {', '.join(unexpected)}: give fewer runs"
-            )
+        group = [runs[index] for index in cell.index]
+        check_alike(group, (), "give fewer runs", f"the runs of {arm} at {level}")
     levels = order(numbers)
     numbers = numbers.assign(position=numbers["level"].map(levels.index))
     return numbers.sort_values(["position", "arm", "seed"])
 
 
-def measure_run(run: Run, dose: list[str], metric: str, settings: list[str]) -> dict[str, object]:
-    """Return the numbers of a run."""
-    reward = run.column("reward/mean")
-    measured = run.column(metric)
-    part = part_length(run)
-    values = [run.settings[key] for key in dose]
-    if len(values) == 1:
-        level = values[0]
-    else:
-        level = ", ".join(str(value) for value in values if value != "none")
-    objective = load.base_arm(run.settings, with_replay=False)
+def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, object]:
+    """Return the level of a run's dose, its objective, its remedy, and the arm that these make."""
+    level = run.settings[dose[0]]
+    if len(dose) > 1:
+        values = [str(run.settings[key]) for key in dose]
+        level = ", ".join(value for value in values if value != "none")
     words = []
     for key in settings:
         value = run.settings[key]
-        words.append(WORDS.get(key, {}).get(value, f"{key}={value}"))
-    words = list(filter(None, words))
+        word = WORDS.get(key, {}).get(value, f"{key}={value}")
+        if word:
+            words.append(word)
+    objective = load.base_arm(run.settings, with_replay=False)
     arm = load.base_arm(run.settings)
     if words:
         arm += f" [{', '.join(words)}]"
-    return {
-        "level": level,
-        "got": measured[measured.index <= part].mean() if len(measured) else np.nan,
-        "objective": objective,
-        "remedy": arm.removeprefix(objective),
-        "arm": arm,
-        "seed": run.seed,
-        "end": reward.tail(part).mean(),
-        "collapsed": run.collapsed is not None,
-    }
+    remedy = arm.removeprefix(objective)
+    return {"level": level, "objective": objective, "remedy": remedy, "arm": arm}
 
 
 def order(numbers: pd.DataFrame) -> list:
@@ -172,7 +167,8 @@ def order(numbers: pd.DataFrame) -> list:
     """
     if all(isinstance(level, Real) for level in numbers["level"]):
         return sorted(numbers["level"].unique())
-    return numbers.groupby("level")["got"].mean().fillna(0).sort_values().index.tolist()
+    measured = numbers.groupby("level")["got"].mean().fillna(0)
+    return list(measured.sort_values().index)
 
 
 def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]:
@@ -181,7 +177,7 @@ def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]
     First come the objectives minus `baseline`, then the remedies minus none.
     """
     arms = numbers.drop_duplicates("arm")
-    arm_of = {(row.objective, row.remedy): row.arm for row in arms.itertuples()}
+    arm_of = arms.set_index(["objective", "remedy"])["arm"].to_dict()
     objectives: Pairs = {}
     remedies: Pairs = {}
     for row in arms.itertuples():
@@ -197,30 +193,38 @@ def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]
 def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """Return the differences a - b for the seeds that both arms have at a level."""
     keys = ["position", "level", "seed"]
-    a_rows = numbers[numbers["arm"] == a]
-    b_rows = numbers[numbers["arm"] == b]
-    both = a_rows.merge(b_rows, on=keys, suffixes=("", "_b"))
-    return both.assign(difference=both["end"] - both["end_b"])[[*keys, "difference"]]
+    ends = numbers.set_index(["arm", *keys])["end"]
+    difference = (ends[a] - ends[b]).dropna()
+    return difference.reset_index(name="difference")
 
 
 def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
     """Return the position, the level and the interval of the difference at each level."""
-    cells = pair.groupby(["position", "level"])["difference"]
-    return [(position, level, t_interval(cell.to_numpy())) for (position, level), cell in cells]
+    points = []
+    for (position, level), cell in pair.groupby(["position", "level"]):
+        interval = t_interval(cell["difference"])
+        points.append((position, level, interval))
+    return points
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # tables
 def table(
-    numbers: pd.DataFrame, dose: list[str], metric: str, also: Sequence[str] = ()
+    numbers: pd.DataFrame,
+    dose: list[str],
+    metric: str,
+    also: Sequence[str] = (),
 ) -> list[str]:
     """Return a Markdown row per level and arm."""
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
     rows = [[*head, "reward, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
-        row = [f"{level}", arm, str(len(runs)), f"{runs['got'].mean():.4g}"]
-        row += [t_interval(runs["end"].to_numpy()).text(), collapsed_count(runs)]
-        rows.append(row + [f"{runs[name].mean():.4g}" for name in also])
+        row = [level, arm, len(runs), f"{runs['got'].mean():.4g}"]
+        row.append(t_interval(runs["end"]).text())
+        row.append(collapsed_count(runs))
+        for name in also:
+            row.append(f"{runs[name].mean():.4g}")
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -233,7 +237,8 @@ def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
     for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
             for _, level, interval in intervals(pair):
-                rows.append([f"{level}", f"{a} - {b}", *difference_cells(interval)])
+                cells = difference_cells(interval)
+                rows.append([level, f"{a} - {b}", *cells])
     return markdown_table(rows)
 
 
@@ -242,17 +247,18 @@ def dose_table(numbers: pd.DataFrame) -> list[str]:
     rows = [["arm", "dose", "reward, minus that at its least dose", "p"]]
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
-        levels = dict(zip(runs["position"], runs["level"], strict=True))
+        levels = runs.set_index("position")["level"].to_dict()
         least, *larger = ends.columns
         for position in larger:
-            paired = (ends[position] - ends[least]).dropna().to_numpy()
+            paired = (ends[position] - ends[least]).dropna()
             if len(paired):
                 doses = f"{levels[position]} - {levels[least]}"
-                rows.append([arm, doses, *difference_cells(t_interval(paired))])
+                cells = difference_cells(t_interval(paired))
+                rows.append([arm, doses, *cells])
     return markdown_table(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
 def draw(
     data: Data,
@@ -260,7 +266,7 @@ def draw(
     dose: list[str],
     metric: str,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     *,
     baseline: str = GRPO,
     also: Sequence[str] = (),
@@ -269,7 +275,6 @@ def draw(
 
     If there are no remedies, the last panel shows the first metric of `also`.
     """
-    options = options or FigureOptions()
     styles = arm_styles(sorted(numbers["arm"].unique()))
     objectives, remedies = compared(numbers, baseline)
     extra_metric = also[0] if also and not remedies else ""
@@ -277,22 +282,20 @@ def draw(
     heights = (1, 0.1 + 0.06 * len(styles), 1)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
     end_panel, share_panel, names_panel, objective_panel, remedy_panel = panels.values()
-    for index, (arm, runs) in enumerate(numbers.groupby("arm")):
-        shift = 0.05 * (index - (len(styles) - 1) / 2)  # so that intervals do not hide each other
+    x_shifts = shifts(len(styles), 0.05)
+    for shift, (arm, line) in zip(x_shifts, styles.items(), strict=True):
+        runs = numbers[numbers["arm"] == arm]
         shifted = runs.assign(x=runs["position"] + shift)
-        interval_line(end_panel, cell_intervals(shifted, "x", "end"), styles[arm])
+        interval_line(end_panel, cell_intervals(shifted, "x", "end"), line)
         if extra_metric:
-            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), styles[arm])
+            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), line)
         share = shifted.groupby("x")["collapsed"].mean()
-        share_panel.plot(share.index, share, lw=1.6, ms=5, **styles[arm].plot_options())
+        share_panel.plot(share, lw=1.6, ms=5, **line.plot_options())
     share_panel.set_ylim(-0.05, 1.05)
-    for ax, pairs in ((objective_panel, objectives), (remedy_panel, remedies)):
-        for index, ((arm, _), pair) in enumerate(pairs.items()):
-            shift = 0.07 * (index - (len(pairs) - 1) / 2)
-            points = [(position + shift, interval) for position, _, interval in intervals(pair)]
-            interval_line(ax, points, styles[arm])
-        ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
-        ax.set_visible(bool(pairs or extra_metric))
+    draw_differences(objective_panel, objectives, styles)
+    draw_differences(remedy_panel, remedies, styles)
+    objective_panel.set_visible(bool(objectives or extra_metric))
+    remedy_panel.set_visible(bool(remedies or extra_metric))
     end_panel.set(title="Reward at the end", ylabel="last fifth of the batches")
     share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
     objective_panel.set_title(f"Each objective minus {baseline}")
@@ -302,15 +305,35 @@ def draw(
     else:
         objective_panel.set_ylabel("difference, same remedy")
         remedy_panel.set(title="Each remedy minus none", ylabel="difference, same objective")
-    cells = numbers.groupby(["position", "level"])
-    ticks = [tick(level, cell.groupby("arm")["got"].mean()) for (_, level), cell in cells]
+    ticks = []
+    for (_, level), cell in numbers.groupby(["position", "level"]):
+        measured = cell.groupby("arm")["got"].mean()
+        ticks.append(tick(level, measured))
     for ax in (end_panel, share_panel, objective_panel, remedy_panel):
         ax.set_xlabel(f"{' and '.join(dose)}; below it\n{metric}")
         ax.set_xticks(range(len(ticks)), ticks)
     names_panel.set_axis_off()
-    style.legend(names_panel, styles, loc="center", ncols=min(len(styles), 4))
-    study = Path(str(data.runs[0].settings.get("study"))).name
-    return style.save(figure, out, f"fig_dose_{study}", caption(data, numbers, metric), options)
+    columns = min(len(styles), 4)
+    style.legend(names_panel, styles, loc="center", ncols=columns)
+    study = Path(data.runs[0].study).name
+    text = caption(data, numbers, metric)
+    return style.save(figure, out, f"fig_dose_{study}", text, options)
+
+
+def shifts(count: int, distance: float) -> list[float]:
+    """Return the places of lines beside each other, so that their intervals can be told apart."""
+    return [distance * (index - (count - 1) / 2) for index in range(count)]
+
+
+def draw_differences(ax: Axes, pairs: Pairs, styles: ArmStyles) -> None:
+    """Draw the mean difference of each pair of arms at each level, with its interval."""
+    x_shifts = shifts(len(pairs), 0.07)
+    for shift, (arm, rival) in zip(x_shifts, pairs, strict=True):
+        points = []
+        for position, _, interval in intervals(pairs[arm, rival]):
+            points.append((position + shift, interval))
+        interval_line(ax, points, styles[arm])
+    ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
 
 
 def tick(level: object, measured: pd.Series) -> str:
@@ -319,17 +342,18 @@ def tick(level: object, measured: pd.Series) -> str:
     That is the mean over the arms. If an arm is above twice another, it is the range of the arms.
     """
     word = f"{level:g}" if isinstance(level, Real) else str(level)
-    measured = measured.dropna()
-    if measured.empty:
+    if measured.isna().all():
         return word
-    if measured.min() > 0 and measured.max() > 2 * measured.min():
-        return f"{word}\n{measured.min():.2g} to {measured.max():.2g}"
+    least = measured.min()
+    largest = measured.max()
+    if 0 < least < largest / 2:
+        return f"{word}\n{least:.2g} to {largest:.2g}"
     return f"{word}\n{measured.mean():.3g}"
 
 
 def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
     """Return the caption, which describes the runs and the panels."""
-    seeds = span(numbers.groupby(["position", "arm"])["seed"].count())
+    seeds = span(numbers.groupby(["position", "arm"]).size())
     batches = span([run.planned for run in data.runs])
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "

@@ -21,12 +21,13 @@ from gspo.analysis.efficiency import Efficiency
 from gspo.analysis.load import GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import WINDOW, Interval, trailing_mean
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import Claim, with_verdicts
 
 REFUSED = {"smooth": f"its curves are trailing means of {WINDOW} batches, as the criterion says"}
 
 
-def judged_claims(data: Data) -> list[claims.Claim]:
+def judged_claims(data: Data) -> list[Claim]:
     """Return the claims that this figure shows."""
     return [claims.cheaper(data)]
 
@@ -40,12 +41,11 @@ def why_not_drawn(data: Data) -> str | None:
     return reason
 
 
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw the curves up to the rival's final level, and the ratios with their intervals."""
     reason = why_not_drawn(data)
     if reason:
         raise RunsError(f"fig_efficiency {reason}")
-    options = options or FigureOptions()
     arms = claims.contenders(data)
     result = claims.compute_ratio(data)
     figure = style.canvas(3.4, options)
@@ -53,38 +53,49 @@ def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Pa
     draw_curves(left, data, result, options)
     draw_ratios(right, arms[1], result)
     thin = " (thin: single seeds)" if options.seeds else ""
-    caption = (
-        f"{load.describe(data, list(arms))} {panels.arms_sentence(arms)} Left: trailing mean of "
+    text = (
+        f"{load.describe(data, arms)} {panels.arms_sentence(arms)} Left: trailing mean of "
         f"{WINDOW} batches, mean over seeds{thin}; dotted: mean of the rival's last {WINDOW} "
-        "batches. Right: 95 % intervals, resampling seeds and blocks of batches; an arrowhead marks "
-        "the bound of a ratio whose level was not reached.\n"
-        f"{judged_claims(data)[0].sentence()}"
+        "batches. Right: 95 % intervals, resampling seeds and blocks of batches; an arrowhead "
+        "marks the bound of a ratio whose level was not reached."
     )
+    caption = with_verdicts(text, judged_claims(data))
     return style.save(figure, out, "fig_efficiency", caption, options)
 
 
-def draw_curves(ax: Axes, data: Data, result: Efficiency, options: FigureOptions) -> None:
+def draw_curves(
+    ax: Axes,
+    data: Data,
+    result: Efficiency,
+    options: FigureOptions,
+) -> None:
     """Draw the trailing means of the rewards against compute.
 
     A dot marks the first point at which an arm reaches the rival's final level.
     """
     reward, flops, rival_reward, rival_flops = claims.reward_and_flops(data)
-    curves = ((reward, flops, result.need), (rival_reward, rival_flops, result.rival_need))
+    arm, rival = claims.contenders(data)
+    curves = (
+        (arm, reward, flops, result.need),
+        (rival, rival_reward, rival_flops, result.rival_need),
+    )
     ends = []
     largest = 0.0
-    for arm, (rewards, x, need) in zip(claims.contenders(data), curves, strict=True):
+    for name, rewards, x, need in curves:
+        line = arm_style(name)
         y = trailing_mean(rewards.mean(axis=1))
         mean_x = x.mean(axis=1)
-        line = arm_style(arm)
         if options.seeds:
             thin = {"color": tint(line.colour, 0.45), "lw": 0.8, "zorder": 1}
             for seed in rewards:
                 ax.plot(x[seed], trailing_mean(rewards[seed]), **thin)
-        ax.plot(mean_x, y, lw=2, ms=5, markevery=max(1, len(y) // 8), **line.plot_options())
+        every = max(1, len(y) // 8)
+        marks = line.plot_options() | {"ms": 5, "markevery": every}
+        ax.plot(mean_x, y, lw=2, **marks)
         if np.isfinite(need):
-            dot = {"marker": line.marker, "color": line.colour, "ms": 9, "mec": "white"}
-            ax.plot(need, result.level, zorder=4, **dot)
-        ends.append((y[-1], style.arm_label(arm), line))
+            dot = {"size": 9, "edge": 1, "zorder": 4}
+            style.dots(ax, need, result.level, line.colour, line.marker, **dot)
+        ends.append((y[-1], style.arm_label(name), line))
         largest = max(largest, style.finite_max(mean_x))
     ax.axhline(result.level, color=style.INK, lw=1, ls=":")
     style.training_axis(ax, largest, options)
@@ -98,26 +109,40 @@ def draw_ratios(ax: Axes, rival: str, result: Efficiency) -> None:
 
     Arms are equal at 1.
     """
-    published = Interval(claims.paper_compute_ratio(), np.nan, np.nan, 1)
-    rows = [
-        ("like for like\n(decides)", result.like, result.like.text()),
-        ("to the rival's\nwhole run", result.to_end, result.to_end.text()),
-        ("the paper's points,\nwhole run", published, f"{published.mean:.2f}"),
+    published = Interval(claims.paper_compute_ratio())
+    ratios = [result.like, result.to_end, published]
+    texts = [
+        result.like.text(),
+        result.to_end.text(),
+        f"{published.mean:.2f}",
     ]
-    ends = [(ratio.mean, ratio.high) for _, ratio, _ in rows]
-    right = max(2.0, 1.1 * style.finite_max(ends))
-    for row, (_, ratio, text) in enumerate(rows):
+    names = [
+        "like for like\n(decides)",
+        "to the rival's\nwhole run",
+        "the paper's points,\nwhole run",
+    ]
+    ends = [(ratio.mean, ratio.high) for ratio in ratios]
+    largest = style.finite_max(ends)
+    right = max(2.0, 1.1 * largest)
+    for row, (ratio, text) in enumerate(zip(ratios, texts, strict=True)):
         colour = style.MUTED if ratio is published else arm_style(GSPO).colour
-        ax.plot([ratio.low, ratio.high], [row, row], color=colour, lw=2)
+        ends = [ratio.low, ratio.high]
+        ax.plot(ends, [row, row], color=colour, lw=2)
         if ratio.mean > 0:
-            ax.plot(ratio.mean, row, "o", color=colour, ms=7, mec="white")
+            style.dots(ax, ratio.mean, row, colour, "o", 7, edge=1)
         else:  # the level was not reached: the ratio lies somewhere below the bound
-            ax.plot(ratio.bound, row, "<", color=colour, ms=7, mec="white")
-        box = {"fc": "white", "ec": "none", "pad": 1}
-        lines = text.replace(" (", "\n(")
-        ax.text(right, row - 0.28, lines, ha="right", va="center", fontsize=8.5, bbox=box)
+            style.dots(ax, ratio.bound, row, colour, "<", 7, edge=1)
+        ax.text(
+            right,
+            row - 0.28,
+            text.replace(" (", "\n("),
+            ha="right",
+            va="center",
+            fontsize=8.5,
+            bbox={"fc": "white", "ec": "none", "pad": 1},
+        )
     ax.axvline(1, color=style.INK, lw=1, ls=":")
-    ax.set_yticks(range(3), [name for name, _, _ in rows])
+    ax.set_yticks(range(3), names)
     ax.set_ylim(2.5, -0.6)
     ax.set_xlim(0, right)
     ax.grid(axis="y", visible=False)

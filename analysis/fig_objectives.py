@@ -17,16 +17,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
-from gspo.analysis import load, script, style
+from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import gain_text, name_rows
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, number
-from gspo.analysis.style import STRIP, FigureOptions
+from gspo.analysis.style import DEFAULTS, STRIP, FigureOptions
 from gspo.io.arguments import command_options
 
 MEANS = {  # the metrics that are averaged over the batches of a run
@@ -54,7 +54,7 @@ def main() -> None:
     script.print_lines(table(measure(data)), paths)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # numbers
 def measure(data: Data) -> pd.DataFrame:
     """Return a row per arm and seed (the index) over the batches that all runs have.
@@ -63,23 +63,26 @@ def measure(data: Data) -> pd.DataFrame:
     MEANS. A metric that was not reported is NaN.
     """
     last = data.common_step(*data.arms)
-    if last < START + WINDOW:
+    minimum = START + WINDOW
+    if last < minimum:
         run = min(data.runs, key=lambda run: run.last)
         raise RunsError(
-            f"fig_objectives needs {START + WINDOW} rollout batches of every run; {run.path} has "
+            f"fig_objectives needs {minimum} rollout batches of every run; {run.path} has "
             f"{run.last}"
         )
     frames = {}
     for arm in data.arms:
         reward = data.table(arm, "reward/mean").loc[:last]
-        start = reward.head(START).mean()
-        end = reward.tail(WINDOW).mean()
-        frame = pd.DataFrame({"start": start, "end": end, "gain": end - start})
+        frame = pd.DataFrame({"start": reward.head(START).mean()})
+        frame["end"] = reward.tail(WINDOW).mean()
+        frame["gain"] = frame["end"] - frame["start"]
         for name, metric in MEANS.items():
-            frame[name] = data.table(arm, metric).loc[:last].mean()
+            values = data.table(arm, metric).loc[:last]
+            frame[name] = values.mean()
         frames[arm] = frame
-    arms = sorted(frames, key=lambda arm: -frames[arm]["gain"].mean())
-    return pd.concat({arm: frames[arm] for arm in arms}, names=["arm", "seed"])
+    gains = {arm: frame["gain"].mean() for arm, frame in frames.items()}
+    falling = sorted(frames, key=lambda arm: -gains[arm])
+    return pd.concat({arm: frames[arm] for arm in falling}, names=["arm", "seed"])
 
 
 def arms_of(numbers: pd.DataFrame) -> list[str]:
@@ -97,9 +100,13 @@ def table(numbers: pd.DataFrame) -> list[str]:
     for arm in arms_of(numbers):
         runs = numbers.loc[arm]
         mean = runs.mean()
-        row = [arm, ", ".join(map(str, runs.index)), f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
-        row += [gain_text(runs["gain"]), share(mean["active"]), share(mean["outside"])]
-        rows.append(row + [number(mean[name], form) for name, form in FORMATS.items()])
+        row = [arm, ", ".join(map(str, runs.index))]
+        row += [f"{mean['start']:.3f}", f"{mean['end']:.3f}"]
+        row.append(gain_text(runs["gain"]))
+        row += [share(mean["active"]), share(mean["outside"])]
+        for name, form in FORMATS.items():
+            row.append(number(mean[name], form))
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -107,30 +114,30 @@ def share(value: float) -> str:
     return "never" if value == 0 else number(value, ".2g")
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # figure
-def draw(data: Data, out: Path, options: FigureOptions | None = None) -> list[Path]:
+def draw(data: Data, out: Path, options: FigureOptions = DEFAULTS) -> list[Path]:
     """Draw a row per arm and a panel per quantity."""
     if len(data.arms) > MAX_ARMS:
-        raise RunsError(f"fig_objectives {load.too_many(data, MAX_ARMS)}")
-    options = options or FigureOptions()
+        raise RunsError(f"fig_objectives {choosing.too_many(data, MAX_ARMS)}")
     numbers = measure(data)
+    limit = gradient_limit(data)
     labels = [row_label(arm) for arm in arms_of(numbers)]
-    lines_per_row = max(label.count("\n") + 1 for label in labels)
-    figure = style.canvas(0.85 + len(labels) * (0.12 + 0.155 * lines_per_row), options)
+    lines_per_row = 1 + max(label.count("\n") for label in labels)
+    row_height = 0.12 + 0.155 * lines_per_row
+    figure = style.canvas(0.85 + len(labels) * row_height, options)
     quantities = ("gain", "active", "outside", "weight", "grad norm")
     columns = [name for name in quantities if numbers[name].notna().any()]
     widths = [1.6 if name == "gain" else 1.0 for name in columns]
-    axes = figure.subplots(1, len(columns), sharey=True, squeeze=False, width_ratios=widths)[0]
-    panels = dict(zip(columns, axes, strict=True))
-    limit = gradient_limit(data)
+    panels = figure.subplot_mosaic([columns], sharey=True, width_ratios=widths)
     draw_gains(panels["gain"], numbers)
-    draw_shares({name: panels[name] for name in SHARE_TITLES if name in panels}, numbers)
+    share_panels = {name: panels[name] for name in SHARE_TITLES if name in panels}
+    draw_shares(share_panels, numbers)
     if "weight" in panels:
         draw_weights(panels["weight"], numbers)
     if "grad norm" in panels:
         draw_norms(panels["grad norm"], numbers, limit)
-    name_rows(axes, labels, 0.6)
+    name_rows(list(panels.values()), labels, 0.6)
     figure.align_xlabels()
     caption = f"{load.describe(data, data.arms)}\n{definitions(numbers, limit)}"
     return style.save(figure, out, "fig_objectives", caption, options)
@@ -154,18 +161,18 @@ def draw_rows(
     Zeros are drawn at `zero_x` if it is given. Arms whose mean is above `maximum` are not drawn.
     """
     for row, arm in enumerate(arms_of(numbers)):
-        seeds = numbers.loc[arm, column].dropna().to_numpy()
-        if not len(seeds) or seeds.mean() > maximum:
-            continue
-        x = seeds
+        seeds = numbers.loc[arm, column].dropna()
         mean = seeds.mean()
+        if seeds.empty or mean > maximum:
+            continue
         if zero_x is not None:
-            x = np.where(seeds == 0, zero_x, seeds)
+            seeds = seeds.replace(0, zero_x)
             mean = mean or zero_x
-        marks = arm_style(arm)
-        dots = {"color": tint(marks.colour, 0.5), "mec": "white", "mew": 0.5, "zorder": 3}
-        ax.plot(x, np.full(len(x), row), marks.marker, ms=5.5, **dots)
-        ax.plot(mean, row, "|", ms=11, mew=2.4, color=marks.colour, zorder=4)
+        line = arm_style(arm)
+        rows = np.full(len(seeds), row)
+        pale = tint(line.colour, 0.5)
+        style.dots(ax, seeds, rows, pale, line.marker, 5.5, zorder=3)
+        style.mean_mark(ax, mean, row, line.colour, "|", 11)
 
 
 def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
@@ -173,8 +180,7 @@ def draw_gains(ax: Axes, numbers: pd.DataFrame) -> None:
     draw_rows(ax, numbers, "gain")
     ax.axvline(0, color=style.MUTED, lw=1, zorder=2)
     ax.margins(x=0.05)
-    ax.set_title("Reward gain")
-    ax.set_xlabel(f"last {WINDOW} - first {START} batches")
+    ax.set(title="Reward gain", xlabel=f"last {WINDOW} - first {START} batches")
 
 
 def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
@@ -183,39 +189,45 @@ def draw_shares(panels: dict[str, Axes], numbers: pd.DataFrame) -> None:
     Exactly 0, which has no logarithm, gets a shaded strip at the left, "never".
     """
     values = numbers[["active", "outside"]].to_numpy()
+    smallest = values[values > 0].min(initial=0.1)
+    lowest_power = math.floor(math.log10(smallest))
+    lowest = 10.0**lowest_power
     has_zeros = bool((values == 0).any())
-    lowest_power = math.floor(math.log10(values[values > 0].min(initial=0.1)))
     strip_width = 0.4 * -lowest_power  # in decades
     zero_x = 10 ** (lowest_power - strip_width / 2)
-    left = 10 ** (lowest_power - (strip_width if has_zeros else 0.1))
+    room = strip_width if has_zeros else 0.1
+    left = 10 ** (lowest_power - room)
     last_power = lowest_power if has_zeros else lowest_power - 1
-    powers = range(0, last_power, -2 if lowest_power < -2 else -1)
-    ticks = [10.0**power for power in powers]
-    labels = [f"$10^{{{power}}}$" if power < 0 else "1" for power in powers]
+    every = -2 if lowest_power < -2 else -1
+    ticks = {}
+    for power in range(0, last_power, every):
+        ticks[10.0**power] = f"$10^{{{power}}}$"
+    ticks[1.0] = "1"
     if has_zeros:
-        ticks.insert(0, zero_x)
-        labels.insert(0, "never")
+        ticks[zero_x] = "never"
     for column, ax in panels.items():
         ax.set_xscale("log")
         draw_rows(ax, numbers, column, zero_x)
         if has_zeros:
-            ax.axvspan(left, 10.0**lowest_power, color=STRIP, lw=0, zorder=0)
+            ax.axvspan(left, lowest, color=STRIP, lw=0, zorder=0)
         ax.set_xlim(left, 1.5)
-        ax.set_xticks(ticks, labels)
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_title(SHARE_TITLES[column])
-        ax.set_xlabel("share of tokens")
+        ax.set_xticks(list(ticks), list(ticks.values()))
+        ax.xaxis.minorticks_off()
+        ax.set(title=SHARE_TITLES[column], xlabel="share of tokens")
 
 
 def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
     """Draw the weight left, near 1; weights far above are written at the edge."""
     means = numbers["weight"].groupby(level="arm").mean()
-    maximum = MAX_DRAWN_WEIGHT if (means <= MAX_DRAWN_WEIGHT).any() else math.inf
+    maximum = MAX_DRAWN_WEIGHT
+    if (means > maximum).all():
+        maximum = math.inf
     draw_rows(ax, numbers, "weight", maximum=maximum)
-    ax.axvline(1, color=style.MUTED, lw=1, ls="--", zorder=1)
+    ax.axvline(1, **style.DASHED)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
-    ax.set_xlim(min(low, 0.9), max(high, 1.05))  # so that differences of a thousandth look small
+    # so that differences of a thousandth look small
+    ax.set_xlim(min(low, 0.9), max(high, 1.05))
     at_edge = {
         "transform": ax.get_yaxis_transform(),
         "ha": "right",
@@ -226,11 +238,12 @@ def draw_weights(ax: Axes, numbers: pd.DataFrame) -> None:
         "bbox": {"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"},
     }
     for row, arm in enumerate(arms_of(numbers)):
-        if means[arm] > maximum:
-            ax.text(1, row, f"{means[arm]:.3g} \N{RIGHTWARDS ARROW}", **at_edge)
-    ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-    ax.set_title("Weight left")
-    ax.set_xlabel("1 = on policy")
+        mean = means[arm]
+        if mean > maximum:
+            ax.text(1, row, f"{mean:.3g} \N{RIGHTWARDS ARROW}", **at_edge)
+    locator = MaxNLocator(3, steps=[1, 2, 5, 10])
+    ax.xaxis.set_major_locator(locator)
+    ax.set(title="Weight left", xlabel="1 = on policy")
 
 
 def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
@@ -238,19 +251,18 @@ def draw_norms(ax: Axes, numbers: pd.DataFrame, limit: float | None) -> None:
     ax.set_xscale("log")
     draw_rows(ax, numbers, "grad norm")
     if limit is not None:
-        ax.axvline(limit, color=style.MUTED, lw=1, ls="--", zorder=1)
+        ax.axvline(limit, **style.DASHED)
     ax.margins(x=0.1)
     low, high = ax.get_xlim()
     if high < 3 * low:  # a logarithmic axis has no round numbers there
         ax.set_xscale("linear")
-        ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+        locator = MaxNLocator(3, steps=[1, 2, 5, 10])
+    elif high / low > 20:
+        locator = LogLocator(subs=[1])
     else:
-        multiples = (1.0,) if high / low > 20 else (1.0, 2.0, 5.0)
-        ax.xaxis.set_major_locator(LogLocator(subs=multiples))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_title("Gradient norm")
-    ax.set_xlabel("mean, before its clip")
+        locator = LogLocator(subs=[1, 2, 5])
+    style.round_ticks(ax, locator)
+    ax.set(title="Gradient norm", xlabel="mean, before its clip")
 
 
 def gradient_limit(data: Data) -> float | None:
@@ -267,9 +279,13 @@ def definitions(numbers: pd.DataFrame, limit: float | None) -> str:
         "averaged over all batches. Clipped: the clip or mask removed the token's gradient"
     )
     removed = numbers["active"].groupby(level="arm").max()
-    if (numbers[["active", "outside"]] == 0).any(axis=None):
+    shares = numbers[["active", "outside"]]
+    if (shares == 0).any(axis=None):
         text += "; never: not of one token"
-        reasons = [f"{arm}: {why}" for arm, why in REASONS.items() if removed.get(arm) == 0]
+        reasons = []
+        for arm, why in REASONS.items():
+            if removed.get(arm) == 0:
+                reasons.append(f"{arm}: {why}")
         if reasons:
             text += f" ({', '.join(reasons)})"
     text += (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import ScalarFormatter
 
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import BLUE, VERMILION
@@ -55,7 +55,8 @@ def main() -> None:
     path = Path(options.paths[0])
     if not path.is_file():
         sys.exit(
-            f"error: {path} is not there; make it with `python experiments/benchmark.py curves=true`"
+            f"error: {path} is not there; make it with `python experiments/benchmark.py "
+            "curves=true`"
         )
     records = json.loads(path.read_text(encoding="utf-8"))["points"]
     paths = draw(records, options.out, options)
@@ -66,14 +67,17 @@ def lines(records: list[dict]) -> Lines:
     """Return the points of every curve and number of threads, sorted by x."""
     points: Lines = {}
     for record in sorted(records, key=lambda record: record["x"]):
-        points.setdefault((record["curve"], record["threads"]), []).append(record)
+        key = (record["curve"], record["threads"])
+        points.setdefault(key, []).append(record)
     return points
 
 
 def exponent(points: list[dict], key: str) -> float:
     """Return d log y / d log x between the last two points; 1 means linear growth."""
     a, b = points[-2:]
-    return math.log(b[key] / a[key]) / math.log(b["x"] / a["x"])
+    growth = b[key] / a[key]
+    x_growth = b["x"] / a["x"]
+    return math.log(growth) / math.log(x_growth)
 
 
 def table(records: list[dict]) -> list[str]:
@@ -96,13 +100,19 @@ def draw(records: list[dict], out: Path, options: FigureOptions) -> list[Path]:
     points = lines(records)
     curves = list(dict.fromkeys(curve for curve, _ in points))
     figure = style.canvas(4.2, options)
-    axes = figure.subplots(len(ROWS), len(curves), squeeze=False, sharex="col", sharey="row")
+    axes = figure.subplots(
+        len(ROWS),
+        len(curves),
+        squeeze=False,
+        sharex="col",
+        sharey="row",
+    )
     for column, curve in enumerate(curves):
         for ax, key in zip(axes[:, column], ROWS, strict=True):
             draw_panel(ax, points, curve, key)
         axes[-1, column].set_xlabel(curve)
-    for ax, label in zip(axes[:, 0], ROWS.values(), strict=True):
-        ax.set_ylabel(label)
+    for row, label in enumerate(ROWS.values()):
+        axes[row, 0].set_ylabel(label)
     axes[0, 0].legend(fontsize=8)
     return style.save(figure, out, "fig_scaling", CAPTION, options)
 
@@ -117,7 +127,15 @@ def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
             label = f"{threads} thread{'s' if threads > 1 else ''}"
             x = [point["x"] for point in measured]
             y = [point[key] for point in measured]
-            ax.plot(x, y, line, color=colour, marker=marker, ms=3.5, label=label)
+            ax.plot(
+                x,
+                y,
+                line,
+                color=colour,
+                marker=marker,
+                ms=3.5,
+                label=label,
+            )
     single_thread = points[curve, min(THREAD_STYLES)]
     x = [point["x"] for point in single_thread]
     if key == "total_s":
@@ -125,7 +143,7 @@ def draw_panel(ax: Axes, points: Lines, curve: str, key: str) -> None:
         linear = [first[key] * value / first["x"] for value in x]
         ax.plot(x, linear, color=style.MUTED, lw=0.8, ls=":", label="linear")
     ax.xaxis.set_major_formatter(ScalarFormatter())
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.minorticks_off()
     ax.set_xticks(x)
     ax.tick_params(axis="x", labelsize=7, rotation=45)
 

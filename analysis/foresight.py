@@ -23,6 +23,7 @@ from gspo.analysis.stats import REPS
 from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 from gspo.tracking.collapse import SIGNALS, collapse
 
+METRICS = sorted({"reward/mean", *(signal.metric for signal in SIGNALS.values())})
 LR = "learning rate alone"  # a score without any metric, which the others have to beat
 NORMAL_QUANTILE = 1.959964
 MIN_VALUES = 5  # for an interval
@@ -55,24 +56,27 @@ class History:
 def histories(frame: pd.DataFrame) -> list[History]:
     """Return the runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
     runs = []
-    for name, rows in frame.sort_values("step").groupby("run", sort=True):
+    for name, rows in frame.sort_values("step").groupby("run"):
+        metrics = rows.reindex(columns=METRICS).astype(float)
         scores = {}
         for signal_name, signal in SIGNALS.items():
-            scores[signal_name] = signal.score(_series(rows, signal.metric))
+            scores[signal_name] = signal.score(metrics[signal.metric].tolist())
         first = rows.iloc[0]
-        scores[LR] = np.full(len(rows), first["lr"])
-        collapsed = collapse(_series(rows, "reward/mean"))
-        runs.append(History(name, first["stress"], float(first["lr"]), collapsed, scores))
+        lr = float(first["lr"])
+        scores[LR] = np.full(len(rows), lr)
+        collapsed = collapse(metrics["reward/mean"].tolist())
+        runs.append(History(name, first["stress"], lr, collapsed, scores))
     return runs
 
 
-def _series(rows: pd.DataFrame, metric: str) -> list[float]:
-    return rows[metric].astype(float).tolist() if metric in rows else [math.nan] * len(rows)
-
-
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # ranking
-def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> np.ndarray:
+def wins(
+    runs: list[History],
+    signal: str,
+    lead: int,
+    same_lr: bool = False,
+) -> np.ndarray:
     """Return [collapsed, healthy]: 1 if the collapsed run's largest score is higher, 0.5 if equal.
 
     Both scores are taken over the same steps, from the warm-up until `lead` steps before the
@@ -88,7 +92,8 @@ def wins(runs: list[History], signal: str, lead: int, same_lr: bool = False) -> 
         # the last counted step is `lead` before the collapse
         end = max(0, run.collapsed - lead + 1)
         score = run.highest(signal, end)
-        healthy_scores = np.array([other.highest(signal, end) for other in healthy])
+        scores = [other.highest(signal, end) for other in healthy]
+        healthy_scores = np.array(scores)
         row = (score > healthy_scores) + 0.5 * (score == healthy_scores)
         row[np.isnan(score - healthy_scores)] = np.nan
         if same_lr:
@@ -117,12 +122,17 @@ class Value:
 NO_VALUE = Value(math.nan, math.nan, math.nan, 0)
 
 
-def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False) -> Value:
+def auroc(
+    runs: list[History],
+    signal: str,
+    lead: int = 1,
+    same_lr: bool = False,
+) -> Value:
     """Return the probability that a collapsed run scores above a healthy run.
 
     The scores are taken `lead` steps before the collapse or earlier. With `same_lr` only pairs of
-    the same learning rate are compared. The count is of the collapsed runs that have steps so early and
-    a run to be compared with.
+    the same learning rate are compared. The count is of the collapsed runs that have steps so
+    early and a run to be compared with.
     """
     table = wins(runs, signal, lead, same_lr)
     if table.size:
@@ -148,15 +158,17 @@ def auroc(runs: list[History], signal: str, lead: int = 1, same_lr: bool = False
     return Value(float(np.nanmean(table)), low, high, collapsed)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # warning
 def fitted(runs: list[History], signal: str) -> float:
     """Return the lowest threshold above which at most 5 % of the healthy runs ever score."""
-    highest = [run.highest(signal) for run in runs if run.collapsed is None]
+    healthy = [run for run in runs if run.collapsed is None]
+    highest = [run.highest(signal) for run in healthy]
     highest = sorted(score for score in highest if not math.isnan(score))
     if not highest:
         return math.nan
-    return highest[math.ceil((1 - FALSE_ALARM_SHARE) * len(highest)) - 1]
+    below = math.ceil((1 - FALSE_ALARM_SHARE) * len(highest))
+    return highest[below - 1]
 
 
 def warnings(scores: np.ndarray, threshold: float) -> list[int]:
@@ -193,7 +205,13 @@ def judged(run: History, thresholds: dict[str, float]) -> Verdict:
     steps: list[int] = []
     for name, threshold in thresholds.items():
         steps += warnings(run.scores[name], threshold)
-    return Verdict(min(steps, default=None), len(steps), run.collapsed)
+    first = min(steps, default=None)
+    return Verdict(first, len(steps), run.collapsed)
+
+
+def alarm(runs: list[History], thresholds: dict[str, float]) -> Alarm:
+    """Return the worth of these signals together."""
+    return worth([judged(run, thresholds) for run in runs])
 
 
 def held_out(runs: list[History], signal: str) -> list[Verdict]:
@@ -203,9 +221,13 @@ def held_out(runs: list[History], signal: str) -> list[Verdict]:
     """
     verdicts = []
     for stress in sorted({run.stress for run in runs}):
-        threshold = fitted([run for run in runs if run.stress != stress], signal)
-        if not math.isnan(threshold):
-            verdicts += [judged(run, {signal: threshold}) for run in runs if run.stress == stress]
+        others = [run for run in runs if run.stress != stress]
+        threshold = fitted(others, signal)
+        if math.isnan(threshold):
+            continue
+        for run in runs:
+            if run.stress == stress:
+                verdicts.append(judged(run, {signal: threshold}))
     return verdicts
 
 
@@ -221,8 +243,10 @@ class Alarm:
 def worth(verdicts: list[Verdict]) -> Alarm:
     """Sum up the verdicts on all runs."""
     collapsed = [verdict for verdict in verdicts if verdict.collapsed is not None]
-    leads = [verdict.collapsed - verdict.first for verdict in collapsed if verdict.seen]
-    false_alarms = [verdict.count for verdict in verdicts if verdict.collapsed is None]
+    healthy = [verdict for verdict in verdicts if verdict.collapsed is None]
+    seen = [verdict for verdict in collapsed if verdict.seen]
+    leads = [verdict.collapsed - verdict.first for verdict in seen]
+    false_alarms = [verdict.count for verdict in healthy]
     return Alarm(
         seen=share([verdict.seen for verdict in collapsed]),
         lead=resampled(leads, np.median),
@@ -249,6 +273,9 @@ def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Va
     high = math.nan
     if size >= MIN_VALUES and numbers.min() < numbers.max():
         rng = np.random.default_rng(0)
-        draws = [statistic(numbers[rng.integers(size, size=size)]) for _ in range(REPS)]
+        draws = []
+        for _ in range(REPS):
+            drawn = rng.integers(size, size=size)
+            draws.append(statistic(numbers[drawn]))
         low, high = percentile_interval(draws)
     return Value(float(statistic(numbers)), low, high, size)

@@ -6,13 +6,13 @@ arm. The fig_*.py files choose the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gspo.analysis import style
+from gspo.analysis import load, style
 from gspo.analysis.arm_styles import ArmStyle
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
@@ -21,7 +21,7 @@ from gspo.analysis.stats import Interval, t_interval
 PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # runs and numbers
 def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
     """Return the runs that have finished or collapsed; raise RunsError if a run lacks a setting."""
@@ -32,6 +32,41 @@ def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
         if any(key not in run.settings for run in runs):
             raise RunsError(f"not all runs have a setting {key}")
     return runs
+
+
+def check_alike(
+    runs: list[Run],
+    expected: tuple[str, ...],
+    advice: str,
+    name: str = "the runs",
+) -> None:
+    """Raise RunsError if the runs differ in settings that do not begin with an expected name."""
+    keys = [key for key in load.differing(runs) if not key.startswith(expected)]
+    if keys:
+        raise RunsError(f"{name} differ also in {', '.join(keys)}: {advice}")
+
+
+def run_numbers(
+    run: Run,
+    start: int,
+    end: int,
+    means: Mapping[str, str],
+) -> dict[str, object]:
+    """Return a run's seed, its reward in the first and last batches, and whether it collapsed.
+
+    `means` maps further columns to metrics, which are averaged over all batches. A metric that was
+    not reported is NaN.
+    """
+    reward = run.column("reward/mean")
+    numbers: dict[str, object] = {
+        "seed": run.seed,
+        "start": reward.head(start).mean(),
+        "end": reward.tail(end).mean(),
+        "collapsed": run.collapsed is not None,
+    }
+    for column, metric in means.items():
+        numbers[column] = run.column(metric).mean()
+    return numbers
 
 
 def part_length(run: Run) -> int:
@@ -46,7 +81,7 @@ def span(values: pd.Series | Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # cells of tables
 def collapsed_count(runs: pd.DataFrame) -> str:
     """Return the number of collapsed runs, as in "3 of 8"."""
@@ -66,11 +101,11 @@ def gain_text(gains: pd.Series) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # panels
 def cell_intervals(runs: pd.DataFrame, x: str, column: str) -> list[tuple[float, Interval]]:
     """Return the mean of a column over seeds with its t interval, for each value of `x`."""
-    return [(value, t_interval(cell[column].to_numpy())) for value, cell in runs.groupby(x)]
+    return [(value, t_interval(cell)) for value, cell in runs.groupby(x)[column]]
 
 
 def interval_line(
@@ -82,11 +117,15 @@ def interval_line(
     marker_size: float = 5.0,
 ) -> None:
     """Draw means with their intervals at these x, joined by a line."""
-    errors = [(i.mean - i.low, i.high - i.mean) for _, i in points]
+    x = [position for position, _ in points]
+    means = np.array([interval.mean for _, interval in points])
+    lows = np.array([interval.low for _, interval in points])
+    highs = np.array([interval.high for _, interval in points])
+    errors = np.nan_to_num([means - lows, highs - means])
     ax.errorbar(
-        [x for x, _ in points],
-        [interval.mean for _, interval in points],
-        yerr=np.nan_to_num(np.transpose(errors)),
+        x,
+        means,
+        yerr=errors,
         lw=line_width,
         elinewidth=bar_width,
         ms=marker_size,

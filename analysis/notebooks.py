@@ -11,8 +11,8 @@
     recorded.metric("eval/math/avg@2", arm="GSPO")  # index step, a column per seed
     recorded.metrics, recorded.arms, recorded.notes
 
-RunsError (a ValueError of a single line) is raised for sources that cannot be read and for metrics that
-no run has recorded. It names the nearest name.
+RunsError (a ValueError of a single line) is raised for sources that cannot be read and for
+metrics that no run has recorded. It names the nearest name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def load_runs(*sources: str | Path, where: Mapping[str, object] | None = None) -
     """
     if not sources:
         raise RunsError(
-            "load_runs(): name folders with runs, offline W&B files, or wandb:ENTITY/PROJECT[/GROUP]"
+            "load_runs(): name folders with runs, offline W&B files, or "
+            "wandb:ENTITY/PROJECT[/GROUP]"
         )
     return RecordedRuns(load(list(sources), where))
 
@@ -52,7 +53,8 @@ class RecordedRuns:
         self.arms = data.arms
         self.notes = data.notes
         self.metrics = data.metrics("")
-        self.runs = pd.DataFrame([row(run, self.metrics) for run in data.of(*data.arms)])
+        rows = [row(run, self.metrics) for run in data.of(*data.arms)]
+        self.runs = pd.DataFrame(rows)
         self._data = data
 
     def __repr__(self) -> str:
@@ -70,7 +72,9 @@ class RecordedRuns:
         first = 0 if name.startswith("eval/") else 1
         if arm:
             return self._data.table(arm, name, first)
-        tables = {each: self._data.table(each, name, first) for each in self.arms}
+        tables = {}
+        for arm in self.arms:
+            tables[arm] = self._data.table(arm, name, first)
         return pd.concat(tables, axis=1, names=["arm"])
 
 
@@ -90,11 +94,12 @@ def row(run: Run, metrics: list[str]) -> dict[str, object]:
         "reward/mean, best smoothed": float("nan"),
     }
     if len(rewards):
-        cells["reward/mean, best smoothed"] = best(rewards.tolist())[0]
+        cells["reward/mean, best smoothed"], _ = best(rewards.tolist())
     for name in metrics:
         is_score = name.startswith("eval/") and any(kind in name for kind in SCORES)
         if is_score or name == "eval/elo":
             scores = run.column(name, first_step=0)
             cells[f"{name}, last"] = scores.iloc[-1] if len(scores) else float("nan")
             cells[f"{name}, best"] = scores.max()
-    return cells | {key: value for key, value in run.settings.items() if key not in cells}
+    settings = {key: value for key, value in run.settings.items() if key not in cells}
+    return cells | settings

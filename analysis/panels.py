@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from gspo.analysis import claims, load, paper, style
 from gspo.analysis.arm_styles import ArmStyle, arm_style, tint
 from gspo.analysis.load import GRPO_R2, Data
-from gspo.analysis.stats import centred_mean, paired_difference
+from gspo.analysis.stats import Interval, centred_mean, paired_difference
 from gspo.analysis.style import COMPUTE, FigureOptions
 from gspo.statistics import t_quantile
 
@@ -26,7 +26,7 @@ def arms_sentence(arms: Sequence[str]) -> str:
     return f"{word}: {', '.join(arms)}."
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # curves
 def curve(
     ax: Axes,
@@ -56,36 +56,39 @@ def curve(
             series = values[seed].dropna()
             line_x = series.index if x is None else x.loc[series.index, seed]
             line = series.to_numpy() if seeds == 1 else centred_mean(series, window)
-            ax.plot(line_x, np.where(line >= minimum, line, np.nan), **thin)
-    complete_steps = values.dropna().index
-    if not len(complete_steps):
+            ax.plot(line_x, drawn_part(line, minimum), **thin)
+    complete = values.dropna()
+    if complete.empty:
         return float("nan")
-    columns = [centred_mean(values.loc[complete_steps, seed], window) for seed in values]
-    smooth_TS = np.column_stack(columns)
-    if x is None:
-        mean_x = complete_steps.to_numpy()
-    else:
-        mean_x = x.loc[complete_steps].mean(axis=1).to_numpy()
+    curves = [centred_mean(complete[seed], window) for seed in complete]
+    smooth_TS = np.column_stack(curves)
+    mean_x = complete.index
+    if x is not None:
+        mean_x = x.loc[mean_x].mean(axis=1)
     mean = smooth_TS.mean(1)
     if band and seeds >= MIN_BAND_SEEDS:
-        half = t_quantile(seeds - 1) * smooth_TS.std(1, ddof=1) / np.sqrt(seeds)
+        deviation = smooth_TS.std(1, ddof=1)
+        half = t_quantile(seeds - 1) * deviation / np.sqrt(seeds)
         never_negative = float(values.min(axis=None)) >= 0
         floor = max(minimum, 0.0) if never_negative else minimum
         low = np.maximum(mean - half, floor)
         high = np.maximum(mean + half, floor)
-        ax.fill_between(mean_x, low, high, color=line_style.colour, alpha=0.1, lw=0, zorder=0)
-        for edge in (low, high):
-            ax.plot(
-                mean_x,
-                edge,
-                color=tint(line_style.colour, 0.4),
-                lw=0.6,
-                ls=line_style.line,
-                zorder=1,
-            )
+        colour = line_style.colour
+        edge = {"color": tint(colour, 0.4), "lw": 0.6, "ls": line_style.line, "zorder": 1}
+        ax.fill_between(
+            mean_x,
+            low,
+            high,
+            color=colour,
+            alpha=0.1,
+            lw=0,
+            zorder=0,
+        )
+        ax.plot(mean_x, low, **edge)
+        ax.plot(mean_x, high, **edge)
     ax.plot(
         mean_x,
-        np.where(mean >= minimum, mean, np.nan),
+        drawn_part(mean, minimum),
         lw=2.2,
         ms=5,
         markevery=max(1, len(mean_x) // 8),
@@ -95,24 +98,38 @@ def curve(
     return float(mean[-1])
 
 
-def how_drawn(data: Data, arms: Sequence[str], options: FigureOptions, bands: bool = True) -> str:
+def drawn_part(values: np.ndarray, minimum: float) -> np.ndarray:
+    """Return the values with a gap (NaN) for each value below the minimum."""
+    return np.where(values >= minimum, values, np.nan)
+
+
+def how_drawn(
+    data: Data,
+    arms: Sequence[str],
+    options: FigureOptions,
+    bands: bool = True,
+) -> str:
     """Return sentences for the caption that explain the lines of `curve`."""
     seeds = [len(data.seeds(arm)) for arm in arms]
+    several = [count for count in seeds if count > 1]
     thin = []
     if 1 in seeds:
         thin.append("batches (where there is one seed)")
-    if any(1 < n < MIN_BAND_SEEDS or (n > 1 and options.seeds) for n in seeds):
+    if several and (options.seeds or min(several) < MIN_BAND_SEEDS):
         thin.append("single seeds")
     text = f"Thin lines: {' or '.join(thin)}. " if thin else ""
     if bands and max(seeds) >= MIN_BAND_SEEDS:
         text += "Bands: pointwise 95 % intervals over seeds (Student's t). "
     smoothing = f"smoothed over ±{options.smooth} batches" if options.smooth else "not smoothed"
-    mean = "mean over seeds" if max(seeds) > 1 else "the run"
+    mean = "mean over seeds" if several else "the run"
     return f"{text}Thick lines: {mean}, {smoothing}."
 
 
 def reward_against_compute(
-    ax: Axes, data: Data, arms: tuple[str, ...], options: FigureOptions
+    ax: Axes,
+    data: Data,
+    arms: tuple[str, ...],
+    options: FigureOptions,
 ) -> None:
     """Draw the training reward of each arm over its FLOPs.
 
@@ -126,15 +143,17 @@ def reward_against_compute(
         if has_compute:
             flops = data.table(arm, COMPUTE)
             largest = max(largest, style.finite_max(flops))
-        end = curve(ax, data.table(arm, "reward/mean"), arm_style(arm), options, flops)
-        ends.append((end, style.arm_label(arm), arm_style(arm)))
+        line = arm_style(arm)
+        rewards = data.table(arm, "reward/mean")
+        end = curve(ax, rewards, line, options, flops)
+        ends.append((end, style.arm_label(arm), line))
     style.training_axis(ax, largest, options)
     ax.set_ylabel("training reward (mean of batch)")
     ax.set_title("Training reward, our runs")
     style.label_ends(ax, ends)
 
 
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the paired difference
 def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     """Draw the paired difference a - b that is judged.
@@ -143,24 +162,38 @@ def difference(ax: Axes, data: Data, a: str, b: str) -> None:
     """
     a_TS, b_TS = claims.last_halves(data, a, b)
     mean_S = (a_TS - b_TS).mean()
+    seeds = len(mean_S)
     interval = paired_difference(a_TS, b_TS)
-    ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
-    dots = {"ms": 5, "color": style.MUTED, "mec": "white", "mew": 0.5, "zorder": 3}
-    ax.plot(range(len(mean_S)), mean_S, "o", **dots)
-    mean_x = len(mean_S) + 0.6
-    ax.plot([mean_x, mean_x], [interval.low, interval.high], color=style.INK, lw=2, zorder=2)
-    ax.plot(mean_x, interval.mean, "_", ms=13, mew=2.4, color=style.INK, zorder=4)
-    if len(mean_S) <= MAX_SEED_TICKS:
-        ax.set_xticks([*range(len(mean_S)), mean_x], [*map(str, mean_S.index), "mean"])
-    else:
-        ax.set_xticks([mean_x], ["mean"])
+    zero_line(ax)
+    style.dots(ax, range(seeds), mean_S, style.MUTED, zorder=3)
+    mean_x = seeds + 0.6
+    mean_bar(ax, mean_x, interval, 13)
+    ticks: dict[float, str] = {}
+    if seeds <= MAX_SEED_TICKS:
+        ticks |= dict(enumerate(map(str, mean_S.index)))
+    ticks[mean_x] = "mean"
+    ax.set_xticks(list(ticks), list(ticks.values()))
     ax.set_xlim(-0.7, mean_x + 0.9)
     ax.tick_params(axis="x", labelsize=8)
     ax.set_xlabel("seed")
     ax.set_ylabel(f"{short_name(a)} - {short_name(b)}")
-    p = f", p = {interval.p_text()}" if interval.seeds > 1 else ""
-    ax.set_title(f"Paired difference\n{interval.mean:+.3f}{p}")
+    title = f"Paired difference\n{interval.mean:+.3f}"
+    if interval.seeds > 1:
+        title += f", p = {interval.p_text()}"
+    ax.set_title(title)
     ax.margins(y=0.12)
+
+
+def zero_line(ax: Axes) -> None:
+    """Draw the line at which a difference is 0."""
+    ax.axhline(0, color=style.INK, lw=1.2, zorder=1)
+
+
+def mean_bar(ax: Axes, x: float, interval: Interval, width: float) -> None:
+    """Draw a mean of this width in points, and its interval."""
+    ends = [interval.low, interval.high]
+    ax.plot([x, x], ends, color=style.INK, lw=2)
+    style.mean_mark(ax, x, interval.mean, style.INK, "_", width)
 
 
 def short_name(arm: str) -> str:
@@ -170,23 +203,27 @@ def short_name(arm: str) -> str:
 
 def difference_caption(data: Data, a: str, b: str) -> str:
     """Return a sentence for the caption that explains the panel of `difference`."""
-    table = claims.last_halves(data, a, b)[0]
+    table, _ = claims.last_halves(data, a, b)
     seeds = table.shape[1]
     text = (
         f"Paired difference: {a} - {b}, training reward, mean over batches {table.index[0]} to "
         f"{table.index[-1]}, "
     )
-    if seeds == 1:
-        return f"{text}of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
-    return (
-        f"{text}paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
-    )
+    if seeds > 1:
+        text += f"paired by seed; bar: 95 % t interval over {seeds} seeds; p: exact sign-flip test."
+    else:
+        text += "of one seed; bar: 95 % interval within the run, which says nothing of other seeds."
+    return text
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # the paper's
 def paper_curves(
-    ax: Axes, figure: str, arms: tuple[str, ...], options: FigureOptions, smoothed: bool
+    ax: Axes,
+    figure: str,
+    arms: tuple[str, ...],
+    options: FigureOptions,
+    smoothed: bool,
 ) -> None:
     """Draw the paper's digitised points.
 
@@ -196,19 +233,24 @@ def paper_curves(
         points = paper.series(figure, arm)
         # nothing is drawn before the first marker that is not hidden
         points = points.loc[points.first_valid_index() :]
-        lines = arm_style(arm).plot_options()
+        x = points.index
+        line = arm_style(arm)
         if not smoothed:
-            visible = points.dropna()
-            ax.plot(visible.index, visible, lw=1.6, ms=4.5, **lines)
+            ax.plot(points.dropna(), lw=1.6, ms=4.5, **line.plot_options())
             continue
-        ax.plot(points.index, points, ".", ms=3, color=tint(arm_style(arm).colour, 0.5))
+        ax.plot(points, ".", ms=3, color=tint(line.colour, 0.5))
         smooth = centred_mean(points, 2 * options.smooth)
-        markers = {"markevery": max(1, len(points) // 6), "lw": 1.8, "ms": 4.5}
-        ax.plot(points.index, smooth, **markers, **lines)
+        every = max(1, len(x) // 6)
+        ax.plot(x, smooth, markevery=every, lw=1.8, ms=4.5, **line.plot_options())
     ax.set_xlabel("points in the paper's order")
 
 
-def paper_rewards(ax: Axes, figure: str, arms: tuple[str, ...], options: FigureOptions) -> None:
+def paper_rewards(
+    ax: Axes,
+    figure: str,
+    arms: tuple[str, ...],
+    options: FigureOptions,
+) -> None:
     """Draw the paper's training rewards."""
     paper_curves(ax, figure, arms, options, smoothed=True)
     ax.set_ylabel("training reward")

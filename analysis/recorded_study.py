@@ -59,10 +59,11 @@ class Options(script.Options):
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     data = load.load(options.paths, options.where)
-    studies = sorted({str(run.settings.get("study")) for run in data.runs})
+    studies = data.studies
     if len(studies) > 1:
+        names = ", ".join(studies)
         raise RunsError(
-            f"{len(studies)} studies ({', '.join(studies)}): a file holds one, so name the folder of one"
+            f"{len(studies)} studies ({names}): a file holds one, so name the folder of one"
         )
     file = options.out / f"{Path(studies[0]).name}{STUDY_FILE}"
     write(data, file, options.metrics)
@@ -78,18 +79,19 @@ def write(data: Data, file: Path, metrics: Sequence[str] | None = None) -> None:
     for run in data.runs:
         if not run.settled:
             raise RunsError(f"{run.path} is unfinished: {run.last} of {run.planned} batches")
-    names = matching(data, metrics or METRICS)
     unknown = [pattern for pattern in metrics or () if not matching(data, [pattern])]
     if unknown:
         suggestion = nearest(unknown[0], data.metrics(""))
         raise RunsError(f"no run has recorded {', '.join(unknown)}{suggestion}")
+    names = matching(data, metrics or METRICS)
     frames = []
     for run in sorted(data.runs, key=lambda run: run.path.name):
-        rows = run.rows.reindex(columns=["step", *names]).assign(**{RUN: run.path.name})
-        frames.append(rows.sort_values("step"))
+        rows = run.rows.reindex(columns=["step", *names]).sort_values("step")
+        rows.insert(0, RUN, run.path.name)
+        frames.append(rows)
     rows = pd.concat(frames, ignore_index=True)
-    rows = rows.astype(dict.fromkeys(names, "float32") | {"step": "int32", RUN: "category"})
-    table = pa.Table.from_pandas(rows[[RUN, "step", *names]], preserve_index=False)
+    types = {RUN: "category", "step": "int32"} | dict.fromkeys(names, "float32")
+    table = pa.Table.from_pandas(rows.astype(types), preserve_index=False)
     table = table.replace_schema_metadata({STUDY_KEY: settings_json(data)})
     content = io.BytesIO()
     parquet.write_table(table, content, compression="zstd")
@@ -108,15 +110,16 @@ def settings_json(data: Data) -> str:
 
     Metadata are not compressed.
     """
-    first = data.runs[0].settings
+    keys = {key for run in data.runs for key in run.settings}
     common = {}
-    for key, value in first.items():
-        if all(repr(run.settings.get(key, ...)) == repr(value) for run in data.runs):
-            common[key] = value
+    for key in keys:
+        values = {repr(run.settings.get(key, ...)) for run in data.runs}
+        if len(values) == 1:
+            common[key] = data.runs[0].settings[key]
     runs = {}
     for run in data.runs:
-        own = {key: value for key, value in run.settings.items() if key not in common}
-        runs[run.path.name] = own
+        further = {key: value for key, value in run.settings.items() if key not in common}
+        runs[run.path.name] = further
     return json.dumps({"common": common, "runs": runs}, sort_keys=True)
 
 

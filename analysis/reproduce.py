@@ -8,7 +8,7 @@ runs.
 
 Prints the table, the findings in words and the paths of the figures. The same text goes to
 <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
-analysis/claims.py, one docstring per claim.
+analysis/claims.py and analysis/stability_claims.py, one docstring per claim.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 from gspo.analysis import (
+    choosing,
     claims,
     fig1_stability,
     fig2_clipping,
@@ -34,7 +35,7 @@ from gspo.analysis import (
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.load import Data
 from gspo.analysis.stats import START, WINDOW, number
-from gspo.analysis.style import FigureOptions
+from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_markdown
 from gspo.io.files import replace_text
@@ -65,7 +66,7 @@ def main() -> None:
 def draw_all(
     data: Data,
     out: Path,
-    options: FigureOptions | None = None,
+    options: FigureOptions = DEFAULTS,
     other_studies: Sequence[Data] = (),
 ) -> tuple[list[Path], list[str]]:
     """Draw the figures that the runs permit, and the contrast with the other studies.
@@ -91,7 +92,10 @@ def draw_all(
 
 
 def summary(
-    data: Data, paths: list[Path], left_out: list[str], other_studies: Sequence[Data] = ()
+    data: Data,
+    paths: list[Path],
+    left_out: list[str],
+    other_studies: Sequence[Data] = (),
 ) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
     lines = ["# What the runs show", ""]
@@ -116,7 +120,7 @@ def summary(
         ]
     judged = claims.all_claims(data)
     if not judged:
-        reason = load.choose_one(data) or "the arms that they compare are not there"
+        reason = choosing.choose_one(data) or "the arms that they compare are not there"
         lines.append(f"- None can be judged: {reason}.")
     for claim in judged:
         lines.append(f"- {escape_markdown(claim.claim)} ({claim.where})")
@@ -125,34 +129,37 @@ def summary(
     studies = [*other_studies, data]
     if other_studies and fig_contrast.why_not_drawn(studies) is None:
         lines += ["", "## Beside other studies", "", *fig_contrast.table(studies)]
-    lines += ["", "## Figures", "", *(f"- {escape_markdown(line)}" for line in (*paths, *left_out))]
+    lines += ["", "## Figures", ""]
+    lines += [f"- {escape_markdown(line)}" for line in (*paths, *left_out)]
     return lines
 
 
 def table(data: Data) -> list[str]:
     """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
-    columns = {arm: entries(data, arm) for arm in data.arms}
-    rows = [["", *data.arms]]
-    for name in columns[data.arms[0]]:
-        rows.append([name, *(columns[arm][name] for arm in data.arms)])
-    return markdown_table(rows)
+    columns = pd.DataFrame({arm: entries(data, arm) for arm in data.arms})
+    return markdown_table([["", *data.arms], *columns.itertuples(name=None)])
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:
     """Return an arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
     reward = data.table(arm, "reward/mean")
     start = reward.head(START).mean().mean()
-    end = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean()).mean()
+    ends = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean())
+    end = ends.mean()
     runs = data.of(arm)
+    batches = sorted({str(run.last) for run in runs})
+    active = data.table(arm, "clip/token_active")
+    outside = data.table(arm, "clip/token_outside")
+    consistency = data.table(arm, "routing/consistency")
     column = {
         "seeds": ", ".join(str(run.seed) for run in runs),
-        "batches": ", ".join(sorted({str(run.last) for run in runs})),
+        "batches": ", ".join(batches),
         "reward, start": number(start, ".3f"),
         "reward, end": number(end, ".3f"),
         "gain": number(end - start, "+.3f"),
-        "clipped tokens, active": number(mean(data.table(arm, "clip/token_active")), ".2g"),
-        "clipped tokens, outside": number(mean(data.table(arm, "clip/token_outside")), ".2g"),
-        "routing consistency": number(mean(data.table(arm, "routing/consistency")), ".3f"),
+        "clipped tokens, active": number(mean(active), ".2g"),
+        "clipped tokens, outside": number(mean(outside), ".2g"),
+        "routing consistency": number(mean(consistency), ".3f"),
     }
     for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
         points = data.table(arm, name, first_step=0).mean(axis=1).dropna()
@@ -160,8 +167,10 @@ def entries(data: Data, arm: str) -> dict[str, str]:
         column[name] = "-"
         if len(points):
             column[name] = f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}"
-    column["training compute, FLOPs"] = number(total(data.table(arm, "compute/flops")), ".2e")
-    column["training time, minutes"] = number(total(data.table(arm, "compute/seconds")) / 60, ".1f")
+    flops = total(data.table(arm, "compute/flops"))
+    minutes = total(data.table(arm, "compute/seconds")) / 60
+    column["training compute, FLOPs"] = number(flops, ".2e")
+    column["training time, minutes"] = number(minutes, ".1f")
     return column
 
 

@@ -52,6 +52,17 @@ class Run:
         return int(self.settings["seed"])
 
     @property
+    def study(self) -> str:
+        return str(self.settings.get("study"))
+
+    @property
+    def clip_range(self) -> tuple[object, object]:
+        """objective.clip_low and objective.clip_high; None if the settings have none."""
+        low = self.settings.get("objective.clip_low")
+        high = self.settings.get("objective.clip_high")
+        return low, high
+
+    @property
     def last(self) -> int:
         """The last rollout batch that has a row."""
         return int(self.rows["step"].max())
@@ -64,11 +75,11 @@ class Run:
     @property
     def moe(self) -> bool:
         """Whether the model is a mixture of experts, by its settings or by its metrics."""
-        if "model.experts" in self.settings or self.settings.get("model.name") == "tiny_moe":
+        model = self.settings.get("model.name")
+        if model == "tiny_moe" or "model.experts" in self.settings:
             return True
-        return any(
-            name.startswith("routing/") and self.rows[name].notna().any() for name in self.rows
-        )
+        routing = [name for name in self.rows if name.startswith("routing/")]
+        return bool(self.rows[routing].notna().any(axis=None))
 
     @property
     def finished(self) -> bool:
@@ -89,7 +100,9 @@ class Run:
             return from_rows
         if status == "running" and not locked(self.path):
             return "died"
-        return status if isinstance(status, str) and len(status) < 20 else from_rows
+        if isinstance(status, str) and len(status) < 20:
+            return status
+        return from_rows
 
     @cached_property
     def collapsed(self) -> int | None:
@@ -110,31 +123,36 @@ class Run:
         """Return a metric by step without its NaN values; empty if it was not reported."""
         if metric not in self.rows or metric == "step":
             return pd.Series(dtype=float)
-        rows = self.rows[["step", metric]]  # not all of them: a run has hundreds of metrics
-        rows = rows[rows["step"] >= first_step].sort_values("step").set_index("step")
-        return rows[metric].astype(float).dropna()
+        rows = self.rows[["step", metric]]  # not all metrics: a run has hundreds
+        values = rows.set_index("step")[metric].sort_index()
+        return values.loc[first_step:].astype(float).dropna()
 
 
 @dataclass
 class Data:
     """All runs of a command.
 
-    `rows` is a tidy frame with the columns run, arm, seed, step and a column per metric. `notes` tell
-    the reader which runs and rows were left out or are damaged.
+    `rows` is a tidy frame with the columns run, arm, seed, step and a column per metric. `notes`
+    tell the reader which runs and rows were left out or are damaged.
     """
 
     runs: list[Run]
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        # tables hold UTF-8
-        names = [str(run.path).encode(errors="backslashreplace").decode() for run in self.runs]
         frames = []
-        for run, name in zip(self.runs, names, strict=True):
-            frames.append(run.rows.assign(run=name, arm=run.arm, seed=run.seed))
+        for run in self.runs:
+            # tables hold UTF-8
+            name = str(run.path).encode(errors="backslashreplace").decode()
+            names = {"run": name, "arm": run.arm, "seed": run.seed}
+            frames.append(run.rows.assign(**names))
         rows = pd.concat(frames, ignore_index=True)
         metrics = sorted(set(rows.columns) - set(NOT_METRICS))
         self.rows = rows[[*NOT_METRICS, *metrics]]
+
+    @property
+    def studies(self) -> list[str]:
+        return sorted({run.study for run in self.runs})
 
     @property
     def arms(self) -> list[str]:
@@ -145,22 +163,29 @@ class Data:
         def order(run: Run) -> tuple:
             base = run.base or run.arm
             rank = ARMS.index(base) if base in ARMS else len(ARMS)
-            values = run.appended.values()
-            numbers = [value if isinstance(value, int | float) else 0 for value in values]
+            numbers = []
+            for value in run.appended.values():
+                is_number = isinstance(value, int | float)
+                numbers.append(value if is_number else 0)
             return rank, base, numbers, run.arm
 
-        return list(dict.fromkeys(run.arm for run in sorted(self.runs, key=order)))
+        runs = sorted(self.runs, key=order)
+        return list(dict.fromkeys(run.arm for run in runs))
 
     def of(self, *arms: str) -> list[Run]:
         """Return the runs of these arms, sorted by arm and seed."""
-        return sorted(
-            (run for run in self.runs if run.arm in arms),
-            key=lambda run: (arms.index(run.arm), run.seed),
-        )
+        runs = []
+        for arm in dict.fromkeys(arms):
+            runs_of_arm = [run for run in self.runs if run.arm == arm]
+            runs += sorted(runs_of_arm, key=lambda run: run.seed)
+        return runs
 
     def seeds(self, *arms: str) -> list[int]:
         """Return the seeds that all of these arms have."""
-        return sorted(set.intersection(*({run.seed for run in self.of(arm)} for arm in arms)))
+        seeds = {run.seed for run in self.of(*arms)}
+        for arm in arms:
+            seeds &= {run.seed for run in self.of(arm)}
+        return sorted(seeds)
 
     def compared(self, *arms: str) -> list[Run]:
         """Return the runs by which these arms are compared.
@@ -169,13 +194,15 @@ class Data:
         such seed, they are the runs of the seeds that all arms have begun."""
         runs = self.of(*arms)
         begun = self.seeds(*arms)
-        finished = [seed for seed in begun if all(run.finished for run in runs if run.seed == seed)]
+        unfinished = {run.seed for run in runs if not run.finished}
+        finished = [seed for seed in begun if seed not in unfinished]
         return [run for run in runs if run.seed in (finished or begun)]
 
     def left_out(self, *arms: str) -> list[Run]:
         """Return the runs of these arms that `compared` leaves out."""
-        compared = self.compared(*arms)
-        return [run for run in self.of(*arms) if not any(run is other for other in compared)]
+        compared = {run.seed for run in self.compared(*arms)}
+        runs = self.of(*arms)
+        return [run for run in runs if run.seed not in compared]
 
     def common_step(self, *arms: str) -> int:
         """Return the last rollout batch that every run of these arms has reached."""
@@ -189,12 +216,15 @@ class Data:
         registered."""
         if arm not in self.arms:
             raise RunsError(f"no arm {arm!r} in these runs{nearest(arm, self.arms)}")
-        rows = self.rows[(self.rows["arm"] == arm) & (self.rows["step"] >= first_step)]
+        rows = self.rows[self.rows["arm"] == arm]
+        rows = rows[rows["step"] >= first_step]
         if metric not in rows:
             self.check_metric(metric)
             rows = rows.assign(**{metric: float("nan")})
-        steps = pd.RangeIndex(first_step, rows["step"].max() + 1, name="step")
-        return rows.pivot(index="step", columns="seed", values=metric).astype(float).reindex(steps)
+        last = rows["step"].max()
+        steps = pd.RangeIndex(first_step, last + 1, name="step")
+        table = rows.pivot(index="step", columns="seed", values=metric)
+        return table.astype(float).reindex(steps)
 
     def definition(self, metric: str) -> Metric:
         """Return a metric's definition, by the first run that defines it or by the registry.
@@ -222,19 +252,25 @@ class Data:
         runs = self.compared(*arms)
         seeds = sorted({run.seed for run in runs})
         last = min(run.last for run in runs)
-        tables = [self.table(arm, metric).loc[:last, seeds] for arm in arms]
-        return [table.reindex(range(1, last + 1)) for table in tables]
+        steps = range(1, last + 1)
+        tables = []
+        for arm in arms:
+            table = self.table(arm, metric)[seeds]
+            tables.append(table.reindex(steps))
+        return tables
 
     def metrics(self, prefix: str) -> list[str]:
         """Return the names of the reported metrics that begin with the prefix."""
-        names = (c for c in self.rows.columns if c not in NOT_METRICS)
-        return [c for c in names if c.startswith(prefix) and self.rows[c].notna().any()]
+        names = [name for name in self.rows if name.startswith(prefix)]
+        reported = self.rows[names].notna().any()
+        reported = reported[reported].index
+        return [name for name in reported if name not in NOT_METRICS]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Return the end of an error message: the nearest names, or all candidates if none is near."""
     candidates = list(candidates)
-    close = get_close_matches(name, candidates, n=3)
+    close = get_close_matches(name, candidates)
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; there are {', '.join(candidates)}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.analysis import load, sources
-from gspo.analysis.claims import Claim
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.verdicts import Claim
 from gspo.io import escaping
 from gspo.io.arguments import ArgumentsError, command_options, option
 

@@ -67,20 +67,24 @@ def records(path: Path | str) -> list[Record]:
         raise FileNotFoundError(f"{path} does not exist")
     if path.suffix == STUDY_FILE and path.is_file():
         return recorded_study(path)
-    settings_files = sorted(path.rglob("settings.yaml"))
-    folders = [file.parent for file in settings_files]
-    folders = [folder for folder in folders if os.path.lexists(folder / "metrics.jsonl")]
+    run_folders = set()
     run_records = []
-    for folder in folders:
-        settings_file = folder / "settings.yaml"
-        stamp = file_stamp([settings_file, folder / "metrics.jsonl"])
+    for settings_file in sorted(path.rglob("settings.yaml")):
+        folder = settings_file.parent
+        metrics_file = folder / "metrics.jsonl"
+        if not os.path.lexists(metrics_file):
+            continue
+        run_folders.add(folder.resolve())
+        stamp = file_stamp(settings_file, metrics_file)
         name = str(settings_file.resolve())
-        record = cached(name, stamp, lambda folder=folder: from_folder(folder))
+        record = cached(name, stamp, from_folder, folder)
         run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
-    for file in wandb_segments(path, {folder.resolve() for folder in folders}):
-        segments.append(cached(str(file), file_stamp([file]), lambda file=file: from_file(file)))
-    return run_records + joined([segment for segment in segments if segment.job not in NOT_TRAINED])
+    for file in wandb_segments(path, run_folders):
+        segment = cached(str(file), file_stamp(file), from_file, file)
+        if segment.job not in NOT_TRAINED:
+            segments.append(segment)
+    return run_records + joined(segments)
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
@@ -95,7 +99,11 @@ def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
             outside.add(resolved)
     # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their
     # start
-    return sorted(outside, key=lambda file: (file.parent.parent, file.parent.name))
+
+    def start(file: Path) -> tuple[Path, str]:
+        return file.parent.parent, file.parent.name
+
+    return sorted(outside, key=start)
 
 
 def _is_copy(file: Path) -> bool:
@@ -103,15 +111,21 @@ def _is_copy(file: Path) -> bool:
 
     The link becomes a folder if the copy followed links.
     """
-    return file.parent.name == "latest-run" and any(file.parent.parent.glob(f"*-run-*/{file.name}"))
+    folder = file.parent
+    return folder.name == "latest-run" and any(folder.parent.glob(f"*-run-*/{file.name}"))
 
 
-def file_stamp(files: list[Path]) -> list:
+def file_stamp(*files: Path) -> list:
     """Return name, size and time of the last change of each file."""
-    return [[str(file.resolve()), file.lstat().st_size, file.lstat().st_mtime_ns] for file in files]
+    stamps = []
+    for file in files:
+        name = str(file.resolve())
+        status = file.lstat()
+        stamps.append([name, status.st_size, status.st_mtime_ns])
+    return stamps
 
 
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # run directories
 def from_folder(folder: Path) -> Record:
     """Read a run directory. Unreadable parts become notes; nothing in its files raises."""
@@ -136,17 +150,18 @@ def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     null (a NaN or infinity when written) becomes NaN. Cut and damaged lines are left out, and
     noted.
     """
-    allowance = untrusted.OWN_RUN_FACTOR if is_own_file(file.with_name("settings.yaml")) else 1
+    own_run = is_own_file(file.with_name("settings.yaml"))
+    allowance = untrusted.OWN_RUN_FACTOR if own_run else 1
     try:
         rows, damaged = untrusted.read_rows(file, allowance)
     except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))
         return []
     if damaged:
-        numbers = ", ".join(str(number) for number, _ in damaged[:MAX_DAMAGED_NAMED])
+        numbers = [str(number) for number, _ in damaged[:MAX_DAMAGED_NAMED]]
         if len(damaged) > MAX_DAMAGED_NAMED:
-            numbers += ", ..."
-        notes.append(f"{file}: lines left out that are no rows: {numbers}")
+            numbers.append("...")
+        notes.append(f"{file}: lines left out that are no rows: {', '.join(numbers)}")
     return [wandb_files.numbers(row) for row in rows]
 
 
@@ -161,23 +176,35 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # W&B's files
 def from_file(file: Path) -> Record:
     """Read an offline W&B file, which holds a run or a segment of it."""
     segment = wandb_files.read(file)
-    rows = pd.DataFrame([{"step": step} | row for step, row in sorted(segment.rows.items())])
-    notes = [f"{file}: {damage}" for damage in segment.damage]
-    path = Path(segment.name or file)
-    return Record(path, flatten(segment.config), rows, notes, segment.id, segment.job)
+    return Record(
+        path=Path(segment.name or file),
+        settings=flatten(segment.config),
+        rows=frame_of(segment.rows),
+        notes=[f"{file}: {damage}" for damage in segment.damage],
+        id=segment.id,
+        job=segment.job,
+    )
+
+
+def frame_of(rows_by_step: dict[int, dict[str, float]]) -> pd.DataFrame:
+    """Return a row per step, with the column step."""
+    rows = []
+    for step in sorted(rows_by_step):
+        rows.append({"step": step} | rows_by_step[step])
+    return pd.DataFrame(rows)
 
 
 def joined(segments: list[Record]) -> list[Record]:
     """Return a record per run, from segments in the order of their start.
 
-    Segments with the same id are joined, and the later row of a step counts. Of runs with the same study
-    and name but different ids, the newest counts: a run that was rolled back goes on under a new
-    id.
+    Segments with the same id are joined, and the later row of a step counts. Of runs with the same
+    study and name but different ids, the newest counts: a run that was rolled back goes on under a
+    new id.
     """
     runs: dict[tuple[object, Path], Record] = {}
     for segment in segments:
@@ -198,7 +225,7 @@ def joined(segments: list[Record]) -> list[Record]:
     return list(runs.values())
 
 
-# ---------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # recorded studies
 def recorded_study(file: Path) -> list[Record]:
     """Read the runs of a study's Parquet file, under the paths <file>/<run>.
@@ -208,12 +235,15 @@ def recorded_study(file: Path) -> list[Record]:
     try:
         table = parquet.read_table(file)
         about = json.loads(table.schema.metadata[STUDY_KEY])
-        rows = {str(name): frame for name, frame in table.to_pandas().groupby(RUN, observed=True)}
+        groups = table.to_pandas().groupby(RUN, observed=True)
+        rows = {str(name): frame for name, frame in groups}
         runs = []
         for name, run_settings in sorted(about["runs"].items()):
-            numbers = rows[name].select_dtypes("number").dropna(axis="columns", how="all")
+            numbers = rows[name].select_dtypes("number")
+            numbers = numbers.dropna(axis="columns", how="all")
             numbers = numbers.astype({"step": "int64"}).reset_index(drop=True)
-            runs.append(Record(file / name, about["common"] | run_settings, numbers))
+            settings = about["common"] | run_settings
+            runs.append(Record(file / name, settings, numbers))
         return runs
     except (KeyError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
@@ -222,7 +252,7 @@ def recorded_study(file: Path) -> list[Record]:
         ) from None
 
 
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # W&B's server
 def server(address: str) -> list[Record]:
     """Return the runs of entity/project[/group] from W&B's API, with all rows.
@@ -234,27 +264,25 @@ def server(address: str) -> list[Record]:
 
     entity, _, rest = address.partition("/")
     project, _, group = rest.partition("/")
+    source = f"{SERVER}{address}"
     if not entity or not project:
-        raise ValueError(
-            f"{SERVER}{address}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP"
-        )
+        raise ValueError(f"{source}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP")
     host = wandb.Settings().base_url
     if not signed_in():
-        raise ValueError(
-            f"{SERVER}{address}: no W&B account is configured on this machine: wandb login"
-        )
+        raise ValueError(f"{source}: no W&B account is configured on this machine: wandb login")
     filters = {"group": group} if group else None
     run_records = []
     try:
-        for run in list(wandb.Api().runs(f"{entity}/{project}", filters=filters)):
+        runs = wandb.Api().runs(f"{entity}/{project}", filters=filters)
+        for run in list(runs):
             if run.job_type in NOT_TRAINED:
                 continue
             config = json.dumps(run.config, sort_keys=True, default=str)
             stamp = [run.state, run.lastHistoryStep, run.name, config]
             name = f"{host}/{address}/{run.id}"
-            run_records.append(cached(name, stamp, lambda run=run: from_server(run)))
+            run_records.append(cached(name, stamp, from_server, run))
     except (wandb.Error, WandbApiFailedError) as error:
-        raise ValueError(f"{SERVER}{address}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     return run_records
 
 
@@ -266,7 +294,9 @@ def signed_in() -> bool:
     import wandb
     from requests.utils import get_netrc_auth
 
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(wandb.Settings().base_url))
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    return get_netrc_auth(wandb.Settings().base_url) is not None
 
 
 def from_server(run: object) -> Record:
@@ -275,38 +305,40 @@ def from_server(run: object) -> Record:
     for row in run.scan_history(page_size=10_000):
         step = row.pop("step", None)
         if untrusted.is_step(step):
-            rows.setdefault(step, {}).update(wandb_files.numbers(row))
-    frame = pd.DataFrame([{"step": step} | row for step, row in sorted(rows.items())])
-    settings = {key: value for key, value in run.config.items() if key != "_wandb"}
+            earlier = rows.get(step, {})
+            rows[step] = earlier | wandb_files.numbers(row)
+    settings = dict(run.config)
+    settings.pop("_wandb", None)
     # WANDB_NAME may have replaced the run's name
     name = wandb_files.recorded_name(settings) or run.name
+    frame = frame_of(rows)
     return Record(Path(name), flatten(settings), frame, id=run.id)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # cache
-def cached(name: str, stamp: list, read: Callable[[], Record]) -> Record:
-    """Return the record of `read`, or its copy in the cache.
+def cached(
+    name: str,
+    stamp: list,
+    read: Callable[..., Record],
+    source: object,
+) -> Record:
+    """Return the record that `read` makes of a source, or its copy in the cache.
 
     The copy is a Parquet file in the user's cache folder. It counts until the stamp changes.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "gspo"
-    file = cache / (hashlib.sha256(os.fsencode(name)).hexdigest()[:20] + ".parquet")
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
+    file = Path(folder) / "gspo" / f"{digest[:20]}.parquet"
     try:
         table = parquet.read_table(file)
         about = json.loads(table.schema.metadata[CACHE_KEY])
-        if about["stamp"] == stamp:
-            return Record(
-                Path(about["path"]),
-                about["settings"],
-                table.to_pandas(),
-                about["notes"],
-                about["id"],
-                about["job"],
-            )
+        if about.pop("stamp") == stamp:
+            about["path"] = Path(about["path"])
+            return Record(rows=table.to_pandas(), **about)
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
         pass  # there is none yet, or it is damaged or of another form, so it is read again
-    record = read()
+    record = read(source)
     if len(record.rows):
         _keep(record, file, stamp)
     return record
@@ -317,15 +349,9 @@ def _keep(record: Record, file: Path, stamp: list) -> None:
 
     If the folder cannot be written, only time is lost.
     """
-    about = {
-        "stamp": stamp,
-        "path": str(record.path),
-        "settings": record.settings,
-        "notes": record.notes,
-        "id": record.id,
-        "job": record.job,
-    }
-    table = pa.Table.from_pandas(record.rows, preserve_index=False)
+    about = vars(record) | {"stamp": stamp, "path": str(record.path)}
+    rows = about.pop("rows")
+    table = pa.Table.from_pandas(rows, preserve_index=False)
     metadata = dict(table.schema.metadata or {})
     metadata[CACHE_KEY] = json.dumps(about, default=str)
     table = table.replace_schema_metadata(metadata)

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from gspo.statistics import percentile_interval, sign_flip_p, t_half_width
 from gspo.tracking.collapse import levels
@@ -35,9 +36,9 @@ class Interval:
     """
 
     mean: float
-    low: float
-    high: float
-    seeds: int
+    low: float = math.nan
+    high: float = math.nan
+    seeds: int = 1
     values: tuple[float, ...] = ()  # the value of each seed, if there are several
     logarithmic: bool = False  # whether the mean is geometric, as for ratios
 
@@ -66,10 +67,12 @@ class Interval:
 
     def p_text(self) -> str:
         """Return the p against 0 for a table, or "-" without several seeds."""
-        return f"{self.p():.2g}" if self.seeds > 1 else "-"
+        if self.seeds > 1:
+            return f"{self.p():.2g}"
+        return "-"
 
 
-NO_INTERVAL = Interval(math.nan, math.nan, math.nan, 0)
+NO_INTERVAL = Interval(math.nan, seeds=0)
 
 
 def number(value: float, form: str) -> str:
@@ -82,10 +85,10 @@ def trailing_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
 
     It uses no later value, so it can say when a level was first reached.
     """
-    values_T = np.asarray(values_T, float)
-    window = min(window, len(values_T))
-    means = np.convolve(values_T, np.full(window, 1 / window), "valid")
-    return np.concatenate([np.full(window - 1, np.nan), means])
+    series = pd.Series(values_T, dtype=float)
+    window = min(window, len(series))
+    means = series.rolling(window).mean()
+    return means.to_numpy()
 
 
 def centred_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
@@ -93,13 +96,10 @@ def centred_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
 
     NaN values are skipped.
     """
-    values_T = np.asarray(values_T, float)
-    reach = window // 2
-    means = []
-    for t in range(len(values_T)):
-        near = values_T[max(0, t - reach) : t + reach + 1]
-        means.append(np.nanmean(near) if np.isfinite(near).any() else math.nan)
-    return np.array(means)
+    series = pd.Series(values_T, dtype=float)
+    width = 2 * (window // 2) + 1
+    means = series.rolling(width, center=True, min_periods=1).mean()
+    return means.to_numpy()
 
 
 def t_interval(values_S: np.ndarray) -> Interval:
@@ -109,10 +109,12 @@ def t_interval(values_S: np.ndarray) -> Interval:
     """
     values_S = np.asarray(values_S, float)
     mean = float(values_S.mean())
-    if len(values_S) < 2:
-        return Interval(mean, math.nan, math.nan, 1)
+    seeds = len(values_S)
+    if seeds < 2:
+        return Interval(mean)
     half = t_half_width(values_S)
-    return Interval(mean, mean - half, mean + half, len(values_S), tuple(values_S.tolist()))
+    values = tuple(values_S.tolist())
+    return Interval(mean, mean - half, mean + half, seeds, values)
 
 
 def block_length(steps: int) -> int:
@@ -123,8 +125,12 @@ def block_length(steps: int) -> int:
 def block_indices(steps: int, length: int, rng: np.random.Generator) -> np.ndarray:
     """Return `length` indices below `steps`: circular blocks of neighbours from random starts."""
     block = block_length(steps)
-    starts_B = rng.integers(steps, size=math.ceil(length / block))
-    return ((starts_B[:, None] + np.arange(block)) % steps).ravel()[:length]
+    blocks = math.ceil(length / block)
+    starts_B = rng.integers(steps, size=blocks)
+    within_block = np.arange(block)
+    indices = starts_B[:, None] + within_block
+    indices = indices.ravel() % steps
+    return indices[:length]
 
 
 def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
@@ -135,36 +141,44 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
     """
     values_T = np.asarray(values_T, float)
     values_T = values_T[np.isfinite(values_T)]
-    if not len(values_T):
-        return Interval(math.nan, math.nan, math.nan, 1)
-    rng = np.random.default_rng(0)
     length = len(values_T)
+    if not length:
+        return Interval(math.nan)
     block = block_length(length)
+    blocks = math.ceil(length / block)
     # These are the starts that `reps` calls of `block_indices` draw, in their order.
-    starts_DB = rng.integers(length, size=(reps, math.ceil(length / block)))
+    rng = np.random.default_rng(0)
+    starts_DB = rng.integers(length, size=(reps, blocks))
+    parts = math.ceil(reps * length / MAX_DRAWN_VALUES)
     means = []
-    for starts in np.array_split(starts_DB, math.ceil(reps * length / MAX_DRAWN_VALUES)):
-        indices = (starts[:, :, None] + np.arange(block)) % length
-        indices = indices.reshape(len(starts), -1)[:, :length]
-        means.append(values_T[indices].mean(axis=1))
-    low, high = percentile_interval(np.concatenate(means))
-    return Interval(float(values_T.mean()), low, high, 1)
+    for starts in np.array_split(starts_DB, parts):
+        indices = starts[:, :, None] + np.arange(block)
+        indices = indices.reshape(len(starts), -1) % length
+        indices = indices[:, :length]
+        drawn = values_T[indices]
+        means.append(drawn.mean(axis=1))
+    means_D = np.concatenate(means)
+    low, high = percentile_interval(means_D)
+    return Interval(float(values_T.mean()), low, high)
 
 
 def estimate(table_TS: np.ndarray) -> Interval:
     """Return the mean over batches and seeds with its interval.
 
-    Several seeds give the t interval of the seeds' means, a single seed the interval within its run. A
-    missing batch (NaN) is left out of the mean of its seed alone. A seed without any batch is left
-    out.
+    Several seeds give the t interval of the seeds' means, a single seed the interval within its
+    run. A missing batch (NaN) is left out of the mean of its seed alone. A seed without any batch
+    is left out.
     """
     table_TS = np.asarray(table_TS, float)
-    table_TS = table_TS[:, np.isfinite(table_TS).any(axis=0)]
-    if table_TS.shape[1] == 0:
+    has_batches_S = np.isfinite(table_TS).any(axis=0)
+    table_TS = table_TS[:, has_batches_S]
+    seeds = table_TS.shape[1]
+    if seeds == 0:
         return NO_INTERVAL
-    if table_TS.shape[1] == 1:
+    if seeds == 1:
         return block_bootstrap(table_TS[:, 0])
-    return t_interval(np.nanmean(table_TS, axis=0))
+    means_S = np.nanmean(table_TS, axis=0)
+    return t_interval(means_S)
 
 
 def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
@@ -173,49 +187,64 @@ def paired_difference(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     Both arms saw the same problems in a batch. So the difficulty of the problems, the largest part
     of the noise, cancels.
     """
-    return estimate(np.asarray(a_TS, float) - np.asarray(b_TS, float))
+    a_TS = np.asarray(a_TS, float)
+    b_TS = np.asarray(b_TS, float)
+    return estimate(a_TS - b_TS)
 
 
 def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     """Return the mean of a over the mean of b, per seed, over the batches that both have.
 
-    Several seeds give the geometric mean and the t interval of the logarithms. A single seed gives a
-    block bootstrap that draws the same batches of both arms. There is no interval if the mean of a
-    seed is 0. The ratio is inf if b is 0 throughout, NaN if both are.
+    Several seeds give the geometric mean and the t interval of the logarithms. A single seed gives
+    a block bootstrap. There is no interval if the mean of a seed is 0. The ratio is inf if b is 0
+    throughout, NaN if both are.
     """
     a_TS = np.asarray(a_TS, float)
     b_TS = np.asarray(b_TS, float)
-    both_TS = np.isfinite(a_TS) & np.isfinite(b_TS)
+    both_TS = np.isfinite(a_TS + b_TS)
     has_both_S = both_TS.any(axis=0)
     if not has_both_S.any():
         return NO_INTERVAL
-    a_TS = np.where(both_TS, a_TS, np.nan)[:, has_both_S]
-    b_TS = np.where(both_TS, b_TS, np.nan)[:, has_both_S]
-    a_S = np.nanmean(a_TS, axis=0)
-    b_S = np.nanmean(b_TS, axis=0)
+    a_TS = np.where(both_TS, a_TS, np.nan)
+    b_TS = np.where(both_TS, b_TS, np.nan)
+    a_S = np.nanmean(a_TS[:, has_both_S], axis=0)
+    b_S = np.nanmean(b_TS[:, has_both_S], axis=0)
     seeds = len(a_S)
-    if (a_S <= 0).any() or (b_S <= 0).any():  # there is no logarithm: pool the seeds
-        if b_S.mean() > 0:
-            pooled = float(a_S.mean() / b_S.mean())
-        else:
-            pooled = math.inf if a_S.mean() > 0 else math.nan
-        return Interval(pooled, math.nan, math.nan, seeds)
-    if seeds > 1:
-        log = t_interval(np.log(a_S / b_S))
-        ends = (math.exp(x) for x in (log.mean, log.low, log.high))
-        return Interval(*ends, seeds, tuple((a_S / b_S).tolist()), logarithmic=True)
-    has_both_T = both_TS.any(axis=1)
-    a_TS = a_TS[has_both_T]
-    b_TS = b_TS[has_both_T]
+    smallest = min(a_S.min(), b_S.min())
+    if smallest <= 0:
+        # there is no logarithm: pool the seeds
+        with np.errstate(divide="ignore", invalid="ignore"):
+            pooled = a_S.mean() / b_S.mean()
+        return Interval(float(pooled), seeds=seeds)
+    if seeds == 1:
+        has_both_T = both_TS.any(axis=1)
+        return bootstrap_ratio(a_TS[has_both_T, 0], b_TS[has_both_T, 0])
+    ratios_S = a_S / b_S
+    log = t_interval(np.log(ratios_S))
+    return Interval(
+        mean=math.exp(log.mean),
+        low=math.exp(log.low),
+        high=math.exp(log.high),
+        seeds=seeds,
+        values=tuple(ratios_S.tolist()),
+        logarithmic=True,
+    )
+
+
+def bootstrap_ratio(a_T: np.ndarray, b_T: np.ndarray) -> Interval:
+    """Return the ratio of the means of two runs, with the same batches drawn of both."""
+    steps = len(a_T)
     rng = np.random.default_rng(0)
-    ratios_D = []
-    for _ in range(REPS):
-        chosen = block_indices(len(a_TS), len(a_TS), rng)
-        denominator = b_TS[chosen].mean()
-        ratios_D.append(a_TS[chosen].mean() / denominator if denominator > 0 else np.inf)
+    draws = [block_indices(steps, steps, rng) for _ in range(REPS)]
+    indices_DT = np.array(draws)
+    a_D = a_T[indices_DT].mean(axis=1)
+    b_D = b_T[indices_DT].mean(axis=1)
+    ratios_D = np.full(REPS, np.inf)
+    np.divide(a_D, b_D, out=ratios_D, where=b_D > 0)
     # "nearest" because inf may occur, which cannot be interpolated
     low, high = percentile_interval(ratios_D, method="nearest")
-    return Interval(float(a_S[0] / b_S[0]), low, high, 1)
+    mean = a_T.mean() / b_T.mean()
+    return Interval(float(mean), low, high)
 
 
 def decline(values_T: np.ndarray) -> float:
@@ -227,4 +256,8 @@ def decline(values_T: np.ndarray) -> float:
     values_T = np.asarray(values_T, float)
     _, peaks, _ = levels(values_T.tolist())
     peak = float(peaks[-1])
-    return 1 - float(np.nanmean(values_T[-WINDOW:])) / peak if peak > 0 else math.nan
+    if peak <= 0:
+        return math.nan
+    last = values_T[-WINDOW:]
+    end = float(np.nanmean(last))
+    return 1 - end / peak

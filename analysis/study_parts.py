@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pandas as pd
+
 from gspo.analysis import claims, load, reproduce
 from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text
 from gspo.analysis.load import GRPO, Data, Run
@@ -30,7 +32,10 @@ def opening(data: Data, baseline: str) -> list[Block]:
 
     It has the runs, their settings, statistics, differences, and the paper's claims.
     """
-    blocks: list[Block] = [Heading("What was run"), Text(load.describe(data, data.arms))]
+    blocks: list[Block] = [
+        Heading("What was run"),
+        Text(load.describe(data, data.arms)),
+    ]
     if data.notes:
         blocks.append(Items(tuple(data.notes)))
     blocks += [
@@ -51,14 +56,16 @@ def opening(data: Data, baseline: str) -> list[Block]:
 
 def settings(data: Data) -> Table:
     """Return a table of the settings in which arms differ, with a row per arm."""
-    keys = [key for key in load.differing(data.runs) if key != "seed"]
+    keys = load.differing(data.runs)
     rows = []
     for arm in data.arms:
         runs = data.of(arm)
         cells = [arm]
         for key in keys:
-            cells.append(", ".join(sorted({str(run.settings.get(key, "-")) for run in runs})))
-        rows.append((*cells, ", ".join(str(run.seed) for run in runs)))
+            values = {str(run.settings.get(key, "-")) for run in runs}
+            cells.append(", ".join(sorted(values)))
+        seeds = [str(run.seed) for run in runs]
+        rows.append((*cells, ", ".join(seeds)))
     return Table(("arm", *keys, "seeds"), tuple(rows))
 
 
@@ -67,23 +74,21 @@ def common(data: Data) -> str:
     lines = []
     for key, value in sorted(data.runs[0].settings.items()):
         same = all(run.settings.get(key) == value for run in data.runs)
-        if same and key.split(".")[0] not in UNINFORMATIVE:
+        group = key.split(".")[0]
+        if same and group not in UNINFORMATIVE:
             lines.append(f"{key}: {value}")
     return "\n".join(lines)
 
 
 def statistics(data: Data) -> Table:
     """Return a table of the results and costs of each arm, without unreported quantities."""
-    columns = {arm: reproduce.entries(data, arm) for arm in data.arms}
-    names = []
-    for name in columns[data.arms[0]]:
-        if any(column[name] != "-" for column in columns.values()):
-            names.append(name)
+    columns = pd.DataFrame({arm: reproduce.entries(data, arm) for arm in data.arms})
+    columns = columns[(columns != "-").any(axis=1)]
+    corner = ""
     if len(data.arms) > MAX_ARM_COLUMNS:
-        rows = [(arm, *(column[name] for name in names)) for arm, column in columns.items()]
-        return Table(("arm", *names), tuple(rows))
-    rows = [(name, *(column[name] for column in columns.values())) for name in names]
-    return Table(("", *data.arms), tuple(rows))
+        columns = columns.T
+        corner = "arm"
+    return Table((corner, *columns), tuple(columns.itertuples(name=None)))
 
 
 def differences(data: Data, baseline: str) -> list[Block]:
@@ -148,7 +153,9 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
         ended = run.ended
         if run.collapsed is not None:
             ended += f"; collapsed at step {run.collapsed}"
-        reward = number(run.column("reward/mean").tail(WINDOW).mean(), ".3f")
+        reward = run.column("reward/mean").tail(WINDOW).mean()
         batches = f"{run.last}/{run.planned}"
-        rows.append((link(run), run.arm, str(run.seed), batches, reward, ended))
-    return Table(("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended"), tuple(rows))
+        seed = str(run.seed)
+        rows.append((link(run), run.arm, seed, batches, number(reward, ".3f"), ended))
+    head = ("run", "arm", "seed", "batches", f"reward, last {WINDOW}", "ended")
+    return Table(head, tuple(rows))

@@ -71,15 +71,19 @@ def main() -> None:
 
 def figure_blocks(figures: list[Path]) -> list[Block]:
     """Return a block for each figure under a heading."""
-    return [Heading("Figures"), *(Figure(path, path.stem.replace("_", " ")) for path in figures)]
+    blocks: list[Block] = [Heading("Figures")]
+    for path in figures:
+        about = path.stem.replace("_", " ")
+        blocks.append(Figure(path, about))
+    return blocks
 
 
 def local_link(run: Run, folder: Path) -> Link | str:
     """Return a link to the run's own report, or to its directory, from a page in `folder`."""
-    target = run.path / "report.html"
-    if not target.exists():
-        target = run.path
-    return Link(run.path.name, address(target, folder)) if target.exists() else run.path.name
+    for target in (run.path / "report.html", run.path):
+        if target.exists():
+            return Link(run.path.name, address(target, folder))
+    return run.path.name
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from matplotlib.transforms import offset_copy
+from numpy.typing import ArrayLike
 
-from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.arm_styles import ArmStyle, ArmStyles
 from gspo.analysis.load import Data
 from gspo.analysis.stats import WINDOW
 from gspo.io.arguments import option
@@ -38,6 +40,8 @@ STRIP = "#F2F2F2"
 WIDTH = 9.0
 CAPTION_SIZE = 8.5
 FORMATS = ("pdf", "png", "svg")
+# the line that a panel's values are compared with
+DASHED = {"color": MUTED, "lw": 1, "ls": "--", "zorder": 1}
 COMPUTE = "compute/flops"
 MAX_NAME_CHARS = 22  # of an objective's name in a label
 # the groups before the last part of a setting's name
@@ -71,6 +75,9 @@ class FigureOptions:
         most=40,
         why="in a narrower picture the panels' texts collide",
     )
+
+
+DEFAULTS = FigureOptions()
 
 
 matplotlib.use("Agg")
@@ -129,30 +136,65 @@ def canvas(height: float, options: FigureOptions) -> Figure:
     return Figure(figsize=(options.width, height), layout="constrained")
 
 
+def dots(
+    ax: Axes,
+    x: Iterable[float] | float,
+    y: Iterable[float] | float,
+    colour: str,
+    marker: str = "o",
+    size: float = 5,
+    edge: float = 0.5,
+    zorder: float = 2,
+) -> None:
+    """Draw dots with a white edge, so that overlapping dots can be told apart."""
+    ax.plot(
+        x,
+        y,
+        marker,
+        ms=size,
+        color=colour,
+        mec="white",
+        mew=edge,
+        zorder=zorder,
+    )
+
+
+def mean_mark(
+    ax: Axes,
+    x: float,
+    y: float,
+    colour: str,
+    marker: str,
+    size: float,
+) -> None:
+    """Draw a mean as a thick bar: "|" if values are on the x axis, "_" if on the y axis."""
+    ax.plot(x, y, marker, ms=size, mew=2.4, color=colour, zorder=4)
+
+
 def label_ends(
     ax: Axes, ends: list[tuple[float, str, ArmStyle]], line_height: float = 0.075
 ) -> None:
     """Write the arms' names at the right edge, at the heights of the ends of their lines.
 
     Beside each name stands a piece of its line. The names are kept apart. `ends` are (height, name,
-    style). `line_height` is the height of a line of text as a share of the panel's.
+    style) on a linear axis. `line_height` is the height of a line of text as a share of the
+    panel's.
     """
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)  # the labels are placed for these limits
-    scale = np.log if ax.get_yscale() == "log" else np.asarray
-    span = scale(high) - scale(low)
     beside_axes = {
         "xycoords": "axes fraction",
         "textcoords": "offset points",
         "annotation_clip": False,
     }
+    middle = offset_copy(ax.transAxes, ax.get_figure(root=True), x=14, units="points")
     finite = [end for end in ends if np.isfinite(end[0])]
     height = -math.inf
     previous_size = 0.0
     for value, text, style in sorted(finite, key=lambda end: end[:2]):
         size = line_height * (1 + text.count("\n"))
         lowest = height + (previous_size + size) / 2
-        height = max(float((scale(value) - scale(low)) / span), lowest)
+        height = max((value - low) / (high - low), lowest)
         previous_size = size
         stroke = {
             "arrowstyle": "-",
@@ -163,33 +205,56 @@ def label_ends(
             "shrinkB": 0,
         }
         ax.annotate("", (1, height), (26, 0), arrowprops=stroke, **beside_axes)
-        middle = offset_copy(ax.transAxes, ax.get_figure(root=True), x=14, units="points")
-        marker = style.plot_options() | {"ls": ""}
-        ax.add_line(Line2D([1], [height], transform=middle, clip_on=False, ms=5.5, **marker))
+        marker = style.plot_options() | {"ls": "", "ms": 5.5}
+        line = Line2D([1], [height], transform=middle, clip_on=False, **marker)
+        ax.add_line(line)
         words = {"color": INK, "va": "center", "linespacing": 1.1}
         ax.annotate(text, (1, height), (31, 0), **words, **beside_axes)
 
 
-def legend(ax: Axes, styles: dict[str, ArmStyle], loc: str, ncols: int = 1) -> None:
+def arm_lines(styles: ArmStyles, width: float) -> list[Line2D]:
+    """Return a line of each arm for a legend."""
+    return [Line2D([], [], lw=width, ms=5, **style.plot_options()) for style in styles.values()]
+
+
+def legend(
+    ax: Axes,
+    styles: ArmStyles,
+    loc: str,
+    ncols: int = 1,
+) -> None:
     """Draw a legend of arms, for a panel without room for names at the lines' ends."""
-    lines = []
-    for arm, style in styles.items():
-        lines.append(Line2D([], [], lw=1.6, ms=5, label=arm_label(arm), **style.plot_options()))
-    ax.legend(handles=lines, fontsize=8, handlelength=2.6, loc=loc, ncols=ncols)
+    lines = arm_lines(styles, 1.6)
+    names = [arm_label(arm) for arm in styles]
+    ax.legend(lines, names, fontsize=8, handlelength=2.6, loc=loc, ncols=ncols)
 
 
-def legend_above(figure: Figure, styles: dict[str, ArmStyle], options: FigureOptions) -> None:
+def legend_above(figure: Figure, styles: ArmStyles, options: FigureOptions) -> None:
     """Draw a legend of arms above the panels, and make the figure higher by its height."""
     names = [arm_label(arm).replace("\n", " ") for arm in styles]
     # this many letters of the legend's size are about as wide as the page
     letters = int(11.6 * options.width)
-    columns = min(len(names), max(1, letters // (max(map(len, names)) + 8)))
-    lines = [Line2D([], [], lw=2, ms=5, **style.plot_options()) for style in styles.values()]
+    longest = max(map(len, names))
+    columns = max(1, letters // (longest + 8))
+    columns = min(len(names), columns)
     figure.legend(
-        lines, names, loc="outside upper left", ncols=columns, fontsize=8.5, handlelength=2.6
+        arm_lines(styles, 2),
+        names,
+        loc="outside upper left",
+        ncols=columns,
+        fontsize=8.5,
+        handlelength=2.6,
     )
     text_lines = math.ceil(len(names) / columns)
-    figure.set_size_inches(options.width, figure.get_figheight() + 0.1 + 0.2 * text_lines)
+    height = figure.get_figheight() + 0.1 + 0.2 * text_lines
+    figure.set_size_inches(options.width, height)
+
+
+def round_ticks(ax: Axes, locator: Locator) -> None:
+    """Set up an x axis with ticks at these places alone, written without a power of ten."""
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    ax.xaxis.minorticks_off()
 
 
 def training_axis(ax: Axes, largest: float, options: FigureOptions) -> None:
@@ -200,14 +265,18 @@ def training_axis(ax: Axes, largest: float, options: FigureOptions) -> None:
     power = math.floor(math.log10(largest)) if largest > 0 else 0
     if options.log_x:
         ax.set_xscale("log")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        ax.xaxis.minorticks_off()
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=not largest))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 10**power:g}"))
-    if largest and not options.log_x:
+        locator = MaxNLocator(6, steps=[1, 2, 5, 10], integer=not largest)
+        ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x / 10**power:g}")
+    if not largest:
+        ax.set_xlabel("rollout batch")
+        return
+    ax.set_xlabel(rf"training compute ($10^{{{power}}}$ FLOPs)")
+    if not options.log_x:
         ax.set_xlim(0, largest * 1.01)
-    ax.set_xlabel(rf"training compute ($10^{{{power}}}$ FLOPs)" if largest else "rollout batch")
 
 
 def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
@@ -218,7 +287,13 @@ def has_compute(data: Data, arms: tuple[str, ...]) -> bool:
     return all(data.table(arm, COMPUTE).notna().any().all() for arm in arms)
 
 
-def save(figure: Figure, out: Path, name: str, caption: str, options: FigureOptions) -> list[Path]:
+def save(
+    figure: Figure,
+    out: Path,
+    name: str,
+    caption: str,
+    options: FigureOptions,
+) -> list[Path]:
     """Write out/name in the formats of the options, with the caption wrapped under the panels.
 
     The same runs give the same bytes.
@@ -239,7 +314,12 @@ def save(figure: Figure, out: Path, name: str, caption: str, options: FigureOpti
     for path in paths:
         content = io.BytesIO()
         metadata = UNDATED[path.suffix]
-        figure.savefig(content, format=path.suffix[1:], dpi=160, metadata=metadata)
+        figure.savefig(
+            content,
+            format=path.suffix[1:],
+            dpi=160,
+            metadata=metadata,
+        )
         replace_bytes(path, content.getvalue())
     return paths
 
@@ -267,14 +347,14 @@ def write_under(figure: Figure, caption: str) -> None:
     total = height + caption_height
     figure.set_size_inches(width, total)
     share = caption_height / total
-    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share), w_pad=0.06, h_pad=0.06)
+    above_caption = (0, share, 1, 1 - share)
+    figure.get_layout_engine().set(rect=above_caption, w_pad=0.06, h_pad=0.06)
     top = (caption_height - 4 / 72) / total
     text_style = {"va": "top", "fontsize": CAPTION_SIZE, "color": INK, "linespacing": 1.35}
     figure.text(0.012, top, "\n".join(lines), **text_style)
 
 
-def finite_max(*values: np.ndarray) -> float:
-    """Return the largest finite number of several arrays, or 0 if there is none."""
-    flat = np.concatenate([np.ravel(np.asarray(v, float)) for v in values])
-    flat = flat[np.isfinite(flat)]
-    return float(flat.max()) if len(flat) else 0.0
+def finite_max(values: ArrayLike) -> float:
+    """Return the largest finite number of an array, at least 0."""
+    numbers = np.asarray(values, float)
+    return float(np.max(numbers, initial=0, where=np.isfinite(numbers)))

@@ -5,8 +5,8 @@
     not seen: contradicted     the interval lies below the line, and the exact sign-flip p is below
                                .05
     points to it, against it   the interval lies on one side, but p is not below .05
-    the same within ±m         the interval lies within m of the line, and p is below .05 at both of
-                               its ends; "points to the same" if only the interval says so
+    the same within ±m         the interval lies within m of the line, and p is below .05 at both
+                               of its ends; "points to the same" if only the interval says so
     undecided                  none of these
 
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
@@ -18,6 +18,7 @@ within the run and no p: it can point to something, no more.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from gspo.analysis.stats import Interval
 
@@ -26,10 +27,36 @@ MIN_SEEDS = 6
 NO_INTERVAL = "undecided (no interval)"
 
 
-def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> str:
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper: its place in the paper, its words, our finding, and the verdict."""
+
+    where: str
+    claim: str
+    finding: str
+    verdict: str
+
+    def sentence(self) -> str:
+        """Return the claim, the finding and the verdict as a line for a caption."""
+        return f"Claim ({self.where}): {self.claim}. Here: {self.finding}. Verdict: {self.verdict}."
+
+
+def with_verdicts(caption: str, claims: list[Claim]) -> str:
+    """Return a caption with a line for each claim below it."""
+    sentences = [claim.sentence() for claim in claims]
+    return "\n".join([caption, *sentences])
+
+
+def judge(
+    interval: Interval,
+    line: float,
+    name: str,
+    margin: float = 0.0,
+) -> str:
     """Return the verdict on "above the line".
 
-    With a margin, it also judges "the same as the line within ±margin". `name` is the line in words.
+    With a margin, it also judges "the same as the line within ±margin". `name` is the line in
+    words.
     """
     if math.isnan(interval.low):
         return NO_INTERVAL
@@ -37,8 +64,9 @@ def judge(interval: Interval, line: float, name: str, margin: float = 0.0) -> st
     if interval.low <= line <= interval.high:
         return sameness or f"undecided (interval {interval.kind}, includes {name})"
     above = interval.low > line
-    side = f"interval {interval.kind}, {'above' if above else 'below'} {name}"
-    verdict = _words(above, interval.p(line), side, interval.seeds)
+    side = "above" if above else "below"
+    reason = f"interval {interval.kind}, {side} {name}"
+    verdict = _words(above, interval.p(line), reason, interval.seeds)
     return f"{verdict}; {sameness}" if sameness else verdict
 
 
@@ -50,20 +78,24 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
         p = max(interval.p(low), interval.p(high))
         return _words(True, p, f"interval {interval.kind}, {name}", interval.seeds)
     if interval.high < low or interval.low > high:
-        p = interval.p(low if interval.high < low else high)
+        nearest_limit = low if interval.high < low else high
+        p = interval.p(nearest_limit)
         return _words(False, p, f"interval {interval.kind}, not {name}", interval.seeds)
     return f"undecided (interval {interval.kind}, only in part {name})"
 
 
 def judge_sameness(interval: Interval, line: float, margin: float) -> str:
-    """Return the verdict on "the same within ±margin", or "" if the interval does not permit it."""
-    if interval.low <= line - margin or interval.high >= line + margin:
+    """Return the verdict on "the same within ±margin", or "" if the interval permits none."""
+    low = line - margin
+    high = line + margin
+    if interval.low <= low or interval.high >= high:
         return ""
-    p = max(interval.p(line - margin), interval.p(line + margin))
-    verdict = f"{'' if p < MAX_P else 'points to '}the same within ±{margin:g}"
-    return (
-        f"{verdict} (interval {interval.kind}; against ±{margin:g} {certainty(p, interval.seeds)})"
-    )
+    p = max(interval.p(low), interval.p(high))
+    same = f"the same within ±{margin:g}"
+    if p >= MAX_P:
+        same = f"points to {same}"
+    reason = certainty(p, interval.seeds)
+    return f"{same} (interval {interval.kind}; against ±{margin:g} {reason})"
 
 
 def certainty(p: float, seeds: int) -> str:

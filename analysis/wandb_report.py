@@ -37,7 +37,7 @@ def check(address: str, data: Data) -> None:
     entity, _, project = address.partition("/")
     if not entity or not project or "/" in project:
         raise RunsError(f"publish={address}: write ENTITY/PROJECT")
-    for name in studies(data):
+    for name in data.studies:
         if not re.fullmatch(r"[\w.,+ -]+", name):
             raise RunsError(
                 f"study {name!r}: W&B's filters take letters, digits, spaces and _ . , + - alone"
@@ -49,9 +49,13 @@ def check(address: str, data: Data) -> None:
 
 
 def publish(
-    address: str, title: str, data: Data, words: Sequence[Block], figures: list[Path]
+    address: str,
+    title: str,
+    data: Data,
+    words: Sequence[Block],
+    figures: list[Path],
 ) -> str:
-    """Save the report in ENTITY/PROJECT and return its address; raise RunsError if W&B refuses it."""
+    """Save the report in ENTITY/PROJECT and return its address; raise RunsError if W&B refuses."""
     entity, _, project = address.partition("/")
     figures_run = f"figures: {title}"
     try:
@@ -71,12 +75,12 @@ def publish(
         raise RunsError(f"W&B did not save the report in {address}: {error}") from None
 
 
-def studies(data: Data) -> list[str]:
-    """Return the names of the studies, sorted."""
-    return sorted({str(run.settings.get("study")) for run in data.runs})
-
-
-def upload(entity: str, project: str, name: str, figures: list[Path]) -> list[str]:
+def upload(
+    entity: str,
+    project: str,
+    name: str,
+    figures: list[Path],
+) -> list[str]:
     """Log the figures to the run of this name and return the keys under which they are stored."""
     pictures = {f"figures/{path.stem}": wandb.Image(str(path)) for path in figures}
     with (
@@ -113,7 +117,7 @@ def report(
     """
     only_figures = expr.And(expr.Metric("Name") == figures_run)
     figures = wr.Runset(entity, project, name="figures", filters=only_figures)
-    trained = expr.And(expr.Metric("Group").isin(studies(data)), expr.Metric("JobType") == "train")
+    trained = expr.And(expr.Metric("Group").isin(data.studies), expr.Metric("JobType") == "train")
     runs = wr.Runset(entity, project, name="runs", filters=trained)
     objectives = {run.settings[GROUP_BY] for run in data.runs}
     group_by = GROUP_BY if len(objectives) == len(data.arms) else ""
@@ -122,7 +126,12 @@ def report(
     for index, key in enumerate(pictures):
         layout = wr.Layout(0, 16 * index, 24, 16)
         picture_panels.append(
-            wr.MediaBrowser(title=key, media_keys=[key], num_columns=1, layout=layout)
+            wr.MediaBrowser(
+                title=key,
+                media_keys=[key],
+                num_columns=1,
+                layout=layout,
+            )
         )
     live_panels = [live_panel(metric, index, group_by) for index, metric in enumerate(LIVE)]
     live_text = "Mean and range of the runs, by objective." if group_by else "A line per run."
@@ -150,8 +159,15 @@ def live_panel(metric: str, index: int, group_by: str) -> wr.LinePlot:
 
     With `group_by`, it has the mean of the runs that agree in that setting.
     """
-    layout = wr.Layout(12 * (index % 2), 8 * (index // 2), 12, 8)
-    panel = wr.LinePlot(title=metric, x="step", y=[metric], layout=layout, max_runs_to_show=100)
+    row, column = divmod(index, 2)
+    layout = wr.Layout(12 * column, 8 * row, 12, 8)
+    panel = wr.LinePlot(
+        title=metric,
+        x="step",
+        y=[metric],
+        layout=layout,
+        max_runs_to_show=100,
+    )
     if group_by:
         panel.groupby = wr.Config(group_by)
         panel.groupby_aggfunc = "mean"

@@ -19,6 +19,7 @@ from gspo.analysis import (
     load,
     reproduce,
     script,
+    stability_claims,
 )
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.tracking import metrics
@@ -90,10 +91,12 @@ def test_the_opposite_is_reported_as_not_seen(below):
         claims.reward(below),
         claims.held_out(below),
         claims.cheaper(below),
-        claims.stable(below),
+        stability_claims.stable(below),
     ):
         assert claim.verdict.startswith("not seen: contradicted"), claim
-    assert claims.collapse_without_replay(below).verdict.startswith("not seen: contradicted")
+    assert stability_claims.collapse_without_replay(below).verdict.startswith(
+        "not seen: contradicted"
+    )
     assert claims.replay_helps(below).verdict.startswith("the same within ±0.03")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gspo.analysis import engine_likelihoods, load
 from gspo.analysis import fig_engine_likelihoods as fig
-from gspo.analysis import load
 from gspo.tracking import metrics
 
 STEPS = 20
@@ -116,7 +116,7 @@ def test_the_effect_is_paired_by_seed(whole):
 
 
 def test_the_difference_of_differences(whole):
-    interval, p, both = fig.contrast(read(whole), "bfloat16", "no replay")
+    interval, p, both = engine_likelihoods.contrast(read(whole), "bfloat16", "no replay")
     assert both["GRPO"].to_dict() == pytest.approx(LOSS["grpo"])
     spread = 0.01  # of 0.10, 0.11, 0.09
     half = 4.302653 * spread / 3**0.5
@@ -190,10 +190,10 @@ def test_the_gap_in_words(whole):
 )
 def test_the_answer_of_three_seeds(tmp_path, gspo, words):
     data = read(write_all(tmp_path, losses={"gspo": gspo, "grpo": LOSS["grpo"]}))
-    sentence = fig.answer(data, "bfloat16", "no replay")
+    sentence = engine_likelihoods.answer(data, "bfloat16", "no replay")
     assert words in sentence and sentence.count("old apart") == ("Not told" in words)
     assert "by -0.120 with GRPO" in sentence and "3 seeds cannot go below 0.25" in sentence
-    assert "GSPO - GRPO +0.000" in fig.answer(data, "float32", "no replay")
+    assert "GSPO - GRPO +0.000" in engine_likelihoods.answer(data, "float32", "no replay")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_six_seeds_are_told_apart(tmp_path, loss, words):
             tmp_path, seed, "gspo", old, "bfloat16", "none", engine * (loss + 0.01 * (seed % 2))
         )
         write_run(tmp_path, seed, "grpo", old, "bfloat16", "none", engine * -0.12)
-    sentence = fig.answer(read(tmp_path), "bfloat16", "no replay")
+    sentence = engine_likelihoods.answer(read(tmp_path), "bfloat16", "no replay")
     assert (
         f"exact sign-flip p = 0.031: 6 seeds cannot go below 0.031). Told apart: {words}"
         in sentence
@@ -215,7 +215,7 @@ def test_six_seeds_are_told_apart(tmp_path, loss, words):
 
 def test_one_seed_is_not_judged(tmp_path):
     data = read(write_all(tmp_path, seeds=(2,)))
-    sentence = fig.answer(data, "bfloat16", "R3")
+    sentence = engine_likelihoods.answer(data, "bfloat16", "R3")
     assert "GSPO - GRPO +0.110" in sentence and "within the single run, not over seeds" in sentence
     assert (
         "Not judged: one seed" in sentence
@@ -241,10 +241,10 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
     assert len(data.runs) == 43 and {run.last for run in data.runs} == {20}
     # common seeds only
     assert list(fig.effect(data, "bfloat16", "GSPO", "no replay")[1].index) == [1, 2]
-    interval, _, both = fig.contrast(data, "bfloat16", "no replay")
+    interval, _, both = engine_likelihoods.contrast(data, "bfloat16", "no replay")
     assert list(both.index) == [2] and interval.mean == pytest.approx(0.11) and interval.seeds == 1
     assert fig.effect(data, "bfloat16", "GRPO", "R3") is None
-    assert fig.answer(data, "bfloat16", "R3").endswith(
+    assert engine_likelihoods.answer(data, "bfloat16", "R3").endswith(
         "not judged, its four arms have no finished seed in common."
     )
     monkeypatch.setattr(fig.style, "save", lambda figure, out, name, caption, view: [caption])

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 import shapes
 from daily import daily_but
 from gspo.analysis import (
+    choosing,
     fig1_stability,
     fig2_clipping,
     fig3_routing_replay,
@@ -193,9 +194,9 @@ def test_runs_are_chosen_by_any_setting(tmp_path):
     with pytest.raises(load.RunsError, match=r"where.rate=3: these runs have no setting rate; "):
         load.load([study], {"rate": "3"})
     assert (
-        not load.same_value(True, "1")
-        and load.same_value(True, "true")
-        and not load.same_value(1, "true")
+        not choosing.same_value(True, "1")
+        and choosing.same_value(True, "true")
+        and not choosing.same_value(1, "true")
     )
 
 

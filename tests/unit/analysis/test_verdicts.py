@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gspo.analysis import claims, efficiency, load, reproduce, stats
+from gspo.analysis import claims, efficiency, load, reproduce, stability_claims, stats
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
 from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import between, judge
@@ -294,7 +294,7 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
         write(tmp_path / "broken", GRPO, seed, [r + seed / 100 for r in bad])
 
     def verdict(*others: str) -> str:
-        return claims.stable(
+        return stability_claims.stable(
             load.load([tmp_path / "alone", *(tmp_path / other for other in others)])
         ).verdict
 

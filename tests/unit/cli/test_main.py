@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from gspo.cli import main
 
 ROOT = Path(__file__).parents[3]
@@ -97,21 +98,22 @@ def test_a_command_gets_the_words_after_its_name(monkeypatch, capsys, tmp_path):
     assert code == 2 and said == "error: runs/nowhere holds no runs and no manifest.jsonl\n"
 
 
-def test_the_help_of_every_command_has_the_same_parts(monkeypatch, capsys):
+HELPS = {
+    "commands": [[name] for name in main.COMMANDS if name != "figure"],
+    "figures": [["figure", name] for name in main.figure_files()],
+}
+
+
+@pytest.mark.parametrize("kind", ["commands", pytest.param("figures", marks=pytest.mark.slow)])
+def test_the_help_of_every_command_has_the_same_parts(tmp_path, kind):
     """A sentence, examples, remarks, and the options with their defaults."""
-    names = [[name] for name in main.COMMANDS if name != "figure"]
-    for words in [*names, *(["figure", name] for name in main.figure_files())]:
-        if words == ["train"]:  # Hydra changes the process that composes
-            command = [sys.executable, "-m", "gspo", "train", "--help"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            code = done.returncode
-            text = done.stdout
-        else:
-            code, text, _ = called(monkeypatch, capsys, *words, "--help")
-        first, examples, *_ = text.split("\n\n")
-        assert code == 0 and "\n" not in first and len(first) <= 100, words
+    for words in HELPS[kind]:
+        command = [sys.executable, "-P", "-m", "gspo", *words, "--help"]
+        done = forked.run(command, cwd=tmp_path)
+        first, examples, *_ = done.stdout.split("\n\n")
+        assert done.returncode == 0 and "\n" not in first and len(first) <= 100, words
         assert f"gspo {' '.join(words)}" in examples, words
-        table = re.split(r"\n== (?:Options|Settings)[ \w]* \(.*=.*\) ==\n\n", text)
+        table = re.split(r"\n== (?:Options|Settings)[ \w]* \(.*=.*\) ==\n\n", done.stdout)
         assert len(table) >= 2 and table[1].strip(), words
 
 
