@@ -78,7 +78,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
 
 def is_path_word(word: str) -> bool:
     """Whether a word of the command line is a path, not `key=value` or an option of Hydra."""
-    return "=" not in word and word[:1] not in ("-", "~", "+") or Path(word).exists()
+    return ("=" not in word and word[:1] not in ("-", "~", "+")) or Path(word).exists()
 
 
 def help_of(name: str, words: list[str]) -> str:
