@@ -107,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("make", [small_policy, dense])
+@pytest.mark.parametrize("make", [small_policy, pytest.param(dense, marks=pytest.mark.daily)])
 def test_going_on_with_the_cache_is_going_through_all_of_it_again(make, case):
     policy = make()
     moe = policy.routing.layers > 0

@@ -10,7 +10,7 @@ from gspo.evaluation.resumable import fingerprint
 from gspo.run.inputs import check_inputs, inputs_of, left_out_in_words
 from gspo.tasks.benchmarks.base import fingerprint as same_problem
 
-ROWS = ("task=rows", "task.reward=json:dumps", "cold_start.steps=0")
+ROWS = ("task=rows", "task.reward=daily:daily_but", "cold_start.steps=0")
 
 
 def rows_file(folder, prompts):

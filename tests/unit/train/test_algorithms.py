@@ -264,10 +264,14 @@ def test_a_value_head_changes_no_log_prob_and_values_stand_before_their_tokens()
     )
 
 
-CORRECTIONS = [TIS(), TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection()]
+CORRECTIONS = [TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection()]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda c: f"{c.name}")
+@pytest.mark.parametrize(
+    "correction",
+    [TIS(), *(pytest.param(c, marks=pytest.mark.daily) for c in CORRECTIONS)],
+    ids=lambda c: c.name,
+)
 def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_where_they_do_not(
     correction,
 ):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from builders import SMOOTH, assert_same_sums, perturb, recorded_gradients, small_policy
+from daily import daily_but
 from games import Echoes
 from gspo.algorithm.advantages import (
     GAE,
@@ -155,7 +156,9 @@ def updated(name: str, model):
 
 
 @pytest.mark.parametrize("name", HAND)
-@pytest.mark.parametrize("model", [DENSE, None], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(DENSE, marks=pytest.mark.daily), None], ids=["dense", "moe"]
+)
 def test_the_gradient_is_that_of_the_loss_written_out_by_hand(name, model):
     moved, groups, olds, gradient, metrics = updated(name, model)
     logps = [own_log_probs(moved, r) for group in groups for r in group]
@@ -173,7 +176,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_by_hand(name, model):
     assert 0 < metrics["clip/token_outside"] < 1, "some tokens are clipped, others are not"
 
 
-@pytest.mark.parametrize("name", HAND)
+@pytest.mark.parametrize("name", daily_but(HAND, "gspo", "cispo"))
 def test_the_gradient_is_the_difference_quotient_of_that_loss(name):
     """In float64, along the gradient itself and along two random directions."""
     moved, groups, olds, gradient, _ = updated(name, DENSE)
@@ -345,7 +348,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(
+    "case",
+    daily_but(
+        OTHERS,
+        "kl in the loss, of sequences",
+        "kl in the reward",
+        "tis, sequences",
+        "entropy bonus",
+        "old pass skipped",
+        "seq-mean-token-sum-norm",
+    ),
+)
 def test_nothing_else_sees_them(case):
     options = copy.deepcopy(OTHERS[case])
     metrics = assert_no_influence(
@@ -462,7 +476,7 @@ ONE_TURN = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_TURN)
+@pytest.mark.parametrize("case", daily_but(ONE_TURN, "r3", "critic", "dynamic, chunks"))
 def test_an_episode_of_one_turn_is_the_ordinary_response_to_the_bit(case):
     found = []
     for task in (First(), FirstTurn()):
