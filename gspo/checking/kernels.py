@@ -183,7 +183,7 @@ def choices(tokens: int) -> tuple[Tensor, Tensor]:
     return torch.rand(tokens, 2, generator=generator), used_experts[indices]
 
 
-class Experts(torch.nn.Module):
+class ExpertWeights(torch.nn.Module):
     """The experts of a layer, with the attribute names of transformers."""
 
     def __init__(self, up: Tensor, down: Tensor):
@@ -195,7 +195,7 @@ class Experts(torch.nn.Module):
 
 def our_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
     weights, experts = choices(len(h))
-    return run_experts(Experts(up, down), h, weights.to(h), experts.to(h.device))
+    return run_experts(ExpertWeights(up, down), h, weights.to(h), experts.to(h.device))
 
 
 def plain_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:

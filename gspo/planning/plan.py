@@ -76,12 +76,12 @@ class Plan:
 
 
 def plan(
-    settings: Settings, hardware: Hardware, prompt: int = 0, known: Plan | None = None
+    settings: Settings, hardware: Hardware, prompt: int = 0, earlier: Plan | None = None
 ) -> Plan:
     """Plan a run.
 
     `prompt` is the number of a prompt's tokens. 0 means rollout.max_prompt_tokens, or 512 without
-    such a setting. `known` is an earlier plan for the same model: its measurement is used again if
+    such a setting. `earlier` is a plan for the same model. Its measurement is used again if
     the work of a rank is the same.
 
     Raises ValueError, with a single line, for contradicting settings and for an unknown model.
@@ -112,7 +112,7 @@ def plan(
         lora=settings.policy.lora,
         head_dtype=getattr(torch, settings.policy.head_dtype),
     )
-    measured = known.measured if known and known.work == work else measure(config, work)
+    measured = earlier.measured if earlier and earlier.work == work else measure(config, work)
     engine = EngineEstimate.of(settings, config, measured, work, responses, hardware)
     passes = passes_of(settings, work, responses, engine)
     traffic = traffic_of(settings, measured, work, passes)
@@ -336,14 +336,16 @@ def traffic_of(
     if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
         return {ACROSS: 2.0 * passes.updates * measured.trained}
     traffic = {
-        "weights gathered to learn": float(passes.learning * measured.gathered),
-        "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
+        "weights gathered to learn": float(passes.learning * measured.all_gathered),
+        "weights gathered to score": float(passes.scoring * measured.all_gathered_scoring),
         "gradients": float(passes.learning * measured.reduced),
         # all-gathered in float32, then rounded
         "weights for the engine": 4.0 * measured.parameters,
     }
     if work.experts > 1:
-        tokens = passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring
+        tokens = (
+            passes.learning * measured.all_to_all + passes.scoring * measured.all_to_all_scoring
+        )
         traffic[TOKENS] = float(tokens)
     if work.shard_size < work.ranks:
         traffic[ACROSS] = float(passes.learning * measured.reduced_between)

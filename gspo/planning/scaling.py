@@ -81,12 +81,12 @@ def point(
     ranks: int,
     hardware: Hardware,
     prompt: int,
-    known: Plan | None = None,
+    earlier: Plan | None = None,
 ) -> Point:
-    """Plan the run for a number of GPUs. `known` is an earlier plan for that number."""
+    """Plan the run for a number of GPUs. `earlier` is an earlier plan for that number."""
     settings = replace(settings, parallel=replace(settings.parallel, ranks=ranks))
     try:
-        return Point(ranks, plan(settings, hardware, prompt, known))
+        return Point(ranks, plan(settings, hardware, prompt, earlier))
     except ValueError as error:
         return Point(ranks, None, str(error))
 

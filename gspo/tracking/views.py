@@ -286,7 +286,7 @@ def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...]
 
     `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
     for a name that the registry lacks."""
-    known = {lookup(name).name for name in names if name != STEP} | {STEP}
+    recorded_names = {lookup(name).name for name in names if name != STEP} | {STEP}
     missing: list[str] = []
     restricted_views = []
     for view in views:
@@ -295,10 +295,10 @@ def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...]
             recorded_panels = []
             for panel in panels:
                 for name in (*panel.metrics, panel.x):
-                    if name not in known and name not in missing:
+                    if name not in recorded_names and name not in missing:
                         missing.append(name)
-                metrics = tuple(name for name in panel.metrics if name in known)
-                if metrics and panel.x in known:
+                metrics = tuple(name for name in panel.metrics if name in recorded_names)
+                if metrics and panel.x in recorded_names:
                     recorded_panels.append(replace(panel, metrics=metrics))
             if recorded_panels:
                 sections.append((title, tuple(recorded_panels)))

@@ -65,9 +65,9 @@ class TrainState:
     def from_json(content: dict) -> TrainState:
         """Build the state from the content of state.json. Keys that are no fields are ignored."""
         names = {f.name for f in fields(TrainState)}
-        known = {name: value for name, value in content.items() if name in names}
-        known["rewards"] = RunningMoments(**content["rewards"])
-        return TrainState(**known)
+        values = {name: value for name, value in content.items() if name in names}
+        values["rewards"] = RunningMoments(**content["rewards"])
+        return TrainState(**values)
 
 
 @dataclass
