@@ -32,6 +32,12 @@ def generator(*position: int | str) -> random.Random:
     return random.Random(seed_for(*position))
 
 
+def numpy_generator(*position: int | str) -> np.random.Generator:
+    """Return a NumPy generator seeded by a position."""
+    bits = np.random.Philox(key=seed_for(*position))
+    return np.random.Generator(bits)
+
+
 def uniforms(count: int, *position: int | str) -> np.ndarray:
     """Draw `count` float64 numbers in [0, 1) for a position. The i-th is the same for any count."""
     return uniform_rows(count, [position])[0]
@@ -54,5 +60,4 @@ def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> np.n
 
 def permutation(count: int, *position: int | str) -> np.ndarray:
     """Draw a permutation of range(count) for a position."""
-    bits = np.random.Philox(key=seed_for(*position))
-    return np.random.Generator(bits).permutation(count)
+    return numpy_generator(*position).permutation(count)
