@@ -72,11 +72,9 @@ def driver() -> Finding:
         result = subprocess.run(
             command,
             capture_output=True,
-            text=True,
             encoding="utf-8",
             errors="replace",
             timeout=20,
-            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(SKIP, "driver", f"not known: {error}"[:60])

@@ -13,11 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GSPO
-from gspo.checking.bench import DENSE, SPARSE, Bench, Digits, backward, packed, sampled
+from gspo.checking.bench import (
+    DENSE,
+    SPARSE,
+    Bench,
+    Digits,
+    backward,
+    packed,
+    relative_error,
+    sampled,
+    sampled_by,
+)
 from gspo.checking.machine import short
 from gspo.checking.report import FAIL, OK, SKIP, Finding, at_least, at_most
 from gspo.rollout.engines.local import LocalEngine
@@ -45,15 +54,6 @@ def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
         gradients_of_2 = backward(policy, batch, 2)
         error = relative_error(gradients_of_2, gradients_of_16)
         yield at_most(f"gradients of other micro-batches, {size.name}", error, 1e-4)
-
-
-def relative_error(tensors: list[Tensor], references: list[Tensor]) -> float:
-    """Return the largest error of the tensors, as a share of the reference's largest number."""
-    errors = [
-        (tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-6)
-        for tensor, reference in zip(tensors, references, strict=True)
-    ]
-    return float(torch.stack(errors).max())
 
 
 @torch.no_grad()
@@ -121,7 +121,9 @@ def learning(bench: Bench) -> Iterator[Finding]:
     rewards: list[float] = []
     started = time.monotonic()
     for step in range(1, MAX_STEPS + 1):
-        rewards.append(trainer.train_step(step, source.next(step))["reward/mean"])
+        rollout_of_step = source.next(step)
+        metrics = trainer.train_step(step, rollout_of_step)
+        rewards.append(metrics["reward/mean"])
         if step >= MIN_STEPS and time.monotonic() - started > MAX_LEARNING_SECONDS:
             break
     source.close()
@@ -188,7 +190,6 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         encoding="utf-8",
         errors="replace",
         cwd=runs,
@@ -197,8 +198,11 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
 
 def rows_of(study: Path) -> int:
     """Return the number of steps in the metrics of a study's run."""
-    files = list(study.glob("*/metrics.jsonl"))
-    return max((len(file.read_text(encoding="utf-8").splitlines()) for file in files), default=0)
+    counts = [0]
+    for file in study.glob("*/metrics.jsonl"):
+        text = file.read_text(encoding="utf-8")
+        counts.append(len(text.splitlines()))
+    return max(counts)
 
 
 def wait_for(condition) -> bool:
@@ -252,8 +256,6 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(SKIP, "vLLM", installed_version(), detail=str(error))
         return
-    from gspo.checking.bench import problems
-    from gspo.rollout.engines.requests import Sampling, SamplingRequest
     from gspo.rollout.settings import VLLMRollout
 
     size = replace(DENSE, heads=2, key_value_heads=1, head_dim=32)
@@ -262,15 +264,14 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     engine = VLLMEngine(policy, settings)
     try:
         for name in ("vLLM against trainer", "vLLM after new weights"):
-            groups = engine.generate(
-                SamplingRequest(problems(), 8, Sampling(1.0, 24), (1, "check"))
-            )
-            batch = packed(policy, [response for group in groups for response in group])
+            batch = packed(policy, sampled_by(engine, 8, 24))
             accumulator = MetricAccumulator()
             with torch.no_grad():
-                batch = batch.with_old_results(policy.score(batch, 16).logp_BT, None)
+                scored = policy.score(batch, 16)
+            batch = batch.with_old_results(scored.logp_BT, None)
             diagnostics.mismatch(batch, accumulator)
-            yield at_most(name, accumulator.result()["mismatch/logp_abs"], 1e-3, "nats")
+            metrics = accumulator.result()
+            yield at_most(name, metrics["mismatch/logp_abs"], 1e-3, "nats")
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.05)
