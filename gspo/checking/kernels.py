@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gspo.checking.bench import Bench, relative_error
 from gspo.checking.machine import short
-from gspo.checking.report import OK, SKIP, Finding, at_most
+from gspo.checking.report import OK, SKIP, Finding, Findings, at_most
 from gspo.model.forward import kernels
 from gspo.model.forward.experts import run_experts
 from gspo.model.forward.kernels import TokenLogProbs, rms_norm, rotate, swiglu
@@ -27,7 +28,7 @@ CLIP_RANGE = 3e-4  # of GSPO, as in the paper
 Arithmetic = Callable[..., Tensor]
 
 
-def kernels_against_float64(bench: Bench) -> Iterator[Finding]:
+def kernels_against_float64(bench: Bench) -> Findings:
     """Compare every kernel in float32, and on a GPU in bfloat16.
 
     Memory that a kernel does not write contains NaN."""
@@ -47,7 +48,7 @@ def poisoned_memory() -> Generator[None]:
     """Fill new tensors with NaN in this context. A read before the first write then shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic  # its attribute is made at import
-    filled = settings.fill_uninitialized_memory
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = True
     try:
@@ -58,7 +59,7 @@ def poisoned_memory() -> Generator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
-        settings.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = fills
 
 
 def cases() -> Iterator[tuple[str, Arithmetic, Arithmetic, list[Tensor]]]:
@@ -206,19 +207,18 @@ def choices(tokens: int) -> tuple[Tensor, Tensor]:
     return weights, torch.stack(pairs)
 
 
-class ExpertWeights(torch.nn.Module):
+@dataclass
+class ExpertWeights:
     """The experts of a layer, with the attribute names of transformers."""
 
-    def __init__(self, up: Tensor, down: Tensor):
-        super().__init__()
-        self.num_experts = len(up)
-        self.gate_up_proj = up
-        self.down_proj = down
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    num_experts: int
 
 
 def our_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
     weights, experts = choices(len(h))
-    layer = ExpertWeights(up, down)
+    layer = ExpertWeights(up, down, len(up))
     return run_experts(layer, h, weights.to(h), experts.to(h.device))
 
 
@@ -268,7 +268,7 @@ def plain_logprobs(x: Tensor, head: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------
 # the head
-def head_precision(bench: Bench) -> Iterator[Finding]:
+def head_precision(bench: Bench) -> Findings:
     """Measure the error of a response's mean log-ratio against float64.
 
     The logits have the magnitude of public models' logits."""
@@ -303,7 +303,8 @@ def head_precision(bench: Bench) -> Iterator[Finding]:
         return float(mean_error.abs())
 
     error_float32 = error_of(torch.float32, head_splits(device))
-    yield at_most("mean log-ratio's error, float32 head", error_float32, 0.1 * CLIP_RANGE)
+    bound = 0.1 * CLIP_RANGE
+    yield at_most("mean log-ratio's error, float32 head", error_float32, bound)
     name = "mean log-ratio's error, bfloat16 head"
     if not bench.bfloat16:
         yield Finding(SKIP, name, "this GPU has no bfloat16")

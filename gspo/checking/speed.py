@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +25,7 @@ from gspo.checking.bench import (
     sampled,
 )
 from gspo.checking.machine import GB, short
-from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
+from gspo.checking.report import OK, SKIP, SLOW, Finding, Findings, at_least, at_most
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
 from gspo.rollout.engines.local import LocalEngine
@@ -65,7 +65,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoding(bench: Bench) -> Iterator[Finding]:
+def decoding(bench: Bench) -> Findings:
     """Measure tokens per second at 32 and 256 rows.
 
     The floor is the time to read the weights and the cache."""
@@ -135,7 +135,7 @@ def launches_of(bench: Bench, work: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events())
 
 
-def updates(bench: Bench) -> Iterator[Finding]:
+def updates(bench: Bench) -> Findings:
     """Measure the speed of a forward and backward pass, as a share of the peak."""
     bound = MIN_SHARE_OF_PEAK[bench.device.type]
     rows = 8
@@ -159,7 +159,7 @@ def updates(bench: Bench) -> Iterator[Finding]:
         yield finding
 
 
-def memory_against_plan(bench: Bench) -> Iterator[Finding]:
+def memory_against_plan(bench: Bench) -> Findings:
     """Compare the memory of an update with the memory that `gspo plan` predicts."""
     if not bench.on_gpu:
         yield Finding(
@@ -184,7 +184,7 @@ def memory_against_plan(bench: Bench) -> Iterator[Finding]:
         del policy
 
 
-def waits(bench: Bench) -> Iterator[Finding]:
+def waits(bench: Bench) -> Findings:
     """Count the waits of the CPU for the GPU in a forward and backward pass, by source line."""
     if not bench.on_gpu:
         yield Finding(SKIP, "waits for the GPU", "there is no GPU to wait for")
@@ -212,7 +212,7 @@ def waits(bench: Bench) -> Iterator[Finding]:
         yield finding
 
 
-def new_shapes(bench: Bench) -> Iterator[Finding]:
+def new_shapes(bench: Bench) -> Findings:
     """Compare the first use of new shapes with the second.
 
     The first is slow if a library plans or compiles for each shape."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from gspo.checking.bench import (
     sampled_by,
 )
 from gspo.checking.machine import short
-from gspo.checking.report import FAIL, OK, SKIP, Finding, at_least, at_most
+from gspo.checking.report import FAIL, OK, SKIP, Finding, Findings, at_least, at_most
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
@@ -45,7 +44,7 @@ RESUME_SECONDS = 120  # a run of six steps that takes longer counts as hanging
 MAX_OUTPUT_CHARS = 4000  # of the end of a run that is shown
 
 
-def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
+def micro_batch_cuts(bench: Bench) -> Findings:
     """Compare the gradients of a batch that is cut into micro-batches of 2 and of 16."""
     for size in (DENSE, SPARSE):
         policy = bench.policy(size)
@@ -57,7 +56,7 @@ def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
+def engine_against_trainer(bench: Bench) -> Findings:
     """Compare the engine's log-probs and experts with the trainer's, on sampled responses."""
     # the largest error of log-probs, and the smallest share of equal experts
     bounds = {torch.float32: (1e-4, 0.999)}
@@ -90,7 +89,7 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def routing_replay(bench: Bench) -> Iterator[Finding]:
+def routing_replay(bench: Bench) -> Findings:
     """Check that the ratio stays 1 if the trainer's experts (R2) or the engine's (R3) replay."""
     policy = bench.policy(SPARSE)
     batch = packed(policy, sampled(policy, 8, 24, record_experts=True))
@@ -102,7 +101,7 @@ def routing_replay(bench: Bench) -> Iterator[Finding]:
         yield at_most(f"distance of the ratio from 1 under {name}", distance, 1e-4)
 
 
-def learning(bench: Bench) -> Iterator[Finding]:
+def learning(bench: Bench) -> Findings:
     """Train a random model by GSPO on a task that it can learn, for up to 100 steps."""
     policy = bench.policy(SPARSE, precision=bench.precision)
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
@@ -135,7 +134,7 @@ def learning(bench: Bench) -> Iterator[Finding]:
     yield finding
 
 
-def resume(bench: Bench) -> Iterator[Finding]:
+def resume(bench: Bench) -> Findings:
     """Kill a run of `gspo train`, start it again, and compare it with an uninterrupted run.
 
     The weights must be equal to the bit. On a GPU the runs have policy.deterministic."""
@@ -244,7 +243,7 @@ def weights_of(study: Path) -> dict[str, str]:
     }
 
 
-def vllm_engine(bench: Bench) -> Iterator[Finding]:
+def vllm_engine(bench: Bench) -> Findings:
     """Compare vLLM, if it is installed, with the trainer: log-probs, new weights, and sleep."""
     from gspo.rollout.engines.vllm import VLLMEngine, check_installed, installed_version
 
