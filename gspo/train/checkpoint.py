@@ -130,7 +130,8 @@ class CheckpointWriter:
         self._begin(unfinished, pending)
         head = self.policy.value_head
         adapter = self.policy.adapter
-        tensors = adapter.tensors() if adapter else self.policy.model.state_dict()
+        model = self.policy.model
+        tensors = adapter.tensors() if adapter else model.state_dict()
         snapshot = Snapshot(
             model=copies(tensors),
             optimizer=copies(self.optimizer.state_dict()),
@@ -147,7 +148,9 @@ class CheckpointWriter:
 
     def _state_json(self, state: TrainState) -> str:
         """Return the content of state.json: the counters of the run and the hash of its settings."""
-        return json.dumps(asdict(state) | {"settings": self.settings})
+        content = asdict(state)
+        content["settings"] = self.settings
+        return json.dumps(content)
 
     def _begin(self, unfinished: Path, pending: PendingRollouts | None) -> None:
         """Make the unfinished folder, and write the responses that wait into it."""
