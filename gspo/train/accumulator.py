@@ -108,9 +108,11 @@ class MetricAccumulator:
         """
         ranks = ranks or Ranks()
         self._read()
+        local_sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
+        local_moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
         local = (
-            {name: _column_sums(rows) for name, rows in self._sums.items()},
-            {name: _column_sums(rows) for name, rows in self._moments.items()},
+            local_sums,
+            local_moments,
             self._extremes,
             self._smallest,
             self._loads_LE,
@@ -134,18 +136,21 @@ class MetricAccumulator:
         result |= self._counts
         present = [loads_LE for loads_LE in loads if loads_LE is not None]
         if present:
-            result |= load_metrics(torch.stack(present).sum(0))
+            total_LE = torch.stack(present).sum(0)
+            result |= load_metrics(total_LE)
         return result
 
     def _read(self) -> None:
         """Turn all numbers on a GPU into floats, and copy the loads to the CPU, with one wait."""
-        row_lists = [*self._sums.values(), *self._moments.values(), *self._extremes.values()]
+        row_lists: list[Rows] = []
+        for rows_by_name in (self._sums, self._moments, self._extremes):
+            row_lists += rows_by_name.values()
         rows = chain.from_iterable(row_lists)
         numbers = chain.from_iterable(rows)
-        tensors = [number.double() for number in numbers if isinstance(number, Tensor)]
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
         if not tensors:
             return
-        stacked = torch.stack(tensors)
+        stacked = torch.stack([tensor.double() for tensor in tensors])
         if self._loads_LE is None:
             (stacked,) = to_cpu(stacked)
         else:

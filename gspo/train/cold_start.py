@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -220,8 +221,9 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     sampling = Sampling(max_new_tokens=engine.room(problems, MAX_CHECKED_TOKENS))
     request = SamplingRequest(problems, 1, sampling, (seed, "cold start"))
     groups = sample(engine, task, request)
-    scored = score(task, [response for group in groups for response in group])
-    rewards = [r.score.reward for r in scored if r.score.reward is not None]
+    responses = list(chain.from_iterable(groups))
+    scores = [response.score for response in score(task, responses)]
+    rewards = [s.reward for s in scores if s.reward is not None]
     return sum(rewards) / len(rewards)
 
 

@@ -62,9 +62,9 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
 
 def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure the lengths, truncation and repetition of the responses."""
-    counts = torch.tensor([r.length for r in responses], dtype=torch.float64)
-    accumulator.mean_of("length/mean", counts)
-    accumulator.largest("length/p95", counts.quantile(0.95))
+    lengths_B = torch.tensor([r.length for r in responses]).double()
+    accumulator.mean_of("length/mean", lengths_B)
+    accumulator.largest("length/p95", lengths_B.quantile(0.95))
     truncated = sum(r.finish_reason == "length" for r in responses)
     accumulator.mean("length/truncated", truncated, len(responses))
     repeated = sum(repetition(r.written_ids) for r in responses)
@@ -135,8 +135,8 @@ def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> No
         for policy_step, tokens in segments:
             age = step - 1 - policy_step
             tokens_by_age[age] += tokens
-    ages = sum(age * tokens for age, tokens in tokens_by_age.items())
-    accumulator.mean("staleness/mean", ages, tokens_by_age.total())
+    total_age = sum(age * tokens for age, tokens in tokens_by_age.items())
+    accumulator.mean("staleness/mean", total_age, tokens_by_age.total())
     accumulator.largest("staleness/max", max(tokens_by_age))
     accumulator.mean("staleness/segments", segment_count, len(responses))
     accumulator.mean("staleness/in_flight", rollout.in_flight)
@@ -157,7 +157,8 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.token_mean("mismatch/logp_abs", abs_BT, mask_BT)
     accumulator.largest("mismatch/logp_abs_max", abs_BT.max())
     accumulator.token_mean("mismatch/beyond_2", abs_BT > math.log(2), mask_BT)
-    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
+    log_s_B = masked_mean(log_BT, mask_BT)
+    log_s_N = batch.of_rows(log_s_B)
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
@@ -248,7 +249,8 @@ def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccum
     1 means a perfect critic, 0 a critic that knows no more than the mean return.
     """
     returns_N = critic.returns_BT[mask_BT].double()
-    error_N = returns_N - critic.old_values_BT[mask_BT]
+    values_N = critic.old_values_BT[mask_BT]
+    error_N = returns_N - values_N
     if len(returns_N) > 1 and returns_N.var() > 0:
         unexplained = error_N.var() / returns_N.var()
         accumulator.mean("value/explained_variance", 1 - unexplained)

@@ -26,6 +26,8 @@ from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, TrainerSettings
 
+TOKEN_MEAN = Aggregation("token-mean")
+
 
 @dataclass
 class TermInputs:
@@ -136,8 +138,7 @@ class ValueTerm(Term):
         error_BT = (values_BT - returns_BT).square()
         clipped_error_BT = (clipped_BT - returns_BT).square()
         loss_BT = torch.maximum(error_BT, clipped_error_BT) / 2
-        mean = Aggregation("token-mean")
-        loss = mean(loss_BT, mask_BT, inputs.totals)
+        loss = TOKEN_MEAN(loss_BT, mask_BT, inputs.totals)
         return self.settings.value_coef * loss
 
 
@@ -160,8 +161,7 @@ class BalanceTerm(Term):
         mask_BT = inputs.batch.mask_BT
         if balance_BT is None:
             raise ValueError("the auxiliary loss needs the routers' loads: balance_BT is missing")
-        mean = Aggregation("token-mean")
-        balance = mean(balance_BT, mask_BT, inputs.totals)
+        balance = TOKEN_MEAN(balance_BT, mask_BT, inputs.totals)
         share = mask_BT.sum() / max(inputs.totals.tokens, 1)
         inputs.accumulator.mean("routing/balance", balance.detach(), share)
         return self.coef * balance

@@ -127,9 +127,10 @@ class TrainerSettings(Ranged, key="trainer"):
                 )
             return
         for f in fields(self):
-            if f.name.startswith("entropy_coef_") and getattr(self, f.name) != f.default:
+            value = getattr(self, f.name)
+            if f.name.startswith("entropy_coef_") and value != f.default:
                 raise ValueError(
-                    f"trainer.{f.name}={getattr(self, f.name)} is not read with "
+                    f"trainer.{f.name}={value} is not read with "
                     "trainer.entropy_target=null (a fixed coefficient)"
                 )
 
