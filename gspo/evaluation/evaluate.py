@@ -138,10 +138,10 @@ def rows(group: list[ScoredResponse]) -> list[dict]:
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     """Compute the numbers of one set, ready for JSON, from the `rows` of every problem.
 
-    A number can be None. Responses that could not be graded are counted, and left out of everything
-    else. pass@k and maj@k are computed for every k of `ks`. maj@k is None without any answer to
-    vote for, Elo is None if a problem has no rating. "episodes" has the numbers of
-    gspo.tracking.episodes. It is missing if no response is an episode of several turns.
+    A number can be None. Ungraded responses are counted, and no other number includes them. pass@k
+    and maj@k are computed for every k of `ks`. maj@k is None without any answer to vote for. Elo is
+    None if a problem has no rating. "episodes" has the numbers of gspo.tracking.episodes. It is
+    missing if no response is an episode of several turns.
     """
     responses = list(chain.from_iterable(groups))
     graded = graded_rows(responses)
@@ -198,9 +198,9 @@ def _estimate(estimate: estimates.Estimate) -> dict:
 
 
 def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
-    """Compute both ratings with their errors, and describe the problems that they were measured on.
+    """Compute both ratings with their errors, and describe the rated problems.
 
-    Without that description the ratings mean little.
+    Without this description the ratings mean little.
     """
     attempts_P = estimates.graded_counts(rewards_PK)
     solved_P = (rewards_PK == 1).sum(1)

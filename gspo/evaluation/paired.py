@@ -157,9 +157,10 @@ def resampled(right_P2: ndarray, found_P2: ndarray) -> list[list[float]]:
 def in_steps(differences_P: ndarray, counts: Iterable[int]) -> ndarray:
     """Return differences of means over `counts` samples as whole multiples of a common unit.
 
-    With rewards 0 and 1, all differences are multiples of 1 / lcm(counts). If rewards lie between 0
-    and 1, or if that unit is so small that the exact test would take too long, differences are
-    rounded to multiples of 1 / MAX_STEPS_PER_UNIT, or of a coarser unit for many problems.
+    With rewards 0 and 1, all differences are multiples of 1 / lcm(counts). Rewards between 0 and 1
+    have no common unit, and a very small unit would make the exact test too slow. In both cases the
+    differences are rounded to multiples of 1 / MAX_STEPS_PER_UNIT. The unit is coarser for many
+    problems.
     """
     max_steps = MAX_ADDITIONS // len(differences_P) ** 2
     common_steps = math.lcm(*counts)

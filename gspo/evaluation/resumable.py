@@ -5,10 +5,10 @@ responses/<set>.jsonl    every response with its verdict, problem by problem, ap
 result.json              settings, versions, the numbers of every set, and a comparison if requested
 
 Every response is a function of (seed, set, problem, sample). An evaluation that continues keeps the
-complete problems and samples the rest again. With the in-process engine it keeps complete chunks,
-of as many problems as are sampled at once and in their order. So its numbers equal those of an
-evaluation that was never stopped, to the last bit. vLLM's sums depend on the rest of its batch
-anyway, so with vLLM it keeps single problems, in the order in which they ended.
+complete problems and samples the rest again. With the in-process engine it keeps complete chunks:
+the problems that are sampled at once, in their order. Its numbers then equal the numbers of an
+uninterrupted evaluation to the last bit. With vLLM it keeps single problems, in the order in which
+they ended. The sums of vLLM depend on the rest of its batch anyway.
 """
 
 from __future__ import annotations

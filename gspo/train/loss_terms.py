@@ -112,9 +112,9 @@ class KLTerm(Term):
 
 @dataclass
 class ValueTerm(Term):
-    """The critic's term, see GAE: value_coef * the mean over tokens of
+    """The critic's term, the squared error of its values (see GAE) as the mean over tokens.
 
-    1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
+        value_coef * mean  1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
 
     It raises ValueError without values.
     """
@@ -144,9 +144,9 @@ class ValueTerm(Term):
 
 @dataclass
 class BalanceTerm(Term):
-    """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers:
+    """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers.
 
-    router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
+        router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
 
     P_e is the mean over the response tokens of the probability that the router gives expert e. f_e
     is the share of expert e in the mini-batch's choices under the old policy. It is fixed for the
