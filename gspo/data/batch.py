@@ -39,7 +39,7 @@ Part = TypeVar("Part", bound="DataclassInstance")
 
 
 class Positions:
-    """The positions of the tokens of a mask [B, T]: int64, in the flattened mask, and their rows."""
+    """The positions of a mask's tokens: int64, in the flattened mask [B, T], and their rows."""
 
     def __init__(self, mask_BT: Tensor):
         has_tokens_B = mask_BT.any(-1)

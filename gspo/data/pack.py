@@ -1,7 +1,7 @@
 """Packs responses into batches (gspo.data.batch).
 
-Shape suffixes: B responses, T response tokens, S prompt and response tokens, L MoE layers, K experts
-per token.
+Shape suffixes: B responses, T response tokens, S all tokens, L MoE layers, K experts per
+token.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from numpy import ndarray
 
 from gspo.data.problems import Problem
 
-# The verdicts on responses that the verifier cannot judge: no answer, an answer in another form than
-# the problem requires, a text that is no program, a program without the function. A user's tasks may
-# use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
+# The verdicts on responses that the verifier cannot judge: no answer, an answer in another form
+# than the problem requires, a text that is no program, a program without the function. A user's
+# tasks may use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
 NO_ANSWER = frozenset(
     ["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"]
 )

@@ -147,7 +147,7 @@ class CheckpointWriter:
         return self.folder / f"step_{step:06d}.unfinished"
 
     def _state_json(self, state: TrainState) -> str:
-        """Return the content of state.json: the counters of the run and the hash of its settings."""
+        """Return the content of state.json: the run's counters and the hash of its settings."""
         content = asdict(state)
         content["settings"] = self.settings
         return json.dumps(content)

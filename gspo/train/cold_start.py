@@ -1,4 +1,4 @@
-"""The cold start: supervised training on demonstrations, which reinforcement learning then improves.
+"""The cold start: supervised training on demonstrations, before reinforcement learning.
 
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here
 demonstrations contain wrong steps at a set rate. The model learns the format and most of the skill,
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,10 +129,9 @@ def _train_into(
         policy = Policy(network, tokenizer, prompts=prompts, precision=precision)
         losses = _train(policy, task, settings, on_step)  # changes `network`
         save(network, tokenizer, unfinished)
-        # every task is a dataclass
-        parts = [asdict(part) for part in (model, task, settings, prompts)]  # ty: ignore[invalid-argument-type]
+        parts: list[Any] = [model, task, settings, prompts]  # every task is a dataclass
         record = {
-            "settings": parts,
+            "settings": [asdict(part) for part in parts],
             "seconds": time.perf_counter() - started,
             "reward": sampled_reward(policy, task, settings.seed),
             "losses": losses[::10],

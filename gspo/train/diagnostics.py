@@ -174,7 +174,7 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
 
 
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the correction's mean weight on the loss of a token, and the share of masked tokens."""
+    """Measure the correction's mean weight on a token's loss, and the share of masked tokens."""
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
     accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT)
 
@@ -236,7 +236,7 @@ def rounding_floor(
 def values(
     values_BT: Tensor, critic: Critic, mask_BT: Tensor, clip: float, accumulator: MetricAccumulator
 ) -> None:
-    """Measure the critic's squared error, and the share of values that moved by more than `clip`."""
+    """Measure the critic's squared error, and the share of values that moved beyond `clip`."""
     error_BT = critic.returns_BT - values_BT
     accumulator.token_mean("value/error", error_BT.square(), mask_BT)
     change_BT = values_BT - critic.old_values_BT

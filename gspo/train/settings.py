@@ -1,4 +1,4 @@
-"""The trainer's settings: optimizer, updates, old policy, ranks, checkpoints, cold start, algorithm."""
+"""The settings of training: optimizer, updates, policy, ranks, checkpoints, cold start."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class ColdStartSettings(Ranged, key="cold_start"):
 
 @dataclass
 class Algorithm:
-    """The mathematics of an update: objective, advantages, reward shaping, KL term and correction."""
+    """The mathematics of an update: objective, advantages, rewards, KL term and correction."""
 
     objective: Objective = field(default_factory=GSPO)
     advantage: Advantage = field(default_factory=GroupNormalized)

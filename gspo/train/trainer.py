@@ -207,7 +207,7 @@ class Trainer:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
         self.state.step = step
         train_s = time.perf_counter() - started
-        # with LoRA no gradient of the weights is computed, so a backward pass costs one forward pass
+        # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
         passes = self.old_policy.passes + update_passes * self.settings.epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
