@@ -57,7 +57,7 @@ def assign_credit(
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     turns = pack_turns(rollout.responses, batch)
     if algorithm.reward.turns == "each" and turns is not None:
-        token_rewards_BT = turns.rewards_BT.clone()
+        token_rewards_BT = turns.rewards_BT
         last_rewards_B = penalty_B
     rows_B = torch.arange(len(batch))
     columns_B = last_token(mask_BT)

@@ -237,8 +237,7 @@ def loss_terms(
 
     They are the policy term, the KL and value terms of algorithms that have them, the auxiliary
     loss of the routers if its coefficient is not 0, and the entropy term if there is one."""
-    policy_term = PolicyTerm(algorithm.objective, settings.aggregation)
-    terms: list[Term] = [policy_term]
+    terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
