@@ -235,8 +235,12 @@ def loss_terms(
 ) -> list[Term]:
     """Return the addends of the loss.
 
-    They are the policy term, the KL and value terms of algorithms that have them, the auxiliary
-    loss of the routers if its coefficient is not 0, and the entropy term if there is one."""
+    PolicyTerm    always
+    KLTerm        if the loss has a KL term
+    ValueTerm     if the advantages need a critic
+    BalanceTerm   if trainer.router_aux_loss_coef is not 0
+    EntropyTerm   if there is an entropy bonus
+    """
     terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
