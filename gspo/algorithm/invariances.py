@@ -1,7 +1,7 @@
 """Invariances that every objective must satisfy, ours or a user's (`gspo check-objective`).
 
 Each check calls the objective on random responses of unequal length, in float64. It uses several
-spreads of the log-ratios and returns a Finding.
+spreads of the log-ratios and returns a CheckResult.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -29,7 +29,7 @@ FIELDS = ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of a check: its name, whether the invariance holds, and a sentence for users."""
 
     name: str
@@ -37,8 +37,8 @@ class Finding:
     text: str
 
 
-def check_objective(objective: Objective) -> list[Finding]:
-    """Return the findings of all checks. If the shapes are wrong, only that finding is returned."""
+def check_objective(objective: Objective) -> list[CheckResult]:
+    """Return the results of all checks. If the shapes are wrong, only that result is returned."""
     shapes = outputs_fit(objective)
     if not shapes.holds:
         return [shapes]
@@ -122,13 +122,13 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 # --------------------------------------------------------------------------------------------------
 # checks
-def outputs_fit(objective: Objective) -> Finding:
+def outputs_fit(objective: Objective) -> CheckResult:
     """Check that the outputs have the shapes and dtypes of LossOutputs."""
     name = "outputs"
     for inputs in all_inputs():
         outputs = objective(inputs)
         if not isinstance(outputs, LossOutputs):
-            return Finding(
+            return CheckResult(
                 name, False, f"calling it gave {type(outputs).__name__}, not LossOutputs"
             )
         for field in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
@@ -140,39 +140,39 @@ def outputs_fit(objective: Objective) -> Finding:
                 fits = False
             if not fits or (value.dtype == torch.bool) != is_mask:
                 kind = "a mask (bool)" if is_mask else "numbers"
-                return Finding(name, False, f"{field} must be {kind} of shape [B, T] or [B, 1]")
+                return CheckResult(name, False, f"{field} must be {kind} of shape [B, T] or [B, 1]")
         if tuple(outputs.loss_BT.shape) != tuple(inputs.mask_BT.shape):
-            return Finding(
+            return CheckResult(
                 name, False, f"loss_BT has the shape {tuple(outputs.loss_BT.shape)}, not [B, T]"
             )
         if outputs.weight_BT.requires_grad:
-            return Finding(
+            return CheckResult(
                 name, False, "weight_BT has a gradient: it is a measurement, call detach()"
             )
-    return Finding(name, True, "a loss for every token, and clip masks that fit it")
+    return CheckResult(name, True, "a loss for every token, and clip masks that fit it")
 
 
-def masked_tokens_do_nothing(objective: Objective) -> Finding:
+def masked_tokens_do_nothing(objective: Objective) -> CheckResult:
     """Check that values outside the mask change neither loss nor gradient."""
     name = "masking"
     for inputs in all_inputs():
         loss, gradient_BT = gradient(objective, inputs)
         padded_loss, padded_BT = gradient(objective, with_padding(inputs, -7.0))
         if bool(gradient_BT[~inputs.mask_BT].any()):
-            return Finding(name, False, "tokens outside the mask have a gradient")
+            return CheckResult(name, False, "tokens outside the mask have a gradient")
         loss_error = relative_error(loss, padded_loss)
         if loss_error > 1e-12 or relative_error(padded_BT, gradient_BT) > 1e-12:
             text = (
                 "other values outside the mask change the loss "
                 f"from {loss:.6g} to {padded_loss:.6g}"
             )
-            return Finding(
+            return CheckResult(
                 name, False, f"{text}; use torch.where with inputs.mask_BT, or masked_mean"
             )
-    return Finding(name, True, "what stands outside the mask changes neither loss nor gradient")
+    return CheckResult(name, True, "what stands outside the mask changes neither loss nor gradient")
 
 
-def nan_in_padding_stays_there(objective: Objective) -> Finding:
+def nan_in_padding_stays_there(objective: Objective) -> CheckResult:
     """Check that NaN and infinity outside the mask reach neither loss nor gradient."""
     name = "NaN in padding"
     for inputs in all_inputs():
@@ -185,15 +185,17 @@ def nan_in_padding_stays_there(objective: Objective) -> Finding:
             elif relative_error(gradient_BT, expected_BT) > 1e-12:
                 reached = "the gradient"
             if reached:
-                return Finding(
+                return CheckResult(
                     name,
                     False,
                     f"{value} outside the mask reaches {reached}: select with torch.where before",
                 )
-    return Finding(name, True, "NaN and infinity outside the mask reach neither loss nor gradient")
+    return CheckResult(
+        name, True, "NaN and infinity outside the mask reach neither loss nor gradient"
+    )
 
 
-def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
+def cut_of_the_batch_does_not_matter(objective: Objective) -> CheckResult:
     """Check that micro-batches, order of the responses and width of the padding change nothing."""
     name = "cut of the batch"
     for inputs in all_inputs():
@@ -207,7 +209,7 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
         parts_BT = torch.cat([part_BT for _, part_BT in parts])
         loss_error = relative_error(parts_loss, loss)
         if loss_error > 1e-10 or relative_error(parts_BT, gradient_BT) > 1e-10:
-            return Finding(
+            return CheckResult(
                 name,
                 False,
                 "micro-batches give another loss or gradient: a response reads its neighbours",
@@ -215,39 +217,39 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> Finding:
         order = torch.randperm(BATCH_SIZE, generator=torch.Generator().manual_seed(0))
         _, permuted_BT = gradient(objective, changed(inputs, lambda x, order=order: x[order]))
         if relative_error(permuted_BT, gradient_BT[order]) > 1e-10:
-            return Finding(name, False, "another order of the responses gives another gradient")
+            return CheckResult(name, False, "another order of the responses gives another gradient")
         wide = changed(inputs, lambda x: torch.cat([x, torch.zeros_like(x[:, :2])], dim=1))
         _, wide_BT = gradient(objective, wide)
         if relative_error(wide_BT[:, :MAX_RESPONSE_TOKENS], gradient_BT) > 1e-10:
-            return Finding(
+            return CheckResult(
                 name, False, "wider padding gives another gradient: count tokens by inputs.mask_BT"
             )
-    return Finding(
+    return CheckResult(
         name, True, "micro-batches, order of responses and width of the padding change nothing"
     )
 
 
-def no_advantage_no_gradient(objective: Objective) -> Finding:
+def no_advantage_no_gradient(objective: Objective) -> CheckResult:
     """Check that advantages of 0 give no gradient, unless the class says needs_every_row."""
     name = "no advantage, no gradient"
     for inputs in all_inputs():
         _, gradient_BT = gradient(objective, inputs)
         if bool(gradient_BT[1].any()):
             if objective.needs_every_row:
-                return Finding(
+                return CheckResult(
                     name, True, "it has a gradient without advantage, and says needs_every_row"
                 )
-            return Finding(
+            return CheckResult(
                 name,
                 False,
                 "a response whose advantages are 0 has a gradient, "
                 "and the trainer leaves such responses out; "
                 "set the class attribute needs_every_row = True",
             )
-    return Finding(name, True, "a response whose advantages are 0 has no gradient")
+    return CheckResult(name, True, "a response whose advantages are 0 has no gradient")
 
 
-def on_policy_it_is_reinforce(objective: Objective) -> Finding:
+def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
     """Check that at ratios of 1 the gradient is REINFORCE's, times a positive factor."""
     name = "gradient on policy"
     inputs = random_inputs(0, 0.0)
@@ -260,13 +262,15 @@ def on_policy_it_is_reinforce(objective: Objective) -> Finding:
     low = float(factor.min())
     high = float(factor.max())
     if relative_error(gradient_BT, expected_BT) < 1e-10:
-        return Finding(name, True, "where all ratios are 1 it is that of REINFORCE, -A grad log pi")
+        return CheckResult(
+            name, True, "where all ratios are 1 it is that of REINFORCE, -A grad log pi"
+        )
     if low > 0 and bool(torch.isfinite(factor).all()):
         text = f"where all ratios are 1 it is that of REINFORCE times {low:.4g}"
         if high > low * (1 + 1e-9):
             text += f" to {high:.4g}, by response or token"
-        return Finding(name, True, text)
-    return Finding(
+        return CheckResult(name, True, text)
+    return CheckResult(
         name,
         False,
         f"where all ratios are 1, tokens have {low:.4g} to {high:.4g} times "
@@ -301,7 +305,7 @@ class ReplayDetach(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
+def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
     """Check that difference quotients of the loss equal its gradient.
 
     A stop-gradient is a constant in the papers' formulas. So at shifted log-probs, `detach` returns
@@ -349,10 +353,10 @@ def gradient_is_that_of_the_loss(objective: Objective) -> Finding:
             f"the gradient is that of the loss, to {largest_error:.0e}, "
             "with what the formula detaches held fixed"
         )
-    return Finding("finite differences", largest_error <= 1e-5, text)
+    return CheckResult("finite differences", largest_error <= 1e-5, text)
 
 
-def clipped_tokens_have_no_gradient(objective: Objective) -> Finding:
+def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
     """Check that `active_BT` and `weight_BT`, which metrics show, describe the gradient."""
     name = "clip metrics"
     for inputs in all_inputs():
@@ -361,17 +365,17 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> Finding:
         mask_BT = inputs.mask_BT
         active_BT = (outputs.active_BT & mask_BT).broadcast_to(mask_BT.shape)
         if bool(gradient_BT[active_BT].any()):
-            return Finding(name, False, "tokens that active_BT calls clipped have a gradient")
+            return CheckResult(name, False, "tokens that active_BT calls clipped have a gradient")
         count_B1 = mask_BT.sum(-1, keepdim=True)
         expected_BT = -outputs.weight_BT * inputs.adv_BT / count_B1 / BATCH_SIZE
         error = relative_error(torch.where(mask_BT, expected_BT, 0.0), gradient_BT)
         if error > 1e-9 and not objective.needs_every_row:
-            return Finding(
+            return CheckResult(
                 name,
                 False,
                 f"weight_BT is not the factor of A grad log pi: off by {error:.2g}",
             )
-    return Finding(name, True, "active_BT and weight_BT tell what the gradient does")
+    return CheckResult(name, True, "active_BT and weight_BT tell what the gradient does")
 
 
 CHECKS = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gspo.data.samples import Response, Score
 from gspo.model.policy import Policy
 from gspo.model.tiny import random_model
 from gspo.model.tokenizer import character_tokenizer
+from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.tasks.base import Task
@@ -153,14 +155,15 @@ class Bench:
     def seconds(self, work: Callable[[], object], repeats: int = 3) -> float:
         """Return the shortest time of `repeats` calls of `work`, after a call to warm up."""
         work()
-        best = float("inf")
-        for _ in range(repeats):
-            self.synchronize()
-            started = time.perf_counter()
-            work()
-            self.synchronize()
-            best = min(best, time.perf_counter() - started)
-        return best
+        return min(self.timed(work) for _ in range(repeats))
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Return the seconds of a call of `work`."""
+        self.synchronize()
+        started = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - started
 
     def model(self, size: Size, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
         """Return a model with random weights, created on the device."""
@@ -221,7 +224,13 @@ def config_of(size: Size) -> transformers.PretrainedConfig:
 
 def problems() -> list[Problem]:
     """Return four problems with prompts of different lengths."""
-    return [Problem("digits", i, prompt, None) for i, prompt in enumerate(PROMPTS)]
+    return [digits_problem(i) for i in range(len(PROMPTS))]
+
+
+def digits_problem(index: int) -> Problem:
+    """Return a problem of the task Digits."""
+    prompt = PROMPTS[index % len(PROMPTS)]
+    return Problem("digits", index, prompt, None)
 
 
 def sampled(
@@ -229,22 +238,29 @@ def sampled(
 ) -> list[Response]:
     """Sample responses to the problems with the in-process engine."""
     engine = LocalEngine(policy, dtype=policy.model.dtype)
+    return sampled_by(engine, group_size, tokens, record_experts)
+
+
+def sampled_by(
+    engine: Engine, group_size: int, tokens: int, record_experts: bool = False
+) -> list[Response]:
+    """Sample responses to the problems with an engine."""
+    sampling = Sampling(1.0, tokens)
     request = SamplingRequest(
-        problems(),
-        group_size,
-        Sampling(1.0, tokens),
-        (1, "check"),
-        record_experts=record_experts,
+        problems(), group_size, sampling, (1, "check"), record_experts=record_experts
     )
-    return [response for group in engine.generate(request) for response in group]
+    groups = engine.generate(request)
+    return list(chain.from_iterable(groups))
 
 
 def packed(policy: Policy, responses: list[Response]) -> TrainBatch:
     """Return the responses as a batch with random advantages."""
     batch = pack(responses, policy.pad_id)
     generator = torch.Generator().manual_seed(2)
-    adv_BT = torch.zeros(batch.mask_BT.shape) + torch.randn(len(responses), 1, generator=generator)
-    return batch.with_old_policy(batch.engine_logp_BT).with_advantages(adv_BT)
+    adv_B1 = torch.randn(len(responses), 1, generator=generator)
+    adv_BT = adv_B1.repeat(1, batch.mask_BT.shape[1])
+    old_batch = batch.with_old_policy(batch.engine_logp_BT)
+    return old_batch.with_advantages(adv_BT)
 
 
 def random_batch(rows: int, prompt: int, response: int, vocabulary: int, group: int) -> TrainBatch:
@@ -274,10 +290,24 @@ def backward(policy: Policy, batch: TrainBatch, micro_batch_size: int) -> list[T
     for micro in batch.split(micro_batch_size):
         output = policy.forward(micro, entropy=False)
         on_device = micro.to(policy.device)
-        torch.where(on_device.mask_BT, output.logp_BT * on_device.adv_BT, 0.0).sum().backward()
+        products_BT = output.logp_BT * on_device.adv_BT
+        loss = torch.where(on_device.mask_BT, products_BT, 0.0).sum()
+        loss.backward()
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     policy.model.zero_grad(set_to_none=True)
     return gradients
+
+
+def relative_error(tensors: list[Tensor], references: list[Tensor]) -> float:
+    """Return the largest error of the tensors, as a share of the reference's largest number.
+
+    It is NaN if a tensor contains NaN."""
+    errors = []
+    for tensor, reference in zip(tensors, references, strict=True):
+        error = (tensor - reference).abs().max()
+        largest = reference.abs().max().clamp(min=1e-6)
+        errors.append(error / largest)
+    return float(torch.stack(errors).max())
 
 
 @dataclass
@@ -290,11 +320,15 @@ class Digits(Task):
         return None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
-        return Problem("digits", index, PROMPTS[index % len(PROMPTS)], None)
+        return digits_problem(index)
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        shares = [sum(map(str.isdigit, text)) / max(len(text), 1) for _, text, _ in answers]
-        return [Score(share, "digits") for share in shares]
+        scores = []
+        for _, text, _ in answers:
+            digits = sum(map(str.isdigit, text))
+            share = digits / max(len(text), 1)
+            scores.append(Score(share, "digits"))
+        return scores
 
     def evaluation_sets(self) -> list[str]:
         return []

@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo.checking.bench import Bench
+from gspo.checking.bench import Bench, relative_error
 from gspo.checking.machine import short
-from gspo.checking.report import OK, SKIP, Finding, at_most
+from gspo.checking.report import OK, SKIP, Finding, Findings, at_most
 from gspo.model.forward import kernels
 from gspo.model.forward.experts import run_experts
 from gspo.model.forward.kernels import TokenLogProbs, rms_norm, rotate, swiglu
@@ -27,7 +28,7 @@ CLIP_RANGE = 3e-4  # of GSPO, as in the paper
 Arithmetic = Callable[..., Tensor]
 
 
-def kernels_against_float64(bench: Bench) -> Iterator[Finding]:
+def kernels_against_float64(bench: Bench) -> Findings:
     """Compare every kernel in float32, and on a GPU in bfloat16.
 
     Memory that a kernel does not write contains NaN."""
@@ -36,9 +37,10 @@ def kernels_against_float64(bench: Bench) -> Iterator[Finding]:
         dtypes.append(torch.bfloat16)
     with poisoned_memory():
         for dtype in dtypes:
+            bound = BOUNDS[dtype]
             for name, ours, plain, inputs in cases():
                 largest = error(bench, ours, plain, inputs, dtype)
-                yield at_most(f"{name}, {short(dtype)}", largest, BOUNDS[dtype])
+                yield at_most(f"{name}, {short(dtype)}", largest, bound)
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def poisoned_memory() -> Generator[None]:
     """Fill new tensors with NaN in this context. A read before the first write then shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic  # its attribute is made at import
-    filled = settings.fill_uninitialized_memory
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = True
     try:
@@ -57,7 +59,7 @@ def poisoned_memory() -> Generator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic)
-        settings.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = fills
 
 
 def cases() -> Iterator[tuple[str, Arithmetic, Arithmetic, list[Tensor]]]:
@@ -73,16 +75,21 @@ def cases() -> Iterator[tuple[str, Arithmetic, Arithmetic, list[Tensor]]]:
     yield "norm", our_norm, plain_norm, norm_inputs
     head_norm_inputs = [normal(96, 6, 16), normal(6, 16)]
     yield "norm of each head", our_norm, plain_norm, head_norm_inputs
-    yield "rotary embedding", our_rotation, plain_rotation, [normal(96, 4, 16)]
-    yield "gated unit", swiglu, plain_swiglu, [normal(96, 64)]
+    rotation_inputs = [normal(96, 4, 16)]
+    yield "rotary embedding", our_rotation, plain_rotation, rotation_inputs
+    swiglu_inputs = [normal(96, 64)]
+    yield "gated unit", swiglu, plain_swiglu, swiglu_inputs
     causal_inputs = [normal(3, 21, 4, 16), normal(3, 21, 2, 16)]
-    yield "attention, causal", our_attention, plain_attention, causal_inputs
+    yield "attention, causal", causal_attention, plain_causal, causal_inputs
     masked_inputs = [normal(3, 21, 4, 16), normal(3, 21, 2, 16)]
     yield "attention, masked", masked_attention, plain_masked, masked_inputs
-    expert_inputs = [normal(64, 32), normal(8, 32, 32) * 0.3, normal(8, 32, 16) * 0.3]
-    yield "experts, some without tokens", our_experts, plain_experts, expert_inputs
-    head_inputs = [normal(80, 32), normal(300, 32) * 0.5]
-    yield "log-probs of tokens", our_logprobs, plain_logprobs, head_inputs
+    hidden = normal(64, 32)
+    up = normal(8, 32, 32) * 0.3
+    down = normal(8, 32, 16) * 0.3
+    yield "experts, some without tokens", our_experts, plain_experts, [hidden, up, down]
+    hidden = normal(80, 32)
+    head = normal(300, 32) * 0.5
+    yield "log-probs of tokens", our_logprobs, plain_logprobs, [hidden, head]
 
 
 def error(
@@ -97,15 +104,12 @@ def error(
     # a random gradient of the result, the same on both sides
     generator = torch.Generator().manual_seed(6)
     gradient = torch.randn(plain_result.shape, generator=generator, dtype=torch.float64)
-    plain_loss = (plain_result * gradient).sum()
-    our_loss = (our_result * gradient.to(our_result)).sum()
-    expected = [plain_result, *torch.autograd.grad(plain_loss, plain_inputs)]
-    computed = [our_result, *torch.autograd.grad(our_loss, our_inputs)]
-    errors = [
-        (a.detach().cpu().double() - b).abs().max() / b.abs().max()
-        for a, b in zip(computed, expected, strict=True)
-    ]
-    return float(torch.stack(errors).detach().max())  # NaN if one of them is NaN
+    our_gradient = gradient.to(our_result)
+    plain_gradients = torch.autograd.grad(plain_result, plain_inputs, gradient)
+    our_gradients = torch.autograd.grad(our_result, our_inputs, our_gradient)
+    expected = [plain_result.detach(), *plain_gradients]
+    computed = [our_result.detach(), *our_gradients]
+    return relative_error([x.cpu().double() for x in computed], expected)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -115,24 +119,29 @@ def our_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+    mean_square = x.square().mean(-1, keepdim=True)
+    scale = (mean_square + EPS).rsqrt()
+    return x * scale * weight
 
 
 def rotation(x: Tensor) -> Tensor:
     """Return the rotation of every position and pair of x [N, H, D], in float64."""
-    positions = torch.arange(len(x), dtype=torch.float64)[:, None]
+    positions = torch.arange(len(x), dtype=torch.float64)
     pairs = torch.arange(1, x.shape[-1] // 2 + 1)
-    angles = positions * pairs / 7
-    return torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    angles = torch.outer(positions, pairs) / 7
+    radii = torch.ones_like(angles)
+    return torch.polar(radii, angles).unsqueeze(1)
 
 
 def our_rotation(x: Tensor) -> Tensor:
-    return rotate(x, rotation(x).to(torch.complex64).to(x.device))
+    factors = rotation(x).to(torch.complex64)
+    return rotate(x, factors.to(x.device))
 
 
 def plain_rotation(x: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation(x)).flatten(-2)
+    rotated = pairs * rotation(x)
+    return torch.view_as_real(rotated).flatten(-2)
 
 
 def plain_swiglu(h: Tensor) -> Tensor:
@@ -140,95 +149,126 @@ def plain_swiglu(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def our_attention(q: Tensor, k: Tensor) -> Tensor:
-    return attention(q, k, k * 0.5)
+def causal_attention(q: Tensor, k: Tensor) -> Tensor:
+    values = k * 0.5
+    return attention(q, k, values)
 
 
-def plain_attention(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    queries_per_key = q.shape[2] // k.shape[2]
     queries = q.transpose(1, 2)
-    keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
-    if mask is None:
-        mask = causal_mask(q.shape[1]).to(q.dtype)
-    scores = queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask
-    return (scores.softmax(-1) @ (keys * 0.5)).transpose(1, 2).flatten(0, 1)
+    keys = k.repeat_interleave(queries_per_key, 2).transpose(1, 2)
+    values = keys * 0.5
+    products = queries @ keys.mT
+    scores = products / q.shape[-1] ** 0.5 + mask.to(q.dtype)
+    weights = scores.softmax(-1)
+    results = weights @ values
+    return results.transpose(1, 2).flatten(0, 1)
 
 
 def causal_mask(width: int) -> Tensor:
     """Return a mask to add to the scores: 0 if a query may attend to a key, else -inf."""
-    return torch.zeros(width, width).masked_fill(torch.ones(width, width).triu(1) > 0, -torch.inf)
+    blocked = torch.full((width, width), -torch.inf)
+    return blocked.triu(1)
 
 
 def padded_mask(width: int) -> Tensor:
     """Return a causal mask of three rows. The second row begins with two columns of padding."""
-    mask = causal_mask(width).expand(3, 1, width, width).clone()
+    mask = causal_mask(width).repeat(3, 1, 1, 1)
     mask[1, :, 2:, :2] = -torch.inf
     return mask
 
 
 def masked_attention(q: Tensor, k: Tensor) -> Tensor:
-    return attention(q, k, k * 0.5, padded_mask(q.shape[1]).to(q.device))
+    values = k * 0.5
+    mask = padded_mask(q.shape[1])
+    return attention(q, k, values, mask.to(q.device))
+
+
+def plain_causal(q: Tensor, k: Tensor) -> Tensor:
+    mask = causal_mask(q.shape[1])
+    return plain_attention(q, k, mask)
 
 
 def plain_masked(q: Tensor, k: Tensor) -> Tensor:
-    return plain_attention(q, k, padded_mask(q.shape[1]).to(q.dtype))
+    mask = padded_mask(q.shape[1])
+    return plain_attention(q, k, mask)
 
 
 def choices(tokens: int) -> tuple[Tensor, Tensor]:
     """Return gate weights and experts, [tokens, 2] each. Experts 0, 3 and 7 of 8 get no token."""
     generator = torch.Generator().manual_seed(7)
     used_experts = torch.tensor([1, 2, 4, 5, 6])
-    indices = torch.stack(
-        [torch.randperm(len(used_experts), generator=generator)[:2] for _ in range(tokens)]
-    )
-    return torch.rand(tokens, 2, generator=generator), used_experts[indices]
+    pairs = []
+    for _ in range(tokens):
+        order = torch.randperm(len(used_experts), generator=generator)
+        pairs.append(used_experts[order[:2]])
+    weights = torch.rand(tokens, 2, generator=generator)
+    return weights, torch.stack(pairs)
 
 
-class Experts(torch.nn.Module):
+@dataclass
+class ExpertWeights:
     """The experts of a layer, with the attribute names of transformers."""
 
-    def __init__(self, up: Tensor, down: Tensor):
-        super().__init__()
-        self.num_experts = len(up)
-        self.gate_up_proj = up
-        self.down_proj = down
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    num_experts: int
 
 
 def our_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
     weights, experts = choices(len(h))
-    return run_experts(Experts(up, down), h, weights.to(h), experts.to(h.device))
+    layer = ExpertWeights(up, down, len(up))
+    return run_experts(layer, h, weights.to(h), experts.to(h.device))
 
 
 def plain_experts(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
     weights, experts = choices(len(h))
-    rows = []
-    for token, gates, token_experts in zip(h, weights.to(h), experts.tolist(), strict=True):
-        outputs = [plain_swiglu(token @ up[e].T) @ down[e].T for e in token_experts]
-        rows.append(sum(gate * output for gate, output in zip(gates, outputs, strict=True)))
-    return torch.stack(rows)
+    result = torch.zeros_like(h)
+    for i, token in enumerate(h):
+        for gate, expert in zip(weights[i], experts[i], strict=True):
+            gated = plain_swiglu(token @ up[expert].T)
+            output = gated @ down[expert].T
+            result[i] += gate * output
+    return result
 
 
-def targets(count: int, vocabulary: int) -> Tensor:
-    return torch.arange(count) * 37 % vocabulary
+def targets(x: Tensor, head: Tensor) -> Tensor:
+    return torch.arange(len(x)) * 37 % len(head)
+
+
+def select(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log-prob of each row's token."""
+    columns = tokens.unsqueeze(-1)
+    return logprobs.gather(-1, columns).squeeze(-1)
+
+
+def head_splits(device: torch.device) -> bool:
+    """Return whether the head splits float32 products on this kind of device."""
+    return kernels.SPLITS.get(device.type, False)
 
 
 def our_logprobs(x: Tensor, head: Tensor) -> Tensor:
     # If the layers are in bfloat16, the trainer's head gets their float32 sums and splits the
     # product.
-    split = x.dtype == torch.bfloat16 and kernels.SPLITS.get(x.device.type, False)
-    tokens = targets(len(x), len(head)).to(x.device)
+    split = x.dtype == torch.bfloat16 and head_splits(x.device)
+    tokens = targets(x, head).to(x.device)
     logp, entropy = TokenLogProbs.apply(x.float(), head, tokens, 0.7, True, split)
     return logp + 0.3 * entropy
 
 
 def plain_logprobs(x: Tensor, head: Tensor) -> Tensor:
-    logprobs = (x @ head.T / 0.7).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets(len(x), len(head))[:, None]).squeeze(-1) + 0.3 * entropy
+    logits = x @ head.T / 0.7
+    logprobs = logits.log_softmax(-1)
+    products = logprobs.exp() * logprobs
+    entropy = -products.sum(-1)
+    logp = select(logprobs, targets(x, head))
+    return logp + 0.3 * entropy
 
 
 # -------------------------------------------------------------------------------------------------
 # the head
-def head_precision(bench: Bench) -> Iterator[Finding]:
+def head_precision(bench: Bench) -> Findings:
     """Measure the error of a response's mean log-ratio against float64.
 
     The logits have the magnitude of public models' logits."""
@@ -238,29 +278,36 @@ def head_precision(bench: Bench) -> Iterator[Finding]:
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(vocabulary, width, generator=generator) * 0.45
     old_hidden = torch.randn(tokens, width, generator=generator)
-    new_hidden = old_hidden + torch.randn(tokens, width, generator=generator) * 3e-4
+    change = torch.randn(tokens, width, generator=generator) * 3e-4
+    new_hidden = old_hidden + change
     probabilities = (old_hidden @ head.T).softmax(-1)
     token_ids = probabilities.multinomial(1, generator=generator).squeeze(-1)
+    device = bench.device
+    head_on_device = head.to(device)
+    ids_on_device = token_ids.to(device)
 
     def exact(hidden: Tensor) -> Tensor:
-        logprobs = (hidden.double() @ head.double().T).log_softmax(-1)
-        return logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+        logits = hidden.double() @ head.double().T
+        return select(logits.log_softmax(-1), token_ids)
 
     def ours(hidden: Tensor, dtype: torch.dtype, split: bool) -> Tensor:
-        hidden = hidden.to(bench.device, dtype)
-        weight = head.to(bench.device)
-        ids = token_ids.to(bench.device)
-        return TokenLogProbs.apply(hidden, weight, ids, 1.0, False, split)[0].cpu().double()
+        hidden = hidden.to(device, dtype)
+        logp, _ = TokenLogProbs.apply(hidden, head_on_device, ids_on_device, 1.0, False, split)
+        return logp.cpu().double()
 
     expected = exact(new_hidden) - exact(old_hidden)
-    split = kernels.SPLITS.get(bench.device.type, False)
-    computed = ours(new_hidden, torch.float32, split) - ours(old_hidden, torch.float32, split)
-    error_float32 = float((computed - expected).mean().abs())
-    yield at_most("mean log-ratio's error, float32 head", error_float32, 0.1 * CLIP_RANGE)
+
+    def error_of(dtype: torch.dtype, split: bool) -> float:
+        computed = ours(new_hidden, dtype, split) - ours(old_hidden, dtype, split)
+        mean_error = (computed - expected).mean()
+        return float(mean_error.abs())
+
+    error_float32 = error_of(torch.float32, head_splits(device))
+    bound = 0.1 * CLIP_RANGE
+    yield at_most("mean log-ratio's error, float32 head", error_float32, bound)
     name = "mean log-ratio's error, bfloat16 head"
     if not bench.bfloat16:
         yield Finding(SKIP, name, "this GPU has no bfloat16")
         return
-    computed = ours(new_hidden, torch.bfloat16, False) - ours(old_hidden, torch.bfloat16, False)
-    error_bfloat16 = float((computed - expected).mean().abs())
+    error_bfloat16 = error_of(torch.bfloat16, split=False)
     yield Finding(OK, name, f"{error_bfloat16:.3g}", f"GSPO's range is {CLIP_RANGE:g}")

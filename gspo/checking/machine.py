@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 
 import torch
 import transformers
 from packaging.version import Version
 
 from gspo.checking.bench import Bench
-from gspo.checking.report import FAIL, OK, SKIP, SLOW, Finding, at_least
+from gspo.checking.report import FAIL, OK, SKIP, SLOW, Finding, Findings, at_least
 
 MIN_TORCH = "2.11"
 MIN_TRANSFORMERS = "5.17"
@@ -22,7 +21,7 @@ GB = 1e9
 TERA = 1e12
 
 
-def versions(bench: Bench) -> Iterator[Finding]:
+def versions(bench: Bench) -> Findings:
     """Check the versions of the libraries."""
     for module, minimum in ((torch, MIN_TORCH), (transformers, MIN_TRANSFORMERS)):
         installed = Version(module.__version__)
@@ -31,7 +30,7 @@ def versions(bench: Bench) -> Iterator[Finding]:
     yield Finding(OK, "Python", platform.python_version())
 
 
-def devices(bench: Bench) -> Iterator[Finding]:
+def devices(bench: Bench) -> Findings:
     """Describe the device, and check its memory, its age and whether all GPUs are of a kind."""
     if not bench.on_gpu:
         yield Finding(OK, "device", f"CPU, {torch.get_num_threads()} threads")
@@ -72,11 +71,9 @@ def driver() -> Finding:
         result = subprocess.run(
             command,
             capture_output=True,
-            text=True,
             encoding="utf-8",
             errors="replace",
             timeout=20,
-            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding(SKIP, "driver", f"not known: {error}"[:60])
@@ -90,35 +87,34 @@ def driver() -> Finding:
     return Finding(OK, "driver", result.stdout.split("\n")[0])
 
 
-def ceilings(bench: Bench) -> Iterator[Finding]:
+def ceilings(bench: Bench) -> Findings:
     """Measure the speed of large products and copies. Other checks compare with these numbers."""
     side = 8192 if bench.on_gpu else 1024
-    dtypes = [torch.float32, torch.bfloat16] if bench.bfloat16 else [torch.float32]
+    dtypes = [torch.float32]
+    if bench.bfloat16:
+        dtypes.append(torch.bfloat16)
     for dtype in dtypes:
         a = torch.randn(side, side, device=bench.device, dtype=dtype)
         seconds = bench.seconds(lambda a=a: a @ a)
-        bench.matmul[dtype] = 2 * side**3 / seconds
-        yield Finding(
-            OK,
-            f"product of {side} x {side}, {short(dtype)}",
-            f"{bench.matmul[dtype] / TERA:.3g} TFLOP/s",
-        )
+        flops = 2 * side**3 / seconds
+        bench.matmul[dtype] = flops
+        name = f"product of {side} x {side}, {short(dtype)}"
+        yield Finding(OK, name, f"{flops / TERA:.3g} TFLOP/s")
     numel = 2**29 if bench.on_gpu else 2**24
     source = torch.ones(numel, dtype=torch.float32, device=bench.device)
     target = torch.empty_like(source)
-    bench.copy = 2 * 4 * numel / bench.seconds(lambda: target.copy_(source))
+    seconds = bench.seconds(lambda: target.copy_(source))
+    bench.copy = 2 * source.nbytes / seconds
     yield Finding(OK, "copy within the device's memory", f"{bench.copy / GB:.3g} GB/s")
     if bench.on_gpu:
-        numel = 2**26
-        for kind, on_host in (
-            ("pageable", torch.ones(numel)),
-            ("pinned", torch.ones(numel).pin_memory()),
-        ):
-            target = torch.empty(numel, device=bench.device)
+        pageable = torch.ones(2**26)
+        on_device = torch.empty_like(pageable, device=bench.device)
+        for kind, on_host in (("pageable", pageable), ("pinned", pageable.pin_memory())):
             seconds = bench.seconds(
-                lambda on_host=on_host, target=target: target.copy_(on_host, non_blocking=True)
+                lambda on_host=on_host: on_device.copy_(on_host, non_blocking=True)
             )
-            yield Finding(OK, f"copy to the device, {kind}", f"{4 * numel / seconds / GB:.3g} GB/s")
+            speed = pageable.nbytes / seconds
+            yield Finding(OK, f"copy to the device, {kind}", f"{speed / GB:.3g} GB/s")
 
 
 def short(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ class Finding:
     def record(self) -> dict[str, Any]:
         """Return the finding as a record that can be written as JSON."""
         return asdict(self)
+
+
+Findings = Iterator[Finding]  # the result of a check
 
 
 def header() -> str:

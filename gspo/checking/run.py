@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gspo.checking import kernels, machine, speed, training
 from gspo.checking.bench import Bench
-from gspo.checking.report import FAIL, SKIP, Finding
+from gspo.checking.report import FAIL, SKIP, Finding, Findings
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Check:
     """A check: its name, its function, and the seconds that it may take on a CPU or GPU."""
 
     name: str
-    function: Callable[[Bench], Iterator[Finding]]
+    function: Callable[[Bench], Findings]
     seconds: float
 
 
@@ -43,7 +43,7 @@ CHECKS = (
 )
 
 
-def findings(bench: Bench, checks: tuple[Check, ...]) -> Iterator[Finding]:
+def findings(bench: Bench, checks: tuple[Check, ...]) -> Findings:
     """Yield the findings of the checks. An exception in a check does not stop the others."""
     for check in checks:
         if bench.seconds_left < check.seconds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,13 +19,13 @@ from gspo.checking.bench import (
     Size,
     backward,
     config_of,
+    digits_problem,
     packed,
     random_batch,
     sampled,
 )
 from gspo.checking.machine import GB, short
-from gspo.checking.report import OK, SKIP, SLOW, Finding, at_least, at_most
-from gspo.data.problems import Problem
+from gspo.checking.report import OK, SKIP, SLOW, Finding, Findings, at_least, at_most
 from gspo.model.policy import Policy
 from gspo.planning.memory import Work, batch, measure
 from gspo.rollout.engines.local import LocalEngine
@@ -59,12 +59,13 @@ class Operations(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.split("::")[1] not in VIEWS:
+        _, name = func._schema.name.split("::")
+        if name not in VIEWS:
             self.count += 1
         return func(*args, **(kwargs or {}))
 
 
-def decoding(bench: Bench) -> Iterator[Finding]:
+def decoding(bench: Bench) -> Findings:
     """Measure tokens per second at 32 and 256 rows.
 
     The floor is the time to read the weights and the cache."""
@@ -84,22 +85,25 @@ def decoding(bench: Bench) -> Iterator[Finding]:
             token_count, longest = decoded(engine, rows, tokens)
             bench.synchronize()
             seconds = time.perf_counter() - started
-            floor = longest * bytes_of_step(policy, size, rows, longest) / bench.copy
+            step_bytes = bytes_of_step(policy, size, rows, longest)
+            floor = longest * step_bytes / bench.copy
+            ratio = seconds / floor
             bound = MAX_OVER_FLOOR[bench.device.type]
-            finding = at_most(name, seconds / floor, bound, status=SLOW)
-            finding.number = f"{token_count / seconds:,.0f} tokens/s, {seconds / floor:.1f} x floor"
+            finding = at_most(name, ratio, bound, status=SLOW)
+            finding.number = f"{token_count / seconds:,.0f} tokens/s, {ratio:.1f} x floor"
             finding.bound = f"<= {bound:g} x the time of reading the bytes"
             yield finding
         launches = launches_of(bench, lambda engine=engine: decoded(engine, 32, 17))
-        yield Finding(
-            OK, f"launches for a token and layer, {size.name}", f"{launches / 17 / size.layers:.0f}"
-        )
+        launches_per_layer = launches / 17 / size.layers
+        name = f"launches for a token and layer, {size.name}"
+        yield Finding(OK, name, f"{launches_per_layer:.0f}")
 
 
 def decoded(engine: LocalEngine, rows: int, tokens: int) -> tuple[int, int]:
     """Sample `rows` responses, and return their total tokens and the longest's tokens."""
-    problems = [Problem("digits", i, PROMPTS[i % len(PROMPTS)], None) for i in range(rows // 8)]
-    groups = engine.generate(SamplingRequest(problems, 8, Sampling(1.0, tokens), (1, "speed")))
+    problems = [digits_problem(i) for i in range(rows // 8)]
+    sampling = Sampling(1.0, tokens)
+    groups = engine.generate(SamplingRequest(problems, 8, sampling, (1, "speed")))
     lengths = [len(response.token_ids) for group in groups for response in group]
     return sum(lengths), max(lengths)
 
@@ -108,8 +112,8 @@ def bytes_of_step(policy: Policy, size: Size, rows: int, tokens: int) -> float:
     """Return the bytes that decoding a token for all rows must read.
 
     These are the weights that the rows use, and the KV cache at half of the response's length."""
-    parameters = sum(p.numel() for p in policy.model.parameters())
-    parameters -= sum(p.numel() for p in policy.model.get_input_embeddings().parameters())
+    embeddings = policy.model.get_input_embeddings()
+    parameters = policy.model.num_parameters() - sum(p.numel() for p in embeddings.parameters())
     if size.experts:
         expert_parameters = 3 * size.layers * size.experts * size.hidden * size.width
         used_share = min(1.0, rows * size.experts_per_token / size.experts)
@@ -131,7 +135,7 @@ def launches_of(bench: Bench, work: Callable[[], object]) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events())
 
 
-def updates(bench: Bench) -> Iterator[Finding]:
+def updates(bench: Bench) -> Findings:
     """Measure the speed of a forward and backward pass, as a share of the peak."""
     bound = MIN_SHARE_OF_PEAK[bench.device.type]
     rows = 8
@@ -141,20 +145,21 @@ def updates(bench: Bench) -> Iterator[Finding]:
         policy = bench.policy(size, precision=bench.precision)
         micro = random_batch(rows, prompt, response, size.vocabulary, group=8)
         seconds = bench.seconds(
-            lambda policy=policy, micro=micro: backward(policy, micro, len(micro)), repeats=2
+            lambda policy=policy, micro=micro: backward(policy, micro, rows), repeats=2
         )
         lengths = torch.full((rows,), prompt + response)
         # a group's rows share one pass through their prompt
-        repeated = policy.forward_flops(torch.full((rows - rows // 8,), prompt))
-        flops = 3 * (policy.forward_flops(lengths) - repeated)
-        share = flops / seconds / bench.matmul[bench.precision]
+        repeated_prompts = torch.full((rows - rows // 8,), prompt)
+        forward_flops = policy.forward_flops(lengths) - policy.forward_flops(repeated_prompts)
+        speed = 3 * forward_flops / seconds
+        share = speed / bench.matmul[bench.precision]
         finding = at_least(f"update, {size.name}", share, bound, status=SLOW)
         finding.number = f"{rows * response / seconds:,.0f} tokens/s, {share:.0%} of peak"
         finding.bound = f">= {bound:.0%} of peak"
         yield finding
 
 
-def memory_against_plan(bench: Bench) -> Iterator[Finding]:
+def memory_against_plan(bench: Bench) -> Findings:
     """Compare the memory of an update with the memory that `gspo plan` predicts."""
     if not bench.on_gpu:
         yield Finding(
@@ -179,7 +184,7 @@ def memory_against_plan(bench: Bench) -> Iterator[Finding]:
         del policy
 
 
-def waits(bench: Bench) -> Iterator[Finding]:
+def waits(bench: Bench) -> Findings:
     """Count the waits of the CPU for the GPU in a forward and backward pass, by source line."""
     if not bench.on_gpu:
         yield Finding(SKIP, "waits for the GPU", "there is no GPU to wait for")
@@ -195,20 +200,19 @@ def waits(bench: Bench) -> Iterator[Finding]:
                 backward(policy, micro, 8)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts = Counter(
-            f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
-        )
-        finding = at_most(
-            f"waits in four micro-batches, {size.name}", counts.total(), 0, status=SLOW
-        )
-        finding.detail = dict(counts)
+        counts: Counter[str] = Counter()
+        for warning in caught:
+            if "called a synchronizing" in str(warning.message):
+                counts[f"{warning.filename}:{warning.lineno}"] += 1
+        name = f"waits in four micro-batches, {size.name}"
+        finding = at_most(name, counts.total(), 0, status=SLOW, detail=dict(counts))
         if counts:
             line, _ = counts.most_common(1)[0]
             finding.bound += f"; most at {line}"
         yield finding
 
 
-def new_shapes(bench: Bench) -> Iterator[Finding]:
+def new_shapes(bench: Bench) -> Findings:
     """Compare the first use of new shapes with the second.
 
     The first is slow if a library plans or compiles for each shape."""
@@ -216,21 +220,18 @@ def new_shapes(bench: Bench) -> Iterator[Finding]:
     batches = [random_batch(8, 11 + i, 19 + 2 * i, 20, group=4) for i in range(8)]
     backward(policy, random_batch(8, 7, 9, 20, group=4), 8)  # to load the kernels
 
-    def seconds_of_all() -> float:
-        bench.synchronize()
-        started = time.perf_counter()
+    def use_all() -> None:
         for micro in batches:
             backward(policy, micro, 8)
-        bench.synchronize()
-        return time.perf_counter() - started
 
-    first = seconds_of_all()
-    second = min(seconds_of_all(), seconds_of_all())
+    first = bench.timed(use_all)
+    second = min(bench.timed(use_all), bench.timed(use_all))
+    detail = {"first_s": first, "second_s": second, "precision": short(bench.precision)}
     yield at_most(
         "first against second use of new shapes",
         first / second,
         MAX_NEW_SHAPE_RATIO,
         "x",
         status=SLOW,
-        detail={"first_s": first, "second_s": second, "precision": short(bench.precision)},
+        detail=detail,
     )

@@ -8,18 +8,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GSPO
-from gspo.checking.bench import DENSE, SPARSE, Bench, Digits, backward, packed, sampled
+from gspo.checking.bench import (
+    DENSE,
+    SPARSE,
+    Bench,
+    Digits,
+    backward,
+    packed,
+    relative_error,
+    sampled,
+    sampled_by,
+)
 from gspo.checking.machine import short
-from gspo.checking.report import FAIL, OK, SKIP, Finding, at_least, at_most
+from gspo.checking.report import FAIL, OK, SKIP, Finding, Findings, at_least, at_most
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
@@ -36,7 +44,7 @@ RESUME_SECONDS = 120  # a run of six steps that takes longer counts as hanging
 MAX_OUTPUT_CHARS = 4000  # of the end of a run that is shown
 
 
-def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
+def micro_batch_cuts(bench: Bench) -> Findings:
     """Compare the gradients of a batch that is cut into micro-batches of 2 and of 16."""
     for size in (DENSE, SPARSE):
         policy = bench.policy(size)
@@ -47,17 +55,8 @@ def micro_batch_cuts(bench: Bench) -> Iterator[Finding]:
         yield at_most(f"gradients of other micro-batches, {size.name}", error, 1e-4)
 
 
-def relative_error(tensors: list[Tensor], references: list[Tensor]) -> float:
-    """Return the largest error of the tensors, as a share of the reference's largest number."""
-    errors = [
-        (tensor - reference).abs().max() / reference.abs().max().clamp(min=1e-6)
-        for tensor, reference in zip(tensors, references, strict=True)
-    ]
-    return float(torch.stack(errors).max())
-
-
 @torch.no_grad()
-def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
+def engine_against_trainer(bench: Bench) -> Findings:
     """Compare the engine's log-probs and experts with the trainer's, on sampled responses."""
     # the largest error of log-probs, and the smallest share of equal experts
     bounds = {torch.float32: (1e-4, 0.999)}
@@ -90,7 +89,7 @@ def engine_against_trainer(bench: Bench) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def routing_replay(bench: Bench) -> Iterator[Finding]:
+def routing_replay(bench: Bench) -> Findings:
     """Check that the ratio stays 1 if the trainer's experts (R2) or the engine's (R3) replay."""
     policy = bench.policy(SPARSE)
     batch = packed(policy, sampled(policy, 8, 24, record_experts=True))
@@ -102,7 +101,7 @@ def routing_replay(bench: Bench) -> Iterator[Finding]:
         yield at_most(f"distance of the ratio from 1 under {name}", distance, 1e-4)
 
 
-def learning(bench: Bench) -> Iterator[Finding]:
+def learning(bench: Bench) -> Findings:
     """Train a random model by GSPO on a task that it can learn, for up to 100 steps."""
     policy = bench.policy(SPARSE, precision=bench.precision)
     rollout = RolloutSettings(prompts_per_step=8, group_size=8, max_new_tokens=8)
@@ -121,7 +120,9 @@ def learning(bench: Bench) -> Iterator[Finding]:
     rewards: list[float] = []
     started = time.monotonic()
     for step in range(1, MAX_STEPS + 1):
-        rewards.append(trainer.train_step(step, source.next(step))["reward/mean"])
+        rollout_of_step = source.next(step)
+        metrics = trainer.train_step(step, rollout_of_step)
+        rewards.append(metrics["reward/mean"])
         if step >= MIN_STEPS and time.monotonic() - started > MAX_LEARNING_SECONDS:
             break
     source.close()
@@ -133,7 +134,7 @@ def learning(bench: Bench) -> Iterator[Finding]:
     yield finding
 
 
-def resume(bench: Bench) -> Iterator[Finding]:
+def resume(bench: Bench) -> Findings:
     """Kill a run of `gspo train`, start it again, and compare it with an uninterrupted run.
 
     The weights must be equal to the bit. On a GPU the runs have policy.deterministic."""
@@ -188,7 +189,6 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         encoding="utf-8",
         errors="replace",
         cwd=runs,
@@ -197,8 +197,11 @@ def start(bench: Bench, runs: Path, study: str) -> subprocess.Popen:
 
 def rows_of(study: Path) -> int:
     """Return the number of steps in the metrics of a study's run."""
-    files = list(study.glob("*/metrics.jsonl"))
-    return max((len(file.read_text(encoding="utf-8").splitlines()) for file in files), default=0)
+    counts = [0]
+    for file in study.glob("*/metrics.jsonl"):
+        text = file.read_text(encoding="utf-8")
+        counts.append(len(text.splitlines()))
+    return max(counts)
 
 
 def wait_for(condition) -> bool:
@@ -240,7 +243,7 @@ def weights_of(study: Path) -> dict[str, str]:
     }
 
 
-def vllm_engine(bench: Bench) -> Iterator[Finding]:
+def vllm_engine(bench: Bench) -> Findings:
     """Compare vLLM, if it is installed, with the trainer: log-probs, new weights, and sleep."""
     from gspo.rollout.engines.vllm import VLLMEngine, check_installed, installed_version
 
@@ -252,8 +255,6 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(SKIP, "vLLM", installed_version(), detail=str(error))
         return
-    from gspo.checking.bench import problems
-    from gspo.rollout.engines.requests import Sampling, SamplingRequest
     from gspo.rollout.settings import VLLMRollout
 
     size = replace(DENSE, heads=2, key_value_heads=1, head_dim=32)
@@ -262,15 +263,14 @@ def vllm_engine(bench: Bench) -> Iterator[Finding]:
     engine = VLLMEngine(policy, settings)
     try:
         for name in ("vLLM against trainer", "vLLM after new weights"):
-            groups = engine.generate(
-                SamplingRequest(problems(), 8, Sampling(1.0, 24), (1, "check"))
-            )
-            batch = packed(policy, [response for group in groups for response in group])
+            batch = packed(policy, sampled_by(engine, 8, 24))
             accumulator = MetricAccumulator()
             with torch.no_grad():
-                batch = batch.with_old_results(policy.score(batch, 16).logp_BT, None)
+                scored = policy.score(batch, 16)
+            batch = batch.with_old_results(scored.logp_BT, None)
             diagnostics.mismatch(batch, accumulator)
-            yield at_most(name, accumulator.result()["mismatch/logp_abs"], 1e-3, "nats")
+            metrics = accumulator.result()
+            yield at_most(name, metrics["mismatch/logp_abs"], 1e-3, "nats")
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.mul_(1.05)

@@ -41,13 +41,13 @@ def check() -> None:
     # it imports PyTorch, which takes seconds
     from gspo.algorithm.invariances import check_objective
 
-    findings = check_objective(objective)
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        verdict = "holds" if finding.holds else "FAILS"
-        print(f"{verdict:<6} {finding.name:<{width}}  {finding.text}")
-    failed = sum(not finding.holds for finding in findings)
-    summary = f"{failed} of {len(findings)} do not hold" if failed else f"all {len(findings)} hold"
+    results = check_objective(objective)
+    width = max(len(result.name) for result in results)
+    for result in results:
+        verdict = "holds" if result.holds else "FAILS"
+        print(f"{verdict:<6} {result.name:<{width}}  {result.text}")
+    failed = sum(not result.holds for result in results)
+    summary = f"{failed} of {len(results)} do not hold" if failed else f"all {len(results)} hold"
     print(f"{sys.argv[1]}: {summary}")
     sys.exit(1 if failed else 0)
 

@@ -39,11 +39,12 @@ Part = TypeVar("Part", bound="DataclassInstance")
 
 
 class Positions:
-    """The positions of the tokens of a mask [B, T]: int64, in the flattened mask, and their rows."""
+    """The positions of a mask's tokens: int64, in the flattened mask [B, T], and their rows."""
 
     def __init__(self, mask_BT: Tensor):
+        has_tokens_B = mask_BT.any(-1)
         self.tokens_N = mask_BT.flatten().nonzero().squeeze(-1)
-        self.rows_N = mask_BT.any(-1).nonzero().squeeze(-1)
+        self.rows_N = has_tokens_B.nonzero().squeeze(-1)
 
     def to(self, device: torch.device) -> Positions:
         """Copy the positions to a device."""
@@ -81,11 +82,13 @@ class TokenBatch:
 
     def of_tokens(self, x_BT: Tensor) -> Tensor:
         """Select the entries of response tokens: [N, ...] of [B, T, ...]."""
-        return x_BT.flatten(0, 1).index_select(0, self._response_positions().tokens_N)
+        positions = self._response_positions()
+        return x_BT.flatten(0, 1).index_select(0, positions.tokens_N)
 
     def of_rows(self, x_B: Tensor) -> Tensor:
         """Select the entries of rows that have response tokens."""
-        return x_B.index_select(0, self._response_positions().rows_N)
+        positions = self._response_positions()
+        return x_B.index_select(0, positions.rows_N)
 
     def _response_positions(self) -> Positions:
         """Return the positions of the response tokens.
@@ -98,10 +101,12 @@ class TokenBatch:
 
         Computing the positions on a GPU would wait for all the work that it has."""
         copied = map_tensors(self, lambda _, tensor: to_device(tensor, device))
-        copied._positions = self._response_positions().to(device)
+        positions = self._response_positions()
+        copied._positions = positions.to(device)
         copied._sampled_positions = copied._positions
         if not torch.equal(self.mask_BT, self.sampled_BT):
-            copied._sampled_positions = Positions(self.sampled_BT).to(device)
+            positions = Positions(self.sampled_BT)
+            copied._sampled_positions = positions.to(device)
         return copied
 
     def with_all_sampled(self) -> Self:
@@ -122,17 +127,19 @@ class TokenBatch:
         end = self.prompt_width + longest_response
 
         def select(name: str, tensor: Tensor) -> Tensor:
+            selected = tensor[rows_N]
             if name.endswith("_B"):
-                return tensor[rows_N]
+                return selected
             if "_BS" in name:
-                return tensor[rows_N][:, start:end]
-            return tensor[rows_N][:, :longest_response]
+                return selected[:, start:end]
+            return selected[:, :longest_response]
 
         return map_tensors(self, select)
 
     def split(self, size: int) -> list[Self]:
         """Cut the batch into micro-batches of at most `size` rows."""
-        return self._cut(self.order(), size)
+        order_B = self.order()
+        return self._cut(order_B, size)
 
     def _cut(self, order_B: Tensor, size: int) -> list[Self]:
         return [self.rows(rows_N) for rows_N in order_B.split(size)]
@@ -146,7 +153,8 @@ class TokenBatch:
         """
         lengths_B = self.attention_BS.sum(1)
         distinct_G, group_B = self.prompts_B.unique(return_inverse=True)
-        longest_G = torch.zeros_like(distinct_G).scatter_reduce(0, group_B, lengths_B, "amax")
+        zeros_G = torch.zeros_like(distinct_G)
+        longest_G = zeros_G.scatter_reduce(0, group_B, lengths_B, "amax")
         key_B = longest_G[group_B] * len(distinct_G) + group_B
         if last_B is not None:
             key_B = key_B + last_B * (1 + key_B.max())
@@ -222,7 +230,9 @@ class TrainBatch(OldPolicyBatch):
         Rows whose advantages are all 0 come last. Micro-batches of such rows alone need no backward
         pass.
         """
-        return self._cut(self.order(~self.adv_BT.any(1)), size)
+        without_gradient_B = ~self.adv_BT.any(1)
+        order_B = self.order(without_gradient_B)
+        return self._cut(order_B, size)
 
 
 def contents_of(batch: TokenBatch) -> dict[str, Any]:

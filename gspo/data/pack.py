@@ -1,17 +1,18 @@
 """Packs responses into batches (gspo.data.batch).
 
-Shape suffixes: B responses, T response tokens, S prompt and response tokens, L MoE layers, K experts
-per token.
+Shape suffixes: B responses, T response tokens, S all tokens, L MoE layers, K experts per
+token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, RolloutBatch, TokenBatch, contents_of
@@ -25,19 +26,20 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     without tokens, or without a log-prob per token: only a broken engine returns such.
     """
     for r in responses:
-        if not r.token_ids or len(r.token_ids) != len(r.logprobs):
+        tokens = len(r.token_ids)
+        if tokens == 0 or tokens != len(r.logprobs):
             raise ValueError(
-                f"response {r.sample}, problem {r.problem.index}: {len(r.token_ids)} tokens, "
+                f"response {r.sample}, problem {r.problem.index}: {tokens} tokens, "
                 f"{len(r.logprobs)} logprobs"
             )
     by_policy = None
     if any(r.turns for r in responses):
         by_policy = [r.policy_mask for r in responses]
     prompts = [r.prompt_ids for r in responses]
-    tokens = [r.token_ids for r in responses]
+    token_ids = [r.token_ids for r in responses]
     logprobs = [r.logprobs for r in responses]
     experts = [r.experts for r in responses]
-    batch = layout(prompts, tokens, pad_id, by_policy)
+    batch = layout(prompts, token_ids, pad_id, by_policy)
     return RolloutBatch(
         **contents_of(batch),
         engine_logp_BT=_logprobs(logprobs, batch),
@@ -76,11 +78,8 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
     A response that is no episode is a single turn, with the verifier's reward."""
     if not any(r.turns for r in responses):
         return None
-    shape = batch.mask_BT.shape
-    turns = EpisodeTurns(
-        index_BT=torch.zeros(shape, dtype=torch.int64),
-        rewards_BT=torch.zeros(shape, dtype=torch.float64),
-    )
+    index_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
+    rewards_BT = torch.zeros_like(batch.mask_BT, dtype=torch.float64)
     for i, r in enumerate(responses):
         end = 0
         index = 0
@@ -88,24 +87,25 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
             begin = end
             end += turn.tokens
             if turn.author == "policy":
-                turns.index_BT[i, begin:end] = index
-                turns.rewards_BT[i, end - 1] = turn.reward
+                index_BT[i, begin:end] = index
+                rewards_BT[i, end - 1] = turn.reward
                 index += 1
         if not r.turns:
-            turns.rewards_BT[i, len(r.token_ids) - 1] = r.reward
-    return turns
+            last = len(r.token_ids) - 1
+            rewards_BT[i, last] = r.reward
+    return EpisodeTurns(index_BT, rewards_BT)
 
 
-def _logprobs(rows: list[np.ndarray], batch: TokenBatch) -> Tensor:
+def _logprobs(rows: list[ndarray], batch: TokenBatch) -> Tensor:
     """Pack log-probs of the response tokens, 0 at padding: [B, T], float32."""
     packed_BT = np.zeros(batch.mask_BT.shape, dtype=np.float32)
-    real_BT = batch.attention_BS[:, batch.prompt_width :].numpy()
-    packed_BT[real_BT] = np.concatenate(rows)
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    packed_BT[real_BT.numpy()] = np.concatenate(rows)
     return torch.from_numpy(packed_BT)
 
 
 def _experts(
-    responses: Sequence[Response], rows: list[np.ndarray | None], batch: TokenBatch
+    responses: Sequence[Response], rows: list[ndarray | None], batch: TokenBatch
 ) -> Tensor | None:
     """Pack experts into a tensor [B, S, L, K], int16, None if a row is None.
 
@@ -116,32 +116,38 @@ def _experts(
         return None
     shape = (*batch.tokens_BS.shape, *recorded[0].shape[1:])
     packed_BSLK = np.full(shape, NOT_RECORDED, dtype=np.int16)
-    prompts_B = np.array([len(r.prompt_ids) for r in responses])
-    lengths_B = np.array([len(experts) for experts in recorded])
-    starts_B = batch.prompt_width - prompts_B
-    packed_BSLK[_columns(starts_B, lengths_B, shape[1])] = np.concatenate(recorded)
+    starts_B = batch.prompt_width - lengths_of([r.prompt_ids for r in responses])
+    recorded_BS = _columns(starts_B, lengths_of(recorded), shape[1])
+    packed_BSLK[recorded_BS] = np.concatenate(recorded)
     return torch.from_numpy(packed_BSLK)
+
+
+def lengths_of(rows: Sequence[Sized]) -> ndarray:
+    """Return the length of each row: int64 [B]."""
+    return np.array([len(row) for row in rows])
 
 
 def layout(
     prompts: Sequence[list[int]],
     responses: Sequence[list[int]],
     pad_id: int,
-    by_policy: Sequence[np.ndarray] | None = None,
+    by_policy: Sequence[ndarray] | None = None,
 ) -> TokenBatch:
     """Lay out the tokens of prompts and responses as a batch.
 
     `by_policy` says for each response which tokens the policy wrote, bool [T]. None: all.
     """
-    prompt_lengths_B = np.array([len(prompt) for prompt in prompts])
-    response_lengths_B = np.array([len(response) for response in responses])
-    lengths_B = prompt_lengths_B + response_lengths_B
+    prompt_lengths_B = lengths_of(prompts)
+    response_lengths_B = lengths_of(responses)
     prompt_width = int(prompt_lengths_B.max())
     width = prompt_width + int(response_lengths_B.max())
-    attention_BS = _columns(prompt_width - prompt_lengths_B, lengths_B, width)
+    starts_B = prompt_width - prompt_lengths_B
+    lengths_B = prompt_lengths_B + response_lengths_B
+    attention_BS = _columns(starts_B, lengths_B, width)
 
     rows = zip(prompts, responses, strict=True)
-    tokens = chain.from_iterable(chain.from_iterable(rows))
+    parts = chain.from_iterable(rows)
+    tokens = chain.from_iterable(parts)
     tokens_BS = np.full(attention_BS.shape, pad_id, dtype=np.int64)
     tokens_BS[attention_BS] = np.fromiter(tokens, dtype=np.int64)
 
@@ -163,9 +169,7 @@ def layout(
     )
 
 
-def _columns(starts_B: np.ndarray, lengths_B: np.ndarray, width: int) -> np.ndarray:
+def _columns(starts_B: ndarray, lengths_B: ndarray, width: int) -> ndarray:
     """Mark `lengths_B` columns of each row from column `starts_B` on: bool [B, width]."""
-    columns = np.arange(width)
-    starts_B1 = starts_B[:, None]
-    ends_B1 = starts_B1 + lengths_B[:, None]
-    return (columns >= starts_B1) & (columns < ends_B1)
+    offsets_BS = np.arange(width) - starts_B[:, None]
+    return (offsets_BS >= 0) & (offsets_BS < lengths_B[:, None])

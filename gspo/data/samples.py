@@ -6,14 +6,16 @@ This module does not import torch, so tasks, rewards, figures and tests can use 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
+from numpy import ndarray
 
 from gspo.data.problems import Problem
 
-# The verdicts on responses that the verifier cannot judge: no answer, an answer in another form than
-# the problem requires, a text that is no program, a program without the function. A user's tasks may
-# use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
+# The verdicts on responses that the verifier cannot judge: no answer, an answer in another form
+# than the problem requires, a text that is no program, a program without the function. A user's
+# tasks may use them too. Runs before 2026-11-25 have "no_answer" for "no-answer" in their records.
 NO_ANSWER = frozenset(
     ["no-answer", "no_answer", "malformed", "truncated", "compile-error", "missing"]
 )
@@ -75,7 +77,7 @@ class Response:
     prompt_ids: list[int]
     token_ids: list[int]
     # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
-    logprobs: np.ndarray
+    logprobs: ndarray
     # "stop" (end of sequence, or a stop string), "length" (token limit), "budget" (to be
     # continued); of an episode also "turns" (turn limit), "context" (the model has no room for
     # more), "environment" (it failed)
@@ -84,14 +86,14 @@ class Response:
     # the training step whose weights sampled it, or its first segment if there are several
     policy_step: int
     # [prompt + T - 1, L, K], chosen by the engine at every position it was fed
-    experts: np.ndarray | None = None
+    experts: ndarray | None = None
     # the prompt as the policy saw it: after the chat template, special tokens included
     rendered: str = ""
     # (policy step, tokens); empty if there is only one
     segments: list[tuple[int, int]] = field(default_factory=list)
     # [T] float32, computed by the trainer under the weights that sampled
-    old_logprobs: np.ndarray | None = None
-    old_experts: np.ndarray | None = None  # [prompt + T, L, K] int16, the experts of that pass
+    old_logprobs: ndarray | None = None
+    old_experts: ndarray | None = None  # [prompt + T, L, K] int16, the experts of that pass
     turns: list[Turn] = field(default_factory=list)
     # the environment's numbers, summed over the turns
     measures: dict[str, float] = field(default_factory=dict)
@@ -108,12 +110,10 @@ class Response:
         """The tokens that the policy wrote."""
         if not self.turns:
             return self.token_ids
-        return [
-            i for i, by_policy in zip(self.token_ids, self.policy_mask, strict=True) if by_policy
-        ]
+        return list(compress(self.token_ids, self.policy_mask))
 
     @property
-    def policy_mask(self) -> np.ndarray:
+    def policy_mask(self) -> ndarray:
         """Which tokens the policy wrote: bool [T]."""
         if not self.turns:
             return np.ones(len(self.token_ids), dtype=bool)

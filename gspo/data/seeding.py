@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
 
 
 def seed_for(*position: int | str) -> int:
@@ -23,8 +24,8 @@ def seed_for(*position: int | str) -> int:
     False
     """
     text = "\x1f".join(f"{type(item).__name__}:{item}" for item in position)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+    hashed = hashlib.blake2b(text.encode(), digest_size=8)
+    return int.from_bytes(hashed.digest(), "big")
 
 
 def generator(*position: int | str) -> random.Random:
@@ -32,27 +33,31 @@ def generator(*position: int | str) -> random.Random:
     return random.Random(seed_for(*position))
 
 
-def uniforms(count: int, *position: int | str) -> np.ndarray:
-    """Draw `count` float64 numbers in [0, 1) for a position. The i-th is the same for any count."""
-    return uniform_rows(count, [position])[0]
+def numpy_generator(*position: int | str) -> np.random.Generator:
+    """Return a NumPy generator seeded by a position."""
+    bits = np.random.Philox(key=seed_for(*position))
+    return np.random.Generator(bits)
 
 
-def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> np.ndarray:
-    """Draw `count` float64 numbers in [0, 1) for each position. Shape [positions, count]."""
+def uniform_rows(count: int, positions: Sequence[tuple[int | str, ...]]) -> ndarray:
+    """Draw `count` float64 numbers in [0, 1) for each position. Shape [positions, count].
+
+    The i-th number of a position is the same for any count."""
     rows = np.empty((len(positions), count))
     bits = np.random.Philox(key=0)
     generator = np.random.Generator(bits)
     # A new key restarts the generator. Making a generator would take several times as long, because
     # NumPy asks the system for random bits that the key then replaces.
     state = bits.state
+    key = state["state"]["key"]
     for row, position in zip(rows, positions, strict=True):
-        state["state"]["key"][0] = seed_for(*position)
+        key[0] = seed_for(*position)
         bits.state = state
         generator.random(out=row)
     return rows
 
 
-def permutation(count: int, *position: int | str) -> np.ndarray:
+def permutation(count: int, *position: int | str) -> ndarray:
     """Draw a permutation of range(count) for a position."""
-    bits = np.random.Philox(key=seed_for(*position))
-    return np.random.Generator(bits).permutation(count)
+    rng = numpy_generator(*position)
+    return rng.permutation(count)

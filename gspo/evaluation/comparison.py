@@ -162,9 +162,10 @@ def compared(base: Finished, trained: Finished) -> dict[str, Any]:
     ]
     sets = {}
     for name, base_groups in base.groups.items():
-        base_task = base.settings["sets"][name].get("task")
-        trained_task = trained.settings["sets"][name].get("task")
-        differences.append(first_difference(base_task, trained_task, name))
+        base_set = base.settings["sets"][name]
+        trained_set = trained.settings["sets"][name]
+        difference = first_difference(base_set.get("task"), trained_set.get("task"), name)
+        differences.append(difference)
         problems = sorted(base_groups)
         trained_groups = trained.groups[name]
         sets[name] = compare(

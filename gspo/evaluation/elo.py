@@ -19,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
-from gspo.data.seeding import seed_for
+from gspo.data.seeding import numpy_generator
 from gspo.statistics import percentile_interval, resample_counts
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
@@ -48,13 +49,14 @@ class Resampled:
     high: float
 
 
-def chance(rating: float | np.ndarray, difficulty: float | np.ndarray) -> np.ndarray:
+def chance(rating: float | ndarray, difficulty: float | ndarray) -> ndarray:
     """Compute P(solve | R, d) for a solver with rating R and a problem with difficulty d."""
     exponent = (np.asarray(difficulty) - rating) / 400
-    return 1 / (1 + 10.0 ** np.clip(exponent, -300, 300))
+    odds_against = 10.0 ** np.clip(exponent, -300, 300)
+    return 1 / (1 + odds_against)
 
 
-def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.ndarray) -> Rating:
+def most_likely(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
     """Compute the maximum-likelihood rating.
 
     At this rating the expected number of solves equals the observed number:
@@ -67,87 +69,75 @@ def most_likely(difficulty_P: np.ndarray, solved_P: np.ndarray, attempts_P: np.n
     """
     solved = int(solved_P.sum())
     attempts = int(attempts_P.sum())
-    if solved in (0, attempts):
-        return Rating(math.inf if solved else -math.inf, math.inf)
+    if solved == 0:
+        return Rating(-math.inf, math.inf)
+    if solved == attempts:
+        return Rating(math.inf, math.inf)
     # below all problems by this margin, less than one solve is expected; above, one failure
     margin = 400 * math.log10(attempts + 1)
 
-    def missing_solves(R: np.ndarray) -> np.ndarray:
-        return solved - (attempts_P * chance(R, difficulty_P)).sum()
+    def missing_solves(R: ndarray) -> ndarray:
+        expected_P = attempts_P * chance(R, difficulty_P)
+        return solved - expected_P.sum()
 
     low = np.min(difficulty_P) - margin
     high = np.max(difficulty_P) + margin
     root = float(_root(missing_solves, low, high))
-    return Rating(root, _information(root, difficulty_P, attempts_P) ** -0.5)
+    curvature = _information(root, difficulty_P, attempts_P)
+    return Rating(root, curvature**-0.5)
 
 
-def most_probable(
-    difficulty_P: np.ndarray,
-    solved_P: np.ndarray,
-    attempts_P: np.ndarray,
-    mean: float = MEAN,
-    spread: float = SPREAD,
-) -> Rating:
-    """Compute the maximum a posteriori rating under the prior R ~ N(mean, spread^2).
+def most_probable(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
+    """Compute the maximum a posteriori rating under the prior R ~ N(MEAN, SPREAD^2).
 
     It is finite even if all problems or none are solved. The standard error assumes that all
     attempts are independent. Attempts at the same problem are not: see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
-    roots_1 = _most_probable(ones_1P, difficulty_P, solved_P, attempts_P, mean, spread)
+    roots_1 = _most_probable(ones_1P, difficulty_P, solved_P, attempts_P)
     root = float(roots_1[0])
-    curvature = _information(root, difficulty_P, attempts_P) + spread**-2
+    curvature = _information(root, difficulty_P, attempts_P) + SPREAD**-2
     return Rating(root, curvature**-0.5)
 
 
-def bootstrap(
-    difficulty_P: np.ndarray,
-    solved_P: np.ndarray,
-    attempts_P: np.ndarray,
-    mean: float = MEAN,
-    spread: float = SPREAD,
-    draws: int = DRAWS,
-) -> Resampled:
+def bootstrap(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Resampled:
     """Compute error and interval of the most probable rating over resampled sets of problems.
 
-    Each of `draws` sets has as many problems as the original, drawn with replacement. The draws are
+    Each of `DRAWS` sets has as many problems as the original, drawn with replacement. The draws are
     the same each time.
     """
     problems = len(difficulty_P)
-    rng = np.random.Generator(np.random.Philox(key=seed_for("elo", problems, draws)))
-    weights_DP = resample_counts(problems, draws, rng)
-    ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P, mean, spread)
+    rng = numpy_generator("elo", problems, DRAWS)
+    weights_DP = resample_counts(problems, DRAWS, rng)
+    ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P)
+    stderr = float(ratings_D.std(ddof=1))
     low, high = percentile_interval(ratings_D)
-    return Resampled(float(ratings_D.std(ddof=1)), low, high)
+    return Resampled(stderr, low, high)
 
 
 def _most_probable(
-    weights_DP: np.ndarray,
-    difficulty_P: np.ndarray,
-    solved_P: np.ndarray,
-    attempts_P: np.ndarray,
-    mean: float,
-    spread: float,
-) -> np.ndarray:
+    weights_DP: ndarray, difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray
+) -> ndarray:
     """Find the roots of the slope of the log posterior. Shape [D].
 
     In draw D problem i counts weights_DP[D, i] times. The slope of the log likelihood is at most
-    LOGISTIC x attempts in size, so the root lies within that many spread^2 of the mean.
+    LOGISTIC x attempts in size, so the root lies within that many SPREAD^2 of the mean.
     """
-    reach_D = spread**2 * LOGISTIC * (weights_DP @ attempts_P)
+    reach_D = SPREAD**2 * LOGISTIC * (weights_DP @ attempts_P)
 
-    def slope(R_D: np.ndarray) -> np.ndarray:
+    def slope(R_D: ndarray) -> ndarray:
         expected_DP = attempts_P * chance(R_D[:, None], difficulty_P)
-        likelihood_D = LOGISTIC * (weights_DP * (solved_P - expected_DP)).sum(1)
-        prior_D = (mean - R_D) / spread**2
+        surplus_DP = solved_P - expected_DP
+        likelihood_D = LOGISTIC * (weights_DP * surplus_DP).sum(1)
+        prior_D = (MEAN - R_D) / SPREAD**2
         return likelihood_D + prior_D
 
-    return _root(slope, mean - reach_D, mean + reach_D)
+    low_D = MEAN - reach_D
+    high_D = MEAN + reach_D
+    return _root(slope, low_D, high_D)
 
 
-def _root(
-    decreasing: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
-) -> np.ndarray:
+def _root(decreasing: Callable[[ndarray], ndarray], low: ndarray, high: ndarray) -> ndarray:
     """Find the root of a decreasing function by bisection, or the nearer end if it has none."""
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -157,9 +147,10 @@ def _root(
     return (low + high) / 2
 
 
-def _information(rating: float, difficulty_P: np.ndarray, attempts_P: np.ndarray) -> float:
+def _information(rating: float, difficulty_P: ndarray, attempts_P: ndarray) -> float:
     """Compute the Fisher information (ln 10/400)^2 sum n_i P_i (1 - P_i).
 
     It is minus the curvature of the log likelihood."""
     p_P = chance(rating, difficulty_P)
-    return float(LOGISTIC**2 * (attempts_P * p_P * (1 - p_P)).sum())
+    variance_P = attempts_P * p_P * (1 - p_P)
+    return float(LOGISTIC**2 * variance_P.sum())

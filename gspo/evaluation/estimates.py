@@ -16,8 +16,9 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy import ndarray
 
-from gspo.data.seeding import seed_for
+from gspo.data.seeding import numpy_generator
 from gspo.statistics import standard_error, t_half_width, t_quantile, wilson_interval
 
 # maj@k with k < n averages over so many subsets, which adds at most 0.022 / sqrt(m) to its standard
@@ -43,20 +44,21 @@ def powers(n: int) -> list[int]:
     return sorted({*powers_of_2, n})
 
 
-def average(rewards_PK: np.ndarray) -> Estimate:
+def average(rewards_PK: ndarray) -> Estimate:
     """Estimate avg@k, the mean over problems of the mean reward of their graded samples."""
+    counts_P = graded_counts(rewards_PK)
+    totals_P = np.nansum(rewards_PK, axis=1)
+    means_P = ratio(totals_P, counts_P)
+    return over_problems(means_P, int(counts_P.sum()))
+
+
+def graded_counts(rewards_PK: ndarray) -> ndarray:
+    """Count the graded samples of each problem. Shape [P]."""
     graded_PK = ~np.isnan(rewards_PK)
-    return over_problems(problem_means(rewards_PK), int(graded_PK.sum()))
+    return graded_PK.sum(1)
 
 
-def problem_means(rewards_PK: np.ndarray) -> np.ndarray:
-    """Compute the mean reward of each problem's graded samples, NaN without any. Shape [P]."""
-    graded_PK = ~np.isnan(rewards_PK)
-    totals_P = np.where(graded_PK, rewards_PK, 0.0).sum(1)
-    return ratio(totals_P, graded_PK.sum(1))
-
-
-def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
+def error_parts(rewards_PK: ndarray) -> tuple[float, float]:
     """Split the standard error of avg@k into (sampling, between problems).
 
     The squares of the parts add up to the square of the error.
@@ -67,22 +69,21 @@ def error_parts(rewards_PK: np.ndarray) -> tuple[float, float]:
     k / m^2. The rest of the error is due to the choice of problems; it is 0 if noise would make it
     negative. Both are NaN if a problem has a single sample.
     """
-    deviations_PK = rewards_PK - problem_means(rewards_PK)[:, None]
-    squares_P = np.nansum(deviations_PK**2, axis=1)
-    counts_P = (~np.isnan(rewards_PK)).sum(1)
-    squares_P = squares_P[counts_P > 0]
-    counts_P = counts_P[counts_P > 0]
+    used_P = graded_counts(rewards_PK) > 0
+    rewards_PK = rewards_PK[used_P]
+    counts_P = graded_counts(rewards_PK)
     m = len(counts_P)
-    if m < 2 or (counts_P < 2).any():
+    if m < 2 or counts_P.min() < 2:
         return math.nan, math.nan
-    squared_errors_P = squares_P / (counts_P - 1) / counts_P
-    sampling = math.sqrt(float(squared_errors_P.sum())) / m
+    variance_P = np.nanvar(rewards_PK, axis=1, ddof=1)
+    squared_error_P = variance_P / counts_P
+    sampling = math.sqrt(squared_error_P.sum()) / m
     stderr = average(rewards_PK).stderr
-    between = math.sqrt(max(0.0, stderr**2 - sampling**2))
-    return sampling, between
+    between_squared = max(0.0, stderr**2 - sampling**2)
+    return sampling, math.sqrt(between_squared)
 
 
-def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
+def pass_at_k(rewards_PK: ndarray, k: int) -> Estimate:
     """Estimate the chance that at least one of k samples is right, without bias.
 
     With n >= k samples of a problem, c of them right (Chen et al. 2021, arXiv:2107.03374):
@@ -91,19 +92,19 @@ def pass_at_k(rewards_PK: np.ndarray, k: int) -> Estimate:
 
     Problems with fewer than k graded samples are left out.
     """
-    counts_P = (~np.isnan(rewards_PK)).sum(1)
+    counts_P = graded_counts(rewards_PK)
     solved_P = (rewards_PK == 1).sum(1)
     values = []
+    samples = 0
     for n, c in zip(counts_P.tolist(), solved_P.tolist(), strict=True):
-        value = math.nan
         if n >= k:
-            value = 1 - math.comb(n - c, k) / math.comb(n, k)
-        values.append(value)
-    samples = int(counts_P[counts_P >= k].sum())
+            samples += n
+            all_wrong = math.comb(n - c, k) / math.comb(n, k)
+            values.append(1 - all_wrong)
     return over_problems(np.array(values), samples)
 
 
-def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Estimate:
+def majority_at_k(rewards_PK: ndarray, answers_PK: ndarray, k: int) -> Estimate:
     """Estimate the chance that the most frequent answer of k samples is right.
 
     `answers_PK` holds normal forms. A sample whose answer is "" has no vote, and a problem without
@@ -114,43 +115,49 @@ def majority_at_k(rewards_PK: np.ndarray, answers_PK: np.ndarray, k: int) -> Est
     """
     graded_PK = ~np.isnan(rewards_PK)
     counts_P = graded_PK.sum(1)
-    _, codes_PK = np.unique(answers_PK, return_inverse=True)
-    codes_PK = np.where(answers_PK == "", -1, codes_PK.reshape(answers_PK.shape))
-    graded_first_PK = np.argsort(~graded_PK, axis=1, kind="stable")
+    _, codes = np.unique(answers_PK, return_inverse=True)
+    codes_PK = codes.reshape(answers_PK.shape)
+    codes_PK = np.where(answers_PK == "", -1, codes_PK)
+    # ungraded samples go to the end of their row
+    order_PK = np.argsort(~graded_PK, axis=1, kind="stable")
+    codes_PK = np.take_along_axis(codes_PK, order_PK, axis=1)
+    solved_PK = np.take_along_axis(rewards_PK == 1, order_PK, axis=1)
     values_P = np.full(len(rewards_PK), math.nan)
     used_counts = counts_P[counts_P >= k]
     for n in np.unique(used_counts).tolist():
         rows = np.flatnonzero(counts_P == n)
-        columns = graded_first_PK[rows, :n]
-        codes_Pn = np.take_along_axis(codes_PK[rows], columns, axis=1)
-        solved_Pn = np.take_along_axis(rewards_PK[rows] == 1, columns, axis=1)
         orders = _orders(n, k)
-        votes = [_vote(codes_Pn[:, order], solved_Pn[:, order]) for order in orders]
-        values_P[rows] = sum(votes) / len(orders)
+        right = np.zeros(len(rows))
+        for order in orders:
+            voting = np.ix_(rows, order)
+            right += _vote(codes_PK[voting], solved_PK[voting])
+        values_P[rows] = right / len(orders)
     return over_problems(values_P, int(used_counts.sum()))
 
 
-def _orders(n: int, k: int) -> np.ndarray:
+def _orders(n: int, k: int) -> ndarray:
     """Choose the samples that vote, in order: each row has k different numbers below n."""
     if k == n:
         return np.arange(n)[None]
-    rng = np.random.Generator(np.random.Philox(key=seed_for("maj@k", n, k)))
+    rng = numpy_generator("maj@k", n, k)
     numbers = np.tile(np.arange(n), (DRAWS, 1))
-    return rng.permuted(numbers, axis=1)[:, :k]
+    permutations = rng.permuted(numbers, axis=1)
+    return permutations[:, :k]
 
 
-def _vote(codes_Pk: np.ndarray, solved_Pk: np.ndarray) -> np.ndarray:
+def _vote(codes_Pk: ndarray, solved_Pk: ndarray) -> ndarray:
     """Return 1.0 for each problem whose majority is right, else 0.0. Shape [P]."""
     same_Pkk = codes_Pk[:, :, None] == codes_Pk[:, None, :]
     votes_Pk = np.where(codes_Pk >= 0, same_Pkk.sum(2), 0)
     # `argmax` returns the first of equally frequent answers
-    winner_P1 = votes_Pk.argmax(1)[:, None]
-    has_votes_P1 = np.take_along_axis(votes_Pk, winner_P1, axis=1) > 0
-    is_right_P1 = np.take_along_axis(solved_Pk, winner_P1, axis=1)
-    return (is_right_P1 & has_votes_P1)[:, 0].astype(float)
+    winner_P = votes_Pk.argmax(1)
+    rows_P = np.arange(len(winner_P))
+    has_votes_P = votes_Pk[rows_P, winner_P] > 0
+    is_right_P = solved_Pk[rows_P, winner_P]
+    return (is_right_P & has_votes_P).astype(float)
 
 
-def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
+def over_problems(values_P: ndarray, samples: int) -> Estimate:
     """Estimate a mean from the values of independent problems. NaN values are left out.
 
     If all values lie in [0, 1] the interval is `interval`. Rewards of an environment may lie
@@ -161,10 +168,9 @@ def over_problems(values_P: np.ndarray, samples: int) -> Estimate:
     form too, except for a factor sqrt((m - 1) / m), so no problems are resampled. `samples` is the
     number of graded samples behind the values.
     """
-    values_P = values_P[~np.isnan(values_P)]
     estimate = mean_difference(values_P)
-    m = len(values_P)
-    if m < 2 or values_P.min() < 0 or values_P.max() > 1:
+    m = estimate.problems
+    if m < 2 or np.nanmin(values_P) < 0 or np.nanmax(values_P) > 1:
         return estimate
     low, high = interval(estimate.value, estimate.stderr, m, samples)
     return replace(estimate, low=low, high=high)
@@ -187,38 +193,33 @@ def interval(value: float, stderr: float, problems: int, samples: int) -> tuple[
     if spread < 1e-12:
         n = float(problems)
     elif stderr:
-        n = min(n, spread / stderr**2)
-    low, high = wilson_interval(value, n, t_quantile(problems - 1))
+        effective = spread / stderr**2
+        n = min(n, effective)
+    t = t_quantile(problems - 1)
+    low, high = wilson_interval(value, n, t)
     return min(low, value), max(high, value)
 
 
-def mean_difference(differences_P: np.ndarray) -> Estimate:
+def mean_difference(differences_P: ndarray) -> Estimate:
     """Estimate the mean of unbounded values of independent problems, such as paired differences.
 
     NaN values are left out. The interval is mean -+ t std (ddof 1) / sqrt(m), t being Student's
     97.5 % quantile with m - 1 degrees of freedom.
     """
-    d_P = differences_P[~np.isnan(differences_P)]
+    is_nan_P = np.isnan(differences_P)
+    d_P = differences_P[~is_nan_P]
     m = len(d_P)
     value = float(d_P.mean()) if m else math.nan
     if m < 2:
         return Estimate(value, math.nan, math.nan, math.nan, m)
+    stderr = standard_error(d_P)
     half = t_half_width(d_P)
-    return Estimate(value, standard_error(d_P), value - half, value + half, m)
+    low = value - half
+    high = value + half
+    return Estimate(value, stderr, low, high, m)
 
 
-def ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def ratio(a: ndarray, b: ndarray) -> ndarray:
     """Compute a / b element by element, NaN if b is 0."""
-    a = np.asarray(a, float)
-    b = np.asarray(b, float)
     result = np.full(a.shape, math.nan)
     return np.divide(a, b, out=result, where=b > 0)
-
-
-def bootstrap_counts(purpose: str, problems: int, draws: int) -> np.ndarray:
-    """Return how often each problem occurs in each resampled set. Shape [draws, problems].
-
-    A set has as many problems, drawn with replacement. The draws are the same each time."""
-    rng = np.random.Generator(np.random.Philox(key=seed_for(purpose, problems, draws)))
-    equal_chances = np.full(problems, 1 / problems)
-    return rng.multinomial(problems, equal_chances, size=draws)

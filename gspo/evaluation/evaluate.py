@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from gspo.data.problems import Problem
 from gspo.data.samples import ScoredResponse
 from gspo.evaluation import elo, estimates
+from gspo.evaluation.paired import graded_rows
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
@@ -111,10 +113,13 @@ def evaluate(
     for full_set in load_evaluation_sets(task, settings.sets, settings.problems):
         evaluation_set = with_room(full_set, engine, max_new_tokens)
         request = evaluation_set.request(settings.samples, sampling, step)
-        groups = [group for chunk in scored_chunks(engine, task, request) for group in chunk]
-        result = summarise([rows(group) for group in groups], [settings.samples])
-        metrics |= as_metrics(evaluation_set.name, result)
-        metrics[f"eval/{evaluation_set.name}/prompt_too_long"] = float(evaluation_set.left_out)
+        chunks = scored_chunks(engine, task, request)
+        groups = list(chain.from_iterable(chunks))
+        row_groups = [rows(group) for group in groups]
+        result = summarise(row_groups, [settings.samples])
+        name = evaluation_set.name
+        metrics |= as_metrics(name, result)
+        metrics[f"eval/{name}/prompt_too_long"] = float(evaluation_set.left_out)
         all_groups += groups
     return metrics, all_groups
 
@@ -133,13 +138,13 @@ def rows(group: list[ScoredResponse]) -> list[dict]:
 def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     """Compute the numbers of one set, ready for JSON, from the `rows` of every problem.
 
-    A number can be None. Responses that could not be graded are counted, and left out of everything
-    else. pass@k and maj@k are computed for every k of `ks`. maj@k is None without any answer to
-    vote for, Elo is None if a problem has no rating. "episodes" has the numbers of
-    gspo.tracking.episodes. It is missing if no response is an episode of several turns.
+    A number can be None. Ungraded responses are counted, and no other number includes them. pass@k
+    and maj@k are computed for every k of `ks`. maj@k is None without any answer to vote for. Elo is
+    None if a problem has no rating. "episodes" has the numbers of gspo.tracking.episodes. It is
+    missing if no response is an episode of several turns.
     """
-    responses = [r for group in groups for r in group]
-    graded = [r for r in responses if r["reward"] is not None]
+    responses = list(chain.from_iterable(groups))
+    graded = graded_rows(responses)
     verdicts = Counter(r["verdict"] for r in graded)
     # None becomes NaN
     rewards_PK = np.array([[r["reward"] for r in group] for group in groups], dtype=float)
@@ -153,7 +158,8 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     pass_at_k = {}
     majority_at_k = {}
     for k in ks:
-        pass_at_k[str(k)] = _estimate(estimates.pass_at_k(rewards_PK, k))
+        solved = estimates.pass_at_k(rewards_PK, k)
+        pass_at_k[str(k)] = _estimate(solved)
         if has_answers:
             majority = estimates.majority_at_k(rewards_PK, answers_PK, k)
             majority_at_k[str(k)] = _estimate(majority)
@@ -161,7 +167,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
         "problems": len(groups),
         "problems_left_out": len(groups) - average.problems,
         "samples": rewards_PK.shape[1],
-        "ungraded": int(np.isnan(rewards_PK).sum()),
+        "ungraded": len(responses) - len(graded),
         "avg": {
             **_estimate(average),
             "stderr_sampling": stderr_sampling,
@@ -192,23 +198,25 @@ def _estimate(estimate: estimates.Estimate) -> dict:
 
 
 def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
-    """Compute both ratings with their errors, and describe the problems that they were measured on.
+    """Compute both ratings with their errors, and describe the rated problems.
 
-    Without that description the ratings mean little.
+    Without this description the ratings mean little.
     """
-    used = (~np.isnan(rewards_PK)).any(1)
-    difficulty_P = difficulty_P[used]
-    rewards_PK = rewards_PK[used]
+    attempts_P = estimates.graded_counts(rewards_PK)
     solved_P = (rewards_PK == 1).sum(1)
-    attempts_P = (~np.isnan(rewards_PK)).sum(1)
+    used_P = attempts_P > 0
+    difficulty_P = difficulty_P[used_P]
+    attempts_P = attempts_P[used_P]
+    solved_P = solved_P[used_P]
     likely = elo.most_likely(difficulty_P, solved_P, attempts_P)
     probable = elo.most_probable(difficulty_P, solved_P, attempts_P)
     resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
     # JSON has no infinity
     likely_rating: float | str = likely.rating
+    likely_stderr: float | None = likely.stderr
     if not math.isfinite(likely.rating):
-        likely_rating = "+inf" if likely.rating > 0 else "-inf"
-    likely_stderr = likely.stderr if math.isfinite(likely.stderr) else None
+        likely_rating = f"{likely.rating:+}"
+        likely_stderr = None
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
@@ -225,21 +233,26 @@ def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
 
 def as_metrics(name: str, result: dict) -> dict[str, float]:
     """Return the numbers that are logged in training, by metric name, without None values."""
-    k = result["samples"]
-    elo_result = result["elo"] or {}
-    majority = result["maj"] or {}
+    k = str(result["samples"])
+    average = result["avg"]
+    solved = result["pass"][k]
     metrics = {
-        f"eval/{name}/avg@{k}": result["avg"]["value"],
-        f"eval/{name}/stderr": result["avg"]["stderr"],
-        f"eval/{name}/pass@{k}": result["pass"][str(k)]["value"],
-        f"eval/{name}/maj@{k}": majority.get(str(k), {}).get("value"),
-        f"eval/{name}/truncated": result["truncated"],
-        f"eval/{name}/tokens": result["tokens"],
-        f"eval/{name}/ungraded": float(result["ungraded"]),
-        "eval/elo": elo_result.get("map"),
-        "eval/elo_stderr": elo_result.get("map_stderr"),
+        f"eval/{name}/avg@{k}": average["value"],
+        f"eval/{name}/stderr": average["stderr"],
+        f"eval/{name}/pass@{k}": solved["value"],
     }
-    for key, value in result.get("episodes", {}).items():
+    if result["maj"]:
+        majority = result["maj"][k]
+        metrics[f"eval/{name}/maj@{k}"] = majority["value"]
+    metrics[f"eval/{name}/truncated"] = result["truncated"]
+    metrics[f"eval/{name}/tokens"] = result["tokens"]
+    metrics[f"eval/{name}/ungraded"] = float(result["ungraded"])
+    elo_result = result["elo"]
+    if elo_result:
+        metrics["eval/elo"] = elo_result["map"]
+        metrics["eval/elo_stderr"] = elo_result["map_stderr"]
+    episode_numbers = result.get("episodes", {})
+    for key, value in episode_numbers.items():
         metrics[f"eval/{name}/episode_{key}"] = value
     return {key: value for key, value in metrics.items() if value is not None}
 

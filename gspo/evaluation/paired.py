@@ -21,12 +21,14 @@ Shape suffixes: P problems, D draws of the bootstrap.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 
 from gspo.data.samples import NO_ANSWER
-from gspo.data.seeding import seed_for
+from gspo.data.seeding import numpy_generator
 from gspo.evaluation.estimates import mean_difference, ratio
 from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of_integers
 
@@ -40,39 +42,37 @@ Group = list[dict]
 
 @dataclass(frozen=True)
 class Answered:
-    """One policy's results, as means over each problem's graded samples, NaN without any."""
+    """One policy's results, as means over each problem's graded samples."""
 
-    right_P: np.ndarray  # the mean reward
-    found_P: np.ndarray  # the share of responses with an answer to judge
-    truncated_P: np.ndarray  # the share of responses that were cut off; none of these has an answer
-    graded_P: np.ndarray  # the number of graded samples
+    right_P: ndarray  # the mean reward
+    found_P: ndarray  # the share of responses with an answer to judge
+    truncated_P: ndarray  # the share of responses that were cut off; none of these has an answer
+
+
+def graded_rows(group: Group) -> Group:
+    """Return the rows of responses that the verifier could grade."""
+    return [row for row in group if row["reward"] is not None]
 
 
 def answered(groups: list[Group]) -> Answered:
-    """Take the means over the graded samples of every problem."""
+    """Take the means over the samples of every problem, which must all be graded."""
     means = []
-    counts = []
     for group in groups:
-        graded = [row for row in group if row["reward"] is not None]
-        values = [(row["reward"], has_answer(row), row["verdict"] == "truncated") for row in graded]
-        group_means = np.full(3, math.nan)
-        if values:
-            group_means = np.mean(values, axis=0)
-        means.append(group_means)
-        counts.append(len(graded))
-    means_P3 = np.array(means, dtype=float).reshape(-1, 3)
-    right_P, found_P, truncated_P = means_P3.T
-    return Answered(right_P, found_P, truncated_P, np.array(counts))
-
-
-def has_answer(row: dict) -> bool:
-    """Return whether the verifier found an answer to judge. A response with a reward had one."""
-    return row["reward"] > 0 or row["verdict"] not in NO_ANSWER
+        values = []
+        for row in group:
+            reward = row["reward"]
+            verdict = row["verdict"]
+            # a response with a reward had an answer
+            has_answer = reward > 0 or verdict not in NO_ANSWER
+            values.append((reward, has_answer, verdict == "truncated"))
+        means.append(np.mean(values, axis=0))
+    right_P, found_P, truncated_P = np.transpose(means)
+    return Answered(right_P, found_P, truncated_P)
 
 
 def split(
-    right0: np.ndarray, found0: np.ndarray, right1: np.ndarray, found1: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+    right0: ndarray, found0: ndarray, right1: ndarray, found1: ndarray
+) -> tuple[ndarray, ndarray]:
     """Split the gain right1 - right0 into (format, correctness), by the formula at the top.
 
     All arguments are means over problems. Arrays are split element by element."""
@@ -95,67 +95,80 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
     the same each time. All of these describe the spread over other problems of the same kind and
     other samples. Problems without a graded response of both policies are left out, and counted.
     """
-    base_results = answered(base)
-    trained_results = answered(trained)
-    both = (base_results, trained_results)
-    used_P = (base_results.graded_P > 0) & (trained_results.graded_P > 0)
-    right_P2 = np.stack([results.right_P for results in both], axis=1)[used_P]
-    found_P2 = np.stack([results.found_P for results in both], axis=1)[used_P]
-    truncated_P2 = np.stack([results.truncated_P for results in both], axis=1)[used_P]
-    problems = len(right_P2)
+    base_groups = []
+    trained_groups = []
+    for base_group, trained_group in zip(base, trained, strict=True):
+        base_rows = graded_rows(base_group)
+        trained_rows = graded_rows(trained_group)
+        if base_rows and trained_rows:
+            base_groups.append(base_rows)
+            trained_groups.append(trained_rows)
+    problems = len(base_groups)
     result = {"problems": problems, "problems_left_out": len(base) - problems}
     if not problems:
         return result
-    right = right_P2.mean(0)
-    shares = found_P2.mean(0)
-    differences_P = right_P2[:, 1] - right_P2[:, 0]
+    base_results = answered(base_groups)
+    trained_results = answered(trained_groups)
+    right_P2 = np.stack([base_results.right_P, trained_results.right_P], axis=1)
+    found_P2 = np.stack([base_results.found_P, trained_results.found_P], axis=1)
+    truncated_P2 = np.stack([base_results.truncated_P, trained_results.truncated_P], axis=1)
+    right_2 = right_P2.mean(0)
+    found_2 = found_P2.mean(0)
+    differences_P = trained_results.right_P - base_results.right_P
     gain = mean_difference(differences_P)
-    counts = np.concatenate([results.graded_P[used_P] for results in both])
+    counts = {len(rows) for rows in base_groups + trained_groups}
     steps_P = in_steps(differences_P, counts)
-    format_gain, correctness_gain = split(right[0], shares[0], right[1], shares[1])
+    base_right, trained_right = right_2
+    base_found, trained_found = found_2
+    format_gain, correctness_gain = split(base_right, base_found, trained_right, trained_found)
     format_interval, correctness_interval = resampled(right_P2, found_P2)
     return result | {
-        "accuracy": right.tolist(),
-        "found": shares.tolist(),
-        "right_of_found": ratio(right, shares).tolist(),
+        "accuracy": right_2.tolist(),
+        "found": found_2.tolist(),
+        "right_of_found": ratio(right_2, found_2).tolist(),
         "truncated": truncated_P2.mean(0).tolist(),
         "gain": {
             "value": gain.value,
             "interval_95": [gain.low, gain.high],
             "p": sign_flip_p_of_integers(steps_P),
         },
-        "format": {"value": float(format_gain), "interval_95": format_interval},
-        "correctness": {"value": float(correctness_gain), "interval_95": correctness_interval},
+        "format": {"value": format_gain.item(), "interval_95": format_interval},
+        "correctness": {"value": correctness_gain.item(), "interval_95": correctness_interval},
     }
 
 
-def resampled(right_P2: np.ndarray, found_P2: np.ndarray) -> list[list[float]]:
+def resampled(right_P2: ndarray, found_P2: ndarray) -> list[list[float]]:
     """Compute the 95 % intervals of format and correctness by a bootstrap over problems.
 
     They are percentiles over `DRAWS` sets of as many problems, drawn with replacement."""
     problems = len(right_P2)
     if problems < 2:
         return [[math.nan, math.nan], [math.nan, math.nan]]
-    rng = np.random.Generator(np.random.Philox(key=seed_for("paired", problems, DRAWS)))
+    rng = numpy_generator("paired", problems, DRAWS)
     weights_DP = resample_counts(problems, DRAWS, rng) / problems
-    right_D, trained_right_D = (weights_DP @ right_P2).T
-    found_D, trained_found_D = (weights_DP @ found_P2).T
-    parts = split(right_D, found_D, trained_right_D, trained_found_D)
+    right_D2 = weights_DP @ right_P2
+    found_D2 = weights_DP @ found_P2
+    base_right_D, trained_right_D = right_D2.T
+    base_found_D, trained_found_D = found_D2.T
+    parts = split(base_right_D, base_found_D, trained_right_D, trained_found_D)
     return [list(percentile_interval(part_D)) for part_D in parts]
 
 
-def in_steps(differences_P: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def in_steps(differences_P: ndarray, counts: Iterable[int]) -> ndarray:
     """Return differences of means over `counts` samples as whole multiples of a common unit.
 
-    With rewards 0 and 1, all differences are multiples of 1 / lcm(counts). If rewards lie between 0
-    and 1, or if that unit is so small that the exact test would take too long, differences are
-    rounded to multiples of 1 / MAX_STEPS_PER_UNIT, or of a coarser unit for many problems.
+    With rewards 0 and 1, all differences are multiples of 1 / lcm(counts). Rewards between 0 and 1
+    have no common unit, and a very small unit would make the exact test too slow. In both cases the
+    differences are rounded to multiples of 1 / MAX_STEPS_PER_UNIT. The unit is coarser for many
+    problems.
     """
     max_steps = MAX_ADDITIONS // len(differences_P) ** 2
-    common_steps = math.lcm(*(int(count) for count in np.unique(counts)))
+    common_steps = math.lcm(*counts)
     if common_steps <= max_steps:
         steps_P = differences_P * common_steps
-        if np.allclose(steps_P, np.rint(steps_P), rtol=0, atol=1e-6):
-            return np.rint(steps_P).astype(np.int64)
-    steps_P = differences_P * max(1, min(MAX_STEPS_PER_UNIT, max_steps))
-    return np.rint(steps_P).astype(np.int64)
+        rounded_P = np.rint(steps_P)
+        if np.allclose(steps_P, rounded_P, rtol=0, atol=1e-6):
+            return rounded_P.astype(np.int64)
+    steps_per_unit = max(1, min(MAX_STEPS_PER_UNIT, max_steps))
+    rounded_P = np.rint(differences_P * steps_per_unit)
+    return rounded_P.astype(np.int64)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from tqdm import tqdm
 
-from gspo.evaluation.paired import Group
+from gspo.evaluation.paired import Group, graded_rows
 
 
 class Bar:
@@ -25,9 +27,8 @@ class Bar:
             if not self.bar.disable:
                 # they took no time, so they must not count in the estimate of the remaining time
                 self.bar.initial += len(groups)
-        self.rewards += [
-            row["reward"] for group in groups for row in group if row["reward"] is not None
-        ]
+        rows = list(chain.from_iterable(groups))
+        self.rewards += [row["reward"] for row in graded_rows(rows)]
         if self.rewards:
             accuracy = sum(self.rewards) / len(self.rewards)
             self.bar.set_postfix_str(f"accuracy {accuracy:.3f}", refresh=False)

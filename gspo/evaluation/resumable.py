@@ -5,10 +5,10 @@ responses/<set>.jsonl    every response with its verdict, problem by problem, ap
 result.json              settings, versions, the numbers of every set, and a comparison if requested
 
 Every response is a function of (seed, set, problem, sample). An evaluation that continues keeps the
-complete problems and samples the rest again. With the in-process engine it keeps complete chunks,
-of as many problems as are sampled at once and in their order. So its numbers equal those of an
-evaluation that was never stopped, to the last bit. vLLM's sums depend on the rest of its batch
-anyway, so with vLLM it keeps single problems, in the order in which they ended.
+complete problems and samples the rest again. With the in-process engine it keeps complete chunks:
+the problems that are sampled at once, in their order. Its numbers then equal the numbers of an
+uninterrupted evaluation to the last bit. With vLLM it keeps single problems, in the order in which
+they ended. The sums of vLLM depend on the rest of its batch anyway.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class Folder:
         self.settings = settings
         file = path / "settings.json"
         if file.exists():
-            difference = first_difference(read_json(file), json.loads(json.dumps(settings)))
+            as_json = json.loads(json.dumps(settings))
+            difference = first_difference(read_json(file), as_json)
             if difference:
                 raise ValueError(
                     f"{path} holds an evaluation with other settings: {difference}; choose another "
@@ -77,29 +79,38 @@ class Folder:
         Raises ValueError if this evaluation would not have written the file's content.
         """
         path = self.responses(name)
-        rows_read: list[dict] = []
-        ends = [0]  # the file's size after each row
-        unread = {problem.index for problem in problems}
+        groups: list[list[dict]] = []
+        ends = [0]  # the file's size after each complete group
+        size = 0
+        indices = [problem.index for problem in problems]
+        unread = set(indices)
+        group: list[dict] = []
         with open(path, "a+b", opener=plain_file_opener) as file:
             file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # the process was killed while it wrote this line
-                number, sample = divmod(len(rows_read), group_size)
-                if sample:
-                    expected = {rows_read[-1]["problem"]}
+                number = len(groups)
+                sample = len(group)
+                if group:
+                    expected = {group[0]["problem"]}
                 elif chunk_size:
-                    expected = {problem.index for problem in problems[number : number + 1]}
+                    expected = set(indices[number : number + 1])
                 else:
                     expected = unread
-                rows_read.append(self._row(path, line, expected, sample))
-                unread.discard(rows_read[-1]["problem"])
-                ends.append(ends[-1] + len(line))
-            complete = len(rows_read) // group_size
+                row = self._row(path, line, expected, sample)
+                group.append(row)
+                unread.discard(row["problem"])
+                size += len(line)
+                if len(group) == group_size:
+                    groups.append(group)
+                    ends.append(size)
+                    group = []
+            complete = len(groups)
             if chunk_size and complete < len(problems):
                 complete -= complete % chunk_size
-            file.truncate(ends[complete * group_size])
-        return [rows_read[i * group_size : (i + 1) * group_size] for i in range(complete)]
+            file.truncate(ends[complete])
+        return groups[:complete]
 
     def _row(self, path: Path, line: bytes, expected: set[int], sample: int) -> dict:
         """Parse a row, which must be this sample of an expected problem.
@@ -119,9 +130,11 @@ class Folder:
 
     def append(self, name: str, groups: list[list[dict]]) -> None:
         """Append the rows of a chunk and wait until they are on the disk."""
-        with open(self.responses(name), "ab", opener=plain_file_opener) as file:
-            lines = [json.dumps(row) + "\n" for group in groups for row in group]
-            file.write("".join(lines).encode())
+        path = self.responses(name)
+        with open(path, "ab", opener=plain_file_opener) as file:
+            for row in chain.from_iterable(groups):
+                line = json.dumps(row) + "\n"
+                file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -173,11 +186,11 @@ def evaluate_into(
 
 def slim(row: dict) -> dict:
     """Return a row without its texts, which no later step reads."""
-    texts = ("prompt", "rendered", "response")
-    slim_row = {key: value for key, value in row.items() if key not in texts}
+    slim_row = dict(row)
+    for key in ("prompt", "rendered", "response"):
+        slim_row.pop(key, None)
     if "turns" in row:
-        turns = [{"author": t["author"], "tokens": t["tokens"]} for t in row["turns"]]
-        slim_row["turns"] = turns
+        slim_row["turns"] = [{"author": t["author"], "tokens": t["tokens"]} for t in row["turns"]]
     return slim_row
 
 
@@ -191,15 +204,19 @@ def fingerprint(model: torch.nn.Module) -> str:
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
         stride = max(1, len(flat) // FINGERPRINT_WEIGHTS)
-        weights = flat[::stride][:FINGERPRINT_WEIGHTS].float().cpu().numpy()
-        hashed.update(f"{name} {tuple(parameter.shape)}".encode() + weights.tobytes())
+        weights = flat[::stride][:FINGERPRINT_WEIGHTS]
+        values = weights.float().cpu().numpy()
+        description = f"{name} {tuple(parameter.shape)}"
+        hashed.update(description.encode())
+        hashed.update(values.tobytes())
     return hashed.hexdigest()
 
 
 def digest(content: object) -> str:
     """Hash settings, or any other content that JSON can hold, to ten hexadecimal digits."""
     text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+    hashed = hashlib.sha256(text.encode())
+    return hashed.hexdigest()[:10]
 
 
 def describe(evaluation_set: EvaluationSet) -> dict:
@@ -207,15 +224,17 @@ def describe(evaluation_set: EvaluationSet) -> dict:
 
     The task's settings of speed are left out."""
     task = evaluation_set.task
+    prompts = [problem.prompt for problem in evaluation_set.problems]
     described = {
-        "problems": len(evaluation_set.problems),
-        "prompts": digest([p.prompt for p in evaluation_set.problems]),
+        "problems": len(prompts),
+        "prompts": digest(prompts),
         "task": without_speed_settings(task),
     }
     # names of user code, such as my_package.rewards:score
-    code_names = [getattr(task, name) for name in fields_with(type(task), "outside_code")]
-    if not type(task).__module__.startswith("gspo."):
-        code_names.append(f"{type(task).__module__}:{type(task).__qualname__}")
+    kind = type(task)
+    code_names = [getattr(task, name) for name in fields_with(kind, "outside_code")]
+    if not kind.__module__.startswith("gspo."):
+        code_names.append(f"{kind.__module__}:{kind.__qualname__}")
     code = {name: sources(name, "task") for name in code_names if name}
     if code:
         described["outside"] = code
@@ -227,18 +246,20 @@ def without_speed_settings(task: Any) -> Any:
     if not is_dataclass(task):
         return task
     left_out = fields_with(type(task), "speed_only")
-    return {
-        f.name: without_speed_settings(getattr(task, f.name))
-        for f in fields(task)
-        if f.name not in left_out
-    }
+    settings = {}
+    for f in fields(task):
+        if f.name not in left_out:
+            value = getattr(task, f.name)
+            settings[f.name] = without_speed_settings(value)
+    return settings
 
 
 def first_difference(a: object, b: object, key: str = "") -> str | None:
     """Return the first difference of two settings as "key: a against b"; None if they are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
         for name in a | b:
-            difference = first_difference(a.get(name), b.get(name), f"{key}.{name}".strip("."))
+            path = f"{key}.{name}".strip(".")
+            difference = first_difference(a.get(name), b.get(name), path)
             if difference:
                 return difference
         return None
@@ -260,16 +281,18 @@ def table(results: dict[str, dict], group_size: int) -> str:
     )
     lines = [heads]
     for name, r in results.items():
-        majority = r["maj"][k]["value"] if r["maj"] else None
-        low, high = r["avg"]["interval_95"]
+        average = r["avg"]
+        solved = r["pass"][k]
+        majority = r["maj"][k] if r["maj"] else {"value": None}
+        low, high = average["interval_95"]
         lines.append(
             (
                 name,
                 str(r["problems"]),
-                _decimal(r["avg"]["value"]),
+                _decimal(average["value"]),
                 f"{_decimal(low)} .. {_decimal(high)}",
-                _decimal(r["pass"][k]["value"]),
-                _decimal(majority),
+                _decimal(solved["value"]),
+                _decimal(majority["value"]),
                 _decimal(r["truncated"]),
                 _decimal(r["tokens"], 1),
             )

@@ -80,12 +80,12 @@ class Measured:
     # the peak of a micro-batch with a backward pass, without weights, gradients, AdamW's moments
     update: int
     scoring: int  # the same peak of a micro-batch without gradient
-    gathered: int  # all-gathered by this rank, for one micro-batch with a backward pass
-    gathered_scoring: int  # all-gathered by this rank, for one micro-batch without gradient
+    all_gathered: int  # all-gathered by this rank, for one micro-batch with a backward pass
+    all_gathered_scoring: int  # all-gathered by this rank, for one micro-batch without gradient
     reduced: int  # gradients of one micro-batch, before they are reduce-scattered
     reduced_between: int = 0  # gradients that are all-reduced between copies of the weights
-    dealt: int = 0  # tokens sent to their experts and back, with a backward pass
-    dealt_scoring: int = 0  # tokens sent to their experts and back, without gradient
+    all_to_all: int = 0  # tokens sent to their experts and back, with a backward pass
+    all_to_all_scoring: int = 0  # tokens sent to their experts and back, without gradient
     merged: int = 0  # a copy of the weights that a LoRA adapter changes
 
 
@@ -103,7 +103,7 @@ class Allocations(TorchDispatchMode):
         self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._gathered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._all_gathered_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     __hash__ = object.__hash__
 
@@ -115,12 +115,12 @@ class Allocations(TorchDispatchMode):
             largest = max((t.nbytes for t in tensors), default=0)
             self.exchanged[name] = self.exchanged.get(name, 0) + largest
         if name == "fsdp::split_with_sizes_copy":
-            self._gathered.update(tensor.untyped_storage() for tensor in kwargs["out"])
+            self._all_gathered_storages.update(tensor.untyped_storage() for tensor in kwargs["out"])
         if name == "aten::copy_" and not isinstance(args[0], DTensor):
             # FSDP copies so if a single rank holds the weights that it unshards
             storage = args[0].untyped_storage()
             if storage in self._sizes:
-                self._gathered.add(storage)
+                self._all_gathered_storages.add(storage)
         self._count_resized()
         out = func(*args, **kwargs)
         for value in tree_leaves(out):
@@ -152,10 +152,10 @@ class Allocations(TorchDispatchMode):
         FSDP shrinks a storage to free it. It enlarges the storage again before it copies gathered
         weights into it, and that copy is an operation.
         """
-        for storage in list(self._gathered):
+        for storage in list(self._all_gathered_storages):
             self._set_size(self._sizes[storage], storage.nbytes())
             if storage.nbytes() == 0:
-                self._gathered.discard(storage)
+                self._all_gathered_storages.discard(storage)
 
     def _set_size(self, size: list[int], nbytes: int) -> None:
         self.now += nbytes - size[0]
@@ -264,12 +264,12 @@ def _measure(config: PretrainedConfig, work: Work, shards: Shards | None) -> Mea
             trained=trained,
             update=update,
             scoring=scoring,
-            gathered=total(exchanged, "allgather"),
-            gathered_scoring=total(exchanged_scoring, "allgather"),
+            all_gathered=total(exchanged, "allgather"),
+            all_gathered_scoring=total(exchanged_scoring, "allgather"),
             reduced=total(exchanged, "reduce_scatter"),
             reduced_between=total(exchanged, "allreduce"),
-            dealt=total(exchanged, "all_to_all"),
-            dealt_scoring=total(exchanged_scoring, "all_to_all"),
+            all_to_all=total(exchanged, "all_to_all"),
+            all_to_all_scoring=total(exchanged_scoring, "all_to_all"),
             merged=adapter.adapted_bytes() if adapter else 0,
         )
 

@@ -352,14 +352,16 @@ def traffic_of(
     if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
         return {BETWEEN_COPIES: 2.0 * passes.updates * measured.trained}
     traffic = {
-        "weights gathered to learn": float(passes.learning * measured.gathered),
-        "weights gathered to score": float(passes.scoring * measured.gathered_scoring),
+        "weights gathered to learn": float(passes.learning * measured.all_gathered),
+        "weights gathered to score": float(passes.scoring * measured.all_gathered_scoring),
         "gradients": float(passes.learning * measured.reduced),
         # all-gathered in float32, then rounded
         "weights for the engine": 4.0 * measured.parameters,
     }
     if work.experts > 1:
-        tokens = passes.learning * measured.dealt + passes.scoring * measured.dealt_scoring
+        tokens = (
+            passes.learning * measured.all_to_all + passes.scoring * measured.all_to_all_scoring
+        )
         traffic[TO_EXPERTS] = float(tokens)
     if work.shard_size < work.ranks:
         traffic[BETWEEN_COPIES] = float(passes.learning * measured.reduced_between)

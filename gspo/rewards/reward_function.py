@@ -116,7 +116,7 @@ class RewardFunction:
                 process.close()
 
 
-class _Running(NamedTuple):
+class _ConnectedProcess(NamedTuple):
     """A running process that calls the function, and the connection to it."""
 
     process: subprocess.Popen
@@ -130,7 +130,7 @@ class RewardProcess:
         self.path = path
         self.key = key
         self.seconds = seconds
-        self._running: _Running | None = None
+        self._running: _ConnectedProcess | None = None
         self._style = ""
 
     def start(self) -> str:
@@ -141,7 +141,7 @@ class RewardProcess:
         self._started()
         return self._style
 
-    def _started(self) -> _Running:
+    def _started(self) -> _ConnectedProcess:
         """Return the running process, which is started if needed. Raises ValueError as `start` does."""
         if self._running and self._running.process.poll() is None:
             return self._running
@@ -159,7 +159,7 @@ class RewardProcess:
             start_new_session=True,  # Ctrl-C is for the run, which finishes its step
         )
         worker_end.close()
-        running = _Running(process, connection)
+        running = _ConnectedProcess(process, connection)
         self._running = running
         message = _receive(running, START_SECONDS)
         if message is None:
@@ -193,7 +193,9 @@ class RewardProcess:
             waiting = {index: call for index, call in waiting.items() if index not in scores}
         return scores
 
-    def _collect(self, running: _Running, waiting: dict[int, RewardCall]) -> dict[int, Score]:
+    def _collect(
+        self, running: _ConnectedProcess, waiting: dict[int, RewardCall]
+    ) -> dict[int, Score]:
         """Return the scores of the calls that were sent.
 
         If the process ends or must be ended, the calls that had begun count as failed, and the
@@ -216,7 +218,7 @@ class RewardProcess:
                 begun.pop(index, None)
         return scores
 
-    def _failure(self, running: _Running) -> Score:
+    def _failure(self, running: _ConnectedProcess) -> Score:
         """Return the score of calls without outcome: the process has ended, or takes too long."""
         code = running.process.poll()
         if code is None:
@@ -234,7 +236,7 @@ class RewardProcess:
         self._running = None
 
 
-def _receive(running: _Running, seconds: float) -> Any:
+def _receive(running: _ConnectedProcess, seconds: float) -> Any:
     """Return the process's next message, or None after `seconds` or at its end."""
     try:
         return running.connection.recv() if running.connection.poll(seconds) else None

@@ -131,7 +131,7 @@ def collapse(rewards: Series) -> int | None:
     return None
 
 
-class Score(Protocol):
+class SignalScore(Protocol):
     """An early-warning score of a metric."""
 
     def push(self, value: float) -> float:
@@ -230,7 +230,7 @@ class Signal:
     """An early-warning signal: a metric, and the kind of score that is computed from its series."""
 
     metric: str
-    kind: type[Score]
+    kind: type[SignalScore]
     meaning: str  # what the score means, in the words of a warning
 
     def score(self, values: Series) -> np.ndarray:

@@ -284,16 +284,16 @@ def recorded(views: tuple[View, ...], names: set[str]) -> tuple[tuple[View, ...]
 
     `names` are the recorded metrics. Empty panels, sections and views are left out. Raises KeyError
     for a name that the registry lacks."""
-    known = {lookup(name).name for name in names if name != STEP} | {STEP}
-    missing = [name for name in dict.fromkeys(names_on_panels(views)) if name not in known]
+    recorded_names = {lookup(name).name for name in names if name != STEP} | {STEP}
+    missing = [name for name in dict.fromkeys(names_on_panels(views)) if name not in recorded_names]
     restricted_views = []
     for view in views:
         sections = []
         for title, panels in view.sections:
             recorded_panels = []
             for panel in panels:
-                metrics = tuple(name for name in panel.metrics if name in known)
-                if metrics and panel.x in known:
+                metrics = tuple(name for name in panel.metrics if name in recorded_names)
+                if metrics and panel.x in recorded_names:
                     recorded_panels.append(replace(panel, metrics=metrics))
             if recorded_panels:
                 sections.append((title, tuple(recorded_panels)))

@@ -1,1 +1,1 @@
-"""The training step from scored responses to new weights, its metrics, checkpoints, the cold start."""
+"""The training step from scored responses to new weights, metrics, checkpoints, cold start."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
@@ -42,13 +42,19 @@ class MetricAccumulator:
         self._counts: dict[str, float] = defaultdict(float)
         self._loads_LE: Tensor | None = None
 
-    def mean(self, name: str, total: Number, count: Number) -> None:
+    def mean(self, name: str, total: Number, count: Number = 1) -> None:
         """Add a sum over `count` items to the metric that is the mean over all items."""
-        self._sums[name].append((_detached(total), _detached(count)))
+        row = (_detached(total), _detached(count))
+        self._sums[name].append(row)
 
     def mean_of(self, name: str, values: Tensor) -> None:
         """Add all elements of a tensor to the metric that is their mean."""
         self.mean(name, values.sum(), values.numel())
+
+    def token_mean(self, name: str, x_BT: Tensor, mask_BT: Tensor) -> None:
+        """Add the entries under a mask to the metric that is their mean."""
+        total = torch.where(mask_BT, x_BT, 0).sum()
+        self.mean(name, total, mask_BT.sum())
 
     def count(self, name: str, number: float) -> None:
         """Add a number to the metric that is the sum over the step."""
@@ -62,7 +68,8 @@ class MetricAccumulator:
         weights = weights.double()
         total = _detached(weights.sum())
         square_total = _detached(weights.square().sum())
-        self._moments[name].append((weights.numel(), total, square_total))
+        row = (weights.numel(), total, square_total)
+        self._moments[name].append(row)
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -101,41 +108,49 @@ class MetricAccumulator:
         """
         ranks = ranks or Ranks()
         self._read()
+        local_sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
+        local_moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
         local = (
-            _sum_by_name(self._sums),
-            _sum_by_name(self._moments),
+            local_sums,
+            local_moments,
             self._extremes,
             self._smallest,
             self._loads_LE,
         )
-        sums, moments, extremes, smallest, loads = zip(*ranks.all_gather(local), strict=True)
+        of_ranks = ranks.all_gather(local)
+        sums, moments, extremes, smallest, loads = zip(*of_ranks, strict=True)
         result: dict[str, float] = {}
-        for name, (total, count) in _sum_by_name(_by_name(sums)).items():
+        for name, rows in _by_name(sums).items():
+            total, count = _column_sums(rows)
             if count:
                 result[name] = total / count
-        for name, (n, weight_sum, square_sum) in _sum_by_name(_by_name(moments)).items():
+        for name, rows in _by_name(moments).items():
+            n, weight_sum, square_sum = _column_sums(rows)
             if n and square_sum:
                 result[name] = weight_sum * weight_sum / (n * square_sum)
         names_of_smallest = set().union(*smallest)
         for name, rows in _by_name(extremes).items():
-            extreme = min if name in names_of_smallest else max
-            (result[name],) = extreme(chain.from_iterable(rows))
+            values = chain.from_iterable(chain.from_iterable(rows))
+            result[name] = min(values) if name in names_of_smallest else max(values)
         result |= self._seconds
         result |= self._counts
         present = [loads_LE for loads_LE in loads if loads_LE is not None]
         if present:
-            result |= load_metrics(torch.stack(present).sum(0))
+            total_LE = torch.stack(present).sum(0)
+            result |= load_metrics(total_LE)
         return result
 
     def _read(self) -> None:
         """Turn all numbers on a GPU into floats, and copy the loads to the CPU, with one wait."""
-        by_name = [self._sums, self._moments, self._extremes]
-        row_lists = [rows for lists in by_name for rows in lists.values()]
-        numbers = chain.from_iterable(chain.from_iterable(row_lists))
-        tensors = [number.double() for number in numbers if isinstance(number, Tensor)]
+        row_lists: list[Rows] = []
+        for rows_by_name in (self._sums, self._moments, self._extremes):
+            row_lists += rows_by_name.values()
+        rows = chain.from_iterable(row_lists)
+        numbers = chain.from_iterable(rows)
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
         if not tensors:
             return
-        stacked = torch.stack(tensors)
+        stacked = torch.stack([tensor.double() for tensor in tensors])
         if self._loads_LE is None:
             (stacked,) = to_cpu(stacked)
         else:
@@ -145,8 +160,8 @@ class MetricAccumulator:
         def read(number: Number) -> float:
             return next(floats) if isinstance(number, Tensor) else number
 
-        for rows in row_lists:
-            rows[:] = [tuple(map(read, row)) for row in rows]
+        for row_list in row_lists:
+            row_list[:] = [tuple(map(read, row)) for row in row_list]
 
 
 def _detached(number: Number) -> Number:
@@ -165,13 +180,10 @@ def _by_name(parts: Iterable[dict[str, T]]) -> dict[str, list[T]]:
     return collected
 
 
-def _sum_by_name(rows_by_name: Mapping[str, Rows]) -> dict[str, tuple[float, ...]]:
-    """Return the sum of each column of the rows of each name."""
-    sums = {}
-    for name, rows in rows_by_name.items():
-        columns = zip(*rows, strict=True)
-        sums[name] = tuple(sum(map(float, column)) for column in columns)
-    return sums
+def _column_sums(rows: Sequence[tuple[Number, ...]]) -> tuple[float, ...]:
+    """Return the sum of each column."""
+    columns = zip(*rows, strict=True)
+    return tuple(sum(map(float, column)) for column in columns)
 
 
 def load_metrics(loads_LE: Tensor) -> dict[str, float]:
@@ -188,9 +200,11 @@ def load_metrics(loads_LE: Tensor) -> dict[str, float]:
     counts_LE = loads_LE.double()
     share_LE = counts_LE / loads_LE.sum(-1, keepdim=True)
     entropy_L = torch.special.entr(share_LE).sum(-1)
-    max_L = loads_LE.max(-1).values / counts_LE.mean(-1)
+    relative_entropy_L = entropy_L / math.log(loads_LE.shape[-1])
+    relative_max_L = counts_LE.amax(-1) / counts_LE.mean(-1)
+    unused_LE = (loads_LE == 0).double()
     return {
-        "routing/load_entropy": float((entropy_L / math.log(loads_LE.shape[-1])).mean()),
-        "routing/load_max": float(max_L.mean()),
-        "routing/unused_experts": float((loads_LE == 0).double().mean()),
+        "routing/load_entropy": relative_entropy_L.mean().item(),
+        "routing/load_max": relative_max_L.mean().item(),
+        "routing/unused_experts": unused_LE.mean().item(),
     }

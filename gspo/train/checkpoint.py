@@ -65,9 +65,9 @@ class TrainState:
     def from_json(content: dict) -> TrainState:
         """Build the state from the content of state.json. Keys that are no fields are ignored."""
         names = {f.name for f in fields(TrainState)}
-        known = {name: value for name, value in content.items() if name in names}
-        known["rewards"] = RunningMoments(**content["rewards"])
-        return TrainState(**known)
+        values = {name: value for name, value in content.items() if name in names}
+        values["rewards"] = RunningMoments(**content["rewards"])
+        return TrainState(**values)
 
 
 @dataclass
@@ -130,7 +130,8 @@ class CheckpointWriter:
         self._begin(unfinished, pending)
         head = self.policy.value_head
         adapter = self.policy.adapter
-        tensors = adapter.tensors() if adapter else self.policy.model.state_dict()
+        model = self.policy.model
+        tensors = adapter.tensors() if adapter else model.state_dict()
         snapshot = Snapshot(
             model=copies(tensors),
             optimizer=copies(self.optimizer.state_dict()),
@@ -146,8 +147,10 @@ class CheckpointWriter:
         return self.folder / f"step_{step:06d}.unfinished"
 
     def _state_json(self, state: TrainState) -> str:
-        """Return the content of state.json: the counters of the run and the hash of its settings."""
-        return json.dumps(asdict(state) | {"settings": self.settings})
+        """Return the content of state.json: the run's counters and the hash of its settings."""
+        content = asdict(state)
+        content["settings"] = self.settings
+        return json.dumps(content)
 
     def _begin(self, unfinished: Path, pending: PendingRollouts | None) -> None:
         """Make the unfinished folder, and write the responses that wait into it."""

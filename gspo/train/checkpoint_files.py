@@ -123,7 +123,7 @@ def check_belongs(folder: Path, settings: str) -> None:
 
 
 def read_state(folder: Path) -> dict:
-    """Read a checkpoint's state.json. Raises ValueError if its content is not the state of a run."""
+    """Read a checkpoint's state.json. Raises ValueError if it is not the state of a run."""
     state = read_json(folder / "state.json")
     for name, kind in {"step": int, "settings": str, "rewards": dict}.items():
         value = state.get(name)

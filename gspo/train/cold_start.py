@@ -1,4 +1,4 @@
-"""The cold start: supervised training on demonstrations, which reinforcement learning then improves.
+"""The cold start: supervised training on demonstrations, before reinforcement learning.
 
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here
 demonstrations contain wrong steps at a set rate. The model learns the format and most of the skill,
@@ -18,7 +18,9 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,10 +129,9 @@ def _train_into(
         policy = Policy(network, tokenizer, prompts=prompts, precision=precision)
         losses = _train(policy, task, settings, on_step)  # changes `network`
         save(network, tokenizer, unfinished)
-        # every task is a dataclass
-        parts = [asdict(part) for part in (model, task, settings, prompts)]  # ty: ignore[invalid-argument-type]
+        parts: list[Any] = [model, task, settings, prompts]  # every task is a dataclass
         record = {
-            "settings": parts,
+            "settings": [asdict(part) for part in parts],
             "seconds": time.perf_counter() - started,
             "reward": sampled_reward(policy, task, settings.seed),
             "losses": losses[::10],
@@ -220,8 +221,9 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     sampling = Sampling(max_new_tokens=engine.room(problems, MAX_CHECKED_TOKENS))
     request = SamplingRequest(problems, 1, sampling, (seed, "cold start"))
     groups = sample(engine, task, request)
-    scored = score(task, [response for group in groups for response in group])
-    rewards = [r.score.reward for r in scored if r.score.reward is not None]
+    responses = list(chain.from_iterable(groups))
+    scores = [response.score for response in score(task, responses)]
+    rewards = [s.reward for s in scores if s.reward is not None]
     return sum(rewards) / len(rewards)
 
 

@@ -43,31 +43,33 @@ def assign_credit(
     """
     mask_BT = batch.mask_BT
     rewards: list[float] = []
-    groups: list[int] = []
-    for number, group in enumerate(rollout.groups):
+    sizes: list[int] = []
+    for group in rollout.groups:
         rewards += rewards_of(group)
-        groups += [number for _ in group]
-    rewards_B = torch.tensor(rewards)
-    groups_B = torch.tensor(groups)
+        sizes.append(len(group))
+    rewards_B = torch.tensor(rewards).double()
+    groups_B = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
     lengths_B = mask_BT.sum(-1)
     penalty_B = algorithm.reward.overlong(lengths_B, rollout.limit).double()
-    accumulator.mean("reward/overlong_penalty", penalty_B.sum(), len(penalty_B))
-    last_rewards_B = algorithm.reward(rewards_B.double() + penalty_B, groups_B, running)
+    accumulator.mean_of("reward/overlong_penalty", penalty_B)
+    last_rewards_B = algorithm.reward(rewards_B + penalty_B, groups_B, running)
     token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     turns = pack_turns(rollout.responses, batch)
     if algorithm.reward.turns == "each" and turns is not None:
-        token_rewards_BT = turns.rewards_BT.clone()
+        token_rewards_BT = turns.rewards_BT
         last_rewards_B = penalty_B
     rows_B = torch.arange(len(batch))
-    token_rewards_BT[rows_B, last_token(mask_BT)] += last_rewards_B
+    columns_B = last_token(mask_BT)
+    token_rewards_BT[rows_B, columns_B] += last_rewards_B
     if algorithm.kl.in_reward:
         if batch.ref_logp_BT is None:
             raise ValueError("KL in the reward needs log-probs of the reference policy")
-        kl_BT = algorithm.kl.estimate(
-            batch.old_logp_BT.double(), batch.ref_logp_BT.double(), mask_BT
-        )
-        token_rewards_BT = torch.where(mask_BT, token_rewards_BT - kl_coefficient * kl_BT, 0.0)
+        old_logp_BT = batch.old_logp_BT.double()
+        ref_logp_BT = batch.ref_logp_BT.double()
+        kl_BT = algorithm.kl.estimate(old_logp_BT, ref_logp_BT, mask_BT)
+        token_rewards_BT = token_rewards_BT - kl_coefficient * kl_BT
+        token_rewards_BT = torch.where(mask_BT, token_rewards_BT, 0.0)
 
     credit = Credit(
         token_rewards_BT,
@@ -91,8 +93,9 @@ def without_truncated(
 ) -> TrainBatch:
     """Leave truncated responses out of the loss, and measure their share."""
     truncated_B = torch.tensor([r.finish_reason in CUT for r in responses])
-    accumulator.mean("filter/truncated", truncated_B.sum(), len(truncated_B))
-    return replace(batch, mask_BT=batch.mask_BT & ~truncated_B.unsqueeze(-1))
+    accumulator.mean_of("filter/truncated", truncated_B)
+    mask_BT = batch.mask_BT & ~truncated_B.unsqueeze(-1)
+    return replace(batch, mask_BT=mask_BT)
 
 
 def last_token(mask_BT: Tensor) -> Tensor:

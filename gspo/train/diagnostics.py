@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,37 +33,38 @@ def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
     """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
     groups = rollout.sampled
     rewards(groups, accumulator)
-    responses = [r for group in groups for r in group]
+    responses = list(chain.from_iterable(groups))
     lengths(responses, accumulator)
     episodes(responses + rollout.ungraded, accumulator)
     accumulator.largest("length/limit", rollout.limit)
     for reason, count in rollout.filtered.items():
-        accumulator.mean(f"filter/{reason}", count, 1)
+        accumulator.mean(f"filter/{reason}", count)
 
 
 def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) -> None:
     """Measure rewards and verdicts by task, and the share of groups without a learning signal."""
     for group in groups:
-        values = [r.reward for r in group]
-        accumulator.mean("group/zero_variance", all_same(values), 1)
-        accumulator.mean("group/all_correct", min(values) == 1, 1)
-    responses = [r for group in groups for r in group]
+        rewards_of_group = [r.reward for r in group]
+        accumulator.mean("group/zero_variance", all_same(rewards_of_group))
+        accumulator.mean("group/all_correct", min(rewards_of_group) == 1)
+    responses = list(chain.from_iterable(groups))
     total = sum(r.reward for r in responses)
     accumulator.mean("reward/mean", total, len(responses))
-    for task in sorted({r.problem.task for r in responses}):
+    tasks = {r.problem.task for r in responses}
+    for task in sorted(tasks):
         of_task = [r for r in responses if r.problem.task == task]
         total = sum(r.reward for r in of_task)
         accumulator.mean(f"reward/{task}", total, len(of_task))
-        verdicts = Counter(r.score.verdict for r in of_task)
-        for verdict, count in sorted(few(verdicts).items()):
+        verdicts = few(Counter(r.score.verdict for r in of_task))
+        for verdict, count in sorted(verdicts.items()):
             accumulator.mean(f"verdict/{task}_{verdict}", count, len(responses))
 
 
 def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure the lengths, truncation and repetition of the responses."""
-    counts = torch.tensor([r.length for r in responses], dtype=torch.float64)
-    accumulator.mean_of("length/mean", counts)
-    accumulator.largest("length/p95", counts.quantile(0.95))
+    lengths_B = torch.tensor([r.length for r in responses]).double()
+    accumulator.mean_of("length/mean", lengths_B)
+    accumulator.largest("length/p95", lengths_B.quantile(0.95))
     truncated = sum(r.finish_reason == "length" for r in responses)
     accumulator.mean("length/truncated", truncated, len(responses))
     repeated = sum(repetition(r.written_ids) for r in responses)
@@ -84,7 +86,7 @@ def episodes(responses: list[ScoredResponse], accumulator: MetricAccumulator) ->
         for r in responses
     ]
     for name, value in numbers(rows).items():
-        accumulator.mean(f"episode/{name}", value, 1)
+        accumulator.mean(f"episode/{name}", value)
 
 
 def repetition(token_ids: list[int], n: int = 4) -> float:
@@ -119,8 +121,7 @@ def reference(
     d_BT = log_ratio(old_logp_BT, ref_logp_BT, mask_BT)
     for estimator in ("k1", "k3"):
         kl_BT = kl_estimate(d_BT, estimator, bound=EXPONENT_BOUND)
-        total = torch.where(mask_BT, kl_BT, 0.0).sum()
-        accumulator.mean(f"kl/ref_{estimator}", total, mask_BT.sum())
+        accumulator.token_mean(f"kl/ref_{estimator}", kl_BT, mask_BT)
 
 
 def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
@@ -132,12 +133,13 @@ def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> No
         segments = r.segments or [(r.policy_step, r.length)]
         segment_count += len(segments)
         for policy_step, tokens in segments:
-            tokens_by_age[step - 1 - policy_step] += tokens
-    ages = sum(age * tokens for age, tokens in tokens_by_age.items())
-    accumulator.mean("staleness/mean", ages, tokens_by_age.total())
+            age = step - 1 - policy_step
+            tokens_by_age[age] += tokens
+    total_age = sum(age * tokens for age, tokens in tokens_by_age.items())
+    accumulator.mean("staleness/mean", total_age, tokens_by_age.total())
     accumulator.largest("staleness/max", max(tokens_by_age))
     accumulator.mean("staleness/segments", segment_count, len(responses))
-    accumulator.mean("staleness/in_flight", rollout.in_flight, 1)
+    accumulator.mean("staleness/in_flight", rollout.in_flight)
 
 
 def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
@@ -149,34 +151,32 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     clip range. The importance weights pi / mu of every level are measured before any truncation.
     """
     mask_BT = batch.mask_BT
-    tokens = mask_BT.sum()
     log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, mask_BT)
-    accumulator.mean("mismatch/k1", -log_BT.sum(), tokens)
-    accumulator.mean("mismatch/logp_abs", log_BT.abs().sum(), tokens)
-    accumulator.largest("mismatch/logp_abs_max", log_BT.abs().max())
-    beyond_BT = log_BT.abs() > math.log(2)
-    accumulator.mean("mismatch/beyond_2", beyond_BT.sum(), tokens)
-    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
+    abs_BT = log_BT.abs()
+    accumulator.token_mean("mismatch/k1", -log_BT, mask_BT)
+    accumulator.token_mean("mismatch/logp_abs", abs_BT, mask_BT)
+    accumulator.largest("mismatch/logp_abs_max", abs_BT.max())
+    accumulator.token_mean("mismatch/beyond_2", abs_BT > math.log(2), mask_BT)
+    log_s_B = masked_mean(log_BT, mask_BT)
+    log_s_N = batch.of_rows(log_s_B)
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
     accumulator.smallest("mismatch/sequence_min", log_s_N.min().exp())
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
     # the bound keeps k3 finite
     k3_BT = kl_estimate(-log_BT, "k3", bound=EXPONENT_BOUND)
-    accumulator.mean("mismatch/k3", torch.where(mask_BT, k3_BT, 0.0).sum(), tokens)
+    accumulator.token_mean("mismatch/k3", k3_BT, mask_BT)
     for level in LEVELS:
         weight_BT = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
         weight_N = batch.of_tokens(weight_BT)
-        accumulator.mean(f"mismatch/weight_{level}_mean", weight_N.sum(), tokens)
+        accumulator.mean_of(f"mismatch/weight_{level}_mean", weight_N)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the correction's mean weight on the loss of a token, and the share of masked tokens."""
-    tokens = mask_BT.sum()
-    masked_BT = mask_BT & (correction_BT == 0)
-    accumulator.mean("mismatch/corrected_mean", correction_BT[mask_BT].sum(), tokens)
-    accumulator.mean("mismatch/masked", masked_BT.sum(), tokens)
+    """Measure the correction's mean weight on a token's loss, and the share of masked tokens."""
+    accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
+    accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT)
 
 
 def clips(
@@ -196,24 +196,18 @@ def clips(
         "_negative": mask_BT & (inputs.adv_BT < 0),
     }
     for sign, selected_BT in selections.items():
-        tokens = selected_BT.sum()
         sequences = selected_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
-            clipped_BT = clipped_BT & selected_BT
-            clipped = clipped_BT.sum()
             share_B = masked_mean(clipped_BT.float(), selected_BT)
-            accumulator.mean(f"clip/token_{kind}{sign}", clipped, tokens)
+            accumulator.token_mean(f"clip/token_{kind}{sign}", clipped_BT, selected_BT)
             if not sign:
-                accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
+                name = f"clip/token_{kind}_minibatch_{minibatch}"
+                accumulator.token_mean(name, clipped_BT, mask_BT)
             accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
-    tokens = mask_BT.sum()
-    bounded_BT = outputs.bounded_BT & mask_BT
-    accumulator.mean("clip/log_ratio_bounded", bounded_BT.sum(), tokens)
-    weight_BT = torch.where(mask_BT, outputs.weight_BT, 0.0)
-    accumulator.mean("clip/weight", weight_BT.sum(), tokens)
+    accumulator.token_mean("clip/log_ratio_bounded", outputs.bounded_BT, mask_BT)
+    accumulator.token_mean("clip/weight", outputs.weight_BT, mask_BT)
     if outputs.dual_BT is not None:
-        dual_BT = outputs.dual_BT & mask_BT
-        accumulator.mean("clip/token_dual", dual_BT.sum(), tokens)
+        accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT)
 
 
 def rounding_floor(
@@ -228,9 +222,10 @@ def rounding_floor(
     mask_BT = inputs.mask_BT
     sequences = mask_BT.any(-1).sum()
     log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT)
-    distance = masked_mean(log_BT, mask_BT).abs().sum()
-    outside_BT = objective(inputs).outside_BT & mask_BT
-    outside_B = masked_mean(outside_BT.float(), mask_BT)
+    log_s_B = masked_mean(log_BT, mask_BT)
+    distance = log_s_B.abs().sum()
+    outputs = objective(inputs)
+    outside_B = masked_mean(outputs.outside_BT.float(), mask_BT)
     accumulator.mean("ratio/floor_sequence_abs", distance, sequences)
     accumulator.mean("ratio/floor_outside", outside_B.sum(), sequences)
     if objective.clips_sequence_ratio:
@@ -241,13 +236,11 @@ def rounding_floor(
 def values(
     values_BT: Tensor, critic: Critic, mask_BT: Tensor, clip: float, accumulator: MetricAccumulator
 ) -> None:
-    """Measure the critic's squared error, and the share of values that moved by more than `clip`."""
-    tokens = mask_BT.sum()
-    error_BT = torch.where(mask_BT, critic.returns_BT - values_BT, 0.0)
-    accumulator.mean("value/error", error_BT.square().sum(), tokens)
-    moved_BT = torch.where(mask_BT, values_BT - critic.old_values_BT, 0.0)
-    clipped_BT = moved_BT.abs() > clip
-    accumulator.mean("value/clipped", clipped_BT.sum(), tokens)
+    """Measure the critic's squared error, and the share of values that moved beyond `clip`."""
+    error_BT = critic.returns_BT - values_BT
+    accumulator.token_mean("value/error", error_BT.square(), mask_BT)
+    change_BT = values_BT - critic.old_values_BT
+    accumulator.token_mean("value/clipped", change_BT.abs() > clip, mask_BT)
 
 
 def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
@@ -256,10 +249,11 @@ def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccum
     1 means a perfect critic, 0 a critic that knows no more than the mean return.
     """
     returns_N = critic.returns_BT[mask_BT].double()
-    error_N = returns_N - critic.old_values_BT[mask_BT]
+    values_N = critic.old_values_BT[mask_BT]
+    error_N = returns_N - values_N
     if len(returns_N) > 1 and returns_N.var() > 0:
         unexplained = error_N.var() / returns_N.var()
-        accumulator.mean("value/explained_variance", 1 - unexplained, 1)
+        accumulator.mean("value/explained_variance", 1 - unexplained)
 
 
 def ratios(
@@ -269,16 +263,15 @@ def ratios(
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
     lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
-    log_s_N = batch.of_rows(masked_mean(log_BT, mask_BT))
-    log_s_N = log_s_N.clamp(lowest, bound)
+    log_s_B = masked_mean(log_BT, mask_BT)
+    log_s_N = batch.of_rows(log_s_B).clamp(lowest, bound)
     log_BT = log_BT.clamp(lowest, bound)
-    token_N = batch.of_tokens(log_BT.exp())
     log_N = batch.of_tokens(log_BT)
     if not len(log_N):
         return
-    mean_square_N = batch.of_rows(masked_mean(log_BT.square(), mask_BT))
-    variance_N = mean_square_N - log_s_N.square()
-    ratios_N = {"token": token_N, "sequence": log_s_N.exp()}
+    mean_square_B = masked_mean(log_BT.square(), mask_BT)
+    variance_N = batch.of_rows(mean_square_B) - log_s_N.square()
+    ratios_N = {"token": log_N.exp(), "sequence": log_s_N.exp()}
     for kind, ratio_N in ratios_N.items():
         accumulator.mean_of(f"ratio/{kind}_mean", ratio_N)
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
@@ -286,11 +279,10 @@ def ratios(
         accumulator.ess(f"ratio/ess_{kind}", ratio_N)
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
-    accumulator.mean("kl/old_k1", -log_N.sum(), len(log_N))
+    accumulator.mean_of("kl/old_k1", -log_N)
     accumulator.mean_of("kl/old_k3", kl_estimate(-log_N, "k3", bound=-lowest))
 
 
 def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
     """Measure the mean entropy of the policy over response tokens, in nats."""
-    total = torch.where(batch.mask_BT, entropy_BT, 0.0).sum()
-    accumulator.mean("policy/entropy", total, batch.mask_BT.sum())
+    accumulator.token_mean("policy/entropy", entropy_BT, batch.mask_BT)

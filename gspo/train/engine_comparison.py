@@ -39,6 +39,6 @@ class EngineComparison:
             if agreement < self.routes_floor:
                 raise RuntimeError(
                     f"routing/engine_agreement={agreement:.3f} is below "
-                    f"rollout.routes_floor={self.routes_floor}: the routes that the engine returned "
-                    "are not those of these tokens, or its weights are far from the trainer's"
+                    f"rollout.routes_floor={self.routes_floor}: the routes that the engine "
+                    "returned are not those of these tokens, or its weights are far from the trainer's"
                 )

@@ -122,14 +122,20 @@ class Extensions:
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool:
         """Call every callback after a step, and return whether one of them ends the run."""
-        # a list, because `any` of a generator would leave out the callbacks after a True
-        ends = [callback.after_step(step, trainer, metrics) for callback in self.callbacks.values()]
-        return any(ends)
+        ends = False
+        for callback in self.callbacks.values():
+            if callback.after_step(step, trainer, metrics):
+                ends = True
+        return ends
 
     def state(self) -> dict[str, dict]:
         """Return the states of the callbacks, without empty states."""
-        states = {name: callback.state() for name, callback in self.callbacks.items()}
-        return {name: state for name, state in states.items() if state}
+        states = {}
+        for name, callback in self.callbacks.items():
+            state = callback.state()
+            if state:
+                states[name] = state
+        return states
 
     def load_state(self, states: dict[str, dict]) -> None:
         """Restore the result of `state`. New callbacks keep the state they start with."""

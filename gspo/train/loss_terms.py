@@ -26,6 +26,8 @@ from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm, TrainerSettings
 
+TOKEN_MEAN = Aggregation("token-mean")
+
 
 @dataclass
 class TermInputs:
@@ -91,23 +93,28 @@ class KLTerm(Term):
             )
         kl_BT = settings.estimate(output.logp_BT, batch.ref_logp_BT, mask_BT)
         bounded = RatioObjective(log_ratio_bound=settings.log_ratio_bound)
+        tensors = loss_inputs(output, batch)
         if settings.times_ratio == "token":
-            kl_BT = kl_BT * bounded.token_ratio(loss_inputs(output, batch))[0]
+            ratio_BT, _ = bounded.token_ratio(tensors)
+            kl_BT = kl_BT * ratio_BT
         elif settings.times_ratio == "sequence":
-            kl_BT = kl_BT * bounded.sequence_ratio(loss_inputs(output, batch))[0]
+            ratio_B1, _ = bounded.sequence_ratio(tensors)
+            kl_BT = kl_BT * ratio_B1
         if settings.weighted:
             kl_BT = corrected(kl_BT, batch)
-        loss = self.coefficient.value * settings.aggregation(kl_BT, mask_BT, inputs.totals)
-        share = mask_BT.any(-1).sum() / max(inputs.totals.sequences, 1)
+        kl = settings.aggregation(kl_BT, mask_BT, inputs.totals)
+        loss = self.coefficient.value * kl
+        sequences = mask_BT.any(-1).sum()
+        share = sequences / max(inputs.totals.sequences, 1)
         inputs.accumulator.mean("kl/loss", loss.detach(), share)
         return loss
 
 
 @dataclass
 class ValueTerm(Term):
-    """The critic's term, see GAE: value_coef * the mean over tokens of
+    """The critic's term, the squared error of its values (see GAE) as the mean over tokens.
 
-    1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
+        value_coef * mean  1/2 max( (V - R)^2, (clip(V, V_old +- value_clip) - R)^2 )
 
     It raises ValueError without values.
     """
@@ -126,19 +133,20 @@ class ValueTerm(Term):
         values_BT = torch.where(mask_BT, values_BT, 0.0)
         old_values_BT = torch.where(mask_BT, critic.old_values_BT, 0.0)
         returns_BT = torch.where(mask_BT, critic.returns_BT, 0.0)
-        clipped_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+        change_BT = values_BT - old_values_BT
+        clipped_BT = old_values_BT + change_BT.clamp(-clip, clip)
         error_BT = (values_BT - returns_BT).square()
         clipped_error_BT = (clipped_BT - returns_BT).square()
         loss_BT = torch.maximum(error_BT, clipped_error_BT) / 2
-        loss = Aggregation("token-mean")(loss_BT, mask_BT, inputs.totals)
+        loss = TOKEN_MEAN(loss_BT, mask_BT, inputs.totals)
         return self.settings.value_coef * loss
 
 
 @dataclass
 class BalanceTerm(Term):
-    """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers:
+    """The auxiliary loss that balances the loads of the experts, as the mean over MoE layers.
 
-    router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
+        router_aux_loss_coef * E * sum_e f_e P_e        (arXiv:2101.03961, equation 4)
 
     P_e is the mean over the response tokens of the probability that the router gives expert e. f_e
     is the share of expert e in the mini-batch's choices under the old policy. It is fixed for the
@@ -153,7 +161,7 @@ class BalanceTerm(Term):
         mask_BT = inputs.batch.mask_BT
         if balance_BT is None:
             raise ValueError("the auxiliary loss needs the routers' loads: balance_BT is missing")
-        balance = Aggregation("token-mean")(balance_BT, mask_BT, inputs.totals)
+        balance = TOKEN_MEAN(balance_BT, mask_BT, inputs.totals)
         share = mask_BT.sum() / max(inputs.totals.tokens, 1)
         inputs.accumulator.mean("routing/balance", balance.detach(), share)
         return self.coef * balance
@@ -185,7 +193,8 @@ class EntropyTerm(Term):
         share = mask_BT.sum() / max(inputs.totals.tokens, 1)
         alpha = self.coefficient.acting
         inputs.accumulator.mean("policy/entropy_coef", alpha * share, share)
-        return -alpha * self.aggregation(entropy_BT, mask_BT, inputs.totals)
+        entropy = self.aggregation(entropy_BT, mask_BT, inputs.totals)
+        return -alpha * entropy
 
     def end_update(self, totals: Totals, ranks: Ranks) -> None:
         """Adapt the coefficient by the entropy of the whole mini-batch.
@@ -213,7 +222,9 @@ class EntropyTerm(Term):
 
 def corrected(loss_BT: Tensor, batch: TrainBatch) -> Tensor:
     """Multiply the loss of every token by the batch's correction, if any."""
-    return loss_BT if batch.correction_BT is None else loss_BT * batch.correction_BT.detach()
+    if batch.correction_BT is None:
+        return loss_BT
+    return loss_BT * batch.correction_BT.detach()
 
 
 def loss_terms(
@@ -224,8 +235,12 @@ def loss_terms(
 ) -> list[Term]:
     """Return the addends of the loss.
 
-    They are the policy term, the KL and value terms of algorithms that have them, the auxiliary
-    loss of the routers if its coefficient is not 0, and the entropy term if there is one."""
+    PolicyTerm    always
+    KLTerm        if the loss has a KL term
+    ValueTerm     if the advantages need a critic
+    BalanceTerm   if trainer.router_aux_loss_coef is not 0
+    EntropyTerm   if there is an entropy bonus
+    """
     terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
@@ -240,6 +255,7 @@ def loss_terms(
 
 def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
     """Collect the tensors that an objective may read."""
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
     return LossInputs(
         logp_BT=output.logp_BT,
         old_logp_BT=batch.old_logp_BT,
@@ -247,5 +263,5 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         mask_BT=batch.mask_BT,
         engine_logp_BT=batch.engine_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
-        lengths_B=batch.attention_BS[:, batch.prompt_width :].sum(-1),
+        lengths_B=real_BT.sum(-1),
     )

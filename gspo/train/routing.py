@@ -31,23 +31,27 @@ def consistency(experts_BSLK: Tensor, old_experts_BSLK: Tensor) -> Tensor:
     5.3 of the GSPO paper.
     """
     same_BSLKK = old_experts_BSLK.unsqueeze(-1) == experts_BSLK.unsqueeze(-2)
-    return same_BSLKK.any(-1).float().mean(-1)
+    chosen_again_BSLK = same_BSLKK.any(-1)
+    return chosen_again_BSLK.float().mean(-1)
 
 
 def token_consistency(experts_BSLK: Tensor, old_experts_BSLK: Tensor, batch: TokenBatch) -> Tensor:
     """Compute the consistency of the response tokens: [N, L]."""
     experts_BTLK = predicting(experts_BSLK, batch)
     old_experts_BTLK = predicting(old_experts_BSLK, batch)
-    return batch.of_tokens(consistency(experts_BTLK, old_experts_BTLK))
+    share_BTL = consistency(experts_BTLK, old_experts_BTLK)
+    return batch.of_tokens(share_BTL)
 
 
 def expert_counts(experts_BSLK: Tensor, batch: TokenBatch, num_experts: int) -> Tensor:
     """Count the choices of each expert for the response tokens: [L, E]."""
-    chosen_NLK = batch.of_tokens(predicting(experts_BSLK, batch)).long()
+    experts_BTLK = predicting(experts_BSLK, batch)
+    chosen_NLK = batch.of_tokens(experts_BTLK).long()
     chosen_LM = chosen_NLK.transpose(0, 1).flatten(1)
+    ones_LM = torch.ones_like(chosen_LM)
     counts_LE = chosen_LM.new_zeros(len(chosen_LM), num_experts)
     # bincount would wait for a GPU
-    return counts_LE.scatter_add_(1, chosen_LM, torch.ones_like(chosen_LM))
+    return counts_LE.scatter_add_(1, chosen_LM, ones_LM)
 
 
 def old_loads(local: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
@@ -61,7 +65,8 @@ def old_loads(local: TrainBatch | None, policy: Policy, ranks: Ranks) -> Tensor:
         counts_LE = expert_counts(local.experts_BSLK, local, routing.experts)
     counts_LE = ranks.all_reduce(counts_LE)
     total_L1 = counts_LE.sum(-1, keepdim=True).clamp(min=1)
-    return to_device(counts_LE.float() / total_L1, policy.device)
+    share_LE = counts_LE.float() / total_L1
+    return to_device(share_LE, policy.device)
 
 
 def measure_update(
@@ -79,13 +84,15 @@ def measure_update(
     """
     if experts_BSLK is None or old_experts_BSLK is None:
         return
-    accumulator.expert_loads(expert_counts(experts_BSLK, batch, num_experts))
+    counts_LE = expert_counts(experts_BSLK, batch, num_experts)
+    accumulator.expert_loads(counts_LE)
     if minibatch == 1:
         return
     same_NL = token_consistency(experts_BSLK, old_experts_BSLK, batch)
+    changed_NL = same_NL < 1
     accumulator.mean_of("routing/consistency", same_NL)
     accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)
-    accumulator.mean_of("routing/changed_any_layer", (same_NL < 1).any(-1))
+    accumulator.mean_of("routing/changed_any_layer", changed_NL.any(-1))
     for layer, same_N in enumerate(same_NL.unbind(1)):
         accumulator.mean_of(f"routing/consistency_layer_{layer}", same_N)
 
@@ -102,7 +109,8 @@ def measure_after_step(
 
     `sample` holds some of the step's responses. Each rank passes its local rows through the model.
     """
-    sample = replace(sample, mask_BT=sample.mask_BT & is_local_B.unsqueeze(-1))
+    local_mask_BT = sample.mask_BT & is_local_B.unsqueeze(-1)
+    sample = replace(sample, mask_BT=local_mask_BT)
     local_rows_N = is_local_B.nonzero().squeeze(-1)
     output = policy.score(sample, micro_batch_size, local_rows_N)
     if output.experts_BSLK is not None and sample.experts_BSLK is not None:
@@ -126,5 +134,6 @@ def engine_agreement(
     accumulator.mean_of("routing/engine_agreement", same_NL)
     for layer, same_N in enumerate(same_NL.unbind(1)):
         accumulator.mean_of(f"routing/engine_agreement_layer_{layer}", same_N)
-    accumulator.mean_of("routing/engine_changed_any_layer", (same_NL < 1).any(-1))
+    changed_NL = same_NL < 1
+    accumulator.mean_of("routing/engine_changed_any_layer", changed_NL.any(-1))
     return same_NL.mean()

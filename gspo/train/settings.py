@@ -1,4 +1,4 @@
-"""The trainer's settings: optimizer, updates, old policy, ranks, checkpoints, cold start, algorithm."""
+"""The settings of training: optimizer, updates, policy, ranks, checkpoints, cold start."""
 
 from __future__ import annotations
 
@@ -127,9 +127,10 @@ class TrainerSettings(Ranged, key="trainer"):
                 )
             return
         for f in fields(self):
-            if f.name.startswith("entropy_coef_") and getattr(self, f.name) != f.default:
+            value = getattr(self, f.name)
+            if f.name.startswith("entropy_coef_") and value != f.default:
                 raise ValueError(
-                    f"trainer.{f.name}={getattr(self, f.name)} is not read with "
+                    f"trainer.{f.name}={value} is not read with "
                     "trainer.entropy_target=null (a fixed coefficient)"
                 )
 
@@ -253,7 +254,7 @@ class ColdStartSettings(Ranged, key="cold_start"):
 
 @dataclass
 class Algorithm:
-    """The mathematics of an update: objective, advantages, reward shaping, KL term and correction."""
+    """The mathematics of an update: objective, advantages, rewards, KL term and correction."""
 
     objective: Objective = field(default_factory=GSPO)
     advantage: Advantage = field(default_factory=GroupNormalized)

@@ -97,7 +97,10 @@ class ShardedCheckpointWriter(CheckpointWriter):
         if problems:
             raise OSError(problems[0])
         files = ranks.shard(sorted(unfinished.rglob("*.safetensors")))
-        checksums = {str(path.relative_to(unfinished)): checksum(path) for path in files}
+        checksums = {}
+        for path in files:
+            name = str(path.relative_to(unfinished))
+            checksums[name] = checksum(path)
         checksums_of_ranks = ranks.all_gather(checksums)
         if ranks.rank == 0:
             model = self.policy.model

@@ -32,29 +32,29 @@ def begin_writing(policy: Policy, optimizer: Optimizer, checkpoint: Path, ranks:
     the future is done."""
     if not isinstance(ranks, DistributedRanks):
         raise TypeError("DCP exchanges over a group of torch.distributed")
-    saving = dcp.async_save(
-        by_name(policy, optimizer),
-        storage_writer=dcp.HuggingFaceStorageWriter(
-            str(checkpoint / FOLDER), save_distributed=True
-        ),
-        process_group=ranks.group,
-    )
+    folder = str(checkpoint / FOLDER)
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+    tensors = by_name(policy, optimizer)
+    saving = dcp.async_save(tensors, storage_writer=writer, process_group=ranks.group)
     return saving if isinstance(saving, Future) else saving.upload_completion
 
 
 def by_name(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state by the names of the parameters: `lm_head.weight/exp_avg`."""
-    return {
-        f"{name}/{key}": value
-        for name, parameter in named_parameters(policy)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    tensors = {}
+    for name, parameter in named_parameters(policy):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
 
 
 def named_parameters(policy: Policy) -> list[tuple[str, nn.Parameter]]:
     """Return the names and parameters of the model and of the critic."""
-    head = policy.value_head.named_parameters(prefix="value_head") if policy.value_head else ()
-    return [*policy.model.named_parameters(), *head]
+    parameters = list(policy.model.named_parameters())
+    if policy.value_head:
+        parameters += policy.value_head.named_parameters(prefix="value_head")
+    return parameters
 
 
 def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
@@ -66,7 +66,8 @@ def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_parameters(policy):
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            metadata = stored.get(f"{name}/{key}")
+            path = f"{name}/{key}"
+            metadata = stored.get(path)
             if metadata is None:
                 continue
             if key == "step":
@@ -77,7 +78,7 @@ def load_shards(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
             if not isinstance(metadata, TensorStorageMetadata) or metadata.size != tensor.shape:
                 raise ValueError(f"{folder}: the optimizer's state of {name} has another shape")
             optimizer.state[parameter][key] = tensor
-            tensors[f"{name}/{key}"] = tensor
+            tensors[path] = tensor
     unknown = stored.keys() - tensors.keys()
     if unknown:
         raise ValueError(

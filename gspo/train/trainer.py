@@ -148,7 +148,8 @@ class Trainer:
             log(step, metrics, rollout)
             ends = self.extensions.after_step(step, self, metrics) or stop()
             stopping = self.ranks.any(ends)
-            checkpoint(step, stopping or bool(self.engine_ended) or step == steps)
+            is_last = stopping or bool(self.engine_ended) or step == steps
+            checkpoint(step, is_last)
             if self.engine_ended and step < steps:
                 raise self.engine_ended
             if stopping:
@@ -165,11 +166,15 @@ class Trainer:
         # the rows of each mini-batch, epoch by epoch
         rollout_batch = pack(rollout.responses, self.policy.pad_id)
         group_sizes = [len(group) for group in rollout.groups]
-        groups = torch.arange(len(rollout_batch)).split(group_sizes)
+        all_rows_N = torch.arange(len(rollout_batch))
+        groups = all_rows_N.split(group_sizes)
         epochs = [self.minibatches(groups, step, epoch) for epoch in range(self.settings.epochs)]
         # the rows that this rank passes through the model: a share of every mini-batch
-        shares = [rows_N[self.ranks.shard_rows(len(rows_N))] for rows_N in epochs[0]]
-        local_rows_N = torch.cat(shares).sort().values
+        local_rows = []
+        for rows_N in epochs[0]:
+            share = self.ranks.shard_rows(len(rows_N))
+            local_rows.append(rows_N[share])
+        local_rows_N = torch.cat(local_rows).sort().values
 
         # log-probs under the old policy, then advantages
         with accumulator.timed("time/old_logprobs_s"):
@@ -185,8 +190,9 @@ class Trainer:
         planned = self.settings.minibatches * self.settings.epochs
         accumulator.count("optim/missing_updates", planned - len(minibatches))
         for number, rows_N in enumerate(minibatches, start=1):
+            minibatch = batch.rows(rows_N)
             is_local_B = torch.isin(rows_N, local_rows_N)
-            self.update(batch.rows(rows_N), is_local_B, number, accumulator)
+            self.update(minibatch, is_local_B, number, accumulator)
 
         # after the updates, which used the coefficients that are logged
         if self.algorithm.kl.needs_reference:
@@ -201,7 +207,7 @@ class Trainer:
             self.reference.model.load_state_dict(self.policy.model.state_dict())
         self.state.step = step
         train_s = time.perf_counter() - started
-        # with LoRA no gradient of the weights is computed, so a backward pass costs one forward pass
+        # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
         passes = self.old_policy.passes + update_passes * self.settings.epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
@@ -222,7 +228,11 @@ class Trainer:
         # fewer if too many groups could not be graded
         count = min(self.settings.minibatches, len(groups))
         splits = torch.from_numpy(order).tensor_split(count)
-        return [torch.cat([groups[i] for i in chosen]) for chosen in splits]
+        minibatches = []
+        for split in splits:
+            rows = [groups[i] for i in split]
+            minibatches.append(torch.cat(rows))
+        return minibatches
 
     @torch.no_grad()
     def add_advantages(
@@ -249,9 +259,10 @@ class Trainer:
         measured_kl = 0.0
         if kl.needs_reference and batch.ref_logp_BT is not None:
             kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
-            measured_kl = float(kl_BT.sum() / batch.mask_BT.sum())
-            accumulator.mean("kl/ref", measured_kl, 1)
-            accumulator.mean("kl/coef", self.coefficient.value, 1)
+            tokens = batch.mask_BT.sum()
+            measured_kl = float(kl_BT.sum() / tokens)
+            accumulator.mean("kl/ref", measured_kl)
+            accumulator.mean("kl/coef", self.coefficient.value)
         if self.settings.mask_truncated:
             batch = without_truncated(batch, rollout.responses, accumulator)
         return batch, measured_kl
@@ -296,7 +307,8 @@ class Trainer:
                         loss = loss + term(inputs)
                     if learns:
                         loss.backward()
-                accumulator.mean("optim/loss", loss.detach(), len(micro) / len(batch))
+                share = len(micro) / len(batch)
+                accumulator.mean("optim/loss", loss.detach(), share)
                 with accumulator.timed("time/diagnostics_s"):
                     self.measure_pass(output, micro, minibatch, accumulator)
         if self.entropy:
@@ -317,9 +329,11 @@ class Trainer:
         norm = clip_grad_norm(parameters, self.optim.max_grad_norm)
         # One copy for all numbers that decide how to go on: the CPU waits here for the GPU, and
         # nowhere else.
-        agreements = [agreement.to(norm) for agreement in self.old_policy.comparison.agreements]
-        norm_value, *agreement_values = torch.stack([norm, *agreements]).tolist()
-        self.old_policy.comparison.check(agreement_values)
+        comparison = self.old_policy.comparison
+        agreements = [agreement.to(norm) for agreement in comparison.agreements]
+        numbers = torch.stack([norm, *agreements])
+        norm_value, *agreement_values = numbers.tolist()
+        comparison.check(agreement_values)
         skipped = not math.isfinite(norm_value)
         if skipped:
             self.state.skipped += 1
@@ -327,7 +341,7 @@ class Trainer:
             self.optimizer.step()
             self.state.updates += 1
             self.state.skipped = 0
-            accumulator.mean("optim/grad_norm", norm, 1)
+            accumulator.mean("optim/grad_norm", norm)
             accumulator.largest("optim/grad_norm_max", norm)
         self.optimizer.zero_grad(set_to_none=True)
         accumulator.count("optim/skipped", skipped)
@@ -353,7 +367,8 @@ class Trainer:
         diagnostics.rounding_floor(self.algorithm.objective, inputs, accumulator)
         if self.policy_settings.old_logprobs == "engine":
             return micro
-        return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)
+        logp_BT = output.logp_BT.detach()
+        return micro.with_old_results(logp_BT, micro.experts_BSLK)
 
     @torch.no_grad()
     def measure_pass(

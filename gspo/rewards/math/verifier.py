@@ -253,7 +253,7 @@ def gold_structure(gold: str) -> Node | None:
         return None
 
 
-class _Running(NamedTuple):
+class _RunningWorker(NamedTuple):
     """A running worker process and the pipes to it."""
 
     process: subprocess.Popen[bytes]
@@ -267,7 +267,7 @@ class _Worker:
     def __init__(self, seconds: float, memory_mb: int) -> None:
         self.seconds = seconds
         self.memory_mb = memory_mb
-        self.running: _Running | None = None
+        self.running: _RunningWorker | None = None
         # its CPU time when that was last seen to change, and the clock at that moment
         self.cpu = 0.0
         self.cpu_changed = 0.0
@@ -311,13 +311,13 @@ class _Worker:
             self.cpu_changed = now
         return now - self.cpu_changed > HANG_FACTOR * self.seconds
 
-    def started(self) -> _Running:
+    def started(self) -> _RunningWorker:
         """Return the process. Raises RuntimeError if `send` was not called before."""
         if self.running is None:
             raise RuntimeError("the math worker is not running")
         return self.running
 
-    def start(self) -> _Running:
+    def start(self) -> _RunningWorker:
         """Start the worker and wait until it has loaded math-verify.
 
         Raises RuntimeError if it cannot load it.
@@ -334,7 +334,7 @@ class _Worker:
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the math worker has no pipes")
-        self.running = _Running(process, process.stdin, process.stdout)
+        self.running = _RunningWorker(process, process.stdin, process.stdout)
         if self.running.stdout.readline() != b"ready\n":
             status = process.wait()
             self.stop()

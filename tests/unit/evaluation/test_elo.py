@@ -38,13 +38,16 @@ def test_off_the_scale():
     assert elo.most_probable(*arrays((1600, 0, 40))).rating < 1200
 
 
-def test_the_prior():
+def test_the_prior(monkeypatch):
     # no data to speak of: the prior; a wide prior: maximum likelihood; Newton's method on the same
     # posterior
     got = elo.most_probable(*arrays((1600, 0, 0)))
     assert (got.rating, got.stderr) == (pytest.approx(1500), pytest.approx(700))
     items = arrays((1200, 7, 8), (1600, 3, 8), (2000, 1, 8))
-    wide, likely = elo.most_probable(*items, spread=1e6), elo.most_likely(*items)
+    likely = elo.most_likely(*items)
+    with monkeypatch.context() as patched:
+        patched.setattr(elo, "SPREAD", 1e6)
+        wide = elo.most_probable(*items)
     assert wide.rating == pytest.approx(likely.rating, abs=0.01) and wide.stderr == pytest.approx(
         likely.stderr
     )
@@ -82,10 +85,11 @@ def test_simulated_players(true, spread):
 
 
 @pytest.mark.slow
-def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike():
+def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike(monkeypatch):
     """A player whose chance also depends on the problem: the curvature's error is too small, the
     bootstrap's is not.
     """
+    monkeypatch.setattr(elo, "DRAWS", 300)
     rng, true = np.random.default_rng(5), 1600
     difficulty, attempts, times = np.linspace(1000, 2200, 60), np.full(60, 16), 100
     covered_by_bootstrap = covered_by_curvature = 0
@@ -93,8 +97,8 @@ def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike():
         solved = rng.binomial(16, elo.chance(true, difficulty + rng.normal(0, 500, 60)))
         truth = 1600  # by symmetry of ratings and noise about 1600
         items = (difficulty, solved, attempts)
-        got, resampled = elo.most_probable(*items), elo.bootstrap(*items, draws=300)
+        got, resampled = elo.most_probable(*items), elo.bootstrap(*items)
         covered_by_bootstrap += resampled.low <= truth <= resampled.high
         covered_by_curvature += abs(got.rating - truth) < 1.96 * got.stderr
     assert covered_by_bootstrap / times > 0.88 and covered_by_curvature / times < 0.75
-    assert elo.bootstrap(*items, draws=300) == resampled, "drawn by position"
+    assert elo.bootstrap(*items) == resampled, "drawn by position"

@@ -460,7 +460,7 @@ def test_experts_that_are_spread_over_more_ranks_than_there_are_are_gathered_wit
     ]
     experts = composed_settings(words[:2]).model.experts
     few, many = (
-        planned(*words, f"parallel.ranks={ranks}").measured.gathered
+        planned(*words, f"parallel.ranks={ranks}").measured.all_gathered
         for ranks in (experts, 2 * experts)
     )
     assert many > 1.5 * few
@@ -518,7 +518,7 @@ def test_a_30b_moe_takes_what_others_measured(ranks, idle, peak):
     )
     assert (sum(update.values()) - update["engine"]) / GB == pytest.approx(peak, rel=0.04)
     assert "reference" not in str(update) and torch.bfloat16 == made.work.precision
-    of_pass = made.measured.gathered / GB, made.measured.reduced / GB
+    of_pass = made.measured.all_gathered / GB, made.measured.reduced / GB
     assert of_pass == pytest.approx((121, 122), rel=0.06), (
         "gathered twice in bfloat16, reduced in float32"
     )
