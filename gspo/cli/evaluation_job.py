@@ -27,6 +27,7 @@ from gspo.evaluation.resumable import (
     table,
 )
 from gspo.io import ownership
+from gspo.io.errors import SettingError
 from gspo.io.files import refuse_links
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
@@ -361,8 +362,8 @@ def all_sets(
         )
     repeated = [name for name in available if available.count(name) > 1]
     if repeated:
-        raise ValueError(
-            f"benchmark={list(tasks)}: more than one of them has the set {repeated[0]}"
+        raise SettingError(
+            "benchmark", list(tasks), f"more than one of them has the set {repeated[0]}"
         )
     sets: list[EvaluationSet] = []
     for task in tasks.values():

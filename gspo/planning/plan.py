@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from gspo.config.checks import check_processes, samples_ahead, shares_weights
 from gspo.config.settings import Settings
+from gspo.io.errors import SettingError
 from gspo.model.cost import forward_flops
 from gspo.planning.hardware import (
     ARITHMETIC,
@@ -140,12 +141,18 @@ def ranks_of(settings: Settings) -> tuple[int, int]:
     ranks = max(settings.parallel.ranks, 1)
     mode = settings.parallel.mode
     if ranks > 1 and mode == "none":
-        raise ValueError(
-            f"parallel.ranks={ranks} with parallel.mode=none: set parallel.mode=shard or replicate"
+        raise SettingError(
+            "parallel.ranks",
+            ranks,
+            "needs another parallel.mode than none",
+            "set shard or replicate",
         )
     if mode == "shard" and ranks == 1:
-        raise ValueError(
-            "parallel.mode=shard with one GPU: set the number of GPUs, parallel.ranks=N"
+        raise SettingError(
+            "parallel.mode",
+            "shard",
+            "there is one GPU",
+            remedy="set the number of GPUs, parallel.ranks=N",
         )
     if ranks > 1:
         check_processes(settings, ranks)
@@ -228,9 +235,11 @@ class EngineEstimate:
             share = rollout.gpu_memory * hardware.memory * GB
             weights = all_weights / gpus
             if share < weights + per_response / gpus:
-                raise ValueError(
-                    f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
-                    f"response beside the engine's weights of {weights / GB:.1f} GB"
+                raise SettingError(
+                    "rollout.gpu_memory",
+                    rollout.gpu_memory,
+                    f"of {hardware.memory:g} GB holds no response beside the engine's "
+                    f"weights of {weights / GB:.1f} GB",
                 )
             at_once = int(min(at_once * gpus, (share - weights) * gpus / per_response))
             on_these_gpus = rollout.name == "vllm"  # a server has as many GPUs of its own

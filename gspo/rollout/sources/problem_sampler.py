@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from gspo.data.problems import Problem
 from gspo.data.samples import ScoredResponse
 from gspo.data.seeding import permutation
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task
 
@@ -140,9 +141,10 @@ class Grouped(Ranged, key="sampler"):
     def __post_init__(self):
         super().__post_init__()
         if self.order != "shuffled" and self.by not in ("difficulty", "length"):
-            raise ValueError(
-                f"sampler.order={self.order} with sampler.by={self.by}: only difficulty and length "
-                "say what is easy"
+            raise SettingError(
+                "sampler.order",
+                self.order,
+                f"with sampler.by={self.by}, only difficulty and length say what is easy",
             )
 
     @property
@@ -291,11 +293,13 @@ class TrainingProblems:
                 if self.query_set_size:
                     self._cache[position] = problem
                 return problem
-        limited_by = self.limited_by or f"rollout.max_prompt_tokens={self.max_prompt_tokens}"
-        raise ValueError(
-            f"{limited_by}: {MAX_REPLACEMENTS} problems of task={self.task.name} in a row have "
-            "longer prompts, so there is nothing to train on"
+        too_long = (
+            f"{MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer prompts, "
+            "so there is nothing to train on"
         )
+        if self.limited_by:
+            raise SettingError(self.limited_by, problem=too_long)
+        raise SettingError("rollout.max_prompt_tokens", self.max_prompt_tokens, too_long)
 
     def skipped(self, problems: list[Problem]) -> int:
         """Return how many problems with too long prompts were replaced to get these problems."""
@@ -329,9 +333,10 @@ class TrainingProblems:
         if not self.sampler.reads_pass_rates:
             return
         if not {"pass_rates", "epoch_rates"} <= state.keys():
-            raise ValueError(
-                f"sampler={self.sampler.name} reads pass rates; the state has "
-                f"{sorted(state) or 'none'}"
+            raise SettingError(
+                "sampler",
+                self.sampler.name,
+                f"reads pass rates; the state has {sorted(state) or 'none'}",
             )
         self.pass_rates = {int(position): rate for position, rate in state["pass_rates"].items()}
         self.epoch_rates = {int(position): rate for position, rate in state["epoch_rates"].items()}

@@ -1,0 +1,47 @@
+"""The error of a setting that a command or a program may not use."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+NOT_GIVEN: Any = object()  # the value of a setting that has none
+PLAIN_WORD = re.compile(r"[\w.:/+@-]+")  # a text that a command line takes without quotes
+
+
+class SettingError(ValueError):
+    """A refusal of a setting.
+
+        key       its dotted name, for example "rollout.group_size"
+        value     its value, or NOT_GIVEN
+        problem   the reason of the refusal
+        remedy    the change that helps, or ""
+        where     the file that has the setting, "" for the command line
+
+    The text is one line.
+
+    >>> str(SettingError("rollout.group_size", 1, "there is no group mean", "use 2"))
+    'rollout.group_size=1: there is no group mean; use 2'
+    """
+
+    def __init__(self, key: str, value: Any = NOT_GIVEN, problem: str = "", remedy: str = ""):
+        super().__init__(key, value, problem, remedy)
+        self.key = key
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+        self.where = ""
+
+    def __str__(self) -> str:
+        setting = self.key if self.value is NOT_GIVEN else f"{self.key}={as_typed(self.value)}"
+        reasons = "; ".join(filter(None, (self.problem, self.remedy)))
+        return ": ".join(filter(None, (self.where, setting, reasons)))
+
+
+def as_typed(value: Any) -> str:
+    """Write a value as a command line has it: true, null, adamw, or 'two words' in quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, str) and not PLAIN_WORD.fullmatch(value) else str(value)
