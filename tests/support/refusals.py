@@ -12,7 +12,7 @@ from gspo.io.errors import NOT_GIVEN, SettingError
 
 
 @contextmanager
-def refused(key: str, value: Any = NOT_GIVEN, problem: str = "") -> Iterator[None]:
+def refuses(key: str, value: Any = NOT_GIVEN, problem: str = "") -> Iterator[None]:
     """Expect a SettingError of this key, and of this value and with these words in its reasons.
 
     Without a value any value will do."""

@@ -36,6 +36,7 @@ from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.entry_point import explain
 from gspo.run.policies import check_positions, open_policy
 from gspo.tasks.testbed.function_writing import FunctionWriting
+from refusals import refuses
 
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
@@ -703,9 +704,9 @@ def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path
     assert plain.label() == "gspo seed 1" and plain.options == {}
     write_settings(run, tmp_path)
     assert resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500"]).options == run.options
-    with pytest.raises(ValueError, match="options"):
+    with refuses("options", {"objective": "mine"}):
         chosen("experiment=tiny_moe", "+options.objective=mine")
-    with pytest.raises(ValueError, match="options"):
+    with refuses("options.objective", "mine", "options"):
         resumed_settings(tmp_path, [f"resume={tmp_path}", "options.objective=mine"])
     replayed = chosen("experiment=micro_moe", "arm=grpo_r2", "preset=drgrpo")
     assert {
@@ -764,7 +765,7 @@ def test_settings_of_another_version_are_refused_by_name(tmp_path):
     content = OmegaConf.to_container(OmegaConf.create(asdict(settings())))
     content["objective"]["name"] = "ppo9"
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match=r"objective.name='ppo9'"):
+    with refuses("objective.name", "ppo9"):
         read_settings(tmp_path)
 
 
@@ -846,9 +847,7 @@ def test_mappings_take_new_keys_without_a_plus():
 
 
 def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
-    with pytest.raises(
-        ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."
-    ):
+    with refuses("~steps", problem="a setting cannot be taken away;"):
         settings("~steps")
     with pytest.raises(ConfigCompositionException) as refused:
         settings("+optim.lr=0.5")
@@ -927,10 +926,7 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
-    with pytest.raises(
-        ValueError,
-        match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions",
-    ):
+    with refuses("rollout.max_new_tokens", 4096, "leaves no room for a prompt in"):
         open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
 
 
@@ -953,7 +949,7 @@ def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
         "what is recorded, and names the run, is what was asked for"
     )
     fixed = settings("model=hf", "model.path=x", "task=gsm8k", "objective=drgrpo")
-    with pytest.raises(ValueError, match=r"divided by the longest response.*: set it to 2048"):
+    with refuses("rollout.max_new_tokens", 4096, "divided by the longest response"):
         check_positions(fixed, 4096)
     growing = settings("model=hf", "model.path=x", "task=gsm8k", "rollout.extend={10: 8192}")
     check_positions(growing, 8192)
@@ -966,9 +962,7 @@ def test_sizes_follow_the_model_and_are_no_recorded_option():
         chosen = composed.hydra.runtime.choices
         with open_dict(composed):
             composed.pop("hydra")
-        with pytest.raises(
-            ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"
-        ):
+        with refuses("sizes", "tiny", "conf/sizes follows model=tiny_moe,"):
             to_settings(composed, chosen)
         chosen["sizes"] = chosen["model"]
         assert "sizes" not in to_settings(composed, chosen).options
@@ -990,7 +984,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
     message = (
         r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
     )
-    with pytest.raises(ValueError, match=message):
+    with refuses("rollout.query_set", 64, "exceeds the 40 training problems"):
         check_training_set(settings(*options, "rollout.query_set=64"))
     check_training_set(settings(*options, "rollout.query_set=32"))
     check_training_set(settings("rollout.query_set=64"))  # problems are made without end
@@ -999,7 +993,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
 def test_check_runs_on_plain_dataclasses_too():
     good = settings()
     good.rollout.group_size = 1
-    with pytest.raises(ValueError, match=r"rollout.group_size=1"):
+    with refuses("rollout.group_size", 1):
         check(good)
 
 

@@ -28,6 +28,7 @@ from gspo.config.settings import Settings, run_directory, same_result, settings_
 from gspo.io import user_code as importing
 from gspo.io.user_code import source_files
 from gspo.run.entry_point import explain
+from refusals import refuses
 
 COPY, REWARD = "own_package.losses:Copy", "own_package.rewards:digits"
 
@@ -271,7 +272,7 @@ def test_recorded_settings_are_the_same_again_and_may_be_resumed(run):
         run, [f"resume={run}", "steps=200", "metrics.c=own_package.extras:Long"]
     )
     assert resumed.steps == 200 and set(resumed.metrics) == {"a", "c"}
-    with pytest.raises(ValueError, match=r"callbacks\.b\.steps=9 with resume="):
+    with refuses("callbacks.b.steps", "9", "with resume="):
         resumed_settings(run, [f"resume={run}", "callbacks.b.steps=9"])
 
 
@@ -287,7 +288,11 @@ def test_a_run_is_not_resumed_with_another_source_and_says_which(run, package):
     assert "helpers.py" in source_change(run, recorded, read_settings(run))
     shutil.rmtree(package)
     user_code.forget()
-    with pytest.raises(ValueError, match="there is no module own_package"):
+    with refuses(
+        "/tmp/pytest-of-root/pytest-358/test_a_run_is_not_resumed_with0/runs/run/settings.yaml: objective",
+        "own_package.losses:Copy",
+        "there is no module own_package",
+    ):
         read_settings(run)
 
 

@@ -14,6 +14,7 @@ from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.model.public_models import KNOWN, known_config
 from gspo.model.settings import StandIn
+from refusals import refuses
 
 ROOT = Path(__file__).parents[3]
 ASSISTANT = "<|im_start|>assistant\n"
@@ -133,13 +134,11 @@ def test_what_cannot_be_made_is_refused(settings, message):
 
 
 def test_thinking_is_refused_where_no_template_reads_it():
-    with pytest.raises(ValueError, match=r"prompt\.thinking=true with prompt\.format=plain"):
+    with refuses("prompt.thinking", True, "with prompt.format=plain"):
         PromptFormat("plain", thinking=True)
     for name in ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "allenai/OLMoE-1B-7B-0924"):
         _, tokenizer = StandIn(path=name).make()
-        with pytest.raises(
-            ValueError, match=r"prompt\.thinking=false: this model's chat template does not read"
-        ):
+        with refuses("prompt.thinking", False, "this model's chat template does"):
             PromptFormat(thinking=False).check(tokenizer)
 
 

@@ -14,6 +14,7 @@ from gspo.planning import memory
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
+from refusals import refuses
 
 H100 = hardware("h100")
 SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
@@ -382,10 +383,10 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
     ):
         assert part in printed, part
     for words in (["--hardwear", "h100"], ["--hardware=h100"], ["hardwear=h100"]):
-        with pytest.raises(ValueError, match=r"hardware="):
+        with refuses("hardwear=h100: there is no such option; the nearest is hardware="):
             with_options(words)
     for words in (["--prompt", "7"], ["prompt_tokns=7"]):
-        with pytest.raises(ValueError, match=r"prompt_tokens="):
+        with refuses("prompt_tokns=7: there is no such option; the nearest is prompt_tokens="):
             with_options(words)
 
 

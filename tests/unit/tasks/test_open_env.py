@@ -12,6 +12,7 @@ import pytest
 
 from gspo.tasks.adapters.open_env import OpenEnv
 from gspo.tasks.environments.player import EnvironmentFailed, Player
+from refusals import refuses
 
 URL = "http://127.0.0.1:1"
 needs_openenv = pytest.mark.environments
@@ -37,9 +38,7 @@ def test_bad_settings_are_refused_by_name(settings, refusal):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(
-        ValueError, match=r'task=openenv needs the package openenv: pip install "gspo\[openenv\]"'
-    ):
+    with refuses("task", "openenv", 'pip install "gspo[openenv]"'):
         OpenEnv(url=URL).problem(1, "train", 0)
 
 

@@ -21,6 +21,7 @@ from gspo.tasks.benchmarks.gym_problems import (
     normal_form,
     reaches,
 )
+from refusals import refuses
 
 ROOT = Path(__file__).parents[3]
 SLOW = {
@@ -77,9 +78,7 @@ def test_bad_settings_are_refused_by_name():
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(
-        ValueError, match=r'needs the package reasoning-gym: pip install "gspo\[gym\]"'
-    ):
+    with refuses("task", "reasoning_gym", "needs the package reasoning-gym"):
         GymProblems().problem(1, "train", 0)
 
 

@@ -23,6 +23,7 @@ from gspo.tasks.testbed.operations import (
     hidden_inputs,
     reference,
 )
+from refusals import refuses
 
 SEED = 3
 
@@ -114,7 +115,7 @@ def test_functions_of_numbers_alone_are_short(mixture):
         p.prompt for p in problems(mixture.code, "train", 50)
     ], "the default draws the problems that it drew before"
     for wrong in ("", "xy", "X"):
-        with pytest.raises(ValueError, match="name one or more of xas"):
+        with refuses("variables", problem="name one or more of xas"):
             FunctionWriting(variables=wrong)
 
 
@@ -358,7 +359,7 @@ def test_what_is_run_is_the_signature_and_the_response(mixture):
 
 def test_code_problems_are_made_without_end(mixture):
     assert mixture.code.size("train") is None and mixture.code.size("code") is None
-    with pytest.raises(ValueError, match="split='test'"):
+    with refuses("split", "test"):
         mixture.code.size("test")
 
 
