@@ -58,70 +58,73 @@ def test_benchmarks_are_option_files_with_their_own_settings():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        ([], "say either run=RUN or model=hf model.path="),
-        (["run=x", "model=hf"], "not both"),
-        (["model=hf"], r"needs benchmark=\[...\]"),
-        (["run=x", "temperature=0"], "k=4 with temperature=0.*use k=1"),
-        (["run=x", "k=0"], "k=0 must be a whole number of at least 1"),
-        (["run=x", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
-        (["run=x", "problems=-1"], "problems=-1 must be a whole number of at least 0"),
+        ([], ("run", "", "say either run=RUN or model=hf")),
+        (["run=x", "model=hf"], ("run", "x", "both")),
+        (["model=hf"], ("benchmark", [], "benchmark=[...]")),
+        (["run=x", "temperature=0"], ("k", 4, "with temperature=0")),
+        (["run=x", "k=0"], ("k", 0)),
+        (["run=x", "temperature=-1"], ("temperature", -1.0)),
+        (["run=x", "problems=-1"], ("problems", -1)),
         (
             ["run=x", "benchmark=nope"],
-            "benchmark=nope: there is no such benchmark; there are .*code, .*math, .*mixed",
+            ("benchmark", "nope", "there is no such benchmark; there"),
         ),
         (
             ["run=x", "benchmark=math", "tasks.math.larg=7"],
             r"Could not override 'tasks\.math\.larg'",
         ),
-        (["run=x", "benchmark=math", "data=x"], r"data=x is read by none of benchmark=\['math'\]"),
+        (["run=x", "benchmark=math", "data=x"], ("data", "x", "is read by none of")),
         (
             ["run=x", "rollout=vllm", "rollout.group_size=4"],
-            r"rollout\.group_size=4 is read in training alone; say k=",
+            ("rollout.group_size", 4, "is read in training alone; say k="),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.prompts_per_step=4"],
-            "is read in training alone; say problems=",
+            ("rollout.prompts_per_step", 4, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.max_new_tokens=9"],
-            "is read in training alone; say max_new_tokens=",
+            ("rollout.max_new_tokens", 9, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.temperature=0.5"],
-            "is read in training alone; say temperature=",
+            ("rollout.temperature", 0.5, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.staleness=1"],
-            r"rollout\.staleness=1 is read in training alone; leave it",
+            ("rollout.staleness", 1, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.sleep=true"],
-            r"rollout\.sleep=True is read in training alone; leave it out",
+            ("rollout.sleep", True, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.extend={5: 90}"],
-            "is read in training alone; leave it out",
+            ("rollout.extend", {5: 90}, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.routes=true"],
-            r"rollout\.routes=True is read in training alone; leave it",
+            ("rollout.routes", True, "is read in training alone; leave"),
         ),
-        (["run=x", "rollout=vllm", "rollout.name=local"], "rollout.name='local' cannot be changed"),
+        (
+            ["run=x", "rollout=vllm", "rollout.name=local"],
+            ("rollout.name", "local", "cannot be changed"),
+        ),
         (
             ["run=x", "rollout=vllm", "rollout.kv_cache_gib=0"],
-            r"rollout\.kv_cache_gib=0\.0 must be",
+            ("rollout.kv_cache_gib", 0.0),
         ),
         (
             ["run=x", "rollout=vllm", "batch_rows=8"],
-            r"batch_rows=8 with rollout=vllm: say rollout\.batch_rows=",
+            ("batch_rows", 8, "say rollout.batch_rows="),
         ),
         (["run=x", "rollout=nope"], "rollout/nope"),
     ],
 )
-def test_refusals(arguments, message):
-    with pytest.raises(Exception, match=message):
+def test_refusals(arguments, refusal):
+    with refuses(*refusal):
         command(*arguments)
 
 

@@ -293,13 +293,13 @@ class TrainingProblems:
                 if self.query_set_size:
                     self._cache[position] = problem
                 return problem
-        too_long = (
-            f"{MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer prompts, "
-            "so there is nothing to train on"
+        reason = f"{self.limited_by}, and " if self.limited_by else ""
+        raise SettingError(
+            "rollout.max_prompt_tokens",
+            self.max_prompt_tokens,
+            f"{reason}{MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer "
+            "prompts, so there is nothing to train on",
         )
-        if self.limited_by:
-            raise SettingError(self.limited_by, problem=too_long)
-        raise SettingError("rollout.max_prompt_tokens", self.max_prompt_tokens, too_long)
 
     def skipped(self, problems: list[Problem]) -> int:
         """Return how many problems with too long prompts were replaced to get these problems."""

@@ -361,10 +361,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("kind, key, value", REFUSED)
 def test_refusals_name_the_key_and_the_value(kind, key, value):
-    with pytest.raises(ValueError) as refused:
+    with refuses(f"advantage.{key}", value):
         kind(**{key: value})
-    said = str(refused.value)
-    assert f"advantage.{key}=" in said and str(value) in said
 
 
 def test_gae_without_values_and_bases_without_formula_are_refused():

@@ -92,13 +92,9 @@ def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_out
     for value in (math.nan, math.inf, -math.inf, *outside(limits)):
         assert value not in limits
         given = {5: value} if field.default_factory is dict else value
-        with pytest.raises(ValueError) as refused:
+        key = f"{kind._key}{field.name}{'.5' if isinstance(given, dict) else ''}"
+        with refuses(key, value, "must "):
             kind(**(others | {field.name: given}))
-        said = str(refused.value)
-        assert (
-            f"{field.name}{'.5' * isinstance(given, dict)}={value} must " in said
-            and "\n" not in said
-        ), said
 
 
 def test_another_default_keeps_the_range_and_another_range_replaces_it():
@@ -150,25 +146,25 @@ def test_a_range_in_words(limits, whole, optional, words):
 
 
 NAMED = [  # override, message: the dotted key as the user knows it
-    ("optim.lr=inf", "optim.lr=inf must be a finite number of at least 0"),
-    ("advantage.eps=-1", "advantage.eps=-1.0 must be a finite number of at least 0"),
+    ("optim.lr=inf", "optim.lr=inf: must be a finite number of at least 0"),
+    ("advantage.eps=-1", "advantage.eps=-1.0: must be a finite number of at least 0"),
     (
         "monitor.thresholds.mismatch=nan",
-        "monitor.thresholds.mismatch=nan must be a finite number of at least 0",
+        "monitor.thresholds.mismatch=nan: must be a finite number of at least 0",
     ),
     (
         "trainer.aggregation.length=-1",
-        "trainer.aggregation.length=-1 must be a whole number of at least 0, or null",
+        "trainer.aggregation.length=-1: must be a whole number of at least 0, or null",
     ),
-    ("task.math.largest=2", "task.math.largest=2 must lie in [5, 999]"),
-    ("rollout.extend={100:0}", "rollout.extend.100=0 must be a whole number of at least 1"),
+    ("task.math.largest=2", "task.math.largest=2: must lie in [5, 999]"),
+    ("rollout.extend={100:0}", "rollout.extend.100=0: must be a whole number of at least 1"),
     (
         "kl=loss kl.coef=inf",
-        "kl.coef=inf must be a finite number above 0: for no KL term choose kl=none",
+        "kl.coef=inf: must be a finite number above 0: for no KL term choose kl=none",
     ),
-    ("task=reasoning_gym task.config.a=nan", "task.config.a=nan must be a finite number"),
-    ("model.layers=0", "model.layers=0 must be a whole number of at least 1"),
-    ("model.heads=0", "model.heads=0 must be a whole number of at least 1"),
+    ("task=reasoning_gym task.config.a=nan", "task.config.a=nan: must be a finite number"),
+    ("model.layers=0", "model.layers=0: must be a whole number of at least 1"),
+    ("model.heads=0", "model.heads=0: must be a whole number of at least 1"),
 ]
 
 
@@ -194,7 +190,7 @@ def test_a_number_that_states_no_range_must_be_finite_all_the_same():
         odds: list[float] = ranged(default_factory=list, above=0)
 
     assert Loose(odds=[1.0, 2.0]).share == 0.5
-    with refuses("share", nan, "must be a finite number"):
+    with refuses("share", math.nan, "must be a finite number"):
         Loose(share=math.nan)
     with refuses("odds[1]", -2.0, "must be a finite number above 0"):
         Loose(odds=[1.0, -2.0])
@@ -218,6 +214,5 @@ def test_a_choice_is_refused_with_the_values_that_are_allowed():
 
 
 def test_a_choice_is_refused_by_its_dotted_key():
-    with pytest.raises(ValueError) as refused:
+    with refuses("kl.aggregation.rows", "some", "choose one of nonempty, all, one"):
         settings("kl=loss", "kl.aggregation.rows=some")
-    assert str(refused.value) == ("kl.aggregation.rows='some': choose one of nonempty, all, one")

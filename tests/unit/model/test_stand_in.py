@@ -115,21 +115,21 @@ def test_any_text_becomes_tokens_and_the_same_text_again():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "refusal"),
     [
         (
             {"path": "Qwen/Qwen9-1T"},
-            r"model\.path='Qwen/Qwen9-1T' with model=stand_in: it can stand in for Qwen/Qwen3",
+            ("model.path", "Qwen/Qwen9-1T", "it can stand in for Qwen/Qwen3"),
         ),
         (
             {"hidden": 36},
-            r"model\.hidden=36 divided by model\.heads=4 must be an even whole number",
+            ("model.hidden", 36, "divided by model.heads=4 must be"),
         ),
-        ({"layers": 0}, r"model\.layers=0"),
+        ({"layers": 0}, ("model.layers", 0)),
     ],
 )
-def test_what_cannot_be_made_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_made_is_refused(settings, refusal):
+    with refuses(*refusal):
         StandIn(**settings)
 
 

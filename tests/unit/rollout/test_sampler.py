@@ -306,16 +306,19 @@ def test_rates_stand_still_within_an_epoch():
 
 
 def test_wrong_samplers_and_states_are_refused():
-    for options, message in (
-        (dict(by="colour"), r"sampler\.by='colour': choose one of difficulty, task"),
-        (dict(order="random"), r"sampler\.order='random': choose one of shuffled"),
-        (dict(by="task", order="easy_first"), r"sampler\.order=easy_first with sampler\.by=task"),
+    for options, refusal in (
+        (dict(by="colour"), ("sampler.by", "colour")),
+        (dict(order="random"), ("sampler.order", "random")),
+        (
+            dict(by="task", order="easy_first"),
+            ("sampler.order", "easy_first", "with sampler.by=task"),
+        ),
         (
             dict(by="task_length", order="hard_first"),
-            r"sampler\.order=hard_first with sampler\.by=task_length",
+            ("sampler.order", "hard_first", "with sampler.by=task_length"),
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refuses(*refusal):
             Grouped(**options)
     with refuses("sampler", "grouped", "reads pass rates; the state has"):
         stream(Grouped()).load_state({})

@@ -121,5 +121,5 @@ def test_what_greedy_would_not_read_is_refused():
         Sampling(0.0, 5, top_p=0.9)
     with refuses("evaluation.min_p", 0.1, "is not read with"):
         EvaluationSettings(temperature=0, samples=1, min_p=0.1)
-    with refuses("top_p", nan):
+    with refuses("top_p", float("nan")):
         Sampling(top_p=float("nan"))

@@ -249,7 +249,7 @@ def test_bad_settings_are_refused_by_name():
         (Mbpp, {"shown_tests": 0}),
     ):
         ((key, value),) = setting.items()
-        with pytest.raises(ValueError, match=f"{key}={value!r}"):
+        with refuses(f"task.{key}" if key == "form" else key, value):
             kind(**setting)
 
 

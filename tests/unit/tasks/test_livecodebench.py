@@ -117,7 +117,7 @@ def test_the_window_includes_both_ends(tmp_path):
 )
 def test_bad_dates_are_refused_by_name(setting):
     ((key, value),) = setting.items()
-    with pytest.raises(ValueError, match=f"{key}='{value}' must be a date"):
+    with refuses(key, value, "must be a date"):
         LiveCodeBench(**setting)
     with refuses("start_date", "2025-05-01", "is after end_date=2025-02-28"):
         LiveCodeBench(start_date="2025-05-01")

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from unittest.mock import ANY
 
 import pytest
 
@@ -21,18 +22,18 @@ needs_openenv = pytest.mark.environments
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        ({}, r"task\.url='': say where the server is"),
-        ({"url": "127.0.0.1:8000"}, r"task\.url='127\.0\.0\.1:8000': say where"),
-        ({"url": URL, "options": {"seed": 3}}, r"task\.options\.seed: set by the harness"),
+        ({}, ("task.url", "", "say where the server is")),
+        ({"url": "127.0.0.1:8000"}, ("task.url", ANY, "say where")),
+        ({"url": URL, "options": {"seed": 3}}, ("task.options.seed", ANY, "set by the harness")),
         (
             {"url": URL, "action": "a", "values": {"a": 1}},
-            r"task\.values\.a: it is what the policy writes",
+            ("task.values.a", ANY, "it is what the policy writes"),
         ),
-        ({"url": URL, "evaluation_size": 0}, "evaluation_size=0"),
+        ({"url": URL, "evaluation_size": 0}, ("evaluation_size", 0)),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, refusal):
-    with pytest.raises(ValueError, match=refusal):
+    with refuses(*refusal):
         OpenEnv(**settings)
 
 

@@ -383,21 +383,21 @@ def test_a_mixture_keeps_order_index_and_share(mixture):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "refusal"),
     [
-        (lambda: ChainArithmetic(min_operands=1), "min_operands=1"),
-        (lambda: ChainArithmetic(min_operands=5, max_operands=4), "max_operands=4"),
-        (lambda: ChainArithmetic(largest=1), "largest=1"),
-        (lambda: FunctionWriting(slots=0), "slots=0"),
-        (lambda: FunctionWriting(cpu_seconds=0.0), "cpu_seconds=0.0"),
-        (lambda: FunctionWriting(cpu_seconds=3.0), "wall_seconds=2.0"),
-        (lambda: Mixture(code_share=1.5), "code_share=1.5"),
-        (lambda: ChainArithmetic().problem(0, "test", 0), "split='test'"),
-        (lambda: Mixture().problem(0, "test", 0), "split='test'"),
+        (lambda: ChainArithmetic(min_operands=1), ("min_operands", 1)),
+        (lambda: ChainArithmetic(min_operands=5, max_operands=4), ("max_operands", 4)),
+        (lambda: ChainArithmetic(largest=1), ("largest", 1)),
+        (lambda: FunctionWriting(slots=0), ("slots", 0)),
+        (lambda: FunctionWriting(cpu_seconds=0.0), ("cpu_seconds", 0.0)),
+        (lambda: FunctionWriting(cpu_seconds=3.0), ("wall_seconds", 2.0)),
+        (lambda: Mixture(code_share=1.5), ("code_share", 1.5)),
+        (lambda: ChainArithmetic().problem(0, "test", 0), ("split", "test")),
+        (lambda: Mixture().problem(0, "test", 0), ("split", "test")),
     ],
 )
-def test_bad_settings_are_refused_by_name_and_value(make, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_settings_are_refused_by_name_and_value(make, refusal):
+    with refuses(*refusal):
         make()
 
 

@@ -144,11 +144,14 @@ def test_skipped_updates_are_an_event():
 
 
 @pytest.mark.parametrize(
-    ("settings", "word"),
-    [({"action": "panic"}, "monitor.action='panic'"), ({"warm_up": -1}, "monitor.warm_up=-1")],
+    ("settings", "refusal"),
+    [
+        ({"action": "panic"}, ("monitor.action", "panic")),
+        ({"warm_up": -1}, ("monitor.warm_up", -1)),
+    ],
 )
-def test_bad_settings_are_refused(settings, word):
-    with pytest.raises(ValueError, match=word):
+def test_bad_settings_are_refused(settings, refusal):
+    with refuses(*refusal):
         MonitorSettings(**settings)
     with refuses("monitor.thresholds.mismatch", -1):
         Thresholds(mismatch=-1)

@@ -160,14 +160,16 @@ def test_it_balances_the_loads():
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["policy.freeze_router=true", "optim.router_lr_factor=2", "trainer.router_aux_loss_coef=0.001"],
+    "key, value",
+    [
+        ("policy.freeze_router", True),
+        ("optim.router_lr_factor", 2.0),
+        ("trainer.router_aux_loss_coef", 0.001),
+    ],
 )
-def test_a_dense_model_has_no_router(override):
-    with pytest.raises(
-        ValueError, match=f"{override} needs an MoE model; model=tiny_dense is dense"
-    ):
-        settings(override, "model=tiny_dense")
+def test_a_dense_model_has_no_router(key, value):
+    with refuses(key, value, "needs an MoE model; model=tiny_dense is dense"):
+        settings(f"{key}={value}", "model=tiny_dense")
 
 
 def test_a_frozen_router_has_no_learning_rate_and_no_loss():
