@@ -156,9 +156,10 @@ class TextGame(Environment):
         self.space: Any = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
-            raise ValueError(
-                f"{task.key}: its actions are {self.space}; "
-                "here they can be texts, or numbers (Discrete)"
+            raise SettingError(
+                task.key,
+                problem=f"its actions are {self.space}",
+                remedy="here they can be texts, or numbers (Discrete)",
             )
         count = int(self.space.n) if kind == "Discrete" else 0
         if task.actions and len(task.actions) != count:

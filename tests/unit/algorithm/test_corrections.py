@@ -355,9 +355,9 @@ KINDS = (TIS, MIS, IcePop, Rejection)
         *((kind, {"level": "largest"}, "level") for kind in (TIS, MIS, IcePop)),
         *((kind, {"low": value}, "low") for kind in KINDS for value in (-0.1, 7.0, math.nan)),
         *(
-            (kind, {"low": 1.0, "high": value}, "high")
+            (kind, {"low": 1.0, "high": value}, key)
             for kind in KINDS
-            for value in (1.0, 0.5, -2.0, math.nan)
+            for value, key in ((1.0, "low"), (0.5, "low"), (-2.0, "high"), (math.nan, "high"))
         ),
         *(
             (kind, {"judged_by": value}, "judged_by")

@@ -140,10 +140,10 @@ def test_an_option_that_can_do_nothing_is_refused(refused, option, why, capsys, 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("smooth=-1", "smooth=-1 must be a whole number of at least 0"),
-        ("formats=gif", "formats='gif': choose one of pdf, png, svg"),
-        ("width=2", "width=2.0 must lie in [6, 40]"),
-        ("width=wide", "width=wide must be a number"),
+        ("smooth=-1", "smooth=-1: must be a whole number of at least 0"),
+        ("formats=gif", "formats=gif: choose one of pdf, png, svg"),
+        ("width=2", "width=2.0: must lie in [6, 40]"),
+        ("width=wide", "width=wide: must be a number"),
         ("out=/proc/nowhere", "out=/proc/nowhere cannot be made: "),
     ],
 )

@@ -444,9 +444,7 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
         )
         == []
     )
-    with pytest.raises(
-        ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"
-    ):
+    with pytest.raises(ValueError, match="less than the 16 processes"):
         strong(composed_settings(SHARDS), [16, 32], H100)
 
 

@@ -1,6 +1,7 @@
 """Text environments with Gymnasium's interface: one's own, and those of the package."""
 
 import sys
+from unittest.mock import ANY
 
 import pytest
 
@@ -140,16 +141,20 @@ def test_bad_settings_are_refused_by_name(settings, refusal):
             {"env": "text_games:Doors", "actions": ["a"]},
             ("task.actions", ["a"], "the environment has 0 numbered"),
         ),
-        ({"env": "text_games:Odd", "arguments": {"what": "reset"}}, "reset returned 'seen', not "),
-        (
-            {"env": "text_games:Odd", "arguments": {"what": "object"}},
-            "of the type object cannot be shown",
-        ),
     ],
 )
-def test_what_does_not_keep_to_the_interface_is_refused(settings, refusal):
+def test_settings_that_do_not_fit_the_environment_are_refused(settings, refusal):
     with refuses(*refusal):
         TextGames(**settings).problem(1, "train", 0)
+
+
+@pytest.mark.parametrize(
+    "what, text",
+    [("reset", "reset returned 'seen', not "), ("object", "of the type object cannot be shown")],
+)
+def test_what_does_not_keep_to_the_interface_is_refused(what, text):
+    with pytest.raises(ValueError, match=text):
+        TextGames(env="text_games:Odd", arguments={"what": what}).problem(1, "train", 0)
 
 
 def test_a_step_of_the_older_interface_is_refused():
@@ -204,7 +209,7 @@ def test_a_text_space_takes_its_texts_alone():
     "settings, refusal",
     [
         ({"id": "FrozenLake-v77"}, ("task.id", "FrozenLake-v77", "gymnasium knows no such")),
-        ({"id": "Pendulum-v1"}, r"its actions are Box\(.*here they can be texts, or numbers"),
+        ({"id": "Pendulum-v1"}, ("task", ANY, "here they can be texts, or numbers")),
         (
             LAKE | {"actions": ["left"]},
             ("task.actions", ["left"], "the environment has 4 numbered"),
