@@ -161,7 +161,7 @@ class BenchmarkCommand(Ranged):
                 "scaling",
                 self.scaling,
                 "chooses threads and set.parallel itself, and goes with neither peer nor curves",
-                remedy="leave them away",
+                remedy="leave them out",
             )
 
 

@@ -69,8 +69,7 @@ def check_rewards_of_turns(s: Settings) -> None:
         raise SettingError(
             "reward.turns",
             "each",
-            f"with advantage={s.advantage.name}{baseline}, which compares the rewards of "
-            "whole responses",
+            f"advantage={s.advantage.name}{baseline} compares the rewards of whole responses",
             remedy=f"use advantage={PER_TURN}",
         )
     for key in ("shift", "scale", "clip"):

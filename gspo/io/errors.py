@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-NOT_GIVEN: Any = object()  # the value of a setting that has none
+NOT_GIVEN: Any = ...  # the value of a setting that has none; it unpickles as itself
 PLAIN_WORD = re.compile(r"[\w.:/+@-]+")  # a text that a command line takes without quotes
 
 

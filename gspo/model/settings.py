@@ -76,7 +76,7 @@ class Tiny(ModelSettings):
             raise SettingError(
                 "model.hidden",
                 self.hidden,
-                f"divided by model.heads={self.heads} must be an even whole number",
+                f"divided by model.heads={self.heads} it must be an even whole number",
             )
 
 
@@ -195,7 +195,7 @@ class StandIn(ModelSettings):
             raise SettingError(
                 "model.hidden",
                 self.hidden,
-                f"divided by model.heads={self.heads} must be an even whole number",
+                f"divided by model.heads={self.heads} it must be an even whole number",
             )
 
     def make(self) -> Loaded:

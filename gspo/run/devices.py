@@ -93,8 +93,8 @@ def devices(slot: int, count: int) -> list[str]:
         raise SettingError(
             "hydra.launcher.gpus_per_node",
             count,
-            f"for job {slot + 1} of those that run at once, and CUDA_VISIBLE_DEVICES has "
-            f"{len(users_gpus)}",
+            f"CUDA_VISIBLE_DEVICES has {len(users_gpus)} GPUs, too few for job {slot + 1} of those "
+            "that run at once",
             remedy="lower hydra.sweeper.max_batch_size",
         )
     return [users_gpus[index] for index in indices]

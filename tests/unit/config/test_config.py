@@ -530,11 +530,11 @@ BAD = [
     ),
     (
         "task=guessing reward.turns=each",
-        ("reward.turns", "each", "with advantage=group_normalized,"),
+        ("reward.turns", "each", "advantage=group_normalized compares"),
     ),
     (
         "task=guessing reward.turns=each objective=gspo_token advantage=reinforce_pp advantage.baseline=group",
-        ("reward.turns", "each", "with advantage=reinforce_pp and"),
+        ("reward.turns", "each", "advantage=reinforce_pp and"),
     ),
     (
         "task=guessing reward.turns=each objective=gspo_token advantage=returns reward.scale=batch",

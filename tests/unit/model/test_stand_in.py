@@ -123,7 +123,7 @@ def test_any_text_becomes_tokens_and_the_same_text_again():
         ),
         (
             {"hidden": 36},
-            ("model.hidden", 36, "divided by model.heads=4 must be"),
+            ("model.hidden", 36, "divided by model.heads=4 it must be"),
         ),
         ({"layers": 0}, ("model.layers", 0)),
     ],

@@ -74,7 +74,7 @@ def test_each_job_gets_gpus_of_its_own(monkeypatch):
     assert visible(1, 2, 2) == "2,3"
     monkeypatch.setenv(devices.DEVICES, "3,6,GPU-ab,9")
     assert visible(3, 4, 1) == "9" and visible(1, 2, 2) == "GPU-ab,9" and visible(0, 2, 1) == "3"
-    with refuses("hydra.launcher.gpus_per_node", 2, "for job 3"):
+    with refuses("hydra.launcher.gpus_per_node", 2, "has 4 GPUs, too few for job 3"):
         visible(2, 3, 2)
 
 
