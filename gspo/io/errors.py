@@ -1,4 +1,4 @@
-"""The error of a setting that a command or a program may not use."""
+"""The errors of settings and of rows of data that cannot be used. Their texts are one line."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ class SettingError(ValueError):
         setting = self.key if self.value is NOT_GIVEN else f"{self.key}={as_typed(self.value)}"
         reasons = "; ".join(filter(None, (self.problem, self.remedy)))
         return ": ".join(filter(None, (self.where, setting, reasons)))
+
+
+class RowError(ValueError):
+    """A refusal of a row of data.
+
+        where     its address, for example "train.jsonl, line 3"
+        field     the key of the row that is wrong
+        problem   the reason of the refusal, a phrase that follows the key
+        remedy    the change that helps, or the keys that there are, or ""
+
+    >>> str(RowError("train.jsonl, line 3", "answer", "is empty"))
+    "train.jsonl, line 3: the key 'answer' is empty"
+    """
+
+    def __init__(self, where: str, field: str, problem: str, remedy: str = ""):
+        super().__init__(where, field, problem, remedy)
+        self.where = where
+        self.field = field
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        reasons = "; ".join(filter(None, (self.problem, self.remedy)))
+        return f"{self.where}: the key {self.field!r} {reasons}"
 
 
 def as_typed(value: Any) -> str:

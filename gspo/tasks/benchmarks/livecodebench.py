@@ -28,7 +28,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
-from gspo.io.errors import SettingError
+from gspo.io.errors import RowError, SettingError
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
@@ -181,11 +181,9 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
     try:
         tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}"
-        ) from None
+        raise RowError(where, key, f"is neither JSON nor packed JSON: {error}") from None
     if not isinstance(tests, list):
-        raise ValueError(f"{where}: the key {key!r} must hold a list of tests")
+        raise RowError(where, key, "must hold a list of tests")
     return tests
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.io.errors import SettingError
+from gspo.io.errors import RowError, SettingError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
@@ -55,7 +55,7 @@ class DataRow:
             if default is not NO_DEFAULT:
                 return default
             keys = ", ".join(map(str, self.values))
-            raise ValueError(f"{self.where}: the key {key!r} is missing; there are {keys}")
+            raise RowError(self.where, key, "is missing", f"there are {keys}")
         value = self.values[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -88,9 +88,9 @@ class DataRow:
             f"there are {', '.join(self.values)}"
         )
 
-    def wrong(self, key: str, fault: str) -> ValueError:
+    def wrong(self, key: str, problem: str) -> RowError:
         """Return the error to raise about a key."""
-        return ValueError(f"{self.where}: the key {key!r} {fault}")
+        return RowError(self.where, key, problem)
 
 
 @dataclass(frozen=True)
