@@ -357,8 +357,8 @@ def all_sets(
     available = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in available]
     if unknown:
-        raise ValueError(
-            f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}"
+        raise SettingError(
+            "sets", unknown[:1], f"there is no such set; there are {', '.join(available)}"
         )
     repeated = [name for name in available if available.count(name) > 1]
     if repeated:
