@@ -170,9 +170,11 @@ def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
     """Raise ValueError if a prompt and a response exceed the model's positions."""
     positions = max_positions(config)
     if positions and prompt + response > positions:
-        raise ValueError(
-            f"a prompt of {prompt} and a response of {response} tokens exceed the model's "
-            f"{positions} positions: lower rollout.max_new_tokens, or set prompt_tokens"
+        raise SettingError(
+            "rollout.max_new_tokens",
+            response,
+            f"exceeds the model's {positions} positions with a prompt of {prompt} tokens",
+            remedy="lower it, or set prompt_tokens",
         )
 
 

@@ -10,7 +10,6 @@ import tempfile
 from dataclasses import asdict, fields, is_dataclass
 from functools import reduce
 from pathlib import Path
-from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -34,6 +33,7 @@ from gspo.config.settings import (
     same_result,
     settings_hash,
 )
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.entry_point import explain
 from gspo.run.policies import check_positions, open_policy
@@ -410,11 +410,11 @@ BAD = [
     ("rollout=vllm rollout.gpu_memory=1", ("rollout.gpu_memory", 1.0)),
     (
         "rollout=vllm_server rollout.url=https://127.0.0.1:8000",
-        ("rollout.url", ANY, "must be http://HOST:PORT"),
+        ("rollout.url", "https://127.0.0.1:8000", "must be http://HOST:PORT"),
     ),
     (
         "rollout=vllm_server rollout.url=http://127.0.0.1:port",
-        ("rollout.url", ANY, "must be http://HOST:PORT"),
+        ("rollout.url", "http://127.0.0.1:port", "must be http://HOST:PORT"),
     ),
     (
         "rollout=vllm_server rollout.quantization=int4",
@@ -510,7 +510,7 @@ BAD = [
     ),
     (
         "task=guessing objective=grpo trainer.aggregation.mode=seq-mean-token-sum-norm trainer.aggregation.length=0",
-        ("trainer.aggregation.length", 0),
+        ("trainer.aggregation.length", 0, "the width of the batch"),
     ),
     (
         "task=guessing kl=loss kl.coef=.1 kl.aggregation.mode=seq-mean-token-sum-norm kl.aggregation.length=0",
@@ -554,6 +554,28 @@ BAD = [
 def test_what_cannot_work_is_refused_naming_key_and_value(overrides, refusal):
     with refuses(*refusal):
         settings(*overrides.split())
+
+
+WORDING = [
+    (
+        "rollout.group_size=1",
+        "rollout.group_size=1: leaves advantage=group_normalized nothing to compare with; "
+        "use at least 2, or an advantage without group baseline",
+    ),
+    (
+        "kl=loss kl.weighted=true",
+        "kl.weighted=true: with correction=none, there are no weights to multiply by",
+    ),
+    ("policy.precision=float16", "policy.precision=float16: choose one of float32, bfloat16"),
+    ("optim.lr=-1", "optim.lr=-1.0: must be a finite number of at least 0"),
+]
+
+
+@pytest.mark.parametrize("overrides, text", WORDING)
+def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
+    with pytest.raises(SettingError) as refused:
+        settings(*overrides.split())
+    assert explain(refused.value) == text
 
 
 @pytest.mark.slow
@@ -610,7 +632,7 @@ def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
     for other in (
         "optim.lr=1e-3",
         "seed=2",
-        ("policy.routing_replay", "r2"),
+        "policy.routing_replay=r2",
         "objective=grpo",
         "task.code_share=0.1",
     ):
