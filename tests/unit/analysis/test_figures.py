@@ -133,7 +133,7 @@ def test_the_options_are_those_of_every_figure_and_explained():
 def test_an_option_that_can_do_nothing_is_refused(refused, option, why, capsys, tmp_path):
     message = said(capsys, parsed, script.Options, ["runs", f"out={tmp_path}", option], refused)
     key = option.split("=")[0]
-    assert f"{key} does nothing here: " in message and why in message
+    assert f"{key}: does nothing here: " in message and why in message
     assert f"  {key}=" not in help_text(script.Options, "", refused)
 
 
