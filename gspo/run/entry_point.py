@@ -29,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.config.schema import plain_words
 from gspo.io import interrupt
-from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line, escape_output
 from gspo.io.untrusted import SURROGATES
 from gspo.rollout.engines.engine_process import EngineEnded
@@ -260,11 +259,9 @@ def command_line(main: Callable[[], None]) -> None:
     try:
         temporary = os.environ.get("TMPDIR", "")
         if SURROGATES.search(temporary):
-            raise SettingError(
-                "TMPDIR",
-                temporary,
-                "is not UTF-8, which W&B cannot read",
-                remedy="choose another temporary folder",
+            raise ValueError(
+                f"TMPDIR={temporary} is not UTF-8, which W&B cannot read: "
+                "choose another temporary folder"
             )
         main()
     except BrokenPipeError:
