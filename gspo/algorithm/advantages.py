@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
@@ -206,9 +207,10 @@ class TurnNormalized(GroupAdvantage):
     def __post_init__(self):
         super().__post_init__()
         if self.group_of_one != "zero":
-            raise ValueError(
-                f"advantage.group_of_one={self.group_of_one!r}: "
-                "a turn that is alone has the advantage 0"
+            raise SettingError(
+                "advantage.group_of_one",
+                self.group_of_one,
+                "a turn that is alone has the advantage 0",
             )
 
     def estimate(self, credit: Credit) -> Tensor:
@@ -274,9 +276,10 @@ class ReinforcePP(Returns):
     def __post_init__(self):
         super().__post_init__()
         if self.whiten == "none":
-            raise ValueError(
-                "advantage.whiten=none: REINFORCE++ is whitened; "
-                "without it choose advantage=returns"
+            raise SettingError(
+                "advantage.whiten",
+                "none",
+                "REINFORCE++ is whitened; without it choose advantage=returns",
             )
 
     def estimate(self, credit: Credit) -> Tensor:
@@ -336,7 +339,7 @@ class GAE(Advantage):
     def values(self, credit: Credit) -> Tensor:
         """Return the critic's values [B, T]. Raises ValueError if there are none."""
         if credit.values_BT is None:
-            raise ValueError("advantage=gae needs the critic's values")
+            raise SettingError("advantage", "gae", "needs the critic's values")
         return credit.values_BT
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo.data.masked import masked_mean, masked_sum
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ class Aggregation(Ranged, key="aggregation"):
     def __post_init__(self):
         super().__post_init__()
         if self.mode == "token-mean" and self.rows != "nonempty":
-            raise ValueError(
-                f"aggregation.rows={self.rows} is not read by aggregation.mode=token-mean"
+            raise SettingError(
+                "aggregation.rows", self.rows, "is not read by aggregation.mode=token-mean"
             )
         if self.length is not None and self.mode not in ("seq-mean-token-sum-norm", "auto"):
-            raise ValueError(
-                f"aggregation.length={self.length} is not read by aggregation.mode={self.mode}"
+            raise SettingError(
+                "aggregation.length", self.length, f"is not read by aggregation.mode={self.mode}"
             )
 
     def __call__(self, loss_BT: Tensor, mask_BT: Tensor, totals: Totals) -> Tensor:
@@ -98,8 +99,9 @@ class Aggregation(Ranged, key="aggregation"):
         if self.mode == "seq-mean-token-sum":
             return total / count
         if self.mode == "auto" or self.length is None:
-            raise ValueError(
-                f"aggregation.mode={self.mode} with length={self.length} "
-                "does not say what to divide by"
+            raise SettingError(
+                "aggregation.mode",
+                self.mode,
+                f"with length={self.length} does not say what to divide by",
             )
         return total / count / (self.length or totals.width)

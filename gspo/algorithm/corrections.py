@@ -24,6 +24,7 @@ from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives.base import log_ratio
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class BandCorrection(Correction):
     def __post_init__(self):
         super().__post_init__()
         if not self.low < self.high:
-            raise ValueError(f"correction.low={self.low} must be below correction.high={self.high}")
+            raise SettingError(
+                "correction.low", self.low, f"must be below correction.high={self.high}"
+            )
 
     def in_band(self, x_BT: Tensor) -> Tensor:
         """Return whether values lie in [low, high]. Shape [B, T]."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives.base import log_ratio
 from gspo.data.lazy_torch import torch
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice, ranged
 
 if TYPE_CHECKING:
@@ -79,9 +80,10 @@ class Penalized(KL):
     def __post_init__(self):
         super().__post_init__()
         if self.estimator == "k3" and self.log_ratio_bound > MAX_LOG_RATIO_BOUND:
-            raise ValueError(
-                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in "
-                f"(0, {MAX_LOG_RATIO_BOUND:g}]"
+            raise SettingError(
+                "kl.log_ratio_bound",
+                self.log_ratio_bound,
+                f"must lie in (0, {MAX_LOG_RATIO_BOUND:g}]",
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -115,15 +117,17 @@ class KLInLoss(Penalized):
     def __post_init__(self):
         super().__post_init__()
         if self.times_ratio != "none" and self.log_ratio_bound > MAX_LOG_RATIO_BOUND:
-            raise ValueError(
-                f"kl.log_ratio_bound={self.log_ratio_bound} must lie in "
-                f"(0, {MAX_LOG_RATIO_BOUND:g}] with kl.times_ratio={self.times_ratio}: "
-                "it bounds the ratio too"
+            raise SettingError(
+                "kl.log_ratio_bound",
+                self.log_ratio_bound,
+                f"must lie in (0, {MAX_LOG_RATIO_BOUND:g}] with "
+                f"kl.times_ratio={self.times_ratio}: it bounds the ratio too",
             )
         if self.gradient == "k2" and self.times_ratio != "none":
-            raise ValueError(
-                f"kl.times_ratio={self.times_ratio} with kl.gradient=k2: "
-                "the two gradients would add up"
+            raise SettingError(
+                "kl.times_ratio",
+                self.times_ratio,
+                "with kl.gradient=k2, the two gradients would add up",
             )
 
     def estimate(self, logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from pathlib import Path
 from gspo.analysis import load, sources
 from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
+from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import GROUP_BY, LEFT_OUT, VIEWS, View, recorded, unknown, unplaced
@@ -100,8 +101,8 @@ def check(options: Options) -> None:
     if not options.project:
         raise ValueError("project=: name a W&B project")
     if not re.fullmatch(r"[\w.,+ -]*", options.study):
-        raise ValueError(
-            f"study={options.study}: W&B's filters take letters, digits, spaces and _ . , + - alone"
+        raise SettingError(
+            "study", options.study, "W&B's filters take letters, digits, spaces and _ . , + - alone"
         )
 
 

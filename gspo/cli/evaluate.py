@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from gspo.cli.option_files import CONF, composed
 from gspo.config.commands import EvaluateCommand
 from gspo.config.schema import to_dataclass
+from gspo.io.errors import SettingError
 from gspo.io.user_code import is_path
 from gspo.run.entry_point import command_line, one_line
 
@@ -56,8 +57,8 @@ def find_data(config: DictConfig) -> None:
         if isinstance(task, DictConfig) and task.get("path") == ""
     }
     if not without_path:
-        raise ValueError(
-            f"data={config.data} is read by none of benchmark={list(config.benchmark)}"
+        raise SettingError(
+            "data", config.data, f"is read by none of benchmark={list(config.benchmark)}"
         )
     for name, task in without_path.items():
         folder = Path(config.data) / name
@@ -90,8 +91,8 @@ def with_benchmarks(arguments: list[str]) -> list[str]:
             names = [str(value)]
         for name in names:
             if name not in options and not is_path(name):
-                raise ValueError(
-                    f"benchmark={name}: there is no such benchmark; there are {', '.join(options)}"
+                raise SettingError(
+                    "benchmark", name, f"there is no such benchmark; there are {', '.join(options)}"
                 )
         # the key of the user's own task is the name of its class
         keys = [re.split("[.:]", name)[-1] for name in names]

@@ -27,6 +27,7 @@ from gspo.evaluation.resumable import (
     table,
 )
 from gspo.io import ownership
+from gspo.io.errors import SettingError
 from gspo.io.files import refuse_links
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
@@ -360,13 +361,13 @@ def all_sets(
     available = [name for task in tasks.values() for name in task.evaluation_sets()]
     unknown = [name for name in command.sets if name not in available]
     if unknown:
-        raise ValueError(
-            f"sets=[{unknown[0]}]: there is no such set; there are {', '.join(available)}"
+        raise SettingError(
+            "sets", unknown[:1], f"there is no such set; there are {', '.join(available)}"
         )
     repeated = [name for name in available if available.count(name) > 1]
     if repeated:
-        raise ValueError(
-            f"benchmark={list(tasks)}: more than one of them has the set {repeated[0]}"
+        raise SettingError(
+            "benchmark", list(tasks), f"more than one of them has the set {repeated[0]}"
         )
     sets: list[EvaluationSet] = []
     for task in tasks.values():

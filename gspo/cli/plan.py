@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from gspo.cli.option_files import composed_settings, refuse_dashes
 from gspo.io.arguments import HELP, help_text, option, parsed
+from gspo.io.errors import SettingError
 from gspo.planning.hardware import GB, KNOWN, RESERVE, hardware
 from gspo.run.entry_point import command_line
 
@@ -98,9 +99,8 @@ def with_counts(words: list[str]) -> tuple[list[str], list[int]]:
     counts = values[-1].split(",")
     for count in counts:
         if not count.isdecimal() or not int(count):
-            raise ValueError(
-                f"{RANKS}{values[-1]}: {count!r} must be a number of GPUs, as in {RANKS}16,64"
-            )
+            problem = f"{count!r} must be a number of GPUs, as in {RANKS}16,64"
+            raise SettingError("parallel.ranks", values[-1], problem)
     other_words = [word for word in words if not word.startswith(RANKS)]
     return [*other_words, f"{RANKS}{counts[0]}"], sorted({int(count) for count in counts})
 

@@ -16,6 +16,7 @@ from gspo.cli.option_files import composed
 from gspo.config.commands import SampleCommand
 from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
+from gspo.io.errors import SettingError
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.run.directory import settings_and_checkpoint
 from gspo.run.entry_point import command_line, one_line
@@ -43,11 +44,13 @@ def job(config: DictConfig) -> None:
     )
     sets = ["train", *settings.task.evaluation_sets()]
     if command.set not in sets:
-        raise ValueError(f"set={command.set!r}: this run's task has {', '.join(sets)}")
+        raise SettingError("set", command.set, f"this run's task has {', '.join(sets)}")
     size = settings.task.size(command.set)
     if size is not None and command.set != "train" and command.first + command.problems > size:
-        raise ValueError(
-            f"first={command.first} problems={command.problems}: {command.set} has {size} problems"
+        raise SettingError(
+            "first",
+            command.first,
+            f"with problems={command.problems}, set={command.set} has {size} problems",
         )
     # it imports PyTorch
     from gspo.run.build import check_engine_start, local_engine, make_engine

@@ -25,6 +25,7 @@ from gspo.cli.option_files import composed_settings
 from gspo.config.settings import Settings
 from gspo.data.lazy_torch import torch
 from gspo.io.arguments import HELP
+from gspo.io.errors import SettingError
 from gspo.io.files import replace_text
 from gspo.rollout.engines.server_guard import (
     DESCRIPTION_VARIABLE,
@@ -52,9 +53,11 @@ def serve() -> None:
     settings = composed_settings(words)
     rollout = settings.rollout
     if rollout.name != "vllm_server":
-        raise ValueError(
-            f"rollout={rollout.name}: `gspo serve` starts the server of rollout=vllm_server; "
-            "say that"
+        raise SettingError(
+            "rollout",
+            rollout.name,
+            "`gspo serve` starts the server of rollout=vllm_server",
+            remedy="say that",
         )
     # these import PyTorch, which takes seconds
     from gspo.rollout.engines.external import PIECE_BYTES

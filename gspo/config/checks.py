@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED
 from gspo.config.episodes import check_episodes
+from gspo.io.errors import SettingError
 from gspo.rollout.settings import check_sampler
 
 if TYPE_CHECKING:
@@ -33,22 +34,26 @@ def check(s: Settings) -> None:
     check_episodes(s)
     check_dead_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
-        raise ValueError(
-            f"cold_start.steps={s.cold_start.steps} with task={s.task.name}: it has no "
-            "demonstrations; start from a trained model, model=hf model.path=... cold_start.steps=0"
+        raise SettingError(
+            "cold_start.steps",
+            s.cold_start.steps,
+            f"task={s.task.name} has no demonstrations",
+            remedy="start from a trained model, model=hf model.path=... cold_start.steps=0",
         )
     check_sampler(s.rollout, s.sampler)
     longest = getattr(s.rollout, "max_model_len", None)
     if longest and longest <= s.rollout.longest_limit:
-        raise ValueError(
-            f"rollout.max_model_len={longest} leaves no room for a prompt beside "
-            f"rollout.max_new_tokens={s.rollout.longest_limit}"
+        raise SettingError(
+            "rollout.max_model_len",
+            longest,
+            f"leaves no room for a prompt beside rollout.max_new_tokens={s.rollout.longest_limit}",
         )
     unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
     if unknown:
-        raise ValueError(
-            f"evaluation.sets={sorted(unknown)}: task={s.task.name} has "
-            f"{', '.join(s.task.evaluation_sets())}"
+        raise SettingError(
+            "evaluation.sets",
+            sorted(unknown),
+            f"task={s.task.name} has {', '.join(s.task.evaluation_sets())}",
         )
 
 
@@ -58,10 +63,12 @@ def check_training_set(s: Settings) -> None:
     Raises ValueError if it is missing or smaller than the query set."""
     size = s.task.size("train")
     if size and s.rollout.query_set > size:
-        raise ValueError(
-            f"rollout.query_set={s.rollout.query_set} exceeds the {size} training problems of "
-            f"task={s.task.name}: some would be in it twice; use at most {size}, or 0 for all of "
-            "them epoch by epoch"
+        raise SettingError(
+            "rollout.query_set",
+            s.rollout.query_set,
+            f"exceeds the {size} training problems of task={s.task.name}: some would be in "
+            "it twice",
+            remedy=f"use at most {size}, or 0 for all of them epoch by epoch",
         )
 
 
@@ -69,16 +76,20 @@ def check_updates(s: Settings) -> None:
     """Refuse mini-batches that split groups, and a single update in which no objective clips."""
     updates = s.trainer.minibatches * s.trainer.epochs
     if s.rollout.prompts_per_step % s.trainer.minibatches:
-        raise ValueError(
-            f"trainer.minibatches={s.trainer.minibatches} does not divide rollout.prompts_per_step="
-            f"{s.rollout.prompts_per_step}: mini-batches are made of whole groups"
+        raise SettingError(
+            "trainer.minibatches",
+            s.trainer.minibatches,
+            f"does not divide rollout.prompts_per_step={s.rollout.prompts_per_step}: "
+            "mini-batches are made of whole groups",
         )
     on_policy = updates == 1 and starts_at_one(s)
     if on_policy and not s.allow_on_policy and s.objective.ratio_to == "old":
-        raise ValueError(
-            f"trainer.minibatches=1 with policy.old_logprobs={s.policy.old_logprobs}: every ratio "
-            f"is 1, so objective={s.objective.name} cannot clip and all objectives are the same; "
-            "use more mini-batches, or say allow_on_policy=true"
+        raise SettingError(
+            "trainer.minibatches",
+            1,
+            f"with policy.old_logprobs={s.policy.old_logprobs}, every ratio is 1, so "
+            f"objective={s.objective.name} cannot clip and all objectives are the same",
+            remedy="use more mini-batches, or say allow_on_policy=true",
         )
 
 
@@ -106,9 +117,7 @@ def check_replay(s: Settings) -> None:
     if replay == "none":
         return
     if s.model.is_dense:
-        raise ValueError(
-            f"policy.routing_replay={replay} needs an MoE model; model={s.model.name} is dense"
-        )
+        raise needs_experts(s, "policy.routing_replay", replay)
     # r2 replays the experts of the old policy, r3 the experts of the engine. Does the router
     # choose the same experts anyway?
     if replay == "r2":
@@ -116,62 +125,72 @@ def check_replay(s: Settings) -> None:
     else:
         changes_nothing = shares_weights(s) and not samples_ahead(s)
     if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
-        raise ValueError(
-            f"policy.routing_replay={replay} changes nothing with one update per rollout batch "
-            "(trainer.minibatches=1)"
+        raise SettingError(
+            "policy.routing_replay",
+            replay,
+            "changes nothing with one update per rollout batch (trainer.minibatches=1)",
         )
     if s.rollout.token_budget and (replay == "r3" or s.policy.old_logprobs != "step_start"):
-        raise ValueError(
-            f"policy.routing_replay={replay} with rollout.token_budget={s.rollout.token_budget} "
-            f"and policy.old_logprobs={s.policy.old_logprobs}: each policy routes anew what stands "
-            "before its own segment, so a cut response has no one record of experts; use "
-            "routing_replay=none, or r2 with old_logprobs=step_start"
+        raise SettingError(
+            "policy.routing_replay",
+            replay,
+            f"with rollout.token_budget={s.rollout.token_budget} and "
+            f"policy.old_logprobs={s.policy.old_logprobs}, each policy routes anew what "
+            "stands before its own segment, so a cut response has no one record of experts",
+            remedy="use routing_replay=none, or r2 with old_logprobs=step_start",
         )
 
 
 def check_optimizer(s: Settings) -> None:
     """Refuse moments of 8 bits for sharded weights: bitsandbytes' state was never sharded."""
     if s.optim.name != "adamw" and s.parallel.mode == "shard":
-        raise ValueError(
-            f"optim.name={s.optim.name} with parallel.mode=shard: its state was never spread over "
-            "processes; use optim.name=adamw, whose moments are spread"
+        raise SettingError(
+            "optim.name",
+            s.optim.name,
+            "with parallel.mode=shard, its state was never spread over processes",
+            remedy="use optim.name=adamw, whose moments are spread",
         )
 
 
 def check_stop_strings(s: Settings) -> None:
     """Refuse stop strings if vLLM must return the experts of every token."""
     if s.rollout.stop and s.rollout.routes and s.rollout.name != "local":
-        raise ValueError(
-            f"rollout.stop={s.rollout.stop} with rollout={s.rollout.name} and rollout.routes=true "
-            "(r3 sets it): vLLM keeps no experts of a response that it breaks off; use one of the "
-            "two, or rollout=local"
+        raise SettingError(
+            "rollout.stop",
+            s.rollout.stop,
+            f"with rollout={s.rollout.name} and rollout.routes=true (r3 sets it), vLLM "
+            "keeps no experts of a response that it breaks off",
+            remedy="use one of the two, or rollout=local",
         )
 
 
 def check_router(s: Settings) -> None:
     """Refuse settings of routers for a model without routers, or with frozen routers."""
-    chosen = []
-    if s.policy.freeze_router:
-        chosen.append("policy.freeze_router=true")
-    if s.optim.router_lr_factor != 1:
-        chosen.append(f"optim.router_lr_factor={s.optim.router_lr_factor:g}")
-    if s.trainer.router_aux_loss_coef != 0:
-        chosen.append(f"trainer.router_aux_loss_coef={s.trainer.router_aux_loss_coef:g}")
-    if chosen and s.model.is_dense:
-        raise ValueError(f"{chosen[0]} needs an MoE model; model={s.model.name} is dense")
-    if s.policy.freeze_router and len(chosen) > 1:
-        raise ValueError(
-            f"{chosen[1]} is not read with policy.freeze_router=true, which leaves the routers as "
-            "they are"
-        )
+    not_read = "is not read with policy.freeze_router=true, which leaves the routers as they are"
+    for key, value, default in [
+        ("policy.freeze_router", s.policy.freeze_router, False),
+        ("optim.router_lr_factor", s.optim.router_lr_factor, 1),
+        ("trainer.router_aux_loss_coef", s.trainer.router_aux_loss_coef, 0),
+    ]:
+        if value != default and s.model.is_dense:
+            raise needs_experts(s, key, value)
+        if value != default and s.policy.freeze_router and key != "policy.freeze_router":
+            raise SettingError(key, value, not_read)
+
+
+def needs_experts(s: Settings, key: str, value: Any) -> SettingError:
+    """Return the error of a setting that a dense model does not read."""
+    return SettingError(key, value, f"needs an MoE model; model={s.model.name} is dense")
 
 
 def check_head(s: Settings) -> None:
     """Refuse a head in bfloat16 if nothing else is: the setting would be ignored."""
     if s.policy.head_dtype == "bfloat16" and s.policy.precision == s.rollout.dtype == "float32":
-        raise ValueError(
-            "policy.head_dtype=bfloat16 is not read with policy.precision=float32 and "
-            "rollout.dtype=float32; set policy.precision=bfloat16, or leave it out"
+        raise SettingError(
+            "policy.head_dtype",
+            "bfloat16",
+            "is not read with policy.precision=float32 and rollout.dtype=float32",
+            remedy="set policy.precision=bfloat16, or leave it out",
         )
 
 
@@ -182,15 +201,15 @@ def check_lora(s: Settings) -> None:
     if not lora.rank:
         for key in ("targets", "alpha"):
             if changed(lora, key):
-                raise ValueError(
-                    f"policy.lora.{key}={getattr(lora, key)} is not read with {rank}; choose a "
-                    "rank, or leave it"
+                raise SettingError(
+                    f"policy.lora.{key}",
+                    getattr(lora, key),
+                    f"is not read with {rank}",
+                    remedy="choose a rank, or leave it",
                 )
         return
     if lora.targets == "experts" and s.model.is_dense:
-        raise ValueError(
-            f"policy.lora.targets=experts needs an MoE model; model={s.model.name} is dense"
-        )
+        raise needs_experts(s, "policy.lora.targets", "experts")
     routers = "an adapter leaves the routers as they are"
     sharded = "weights that are spread take no adapter; use replicate"
     merged = (
@@ -207,46 +226,54 @@ def check_lora(s: Settings) -> None:
     lr_factor = s.optim.router_lr_factor
     aux_loss = s.trainer.router_aux_loss_coef
     excluded = [
-        (s.policy.freeze_router, "policy.freeze_router=true", routers),
-        (lr_factor != 1, f"optim.router_lr_factor={lr_factor:g}", routers),
-        (aux_loss != 0, f"trainer.router_aux_loss_coef={aux_loss:g}", routers),
-        (s.parallel.mode == "shard", "parallel.mode=shard", sharded),
-        (s.rollout.overlap and rounds_copy, "rollout.overlap=true", merged),
-        (refresh, f"kl.refresh_every={refresh}", fixed),
+        (s.policy.freeze_router, "policy.freeze_router", True, routers),
+        (lr_factor != 1, "optim.router_lr_factor", lr_factor, routers),
+        (aux_loss != 0, "trainer.router_aux_loss_coef", aux_loss, routers),
+        (s.parallel.mode == "shard", "parallel.mode", "shard", sharded),
+        (s.rollout.overlap and rounds_copy, "rollout.overlap", True, merged),
+        (refresh, "kl.refresh_every", refresh, fixed),
     ]
-    for is_chosen, setting, reason in excluded:
+    for is_chosen, key, value, reason in excluded:
         if is_chosen:
-            raise ValueError(f"{setting} with {rank}: {reason}")
+            raise SettingError(key, value, f"with {rank}, {reason}")
 
 
 def check_objective(s: Settings) -> None:
     """Refuse an aggregation, a correction or weights that do not fit the objective."""
     mode = s.trainer.aggregation.mode
     if s.objective.fixed_aggregation and mode != s.objective.aggregation:
-        raise ValueError(
-            f"trainer.aggregation.mode={mode} with objective={s.objective.name}: its loss is one "
-            "number per response, with its length weight if it has one; use "
-            f"{s.objective.aggregation}"
+        raise SettingError(
+            "trainer.aggregation.mode",
+            mode,
+            f"with objective={s.objective.name}, its loss is one number per response, with "
+            "its length weight if it has one",
+            remedy=f"use {s.objective.aggregation}",
         )
     if s.objective.sequence_level and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
-        raise ValueError(
-            f"trainer.aggregation.mode={mode} weighs responses by their length, but "
-            f"objective={s.objective.name} has one ratio per response; use seq-mean-token-mean, "
-            "objective=luspo, or say allow_length_weighting=true"
+        raise SettingError(
+            "trainer.aggregation.mode",
+            mode,
+            f"weighs responses by their length, but objective={s.objective.name} has one "
+            "ratio per response",
+            remedy="use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true",
         )
     if s.correction.name != "none" and s.policy.old_logprobs == "engine":
-        raise ValueError(
-            f"correction={s.correction.name} with policy.old_logprobs=engine: both log-probs are "
-            "the engine's, so every weight is 1; use policy.old_logprobs=step_start"
+        raise SettingError(
+            "correction",
+            s.correction.name,
+            "with policy.old_logprobs=engine, both log-probs are the engine's, so every "
+            "weight is 1",
+            remedy="use policy.old_logprobs=step_start",
         )
     if s.correction.name != "none" and s.objective.ratio_to == "engine":
-        raise ValueError(
-            f"correction={s.correction.name} with objective={s.objective.name}: its ratio is to "
-            "the sampling policy already"
+        raise SettingError(
+            "correction",
+            s.correction.name,
+            f"with objective={s.objective.name}, its ratio is to the sampling policy already",
         )
     if s.kl.in_loss and s.kl.weighted and s.correction.name == "none":
-        raise ValueError(
-            "kl.weighted=true with correction=none: there are no weights to multiply by"
+        raise SettingError(
+            "kl.weighted", True, "with correction=none, there are no weights to multiply by"
         )
 
 
@@ -257,19 +284,20 @@ def check_truncation(s: Settings) -> None:
     of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
     distribution would multiply it by the probability that the truncation keeps."""
     for rule, value in s.rollout.rules.items():
-        truncated = (
-            f"rollout.{rule}={value}, by which tokens are drawn from a truncated one; "
-            "leave that out, or use"
-        )
+        truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
         if s.correction.name != "none":
-            raise ValueError(
-                f"correction={s.correction.name} weighs by the engine's whole distribution, with "
-                f"{truncated} correction=none"
+            raise SettingError(
+                "correction",
+                s.correction.name,
+                f"weighs by the engine's whole distribution, {truncated}",
+                remedy="leave that out, or use correction=none",
             )
         if s.objective.ratio_to == "engine":
-            raise ValueError(
-                f"objective={s.objective.name} divides by the engine's whole distribution, with "
-                f"{truncated} another objective"
+            raise SettingError(
+                "objective",
+                s.objective.name,
+                f"divides by the engine's whole distribution, {truncated}",
+                remedy="leave that out, or use another objective",
             )
 
 
@@ -277,19 +305,23 @@ def check_credit(s: Settings) -> None:
     """Refuse groups, advantages and penalties that do not fit each other or the objective."""
     group_of_one = s.advantage.group_of_one
     if s.rollout.group_size == 1 and s.advantage.needs_group and group_of_one == "zero":
-        raise ValueError(
-            f"rollout.group_size=1 leaves advantage={s.advantage.name} nothing to compare with; "
-            "use at least 2, or an advantage without group baseline"
+        raise SettingError(
+            "rollout.group_size",
+            1,
+            f"leaves advantage={s.advantage.name} nothing to compare with",
+            remedy="use at least 2, or an advantage without group baseline",
         )
     if s.rollout.group_size == 1 and s.advantage.baseline == "group":
-        raise ValueError(
-            "rollout.group_size=1 with advantage.baseline=group: the group's mean is the reward "
-            "itself"
+        raise SettingError(
+            "rollout.group_size",
+            1,
+            "with advantage.baseline=group, the group's mean is the reward itself",
         )
     if s.rollout.group_size > 1 and group_of_one != "zero":
-        raise ValueError(
-            f"advantage.group_of_one={group_of_one} is not read with "
-            f"rollout.group_size={s.rollout.group_size}"
+        raise SettingError(
+            "advantage.group_of_one",
+            group_of_one,
+            f"is not read with rollout.group_size={s.rollout.group_size}",
         )
     each_turn = s.reward.turns == "each"
     rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1 or each_turn
@@ -297,16 +329,19 @@ def check_credit(s: Settings) -> None:
     tokens_differ = s.advantage.per_token or (rewards_or_discounts_tokens and sums_later_rewards)
     turns = " and reward.turns=each" if each_turn else ""
     if tokens_differ and s.objective.sequence_level and not s.objective.token_advantages:
-        raise ValueError(
-            f"objective={s.objective.name} has one advantage per response, "
-            f"advantage={s.advantage.name} with kl={s.kl.name} and "
-            f"advantage.gamma={s.advantage.gamma}{turns} gives one "
-            "per token; use objective=gspo_token"
+        raise SettingError(
+            "objective",
+            s.objective.name,
+            f"has one advantage per response, advantage={s.advantage.name} with "
+            f"kl={s.kl.name} and advantage.gamma={s.advantage.gamma}{turns} gives one per "
+            "token",
+            remedy="use objective=gspo_token",
         )
     if s.reward.overlong_cache >= s.rollout.max_new_tokens:
-        raise ValueError(
-            f"reward.overlong_cache={s.reward.overlong_cache} must be below rollout.max_new_tokens="
-            f"{s.rollout.max_new_tokens}"
+        raise SettingError(
+            "reward.overlong_cache",
+            s.reward.overlong_cache,
+            f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
         )
 
 
@@ -316,7 +351,7 @@ def check_dead_options(s: Settings) -> None:
         group, _, name = key.partition(".")
         settings = getattr(s, group)
         if is_dead and changed(settings, name):
-            raise ValueError(f"{key}={getattr(settings, name)} is not read with {reason}")
+            raise SettingError(key, getattr(settings, name), f"is not read with {reason}")
 
 
 def dead_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
@@ -377,24 +412,30 @@ def check_processes(s: Settings, count: int) -> None:
     """Raise ValueError for settings that `count` processes cannot have."""
     if s.rollout.name == "vllm":
         if not s.rollout.own_process:
-            raise ValueError(
-                f"rollout.own_process=false with {count} processes: vLLM would take itself for one "
-                "of them; set rollout.own_process=true"
+            raise SettingError(
+                "rollout.own_process",
+                False,
+                f"with {count} processes, vLLM would take itself for one of them",
+                remedy="set rollout.own_process=true",
             )
         size = s.rollout.tensor_parallel_size
         if count % size:
-            raise ValueError(
-                f"rollout.tensor_parallel_size={size} does not divide the {count} processes, of "
-                "which so many share a vLLM"
+            raise SettingError(
+                "rollout.tensor_parallel_size",
+                size,
+                f"does not divide the {count} processes, of which so many share a vLLM",
             )
     shard_size = s.parallel.shard_size
     if shard_size and count % shard_size:
-        raise ValueError(f"parallel.shard_size={shard_size} does not divide the {count} processes")
+        raise SettingError(
+            "parallel.shard_size", shard_size, f"does not divide the {count} processes"
+        )
     if (shard_size or count) % s.parallel.experts:
         shard = f"parallel.shard_size={shard_size}" if shard_size else f"the {count} processes"
-        raise ValueError(f"parallel.experts={s.parallel.experts} does not divide {shard}")
+        raise SettingError("parallel.experts", s.parallel.experts, f"does not divide {shard}")
     if s.rollout.prompts_per_step < count:
-        raise ValueError(
-            f"rollout.prompts_per_step={s.rollout.prompts_per_step} is less than the {count} "
-            "processes"
+        raise SettingError(
+            "rollout.prompts_per_step",
+            s.rollout.prompts_per_step,
+            f"is less than the {count} processes",
         )

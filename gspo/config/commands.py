@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
 from gspo.rollout.engines.stop_strings import check_stop
@@ -70,8 +71,8 @@ class EvaluateCommand(Truncation):
         for name, task in self.tasks.items():
             # a name that was added with +: without it Hydra accepts the names in `benchmark` alone
             if not hasattr(task, "evaluation_sets"):
-                raise ValueError(
-                    f"there is no setting tasks.{name}: it is not in benchmark={self.benchmark}"
+                raise SettingError(
+                    f"tasks.{name}", problem=f"it is not in benchmark={self.benchmark}"
                 )
         if self.rollout:
             instead = {"prompts_per_step": "problems", "group_size": "k"}
@@ -79,21 +80,30 @@ class EvaluateCommand(Truncation):
                 instead[key] = key
             check_engine_alone(self.rollout, instead)
         if self.rollout and self.batch_rows:
-            raise ValueError(
-                f"batch_rows={self.batch_rows} with rollout={self.rollout.name}: say "
-                "rollout.batch_rows="
+            raise SettingError(
+                "batch_rows",
+                self.batch_rows,
+                f"is not read with rollout={self.rollout.name}",
+                remedy="say rollout.batch_rows=",
             )
         if self.temperature == 0 and self.k > 1:
-            raise ValueError(
-                f"k={self.k} with temperature=0: greedy samples are all alike; use k=1"
+            raise SettingError(
+                "k", self.k, "with temperature=0, greedy samples are all alike", remedy="use k=1"
             )
         self.refuse_greedy(self.temperature)
         check_stop(self.stop, "stop")
         if bool(self.run) == (self.model is not None):
-            not_both = ", not both" if self.run else ""
-            raise ValueError(f"say either run=RUN or model=hf model.path=...{not_both}")
+            given = "both are given" if self.run else "neither is given"
+            raise SettingError(
+                "run", self.run, given, remedy="say either run=RUN or model=hf model.path=..."
+            )
         if not self.run and not self.tasks:
-            raise ValueError("a model needs benchmark=[...]: it has no task of its own")
+            raise SettingError(
+                "benchmark",
+                self.benchmark,
+                "a model has no task of its own",
+                remedy="say benchmark=[...]",
+            )
 
 
 ARMS = ("trl", "like for like", "best")
@@ -134,19 +144,24 @@ class BenchmarkCommand(Ranged):
     def __post_init__(self):
         super().__post_init__()
         if "trl" not in self.arms or len(set(self.arms)) < 2 or set(self.arms) - set(ARMS):
-            raise ValueError(
-                f"arms={self.arms}: choose trl and at least one other of {', '.join(ARMS[1:])}"
+            raise SettingError(
+                "arms", self.arms, f"choose trl and at least one other of {', '.join(ARMS[1:])}"
             )
         if self.scaling == 1:
-            raise ValueError(
-                "scaling=1: one process is what the others are compared with; say scaling=2 or more"
+            raise SettingError(
+                "scaling",
+                1,
+                "one process is what the others are compared with",
+                remedy="say scaling=2 or more",
             )
         if self.scaling and (
             self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set
         ):
-            raise ValueError(
-                f"scaling={self.scaling} chooses threads and set.parallel itself, and goes with "
-                "neither peer nor curves: leave them away"
+            raise SettingError(
+                "scaling",
+                self.scaling,
+                "chooses threads and set.parallel itself, and goes with neither peer nor curves",
+                remedy="leave them out",
             )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gspo.io.errors import SettingError
+
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
@@ -15,36 +17,47 @@ def check_episodes(s: Settings) -> None:
     each_turn = s.reward.turns == "each"
     has_episodes = bool(s.task.environments())
     if s.advantage.name == "turn_normalized" and not has_episodes:
-        raise ValueError(
-            f"advantage=turn_normalized with task={s.task.name}: its responses have one turn each; "
-            "use advantage=group_normalized"
+        raise SettingError(
+            "advantage",
+            "turn_normalized",
+            f"with task={s.task.name}, its responses have one turn each",
+            remedy="use advantage=group_normalized",
         )
     if each_turn and not has_episodes:
-        raise ValueError(
-            f"reward.turns=each with task={s.task.name}: its responses have one turn each; leave "
-            "it out"
+        raise SettingError(
+            "reward.turns",
+            "each",
+            f"with task={s.task.name}, its responses have one turn each",
+            remedy="leave it out",
         )
     if each_turn:
         check_rewards_of_turns(s)
     if s.advantage.name == "turn_normalized" and s.rollout.refill_rounds:
-        raise ValueError(
-            f"rollout.refill_rounds={s.rollout.refill_rounds} with advantage=turn_normalized: "
-            "dynamic sampling drops groups whose rewards are equal, although their turns may "
-            "differ; use rollout.refill_rounds=0"
+        raise SettingError(
+            "rollout.refill_rounds",
+            s.rollout.refill_rounds,
+            "with advantage=turn_normalized, dynamic sampling drops groups whose rewards "
+            "are equal, although their turns may differ",
+            remedy="use rollout.refill_rounds=0",
         )
     aggregations = {"trainer": s.trainer.aggregation}
     if s.kl.in_loss:
         aggregations["kl"] = s.kl.aggregation
     for key, aggregation in aggregations.items():
         if has_episodes and aggregation.length == 0:
-            raise ValueError(
-                f"{key}.aggregation.length=0 with task={s.task.name}: the width of the batch "
-                f"counts what the environment wrote; use {key}.aggregation.length=null or a number"
+            raise SettingError(
+                f"{key}.aggregation.length",
+                0,
+                f"with task={s.task.name}, the width of the batch counts what the "
+                "environment wrote",
+                remedy=f"use {key}.aggregation.length=null or a number",
             )
     if has_episodes and s.rollout.token_budget:
-        raise ValueError(
-            f"rollout.token_budget={s.rollout.token_budget} with task={s.task.name}: an episode is "
-            "played to its end under one policy; use rollout.token_budget=0"
+        raise SettingError(
+            "rollout.token_budget",
+            s.rollout.token_budget,
+            f"with task={s.task.name}, an episode is played to its end under one policy",
+            remedy="use rollout.token_budget=0",
         )
 
 
@@ -53,14 +66,18 @@ def check_rewards_of_turns(s: Settings) -> None:
     sums = s.advantage.needs_group and s.advantage.name != "turn_normalized"
     if sums or s.advantage.baseline == "group":
         baseline = " and advantage.baseline=group" if s.advantage.baseline == "group" else ""
-        raise ValueError(
-            f"reward.turns=each with advantage={s.advantage.name}{baseline}, which compares the "
-            f"rewards of whole responses; use advantage={PER_TURN}"
+        raise SettingError(
+            "reward.turns",
+            "each",
+            f"advantage={s.advantage.name}{baseline} compares the rewards of whole responses",
+            remedy=f"use advantage={PER_TURN}",
         )
     for key in ("shift", "scale", "clip"):
         value = getattr(s.reward, key)
         if value not in ("none", None):
-            raise ValueError(
-                f"reward.{key}={value} with reward.turns=each: it acts on whole responses; leave "
-                "it out"
+            raise SettingError(
+                f"reward.{key}",
+                value,
+                "with reward.turns=each, it acts on whole responses",
+                remedy="leave it out",
             )

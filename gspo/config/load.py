@@ -30,6 +30,7 @@ from gspo.config.schema import (
     no_such_setting,
     plain,
     settings_of,
+    taken_away,
     to_dataclass,
 )
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
@@ -43,6 +44,7 @@ from gspo.config.user_code import (
     register_outside_code,
     with_outside_parts,
 )
+from gspo.io.errors import SettingError
 from gspo.io.files import replace_text
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.ranges import fields_with
@@ -93,11 +95,14 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
         for name in ("options", "outside"):
             value = getattr(settings, name)
             if value:
-                raise ValueError(f"{name}={value} is written by the program; say objective=...")
+                raise SettingError(
+                    name, value, "is written by the program", remedy="say objective=..."
+                )
         if choices.get("sizes") != choices.get("model"):
-            raise ValueError(
-                f"sizes={choices['sizes']}: conf/sizes follows model={choices['model']}, "
-                "it is not chosen"
+            raise SettingError(
+                "sizes",
+                choices["sizes"],
+                f"conf/sizes follows model={choices['model']}, it is not chosen",
             )
         settings.options = {
             group: getattr(settings, group).name if is_path(option) else option
@@ -109,9 +114,11 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
         kind = type(chosen)
         name = kind.name if kind in options.values() else option_name(kind)
         if chosen.name != name:
-            raise ValueError(
-                f"{group}.name={chosen.name!r} cannot be changed; "
-                f"choose another option with {group}=..."
+            raise SettingError(
+                f"{group}.name",
+                chosen.name,
+                "cannot be changed",
+                remedy=f"choose another option with {group}=...",
             )
     settings.outside = outside_code(settings)
     resolve(settings)
@@ -132,10 +139,12 @@ def resolve(s: Settings) -> None:
         s.kl.aggregation = resolved(aggregation, "", longest)
         return
     if aggregation != Aggregation():
-        raise ValueError(
-            f"kl.aggregation.rows={aggregation.rows}, kl.aggregation.length={aggregation.length} "
-            "are not read with kl.aggregation.mode=auto, which takes over trainer.aggregation; "
-            "say kl.aggregation.mode=..."
+        name = "rows" if aggregation.rows != Aggregation.rows else "length"
+        raise SettingError(
+            f"kl.aggregation.{name}",
+            getattr(aggregation, name),
+            "is not read with kl.aggregation.mode=auto, which takes over trainer.aggregation",
+            remedy="say kl.aggregation.mode=...",
         )
     s.kl.aggregation = s.trainer.aggregation
 
@@ -185,23 +194,25 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
             f"{path} names code from outside this package ({', '.join(code_paths)}) and {why_not_own()}: "
             "read that code, then say allow_outside_code=true"
         )
-    for group, options in CHOICES.items():
-        chosen = content.get(group)
-        name = chosen.get("name") if isinstance(chosen, dict) else chosen
-        if group in code_paths:
-            kind = load_class(code_paths[group], group, f"{path}: {group}")
-            config[group] = class_schema(kind, group)
-        elif isinstance(name, str) and name in options:
-            config[group] = OmegaConf.structured(options[name])
-        else:
-            raise ValueError(
-                f"{path}: {group}.name={name!r} is unknown here; it knows {', '.join(options)}"
-            )
     try:
+        for group, options in CHOICES.items():
+            chosen = content.get(group)
+            name = chosen.get("name") if isinstance(chosen, dict) else chosen
+            if group in code_paths:
+                kind = load_class(code_paths[group], group, group)
+                config[group] = class_schema(kind, group)
+            elif isinstance(name, str) and name in options:
+                config[group] = OmegaConf.structured(options[name])
+            else:
+                known = ", ".join(options)
+                raise SettingError(f"{group}.name", name, f"is unknown here; there are {known}")
         config = merged(config, content | {"task": with_consent(content["task"], consent)})
         to_settings(config)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
+    except SettingError as error:
+        error.where = str(path)
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config
@@ -211,7 +222,7 @@ def recorded_code_paths(content: dict[str, Any]) -> dict[str, str]:
     """Return the paths of all outside code that recorded settings would import, by setting."""
     for name in ("outside", *CLASSES_BY_NAME):
         if not isinstance(content.get(name) or {}, dict):
-            raise ValueError(f"settings.yaml: {name}={str(content[name])[:40]} must be a mapping")
+            raise SettingError(name, str(content[name])[:40], "must be a mapping")
     paths = {}
     for key, code in (content.get("outside") or {}).items():
         paths[key] = str(code.get("path")) if isinstance(code, dict) else ""
@@ -344,14 +355,12 @@ def check_change(
 
     `keys` are the recorded run's settings. `named_addresses` are its addresses by key, which the
     user may repeat."""
-    key = override.split("=")[0]
+    key, _, value = override.partition("=")
     group = key.partition(".")[0]
     if key.startswith("~"):
-        raise ValueError(
-            f"{override}: a setting cannot be taken away; give it a value, {key[1:]}=..."
-        )
+        raise taken_away(key[1:])
     if key not in keys and group not in CLASSES_BY_NAME:
-        raise ValueError(f"{override}: {no_such_setting(key, sorted(keys))}")
+        raise no_such_setting(key, sorted(keys))
     changeable = changeable_on_resume()
     allowed = (
         key in changeable
@@ -361,10 +370,13 @@ def check_change(
         or (key in named_addresses and override == f"{key}={named_addresses[key]}")
     )
     if not allowed:
-        raise ValueError(
-            f"{override} with resume={folder}: only {', '.join(changeable)} may be changed"
+        raise SettingError(
+            key, value, f"with resume={folder}, only {', '.join(changeable)} may be changed"
         )
     if any(name.startswith(f"{key}.") for name in keys):
-        raise ValueError(
-            f"{override} with resume={folder}: say which of its settings, {key}.NAME=..."
+        raise SettingError(
+            key,
+            value,
+            f"with resume={folder}, it has settings of its own",
+            remedy=f"say which of them, {key}.NAME=...",
         )

@@ -29,6 +29,7 @@ from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleComman
 from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import our_name, our_option
 from gspo.io.arguments import nearest
+from gspo.io.errors import SettingError
 from gspo.io.ranges import refusal
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 # groups that other frameworks have too
 SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
+NO_SUCH_SETTING = "there is no such setting"
 # if at least this share of the letters is equal, the nearest key is assumed to be meant
 MIN_SIMILARITY = 0.6
 # option groups of `gspo train` that are not fields of Settings
@@ -164,7 +166,7 @@ def check_keys(config: DictConfig) -> None:
     The message names the nearest setting."""
     unknown = next(keys_without_field(config), "")
     if unknown:
-        raise ValueError(no_such_setting(unknown, settings_of(config)))
+        raise no_such_setting(unknown, settings_of(config))
 
 
 def keys_without_field(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -197,17 +199,17 @@ def check_values(node: DictConfig, prefix: str = "") -> None:
     for name in field_names(node):
         key = f"{prefix}{name}"
         if name not in keys:
-            raise ValueError(f"~{key}: a setting cannot be taken away; give it a value, {key}=...")
+            raise taken_away(key)
         if OmegaConf.is_missing(node, name):
-            raise ValueError(f"{key} is not given: say {key}=...")
+            raise SettingError(key, problem="is not given", remedy=f"say {key}=...")
         value = node[name]
         if isinstance(value, DictConfig) and holds_settings(value):
             check_values(value, f"{key}.")
         elif is_dataclass(kind):
             plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            reason = refusal(kind, name, plain, key)
-            if reason:
-                raise ValueError(reason)
+            error = refusal(kind, name, plain, key)
+            if error:
+                raise error
 
 
 def holds_settings(value: DictConfig) -> bool:
@@ -238,10 +240,17 @@ def settings_of(node: DictConfig, prefix: str = "") -> list[str]:
 
 
 # -------------------------------------------------------------------------------- errors in words
-def no_such_setting(key: str, settings: list[str]) -> str:
-    """Say in words that there is no such setting, and which setting may be meant.
+def taken_away(key: str) -> SettingError:
+    """Return the error of ~key: no setting can be left out."""
+    return SettingError(
+        f"~{key}", problem="a setting cannot be taken away", remedy=f"give it a value, {key}=..."
+    )
 
-    It is the first of these: our name for another framework's setting, the options of the group
+
+def no_such_setting(key: str, settings: list[str]) -> SettingError:
+    """Return the error of an unknown setting, which names the setting that may be meant.
+
+    That is the first of these: our name for another framework's setting, the options of the group
     that have the setting, the nearest setting. If that is far, all settings of the group follow.
     """
     is_of_a_run = "objective" in settings
@@ -251,7 +260,7 @@ def no_such_setting(key: str, settings: list[str]) -> str:
         full = as_typed(key)
         ours = our_name(full)
         if ours:
-            return f"there is no setting {full}: here it is {ours}"
+            return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"here it is {ours}")
     if is_of_a_run and f"{group}.{name}" not in settings:
         options = [
             f"{group}={option}"
@@ -259,7 +268,8 @@ def no_such_setting(key: str, settings: list[str]) -> str:
             if name in {field.name for field in fields(kind)}
         ]
         if options:
-            return f"there is no setting {key}: {group}.{name} is a setting of {', '.join(options)}"
+            remedy = f"{group}.{name} is a setting of {', '.join(options)}"
+            return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
     candidates = [
         candidate
         for candidate in (*settings, *(GROUPS_BESIDE_SETTINGS if is_of_a_run else ()))
@@ -267,16 +277,16 @@ def no_such_setting(key: str, settings: list[str]) -> str:
     ]
     near = nearest(key, candidates)
     group, _, last = key.rpartition(".")
-    text = f"there is no setting {key}: the nearest is {near}"
+    remedy = f"the nearest is {near}"
     similarity = SequenceMatcher(None, last.lower(), near.rpartition(".")[2].lower()).ratio()
     siblings = [
         candidate.rpartition(".")[2]
         for candidate in candidates
         if candidate.rpartition(".")[0] == group
     ]
-    if similarity >= MIN_SIMILARITY or not siblings:
-        return text
-    return f"{text} (of {', '.join(siblings)})"
+    if similarity < MIN_SIMILARITY and siblings:
+        remedy += f" (of {', '.join(siblings)})"
+    return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
 
 
 def as_typed(key: str) -> str:
@@ -314,7 +324,7 @@ def plain_words(error: BaseException) -> str:
                     settings = settings_of(root.hydra, "hydra.")
                 else:
                     settings = settings_of(root)
-                return (option_file[0] if option_file else "") + no_such_setting(key, settings)
+                return f"{option_file[0] if option_file else ''}{no_such_setting(key, settings)}"
         cause = cause.__cause__ or cause.__context__
     return ""
 

@@ -37,6 +37,7 @@ from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.io import untrusted
+from gspo.io.errors import SettingError
 from gspo.io.ranges import (
     CHANGEABLE,
     LARGEST_SEED,
@@ -209,7 +210,7 @@ class Settings(Ranged):
         if isinstance(self.task, Task):
             self.task.truncated_reward = self.reward.truncated
         if not self.study or "/" in self.study or self.study.startswith("."):
-            raise ValueError(f"study={self.study!r} must be a plain folder name")
+            raise SettingError("study", self.study, "must be a plain folder name")
 
     def algorithm(self) -> Algorithm:
         """Return the settings that the trainer's mathematics depends on."""

@@ -28,9 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.objectives import Objective
-from gspo.config.schema import Names, merged, schema
+from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
+from gspo.io.errors import SettingError
 from gspo.io.ranges import fields_with
 from gspo.io.user_code import import_object, is_path, sources
 from gspo.tasks.base import Task
@@ -113,39 +114,40 @@ def load_class(path: str, group: str, key: str) -> type[DataclassInstance]:
     Raises ValueError in one line, which begins with `key`, if it does not fit."""
     kind = import_object(path, key)
     base, methods = BASES[group]
-    start = f"{key}={path}"
+    problem = ""
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise ValueError(
-            f"{start}: must be a class that derives from {base.__module__}.{base.__name__}"
+        problem = f"must be a class that derives from {base.__module__}.{base.__name__}"
+    elif not is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
+        problem = "write @dataclass above the class, so that its fields are settings"
+    elif base is Callback and all(getattr(kind, name) is getattr(base, name) for name in HOOKS):
+        problem = f"must have a method {' or '.join(HOOKS)}"
+    elif base is CustomMetric and not (kind.unit and kind.meaning):
+        problem = "must say its unit and its meaning, as class attributes"
+    elif option_name(kind) in CHOICES.get(group, {}):
+        name = option_name(kind)
+        problem = f"its name={name!r} is that of a built-in option; give it another"
+    else:
+        wrong_methods = (
+            wrong_method(kind, base, name, arguments) for name, arguments in methods.items()
         )
-    if not is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
-        raise ValueError(
-            f"{start}: write @dataclass above the class, so that its fields are settings"
-        )
-    for name, arguments in methods.items():
-        check_method(kind, base, name, arguments, start)
-    if base is Callback and all(getattr(kind, name) is getattr(base, name) for name in HOOKS):
-        raise ValueError(f"{start}: must have a method {' or '.join(HOOKS)}")
-    if base is CustomMetric and not (kind.unit and kind.meaning):
-        raise ValueError(f"{start}: must say its unit and its meaning, as class attributes")
-    if option_name(kind) in CHOICES.get(group, {}):
-        raise ValueError(
-            f"{start}: its name={option_name(kind)!r} is that of a built-in option; give it another"
-        )
+        problem = next(filter(None, wrong_methods), "")
+    if problem:
+        raise SettingError(key, path, problem)
     return kind
 
 
-def check_method(kind: type, base: type, name: str, arguments: tuple[str, ...], start: str) -> None:
-    """Raise ValueError if a class lacks a method, or the method does not take these arguments."""
+def wrong_method(kind: type, base: type, name: str, arguments: tuple[str, ...]) -> str:
+    """Say that a class lacks a method, or that the method does not take these arguments."""
     method = getattr(kind, name)
     expected = f"{name}({', '.join(('self', *arguments))})"
     if method is getattr(base, name):
-        raise ValueError(f"{start}: must have a method {expected}")
+        return f"must have a method {expected}"
     signature = inspect.signature(method)
     try:
         signature.bind(None, *arguments)
     except TypeError:
-        raise ValueError(f"{start}: {name}{signature} must be {expected}") from None
+        return f"{name}{signature} must be {expected}"
+    return ""
 
 
 def option_name(kind: type[DataclassInstance]) -> str:
@@ -170,8 +172,8 @@ def class_schema(kind: type[DataclassInstance], key: str) -> DictConfig:
     try:
         node = schema(kind)
     except (OmegaConfBaseException, NameError, TypeError) as error:
-        raise ValueError(
-            f"{key}={class_path(kind)}: its fields cannot be settings: {str(error).splitlines()[0]}"
+        raise SettingError(
+            key, class_path(kind), f"its fields cannot be settings: {str(error).splitlines()[0]}"
         ) from None
     if "name" in node:
         node.name = option_name(kind)
@@ -204,8 +206,8 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
     values = {"path": entry} if isinstance(entry, str) else entry
     is_mapping = OmegaConf.is_dict(values) or isinstance(values, dict)
     if not is_mapping or not isinstance(values.get("path"), str):
-        raise ValueError(
-            f"{key}={entry}: say where the class is, {key}=my_pkg.extras:Gap or {key}.path=..."
+        raise SettingError(
+            key, entry, f"say where the class is, {key}=my_pkg.extras:Gap or {key}.path=..."
         )
     return with_values(load_class(values["path"], group, key), values, key)
 
@@ -218,13 +220,14 @@ def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictCon
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            raise ValueError(
-                f"there is no setting {key}.{name}: the nearest is {key}.{nearest(name, names)}"
+            near = nearest(name, names)
+            raise SettingError(
+                f"{key}.{name}", problem=NO_SUCH_SETTING, remedy=f"the nearest is {key}.{near}"
             )
     try:
         return merged(node, values)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{key}: {str(error).splitlines()[0]}") from None
+        raise SettingError(key, problem=str(error).splitlines()[0]) from None
 
 
 # -------------------------------------------------------------------------------------------------

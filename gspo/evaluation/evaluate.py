@@ -20,6 +20,7 @@ from gspo.data.samples import ScoredResponse
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.paired import graded_rows
 from gspo.evaluation.settings import EvaluationSettings
+from gspo.io.errors import SettingError
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.scoring import scored_chunks
@@ -64,9 +65,8 @@ def load_evaluation_sets(
     available = task.evaluation_sets()
     unknown = [name for name in names if name not in available]
     if unknown:
-        raise ValueError(
-            f"evaluation.sets: task {task.name!r} has no set {unknown[0]!r}; it has "
-            f"{', '.join(available)}"
+        raise SettingError(
+            "evaluation.sets", unknown[:1], f"task={task.name} has {', '.join(available)}"
         )
     sets = []
     for name in names or available:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.truncation import Truncation
@@ -28,9 +29,11 @@ class EvaluationSettings(Truncation, key="evaluation"):
     def __post_init__(self):
         super().__post_init__()
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"evaluation.samples={self.samples} with temperature=0: greedy samples are all "
-                "alike; use 1"
+            raise SettingError(
+                "evaluation.samples",
+                self.samples,
+                "with temperature=0, greedy samples are all alike",
+                remedy="use 1",
             )
         self.refuse_greedy(self.temperature, "evaluation.")
 

@@ -29,6 +29,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Range, default_of, refusal
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
 HELP = {"-h", "--help"}
 PATHS = "paths"  # the field of the words without "="
 MAPPING = dict[str, str]
+NO_SUCH_OPTION = "there is no such option"
 BOOLEANS = {"true": True, "false": False}
 LINE_CHARS = 100  # of the help
 MAX_WORD_CHARS = 32  # a longer option has a line of its own
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-class ArgumentsError(ValueError):
+class ArgumentsError(SettingError):
     """The command line is wrong. The message is a single line."""
 
 
@@ -140,55 +142,55 @@ def parsed(
         name = names.get(group if item else key, "")
         is_mapping = bool(name) and options[name].kind == MAPPING
         if word.startswith("-"):
-            raise ArgumentsError(without_dashes(words[position:], options))
+            raise without_dashes(words[position:], options)
         if name and equals_sign and is_mapping == bool(item):
             if refused and name in refused:
-                raise ArgumentsError(f"{key} does nothing here: {refused[name]}; leave it out")
+                problem = f"does nothing here: {refused[name]}"
+                raise ArgumentsError(key, problem=problem, remedy="leave it out")
             if not is_mapping:
                 values[name] = converted(options[name], text)
                 continue
             mapping = values.setdefault(name, {})
             if mapping.setdefault(item, text) != text:
-                raise ArgumentsError(f"{key}={mapping[item]} and {word}: give one value")
+                raise ArgumentsError(key, mapping[item], f"{word} is given too", "give one value")
         elif PATHS in options and (not equals_sign or Path(word).exists()):
             values[PATHS] = (*values.get(PATHS, ()), word)
         elif not names:
-            raise ArgumentsError(f"{word}: there is no such option; give paths alone")
+            raise ArgumentsError(word, problem=NO_SUCH_OPTION, remedy="give paths alone")
         else:
             near = options[names[nearest(key, names)]].word()
-            raise ArgumentsError(f"{word}: there is no such option; the nearest is {near}")
+            raise ArgumentsError(word, problem=NO_SUCH_OPTION, remedy=f"the nearest is {near}")
     for name, entry in options.items():
         if name in values:
             for value in values[name] if entry.is_list else [values[name]]:
-                message = refusal(kind, name, value, entry.key)
-                if message:
-                    raise ArgumentsError(message)
+                error = refusal(kind, name, value, entry.key)
+                if error:
+                    raise ArgumentsError(*error.args)
         elif entry.default is dataclasses.MISSING:
-            raise ArgumentsError(f"{entry.word('...')} is missing: {entry.meaning}")
+            raise ArgumentsError(entry.word("..."), problem=f"is missing: {entry.meaning}")
     return kind(**values)
 
 
 def converted(entry: Option, text: str) -> Any:
     """Return the value of a word of the command line, by the option's type."""
-    word = f"{entry.key}={text}"
     if entry.is_list:
         (kind, _) = get_args(entry.kind)
-        return tuple(map(kind, listed(text, word)))
+        return tuple(map(kind, listed(text, entry.key)))
     if entry.kind is bool:
         if text.lower() not in BOOLEANS:
-            raise ArgumentsError(f"{word}: choose true or false")
+            raise ArgumentsError(entry.key, text, remedy="choose true or false")
         return BOOLEANS[text.lower()]
     if entry.kind in (int, float):
         try:
             return entry.kind(text)
         except ValueError:
             kind = "a whole number" if entry.kind is int else "a number"
-            raise ArgumentsError(f"{word} must be {kind}") from None
+            raise ArgumentsError(entry.key, text, f"must be {kind}") from None
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return entry.kind(text[1:-1] if is_quoted else text)
 
 
-def listed(text: str, word: str) -> tuple[str, ...]:
+def listed(text: str, key: str) -> tuple[str, ...]:
     """Return the items of a list `[a,'b,c']`, or a single value as a list of one item."""
     in_brackets = text.startswith("[") and text.endswith("]")
     lexer = shlex.shlex(text[1:-1] if in_brackets else text, posix=True)
@@ -198,14 +200,14 @@ def listed(text: str, word: str) -> tuple[str, ...]:
     try:
         items = tuple(item.strip() for item in lexer)
     except ValueError:
-        raise ArgumentsError(f"{word}: a quotation mark has no second") from None
+        raise ArgumentsError(key, text, "a quotation mark has no second") from None
     if not in_brackets and len(items) > 1:
-        raise ArgumentsError(f"{word}: write a list as {word.partition('=')[0]}=[{text}]")
+        raise ArgumentsError(key, text, remedy=f"write a list as {key}=[{text}]")
     return items
 
 
-def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> str:
-    """Return the refusal of an option with dashes: it names the new spelling.
+def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> ArgumentsError:
+    """Return the error of an option with dashes, which names the new spelling.
 
     For example, `--smooth 3` is smooth=3, `--no-caption` is caption=false, and `--where optim.lr=1`
     is where.optim.lr=1."""
@@ -215,7 +217,7 @@ def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> str:
         values = [text]
     keys = {entry.key: entry for name, entry in options.items() if name != PATHS}
     if not keys:
-        return f"{words[0]}: there is no such option; give paths alone"
+        return ArgumentsError(words[0], problem=NO_SUCH_OPTION, remedy="give paths alone")
     name = old.lstrip("-").replace("-", "_")
     entry = keys[nearest(name.removeprefix("no_"), keys)]
     if entry.kind is bool:
@@ -226,7 +228,8 @@ def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> str:
         spelling = entry.word(f"[{','.join(values)}]")
     else:
         spelling = entry.word(values[0] if values else "...")
-    return f"{words[0]}: options have no dashes; say {spelling}"
+    problem = "options have no dashes"
+    return ArgumentsError(words[0], problem=problem, remedy=f"say {spelling}")
 
 
 def help_text(

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from gspo.io.errors import SettingError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -150,9 +152,9 @@ def check_ranges(settings: Any, prefix: str = "") -> None:
     The message names the key, the value, and the range or the choices."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        message = refusal(type(settings), field.name, value, prefix + field.name)
-        if message:
-            raise ValueError(message)
+        error = refusal(type(settings), field.name, value, prefix + field.name)
+        if error:
+            raise error
 
 
 @cache
@@ -206,21 +208,22 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory()
 
 
-def refusal(kind: type[DataclassInstance], name: str, value: Any, key: str) -> str:
-    """Return the reason why a field may not have this value; "" if it may."""
+def refusal(kind: type[DataclassInstance], name: str, value: Any, key: str) -> SettingError | None:
+    """Return the error of a field that may not have this value, None if it may."""
     choices = field_facts(kind).get(name, {}).get("choices")
     if choices is not None and value not in choices:
-        return f"{key}={value!r}: choose one of {', '.join(filter(None, choices))}"
+        allowed = ", ".join(filter(None, choices))
+        return SettingError(key, value, remedy=f"choose one of {allowed}")
     limits = declared_ranges(kind).get(name)
     field = next(field for field in dataclasses.fields(kind) if field.name == name)
     hint = str(field.type)
     for number_key, number in numbers(value, key):
         if limits is not None and number not in limits:
             requirement = limits.text(whole="float" not in hint, optional="None" in hint)
-            return f"{number_key}={number} {requirement}"
+            return SettingError(number_key, number, requirement)
         if limits is None and not math.isfinite(number):
-            return f"{number_key}={number} must be a finite number"
-    return ""
+            return SettingError(number_key, number, "must be a finite number")
+    return None
 
 
 def numbers(value: Any, key: str) -> Iterator[tuple[str, float]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gspo.io.arguments import nearest
+from gspo.io.errors import SettingError
 
 NAME = r"[A-Za-z_]\w*"
 PATH = re.compile(rf"{NAME}(\.{NAME})*:{NAME}|{NAME}(\.{NAME})+")
@@ -40,12 +41,13 @@ def module_and_name(path: str, key: str) -> tuple[str, str]:
     Raises ValueError, with a message that begins with `key`, for any other text.
     """
     if not is_path(path):
-        raise ValueError(f"{key}={path}: {EXAMPLE}")
+        raise SettingError(key, path, remedy=EXAMPLE)
     file, _, name = path.partition(":")
     if file.endswith(".py") and name:
-        raise ValueError(
-            f"{key}={path}: name the module and not its file, "
-            f"{key}={file.removesuffix('.py')}:{name}"
+        raise SettingError(
+            key,
+            path,
+            remedy=f"name the module and not its file, {key}={file.removesuffix('.py')}:{name}",
         )
     module, _, name = path.rpartition(":" if ":" in path else ".")
     return module, name
@@ -65,17 +67,18 @@ def import_object(path: str, key: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         # the module itself or a package around it, not a module that it imports
         if missing and f"{module}.".startswith(f"{missing}."):
-            raise ValueError(
-                f"{key}={path}: there is no module {missing} "
-                f"(in {os.getcwd()} and among the installed packages)"
+            raise SettingError(
+                key,
+                path,
+                f"there is no module {missing} (in {os.getcwd()} and among the installed packages)",
             ) from None
         line = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
-        raise ValueError(f"{key}={path}: importing {module} failed: {reason}") from None
+        raise SettingError(key, path, f"importing {module} failed: {reason}") from None
     if name not in content:
         public = [public_name for public_name in content if not public_name.startswith("_")]
         suggestion = f"; the nearest is {nearest(name, public)}" if public else ""
-        raise ValueError(f"{key}={path}: there is no {name} in {module}{suggestion}")
+        raise SettingError(key, path, f"there is no {name} in {module}{suggestion}")
     return content[name]
 
 
@@ -104,7 +107,7 @@ def source_files(path: str, key: str) -> dict[str, Path]:
     search_current_folder()
     source = _source(module)
     if source is None:
-        raise ValueError(f"{key}={path}: there is no source file of the module {module}")
+        raise SettingError(key, path, f"there is no source file of the module {module}")
     outermost = module.partition(".")[0]
     depth = module.count(".") + (1 if source.is_package else 0)
     root = source.file.parents[depth]

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gspo.data.seeding import seed_for
+from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.model.forward.layers import Wrapper
 from gspo.model.forward.low_rank import NAME, is_wrapped
@@ -75,9 +76,11 @@ class Adapter:
         self.layers = [module for module in model.modules() if is_wrapped(module)]
         self._wrappers = _wrappers_by_weight(model)
         if self._wrappers.keys() != {f"{name}.weight" for name in linear} | set(experts):
-            raise ValueError(
-                f"policy.lora.targets={settings.targets}: peft would adapt other layers of this "
-                f"model than those, {', '.join(sorted(self._wrappers))}"
+            raise SettingError(
+                "policy.lora.targets",
+                settings.targets,
+                "peft would adapt other layers of this model than those, "
+                f"{', '.join(sorted(self._wrappers))}",
             )
 
     @cached_property
@@ -185,8 +188,10 @@ def installed() -> ModuleType:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"policy.lora needs {error.name}, which is not installed: pip install 'gspo[lora]'"
+        raise SettingError(
+            "policy.lora",
+            problem=f"needs {error.name}, which is not installed",
+            remedy="pip install 'gspo[lora]'",
         ) from None
     return peft
 
@@ -218,9 +223,10 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
     else:
         linear = experts if which == "experts" else attention + experts + other_layers
     if not linear and not stacked_experts:
-        raise ValueError(
-            f"policy.lora.targets={which}: {type(model).__name__} has no such layers "
-            "that are known here"
+        raise SettingError(
+            "policy.lora.targets",
+            which,
+            f"{type(model).__name__} has no such layers that are known here",
         )
     return linear, stacked_experts
 

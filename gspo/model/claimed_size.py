@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from gspo.io import untrusted
+from gspo.io.errors import SettingError
 
 # the maximum that the format safetensors allows
 MAX_HEADER_BYTES = 100 << 20
@@ -63,8 +64,8 @@ def check_stated_sizes(path: str) -> None:
             for key, value in claimed_numbers(json_content(folder / name)):
                 is_size = not any(part in key.lower() for part in NAMES_OF_NO_SIZE)
                 if is_size and abs(value) > MAX_SIZE:
-                    raise ValueError(
-                        f"model.path={path!r}: {name} says {key}={value}, which no model has"
+                    raise SettingError(
+                        "model.path", path, f"{name} says {key}={value}, which no model has"
                     )
     stored = stored_in(path)
     if stored is None or not (folder / "config.json").is_file():
@@ -75,14 +76,17 @@ def check_stated_sizes(path: str) -> None:
     for key, value in claimed_numbers(json_content(folder / "config.json")):
         name = key.rpartition(".")[2]
         if any(part in name for part in LAYER_NAMES) and value > max_layers:
-            raise ValueError(
-                f"model.path={path!r}: config.json says {key}={value}, "
-                f"but its weights are {tensors} tensors"
+            raise SettingError(
+                "model.path",
+                path,
+                f"config.json says {key}={value}, but its weights are {tensors} tensors",
             )
         if any(part in name for part in SIZE_NAMES) and value > max_size:
-            raise ValueError(
-                f"model.path={path!r}: config.json says {key}={value}, "
-                f"but its weights are {stored_bytes:,} bytes in all"
+            raise SettingError(
+                "model.path",
+                path,
+                f"config.json says {key}={value}, but its weights are {stored_bytes:,} "
+                "bytes in all",
             )
 
 
@@ -100,9 +104,11 @@ def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None
     _, stored_bytes = stored
     claimed = sum(parameter.numel() for parameter in outline.parameters())
     if claimed > max(MAX_PARAMETERS_PER_BYTE * stored_bytes, ALWAYS_ALLOWED_PARAMETERS):
-        raise ValueError(
-            f"model.path={path!r}: config.json makes a model of {claimed:,} numbers, "
-            f"but its weights are {stored_bytes:,} bytes in all"
+        raise SettingError(
+            "model.path",
+            path,
+            f"config.json makes a model of {claimed:,} numbers, but its weights are "
+            f"{stored_bytes:,} bytes in all",
         )
 
 

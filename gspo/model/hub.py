@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants, try_to_load_from_cache
 
+from gspo.io.errors import SettingError
 from gspo.model.public_models import KNOWN
 
 TIMEOUT_SECONDS = 5.0
@@ -28,9 +29,11 @@ def check_source(path: str) -> None:
     if Path(path).is_dir() or constants.HF_HUB_OFFLINE or is_reachable():
         return
     if not is_cached(path):
-        raise ValueError(
-            f"model.path={path!r}: there is no such folder here, and the hub "
-            f"({constants.ENDPOINT}) cannot be reached from this machine{nearest_model(path)}"
+        raise SettingError(
+            "model.path",
+            path,
+            f"there is no such folder here, and the hub ({constants.ENDPOINT}) cannot be "
+            f"reached from this machine{nearest_model(path)}",
         )
     constants.HF_HUB_OFFLINE = True
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
+from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
@@ -96,10 +97,12 @@ def check_not_quantized(
     as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = getattr(as_dict.get("quant_method"), "value", as_dict.get("quant_method"))
     if method not in allowed:
-        raise ValueError(
-            f"model.path={path!r}: its weights are quantized ({method}), and such weights cannot "
-            "be trained, not with policy.lora either; use the folder of 16 or 32 bits that it was "
-            "made from"
+        raise SettingError(
+            "model.path",
+            path,
+            f"its weights are quantized ({method}), and such weights cannot be trained, "
+            "not with policy.lora either",
+            remedy="use the folder of 16 or 32 bits that it was made from",
         )
 
 
@@ -188,14 +191,16 @@ def usable(
     Raises ValueError if it has no end-of-sequence token, gives no tokens, or has a bad chat
     template."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"model.path={path!r}: its tokenizer has no end-of-sequence token, "
-            "so responses could not end"
+        raise SettingError(
+            "model.path",
+            path,
+            "its tokenizer has no end-of-sequence token, so responses could not end",
         )
     if not tokenizer(SAMPLE_TEXT)["input_ids"]:
-        raise ValueError(
-            f"model.path={path!r}: its tokenizer makes no tokens of a text; "
-            "are all of its files there?"
+        raise SettingError(
+            "model.path",
+            path,
+            "its tokenizer makes no tokens of a text; are all of its files there?",
         )
     check_template(tokenizer.chat_template, tokenizer.special_tokens_map, path)
     if tokenizer.pad_token_id is None:
@@ -210,17 +215,21 @@ def one_line(path: str) -> Generator[None]:
     # a name on the hub is NAME or OWNER/NAME
     could_be_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
     if not is_folder and not could_be_hub_name and "/" in path:
-        raise ValueError(f"model.path={path!r}: there is no such folder")
+        raise SettingError("model.path", path, "there is no such folder")
     if Path(path, "adapter_config.json").exists():
         if not Path(path, "config.json").exists():
-            raise ValueError(
-                f"model.path={path!r} is a LoRA adapter without its model: merge the two "
-                "(docs/algorithms.md), or name its run, as in `gspo evaluate RUN`"
+            raise SettingError(
+                "model.path",
+                path,
+                "is a LoRA adapter without its model: merge the two (docs/algorithms.md), "
+                "or name its run, as in `gspo evaluate RUN`",
             )
         # transformers would apply the adapter without a message
-        raise ValueError(
-            f"model.path={path!r} holds a LoRA adapter (adapter_config.json) beside a whole "
-            "model: merge the two (docs/algorithms.md), or move the adapter away"
+        raise SettingError(
+            "model.path",
+            path,
+            "holds a LoRA adapter (adapter_config.json) beside a whole model: merge the "
+            "two (docs/algorithms.md), or move the adapter away",
         )
     check_source(path)
     try:
@@ -228,21 +237,27 @@ def one_line(path: str) -> Generator[None]:
     # for an odd configuration transformers raises exceptions of many types
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"model.path={path!r} needs code of its own (auto_map), which is never run; choose "
-                "a model whose architecture and tokenizer transformers knows"
+            raise SettingError(
+                "model.path",
+                path,
+                "needs code of its own (auto_map), which is never run",
+                remedy="choose a model whose architecture and tokenizer transformers knows",
             ) from None
         if "safetensors" in str(error) and any(Path(path).glob("pytorch_model*.bin")):
-            raise ValueError(
-                f"model.path={path!r}: its weights are pickles (pytorch_model.bin), which are "
-                "never read: convert them to safetensors"
+            raise SettingError(
+                "model.path",
+                path,
+                "its weights are pickles (pytorch_model.bin), which are never read",
+                remedy="convert them to safetensors",
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         if is_folder:
-            raise ValueError(f"model.path={path!r} cannot be loaded: {lines[0]}") from None
-        raise ValueError(
-            f"model.path={path!r} cannot be loaded: there is no such folder here, and no model of "
-            f"this name from the hub: {lines[0]}{nearest_model(path)}"
+            raise SettingError("model.path", path, f"cannot be loaded: {lines[0]}") from None
+        raise SettingError(
+            "model.path",
+            path,
+            "cannot be loaded: there is no such folder here, and no model of this name "
+            f"from the hub: {lines[0]}{nearest_model(path)}",
         ) from None
 
 
@@ -253,9 +268,11 @@ def check_tokenizer_files(path: str) -> None:
     folder = Path(path)
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     if (folder / "config.json").is_file() and not has_tokenizer:
-        raise ValueError(
-            f"model.path={path!r} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy "
-            "the tokenizer's files of the model that it was made from into the folder"
+        raise SettingError(
+            "model.path",
+            path,
+            f"has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
+            remedy="copy the tokenizer's files of the model that it was made from into the folder",
         )
 
 

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device, wait_for_copies
+from gspo.io.errors import SettingError
 from gspo.model.adapter import Adapter
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.cost import active_parameters, forward_flops
@@ -88,8 +89,8 @@ class Policy(PolicyText):
             if head_dtype == torch.float32:
                 use_float32_head(model)
         if checkpointing and not self.network:
-            raise ValueError(
-                f"policy.checkpointing=true: it is not there for {architecture(model)}"
+            raise SettingError(
+                "policy.checkpointing", True, f"it is not there for {architecture(model)}"
             )
         self._entropy_has_gradient = False
         # LoRA; None: all weights are trained

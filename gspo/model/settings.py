@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.public_models import KNOWN
 
@@ -72,9 +73,10 @@ class Tiny(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} "
-                "must be an even whole number"
+            raise SettingError(
+                "model.hidden",
+                self.hidden,
+                f"divided by model.heads={self.heads} it must be an even whole number",
             )
 
 
@@ -91,9 +93,10 @@ class TinyMoE(Tiny):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.experts_per_token > self.experts:
-            raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must not exceed "
-                f"model.experts={self.experts}"
+            raise SettingError(
+                "model.experts_per_token",
+                self.experts_per_token,
+                f"must not exceed model.experts={self.experts}",
             )
 
     def make(self) -> Loaded:
@@ -133,15 +136,17 @@ class HFModel(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "/" in self.attention:
-            raise ValueError(
-                f"model.attention={self.attention!r} names code on the hub, which is never run; "
-                "use sdpa, eager or flash_attention_2"
+            raise SettingError(
+                "model.attention",
+                self.attention,
+                "names code on the hub, which is never run",
+                remedy="use sdpa, eager or flash_attention_2",
             )
 
     def source(self) -> str:
         if not self.path:
-            raise ValueError(
-                "model.path='' is empty; set the folder or hub name to load, model.path=..."
+            raise SettingError(
+                "model.path", "", "is empty", "set the folder or hub name to load, model.path=..."
             )
         return os.path.expanduser(self.path)
 
@@ -181,14 +186,16 @@ class StandIn(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.path not in KNOWN:
-            raise ValueError(
-                f"model.path={self.path!r} with model=stand_in: "
-                f"it can stand in for {', '.join(KNOWN)}"
+            raise SettingError(
+                "model.path",
+                self.path,
+                f"with model=stand_in, it can stand in for {', '.join(KNOWN)}",
             )
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"model.hidden={self.hidden} divided by model.heads={self.heads} "
-                "must be an even whole number"
+            raise SettingError(
+                "model.hidden",
+                self.hidden,
+                f"divided by model.heads={self.heads} it must be an even whole number",
             )
 
     def make(self) -> Loaded:

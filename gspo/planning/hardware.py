@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from gspo.io.arguments import nearest
+from gspo.io.errors import SettingError
 
 GB = 1e9
 
@@ -73,20 +74,21 @@ def hardware(text: str) -> Hardware:
     """
     name, *changes = text.split(",")
     if name not in KNOWN:
-        raise ValueError(
-            f"hardware={name}: choose one of {', '.join(KNOWN)}; "
-            f"the nearest is {nearest(name, KNOWN)}"
+        raise SettingError(
+            "hardware",
+            name,
+            remedy=f"choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}",
         )
     keys = [field.name for field in fields(Hardware) if field.name != "name"]
     numbers: dict[str, float] = {}
     for change in changes:
         key, _, value = change.partition("=")
         if key not in keys:
-            raise ValueError(f"hardware={text}: there is no {key}; a GPU has {', '.join(keys)}")
+            raise SettingError("hardware", text, f"there is no {key}; a GPU has {', '.join(keys)}")
         try:
             numbers[key] = int(value) if key == "per_machine" else float(value)
         except ValueError:
-            raise ValueError(f"hardware={text}: {key}={value} must be a number") from None
+            raise SettingError("hardware", text, f"{key}={value} must be a number") from None
         if not 0 < numbers[key] < float("inf"):
-            raise ValueError(f"hardware={text}: {key}={value} must be a number above 0")
+            raise SettingError("hardware", text, f"{key}={value} must be a number above 0")
     return replace(KNOWN[name], **numbers)

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from gspo.config.checks import check_processes, samples_ahead, shares_weights
 from gspo.config.settings import Settings
+from gspo.io.errors import SettingError
 from gspo.model.cost import forward_flops
 from gspo.planning.hardware import (
     ARITHMETIC,
@@ -156,12 +157,18 @@ def ranks_of(settings: Settings) -> tuple[int, int]:
     ranks = max(settings.parallel.ranks, 1)
     mode = settings.parallel.mode
     if ranks > 1 and mode == "none":
-        raise ValueError(
-            f"parallel.ranks={ranks} with parallel.mode=none: set parallel.mode=shard or replicate"
+        raise SettingError(
+            "parallel.ranks",
+            ranks,
+            "needs another parallel.mode than none",
+            "set shard or replicate",
         )
     if mode == "shard" and ranks == 1:
-        raise ValueError(
-            "parallel.mode=shard with one GPU: set the number of GPUs, parallel.ranks=N"
+        raise SettingError(
+            "parallel.mode",
+            "shard",
+            "there is one GPU",
+            remedy="set the number of GPUs, parallel.ranks=N",
         )
     if ranks > 1:
         check_processes(settings, ranks)
@@ -179,9 +186,11 @@ def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
     """Raise ValueError if a prompt and a response exceed the model's positions."""
     positions = max_positions(config)
     if positions and prompt + response > positions:
-        raise ValueError(
-            f"a prompt of {prompt} and a response of {response} tokens exceed the model's "
-            f"{positions} positions: lower rollout.max_new_tokens, or set prompt_tokens"
+        raise SettingError(
+            "rollout.max_new_tokens",
+            response,
+            f"exceeds the model's {positions} positions with a prompt of {prompt} tokens",
+            remedy="lower it, or set prompt_tokens",
         )
 
 
@@ -250,9 +259,11 @@ def engine_estimate(
         weights_per_gpu = all_weights / gpus
         share = rollout.gpu_memory * hardware.memory * GB
         if share < weights_per_gpu + per_response / gpus:
-            raise ValueError(
-                f"rollout.gpu_memory={rollout.gpu_memory:g} of {hardware.memory:g} GB holds no "
-                f"response beside the engine's weights of {weights_per_gpu / GB:.1f} GB"
+            raise SettingError(
+                "rollout.gpu_memory",
+                rollout.gpu_memory,
+                f"of {hardware.memory:g} GB holds no response beside the engine's "
+                f"weights of {weights_per_gpu / GB:.1f} GB",
             )
         at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
         if rollout.name == "vllm":  # a server has as many GPUs of its own

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from gspo.data.samples import Score
+from gspo.io.errors import SettingError
 from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
@@ -66,10 +67,12 @@ class RewardFunction:
         style = self._processes[0].start()
         if style == "batch" and self.workers > 1:
             self.close()
-            raise ValueError(
-                f"{self.key.rpartition('.')[0]}.workers={self.workers} with {self.key}={self.path}:"
-                " that function gets all responses at once, so one process calls it; leave it 1, "
-                "or write a function of (prompt, response, row)"
+            raise SettingError(
+                f"{self.key.rpartition('.')[0]}.workers",
+                self.workers,
+                f"with {self.key}={self.path}, that function gets all responses at once, "
+                "so one process calls it",
+                remedy="leave it 1, or write a function of (prompt, response, row)",
             )
 
     def try_out(self, prompt: str, row: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice, cost_only, ranged
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.server_guard import server_address
@@ -67,15 +68,18 @@ class ResponseSettings(Truncation, key="rollout"):
         previous_limit = self.max_new_tokens
         for step, limit in sorted(self.extend.items()):
             if step < 2:
-                raise ValueError(
-                    f"rollout.extend={self.extend}: step {step} must be at least 2; "
-                    "max_new_tokens is 1's"
+                raise SettingError(
+                    "rollout.extend",
+                    self.extend,
+                    f"step {step} must be at least 2; max_new_tokens is 1's",
                 )
             if limit <= previous_limit:
-                raise ValueError(
-                    f"rollout.extend={self.extend}: the limit {limit} from step {step} on must "
-                    f"exceed the {previous_limit} before it "
-                    f"(rollout.max_new_tokens={self.max_new_tokens})"
+                raise SettingError(
+                    "rollout.extend",
+                    self.extend,
+                    f"the limit {limit} from step {step} on must exceed the "
+                    f"{previous_limit} before it "
+                    f"(rollout.max_new_tokens={self.max_new_tokens})",
                 )
             previous_limit = limit
 
@@ -112,28 +116,32 @@ class ProblemSettings(BatchSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.refresh_every and not self.query_set:
-            raise ValueError(
-                f"rollout.refresh_every={self.refresh_every} with rollout.query_set=0: an "
-                "unbounded stream has nothing to replace"
+            raise SettingError(
+                "rollout.refresh_every",
+                self.refresh_every,
+                "with rollout.query_set=0, an unbounded stream has nothing to replace",
             )
         if self.query_set % self.prompts_per_step:  # also if it is smaller
-            raise ValueError(
-                f"rollout.query_set={self.query_set} is not a multiple of "
-                f"rollout.prompts_per_step={self.prompts_per_step}: epochs would not end with a "
-                "step"
+            raise SettingError(
+                "rollout.query_set",
+                self.query_set,
+                f"is not a multiple of rollout.prompts_per_step={self.prompts_per_step}: "
+                "epochs would not end with a step",
             )
         if self.refill_rounds and self.group_size == 1:
-            raise ValueError(
-                f"rollout.refill_rounds={self.refill_rounds} with rollout.group_size=1: a single "
-                "reward never varies"
+            raise SettingError(
+                "rollout.refill_rounds",
+                self.refill_rounds,
+                "with rollout.group_size=1, a single reward never varies",
             )
         batches = self.query_set // self.prompts_per_step
         if self.query_set and self.refill_rounds >= batches:
-            raise ValueError(
-                f"rollout.refill_rounds={self.refill_rounds} with "
-                f"rollout.query_set={self.query_set}, which is {batches} batches of "
-                f"rollout.prompts_per_step={self.prompts_per_step}: a step would see a problem "
-                "twice"
+            raise SettingError(
+                "rollout.refill_rounds",
+                self.refill_rounds,
+                f"with rollout.query_set={self.query_set}, which is {batches} batches of "
+                f"rollout.prompts_per_step={self.prompts_per_step}, a step would see a "
+                "problem twice",
             )
 
 
@@ -195,36 +203,43 @@ class OffPolicySettings(ProblemSettings, ResponseSettings, BatchSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.overlap and not self.staleness:
-            raise ValueError(
-                "rollout.overlap=true with rollout.staleness=0: each batch waits for the update "
-                "before it"
+            raise SettingError(
+                "rollout.overlap",
+                True,
+                "with rollout.staleness=0, each batch waits for the update before it",
             )
         if self.in_flight and not self.token_budget:
-            raise ValueError(
-                f"rollout.in_flight={self.in_flight} is not read with rollout.token_budget=0"
+            raise SettingError(
+                "rollout.in_flight", self.in_flight, "is not read with rollout.token_budget=0"
             )
         if self.token_budget and self.in_flight <= self.prompts_per_step:
-            raise ValueError(
-                f"rollout.in_flight={self.in_flight} must exceed "
-                f"rollout.prompts_per_step={self.prompts_per_step} with "
-                f"rollout.token_budget={self.token_budget}: else every response is finished "
-                "before the step"
+            raise SettingError(
+                "rollout.in_flight",
+                self.in_flight,
+                f"must exceed rollout.prompts_per_step={self.prompts_per_step} with "
+                f"rollout.token_budget={self.token_budget}: else every response is "
+                "finished before the step",
             )
         if self.token_budget and self.token_budget >= self.longest_limit:
-            raise ValueError(
-                f"rollout.token_budget={self.token_budget} must be below the longest response, "
-                f"rollout.max_new_tokens={self.longest_limit}: else none is ever cut"
+            raise SettingError(
+                "rollout.token_budget",
+                self.token_budget,
+                "must be below the longest response, "
+                f"rollout.max_new_tokens={self.longest_limit}: else none is ever cut",
             )
         if self.query_set and self.in_flight > self.query_set:
-            raise ValueError(
-                f"rollout.in_flight={self.in_flight} exceeds rollout.query_set={self.query_set}: "
-                "a problem would be under way twice"
+            raise SettingError(
+                "rollout.in_flight",
+                self.in_flight,
+                f"exceeds rollout.query_set={self.query_set}: a problem would be under way twice",
             )
         if self.token_budget and self.refill_rounds:
-            raise ValueError(
-                f"rollout.token_budget={self.token_budget} with "
-                f"rollout.refill_rounds={self.refill_rounds}: dynamic sampling needs whole "
-                "responses; use one of the two"
+            raise SettingError(
+                "rollout.token_budget",
+                self.token_budget,
+                f"with rollout.refill_rounds={self.refill_rounds}, dynamic sampling needs "
+                "whole responses",
+                remedy="use one of the two",
             )
 
 
@@ -269,21 +284,25 @@ class OutsideRollout(RolloutSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.quantization != "none":
-            raise ValueError(
-                f"rollout.quantization={self.quantization} is read by rollout=local alone"
+            raise SettingError(
+                "rollout.quantization", self.quantization, "is read by rollout=local alone"
             )
         if not self.cuda_graphs:
-            raise ValueError(
-                "rollout.cuda_graphs=false is read by rollout=local alone; vLLM has "
-                "rollout.eager=true"
+            raise SettingError(
+                "rollout.cuda_graphs",
+                False,
+                "is read by rollout=local alone",
+                remedy="vLLM has rollout.eager=true",
             )
         if self.temperature != 1:
             for rule, value in self.rules.items():
-                raise ValueError(
-                    f"rollout.{rule}={value} with rollout.temperature={self.temperature} and "
-                    f"rollout={self.name}: vLLM reports log-probs before the temperature or after "
-                    "the truncation, and the ratio needs those between; set "
-                    "rollout.temperature=1, or use rollout=local"
+                raise SettingError(
+                    f"rollout.{rule}",
+                    value,
+                    f"with rollout.temperature={self.temperature} and rollout={self.name}, "
+                    "vLLM reports log-probs before the temperature or after the "
+                    "truncation, and the ratio needs those between",
+                    remedy="set rollout.temperature=1, or use rollout=local",
                 )
 
 
@@ -300,14 +319,15 @@ class VLLMRollout(OutsideRollout):
     def __post_init__(self):
         super().__post_init__()
         if self.tensor_parallel_size > 1 and not self.own_process:
-            raise ValueError(
-                f"rollout.tensor_parallel_size={self.tensor_parallel_size} with "
-                "rollout.own_process=false: its workers have processes of their own; set "
-                "rollout.own_process=true"
+            raise SettingError(
+                "rollout.tensor_parallel_size",
+                self.tensor_parallel_size,
+                "with rollout.own_process=false, its workers have processes of their own",
+                remedy="set rollout.own_process=true",
             )
         if self.sleep and self.overlap:
-            raise ValueError(
-                "rollout.sleep=true with rollout.overlap=true: the engine is never idle"
+            raise SettingError(
+                "rollout.sleep", True, "with rollout.overlap=true, the engine is never idle"
             )
 
 
@@ -325,8 +345,10 @@ class VLLMServerRollout(OutsideRollout):
         super().__post_init__()
         try:
             server_address(self.url)
-        except ValueError as error:
-            raise ValueError(f"rollout.url={error}") from None
+        except ValueError:
+            raise SettingError(
+                "rollout.url", self.url, "must be http://HOST:PORT, such as http://127.0.0.1:8000"
+            ) from None
 
 
 # The settings that an engine reads without a trainer. The others describe a step of training.
@@ -360,16 +382,21 @@ def check_engine_alone(settings: RolloutSettings, instead: dict[str, str]) -> No
         if value == default:
             continue
         if setting.name == "name":
-            raise ValueError(
-                f"rollout.name={value!r} cannot be changed; choose another option with rollout=..."
+            raise SettingError(
+                "rollout.name",
+                value,
+                "cannot be changed",
+                remedy="choose another option with rollout=...",
             )
         # a server that was started with routes is refused without them
         is_read_by_server = setting.name == "routes" and settings.name == "vllm_server"
         if setting.name not in ENGINE_FIELDS and not is_read_by_server:
-            hint = "leave it out"
+            remedy = "leave it out"
             if setting.name in instead:
-                hint = f"say {instead[setting.name]}=..."
-            raise ValueError(f"rollout.{setting.name}={value} is read in training alone; {hint}")
+                remedy = f"say {instead[setting.name]}=..."
+            raise SettingError(
+                f"rollout.{setting.name}", value, "is read in training alone", remedy
+            )
 
 
 def engine_record(settings: RolloutSettings, positions: int | None) -> dict:
@@ -386,13 +413,17 @@ def check_sampler(settings: RolloutSettings, sampler: Sampler) -> None:
     """Raise ValueError for a sampler that could not act under these settings."""
     batches = settings.query_set // settings.prompts_per_step
     if sampler.needs_query_set and batches < 2:
-        raise ValueError(
-            f"sampler={sampler.name} with rollout.query_set={settings.query_set}: it needs a query "
-            f"set of at least two batches of rollout.prompts_per_step={settings.prompts_per_step}"
+        raise SettingError(
+            "sampler",
+            sampler.name,
+            f"with rollout.query_set={settings.query_set}, it needs a query set of at "
+            f"least two batches of rollout.prompts_per_step={settings.prompts_per_step}",
         )
     if sampler.reads_pass_rates and 0 < settings.refresh_every <= batches:
-        raise ValueError(
-            f"rollout.refresh_every={settings.refresh_every} replaces "
-            f"rollout.query_set={settings.query_set} within its first epoch ({batches} steps): "
-            f"sampler={sampler.name} would never read a recorded pass rate"
+        raise SettingError(
+            "rollout.refresh_every",
+            settings.refresh_every,
+            f"replaces rollout.query_set={settings.query_set} within its first epoch "
+            f"({batches} steps): sampler={sampler.name} would never read a recorded pass "
+            "rate",
         )

@@ -15,6 +15,7 @@ from gspo.config.checks import check_training_set, samples_ahead
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
+from gspo.io.errors import SettingError
 from gspo.model.adapter import installed
 from gspo.model.policy import Policy
 from gspo.model.settings import ModelSettings, StandIn, Tiny
@@ -178,8 +179,11 @@ def check_routing(settings: Settings, policy: Policy) -> None:
     if settings.policy.routing_replay != "none":
         policy.routing.check_replay()
     if settings.rollout.routes and not policy.routing.layers:
-        raise ValueError(
-            "rollout.routes=true with a model that has no known routers; set rollout.routes=false"
+        raise SettingError(
+            "rollout.routes",
+            True,
+            "this model has no known routers",
+            remedy="set rollout.routes=false",
         )
 
 

@@ -8,6 +8,7 @@ from hydra.conf import HydraConf
 from hydra.types import RunMode
 
 from gspo.data.lazy_torch import torch
+from gspo.io.errors import SettingError
 
 # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
 DEVICES = "GSPO_DEVICES"
@@ -44,9 +45,10 @@ def _take_devices(slot: int, count: int | None) -> None:
         visible = ",".join(devices(slot, count))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
         if not torch.cuda.is_available():
-            raise ValueError(
-                f"hydra.launcher.gpus_per_node={count}: this machine has no GPU {visible} for the "
-                "job"
+            raise SettingError(
+                "hydra.launcher.gpus_per_node",
+                count,
+                f"this machine has no GPU {visible} for the job",
             )
     elif DEVICES in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[DEVICES]
@@ -69,9 +71,11 @@ def jobs_at_once(job: HydraConf) -> int:
     if kind == "LocalLauncher":
         size = job.sweeper.get("max_batch_size")
         if not size:
-            raise ValueError(
-                "hydra/launcher=submitit_local starts all jobs of a sweep at once: "
-                "say how many this machine can hold with hydra.sweeper.max_batch_size=N"
+            raise SettingError(
+                "hydra/launcher",
+                "submitit_local",
+                "starts all jobs of a sweep at once",
+                remedy="say how many this machine can hold with hydra.sweeper.max_batch_size=N",
             )
         return size
     return 1
@@ -86,9 +90,12 @@ def devices(slot: int, count: int) -> list[str]:
     if not users_gpus:
         return [str(index) for index in indices]
     if indices[-1] >= len(users_gpus):
-        raise ValueError(
-            f"hydra.launcher.gpus_per_node={count} for job {slot + 1} of those that run at once, "
-            f"and CUDA_VISIBLE_DEVICES has {len(users_gpus)}: lower hydra.sweeper.max_batch_size"
+        raise SettingError(
+            "hydra.launcher.gpus_per_node",
+            count,
+            f"CUDA_VISIBLE_DEVICES has {len(users_gpus)} GPUs, too few for job {slot + 1} of those "
+            "that run at once",
+            remedy="lower hydra.sweeper.max_batch_size",
         )
     return [users_gpus[index] for index in indices]
 

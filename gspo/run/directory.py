@@ -26,6 +26,7 @@ from gspo.config.load import (
 )
 from gspo.config.schema import plain
 from gspo.config.settings import Settings, folder_of, same_result, settings_hash
+from gspo.io.errors import SettingError
 from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
     LOCK_FILE,
@@ -331,10 +332,10 @@ def settings_and_checkpoint(
             return settings, None
     if folder is None or not folder.exists():
         names = ", ".join(sorted(path.name for path in checkpoints.glob("step_??????")))
-        raise ValueError(f"step={step}: {run} has no such checkpoint; it has {names or 'none'}")
+        raise SettingError("step", step, f"{run} has no such checkpoint; it has {names or 'none'}")
     problem = damage(folder) if step >= 0 else ""
     if problem:
-        raise ValueError(f"step={step}: {folder} is damaged: {problem}")
+        raise SettingError("step", step, f"{folder} is damaged: {problem}")
     if not settings.policy.lora.rank:  # else the folder holds no model
         # raises for a file that is too large, which transformers would read anyway
         read_json(folder / "config.json")

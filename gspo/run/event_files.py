@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from gspo.config.settings import Settings
+from gspo.io.errors import SettingError
 
 FOLDER = "tensorboard"
 
@@ -49,7 +50,9 @@ class EventFiles:
 def check_event_files(settings: Settings) -> None:
     """Raise ValueError if the settings ask for event files that cannot be written."""
     if settings.tracking.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise ValueError(
-            "tracking.tensorboard=true needs the package tensorboard: "
-            "pip install 'gspo[tensorboard]', or leave it away"
+        raise SettingError(
+            "tracking.tensorboard",
+            True,
+            "needs the package tensorboard",
+            remedy="pip install 'gspo[tensorboard]', or leave it out",
         )

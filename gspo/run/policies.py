@@ -15,6 +15,7 @@ import torch
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks
 from gspo.evaluation.resumable import fingerprint
+from gspo.io.errors import SettingError
 from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
 from gspo.model.settings import POSITIONS
@@ -181,19 +182,24 @@ def check_positions(settings: Settings, available: int | None) -> None:
         return
     half = available // 2
     if settings.model.built_from_settings:
-        raise ValueError(
-            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions: "
-            f"lower it, for example to {half}"
+        raise SettingError(
+            "rollout.max_new_tokens",
+            limit,
+            f"leaves no room for a prompt in {available} positions",
+            remedy=f"lower it, for example to {half}",
         )
     aggregations = [settings.trainer.aggregation]
     if settings.kl.in_loss:
         aggregations.append(settings.kl.aggregation)
     divides_by_limit = any(aggregation.length == limit for aggregation in aggregations)
     if divides_by_limit or half <= settings.rollout.token_budget:
-        raise ValueError(
-            f"rollout.max_new_tokens={limit} leaves no room for a prompt in {available} positions, "
-            "and other settings depend on it (a loss that is divided by the longest response, or "
-            f"rollout.token_budget): set it to {half}"
+        raise SettingError(
+            "rollout.max_new_tokens",
+            limit,
+            f"leaves no room for a prompt in {available} positions, and other settings "
+            "depend on it (a loss that is divided by the longest response, or "
+            "rollout.token_budget)",
+            remedy=f"set it to {half}",
         )
     settings.rollout.bound_by(available)
 
@@ -237,5 +243,5 @@ def usable_device(device: str, key: str) -> str:
     # a device unknown to torch, absent hardware, a build without it, or no free memory
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{key}={device} cannot be used here: {reason}") from None
+        raise SettingError(key, device, f"cannot be used here: {reason}") from None
     return device

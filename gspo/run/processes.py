@@ -32,6 +32,7 @@ import gspo
 from gspo.config.checks import check_processes
 from gspo.config.settings import Settings, first_difference
 from gspo.distributed.ranks import DistributedRanks, RankLost, Ranks
+from gspo.io.errors import SettingError
 from gspo.run.entry_point import Ended, explain, stop_signal
 from gspo.run.launched import launched
 
@@ -188,22 +189,31 @@ def check_launch(settings: Settings, count: int) -> None:
     mode = settings.parallel.mode
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if count > 1 and missing:
-        raise ValueError(f"WORLD_SIZE={count} without {', '.join(missing)}: {START}")
+        problem = f"{', '.join(missing)} is missing"
+        raise SettingError("WORLD_SIZE", count, problem, remedy=START)
     if count > 1 and mode == "none":
-        raise ValueError(
-            f"{count} processes with parallel.mode=none: say parallel.mode=replicate or shard"
+        raise SettingError(
+            "parallel.mode",
+            mode,
+            f"there are {count} processes",
+            remedy="say parallel.mode=replicate or shard",
         )
     if mode != "none" and "WORLD_SIZE" not in os.environ:
-        raise ValueError(f"parallel.mode={mode} with one process: {START}")
+        raise SettingError("parallel.mode", mode, "there is one process", remedy=START)
     expected = settings.parallel.ranks
     if expected not in (0, count):
-        raise ValueError(
-            f"parallel.ranks={expected} with {count} processes: start {expected}, or leave it away"
+        raise SettingError(
+            "parallel.ranks",
+            expected,
+            f"there are {count} processes",
+            remedy=f"start {expected}, or leave it out",
         )
     if count == 1 and mode == "shard":
-        raise ValueError(
-            "parallel.mode=shard with one process: there is nothing to spread weights over; "
-            "start several"
+        raise SettingError(
+            "parallel.mode",
+            "shard",
+            "with one process, there is nothing to spread weights over",
+            remedy="start several",
         )
 
 

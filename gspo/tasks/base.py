@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged
 
 TRAINING_SPLITS = ("train", "cold_start")
@@ -90,9 +91,11 @@ class Task(Ranged):
         0, so its chance to score 1 is (1 - wrong_step_rate)^steps. Raises ValueError for a task
         that has no demonstrations.
         """
-        raise ValueError(
-            f"task={self.name} has no demonstrations: start from a model that can follow "
-            "instructions (model=hf cold_start.steps=0)"
+        raise SettingError(
+            "task",
+            self.name,
+            "has no demonstrations",
+            remedy="start from a model that can follow instructions (model=hf cold_start.steps=0)",
         )
 
     def ready(self) -> dict[str, str]:
@@ -132,4 +135,4 @@ def draw_prompt(split: str, make: Callable[[], str]) -> str:
 def check_split(split: str, evaluation_sets: list[str]) -> None:
     """Raise ValueError for a split that the task does not have."""
     if split not in TRAINING_SPLITS and split not in evaluation_sets:
-        raise ValueError(f"split={split!r} is none of {[*TRAINING_SPLITS, *evaluation_sets]}")
+        raise SettingError("split", split, f"is none of {[*TRAINING_SPLITS, *evaluation_sets]}")

@@ -9,6 +9,7 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import generator
+from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
@@ -30,9 +31,10 @@ class Mixture(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.math.name == self.code.name:
-            raise ValueError(
-                f"math.name=code.name={self.code.name!r}: "
-                "the tasks of a mixture need different names"
+            raise SettingError(
+                "math.name",
+                self.math.name,
+                "is code.name too; the tasks of a mixture need different names",
             )
 
     def evaluation_sets(self) -> list[str]:

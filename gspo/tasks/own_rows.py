@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from gspo.data.problems import ChatPrompt, Problem
 from gspo.data.samples import Score
+from gspo.io.errors import SettingError
 from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import held_out
@@ -55,20 +56,27 @@ class OwnRows(Benchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.reward:
-            raise ValueError(
-                f"{self.key}.reward is not given: say where your function is, my_pkg.rewards:score"
+            raise SettingError(
+                f"{self.key}.reward",
+                problem="is not given",
+                remedy="say where your function is, my_pkg.rewards:score",
             )
         unknown = set(self.columns) - set(COLUMNS)
         if unknown:
-            raise ValueError(f"{self.key}.columns.{min(unknown)}: choose from {', '.join(COLUMNS)}")
+            raise SettingError(
+                f"{self.key}.columns.{min(unknown)}", remedy=f"choose from {', '.join(COLUMNS)}"
+            )
         if "prompt" not in self.columns:
-            raise ValueError(
-                f"{self.key}.columns.prompt is not given: say which column holds the prompt"
+            raise SettingError(
+                f"{self.key}.columns.prompt",
+                problem="is not given",
+                remedy="say which column holds the prompt",
             )
         if "/" in self.name or not self.name:
-            raise ValueError(
-                f"{self.key}.name={self.name!r} must be a plain name: "
-                "it stands in the names of metrics"
+            raise SettingError(
+                f"{self.key}.name",
+                self.name,
+                "must be a plain name: it stands in the names of metrics",
             )
         self._function = RewardFunction(
             self.reward, f"{self.key}.reward", self.seconds, self.workers
@@ -91,9 +99,11 @@ class OwnRows(Benchmark):
         all_items = self._items_of(self._training_source(), training=True)
         items = [item for item in all_items if held_out(item.text)]
         if not items:
-            raise ValueError(
-                f"{self.key}.train_path={self.train_path}: none of its problems is among the 1 in "
-                f"8 that are held out; give {self.key}.path=FILE with problems to evaluate on"
+            raise SettingError(
+                f"{self.key}.train_path",
+                self.train_path,
+                "none of its problems is among the 1 in 8 that are held out",
+                remedy=f"give {self.key}.path=FILE with problems to evaluate on",
             )
         return without_repeats(items)
 

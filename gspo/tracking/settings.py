@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice, ranged
 
 MODES = ("auto", "online", "offline", "disabled")
@@ -36,17 +37,17 @@ class TrackingSettings(Ranged, key="tracking"):
     def __post_init__(self):
         super().__post_init__()
         if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
-            raise ValueError(
-                f"tracking.project={self.project!r}: W&B takes up to 128 characters, "
-                "none of /\\#?%:"
+            raise SettingError(
+                "tracking.project", self.project, "W&B takes up to 128 characters, none of /\\#?%:"
             )
         bad_tags = [tag for tag in self.tags if not 1 <= len(tag) <= 64]
         if bad_tags:
-            raise ValueError(f"tracking.tags={bad_tags!r}: W&B takes tags of 1 to 64 characters")
+            raise SettingError("tracking.tags", bad_tags, "W&B takes tags of 1 to 64 characters")
         if self.upload_checkpoints and self.wandb == "disabled":
-            raise ValueError(
-                "tracking.upload_checkpoints=true with tracking.wandb=disabled: there is no W&B "
-                "to upload to"
+            raise SettingError(
+                "tracking.upload_checkpoints",
+                True,
+                "with tracking.wandb=disabled, there is no W&B to upload to",
             )
 
 

@@ -31,6 +31,7 @@ from gspo.data.batch import TokenBatch
 from gspo.data.pack import layout
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
+from gspo.io.errors import SettingError
 from gspo.io.files import append_to, sync
 from gspo.io.ranges import as_hashed
 from gspo.io.untrusted import read_json
@@ -260,10 +261,11 @@ def demonstrations(
             batch.append(Demonstration(prompt_ids, token_ids, by_policy))
     longest = max(len(d.prompt_ids) + len(d.token_ids) for d in batch)
     if policy.positions and longest > policy.positions:
-        raise ValueError(
-            f"cold_start.steps={settings.steps}: a demonstration of {longest} tokens exceeds the "
-            f"model's {policy.positions} positions; use a model with more of them, or "
-            "cold_start.steps=0"
+        raise SettingError(
+            "cold_start.steps",
+            settings.steps,
+            f"a demonstration of {longest} tokens exceeds the model's {policy.positions} positions",
+            remedy="use a model with more of them, or cold_start.steps=0",
         )
     return layout(
         [d.prompt_ids for d in batch],
@@ -298,9 +300,10 @@ def _episode(
         beginning = player.finish(player.begin("reset", problem))
         prompt = prompt_text(policy, beginning, policy.positions)
     except EnvironmentFailed as error:
-        raise ValueError(
-            f"cold_start.steps={settings.steps}: problem {problem.index} of task "
-            f"{problem.task!r} does not begin: {error}"
+        raise SettingError(
+            "cold_start.steps",
+            settings.steps,
+            f"problem {problem.index} of task {problem.task!r} does not begin: {error}",
         ) from error
     finally:
         all_closed([player.close()])

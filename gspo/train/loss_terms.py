@@ -21,6 +21,7 @@ from gspo.algorithm.objectives import LossInputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.data.batch import TrainBatch
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -88,8 +89,8 @@ class KLTerm(Term):
         batch = inputs.batch
         mask_BT = batch.mask_BT
         if batch.ref_logp_BT is None:
-            raise ValueError(
-                f"kl.coef={settings.coef} without reference policy: ref_logp_BT is missing"
+            raise SettingError(
+                "kl.coef", settings.coef, "without reference policy: ref_logp_BT is missing"
             )
         kl_BT = settings.estimate(output.logp_BT, batch.ref_logp_BT, mask_BT)
         bounded = RatioObjective(log_ratio_bound=settings.log_ratio_bound)
@@ -125,7 +126,7 @@ class ValueTerm(Term):
         values_BT = inputs.output.values_BT
         critic = inputs.batch.critic
         if values_BT is None or critic is None:
-            raise ValueError(f"advantage={self.settings.name} needs the critic's values")
+            raise SettingError("advantage", self.settings.name, "needs the critic's values")
         mask_BT = inputs.batch.mask_BT
         clip = self.settings.value_clip
         with torch.no_grad():

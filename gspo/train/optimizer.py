@@ -17,6 +17,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import device_mesh
 from gspo.train.settings import OptimSettings
@@ -46,14 +47,18 @@ def check_optimizer(settings: OptimSettings, device: str) -> None:
     if settings.name == "adamw":
         return
     if not find_spec("bitsandbytes"):
-        raise ValueError(
-            f"optim.name={settings.name}: bitsandbytes is not installed; "
-            "pip install 'gspo[eight_bit]'"
+        raise SettingError(
+            "optim.name",
+            settings.name,
+            "bitsandbytes is not installed",
+            remedy="pip install 'gspo[eight_bit]'",
         )
     if settings.name == "paged_adamw_8bit" and not device.startswith("cuda"):
-        raise ValueError(
-            f"optim.name={settings.name}: pages move between a GPU and its host, and the policy is "
-            f"on {device}; use adamw_8bit"
+        raise SettingError(
+            "optim.name",
+            settings.name,
+            f"pages move between a GPU and its host, and the policy is on {device}",
+            remedy="use adamw_8bit",
         )
 
 

@@ -12,6 +12,7 @@ from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KL
 from gspo.algorithm.objectives import GSPO, Objective
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.io.errors import SettingError
 from gspo.io.ranges import (
     CHANGEABLE,
     HASHED_IF_CHANGED,
@@ -57,14 +58,18 @@ class OptimSettings(Ranged, key="optim"):
     def __post_init__(self):
         super().__post_init__()
         if (self.decay == "none") != (self.decay_updates == 0):
-            raise ValueError(
-                f"optim.decay={self.decay} with optim.decay_updates={self.decay_updates}: the "
-                "learning rate falls over a number of updates; set both, or neither (a step has "
-                "trainer.minibatches x trainer.epochs updates)"
+            raise SettingError(
+                "optim.decay",
+                self.decay,
+                f"with optim.decay_updates={self.decay_updates}, the learning rate falls "
+                "over a number of updates",
+                remedy=(
+                    "set both, or neither (a step has trainer.minibatches x trainer.epochs updates)"
+                ),
             )
         if self.decay == "none" and self.final_lr_factor:
-            raise ValueError(
-                f"optim.final_lr_factor={self.final_lr_factor} does nothing with optim.decay=none"
+            raise SettingError(
+                "optim.final_lr_factor", self.final_lr_factor, "does nothing with optim.decay=none"
             )
 
     def lr_of(self, update: int) -> float:
@@ -120,18 +125,20 @@ class TrainerSettings(Ranged, key="trainer"):
         super().__post_init__()
         if self.entropy_target is not None:
             if not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
-                raise ValueError(
-                    f"trainer.entropy_coef={self.entropy_coef} must lie between "
-                    f"trainer.entropy_coef_min={self.entropy_coef_min} and "
-                    f"trainer.entropy_coef_max={self.entropy_coef_max}"
+                raise SettingError(
+                    "trainer.entropy_coef",
+                    self.entropy_coef,
+                    f"must lie between trainer.entropy_coef_min={self.entropy_coef_min} "
+                    f"and trainer.entropy_coef_max={self.entropy_coef_max}",
                 )
             return
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name.startswith("entropy_coef_") and value != f.default:
-                raise ValueError(
-                    f"trainer.{f.name}={value} is not read with "
-                    "trainer.entropy_target=null (a fixed coefficient)"
+                raise SettingError(
+                    f"trainer.{f.name}",
+                    value,
+                    "is not read with trainer.entropy_target=null (a fixed coefficient)",
                 )
 
     def entropy_coefficient(self) -> EntropyCoefficient | None:
@@ -221,9 +228,9 @@ class ParallelSettings(Ranged, key="parallel"):
     def __post_init__(self):
         super().__post_init__()
         if self.shard_size and self.mode != "shard":
-            raise ValueError(f"parallel.shard_size={self.shard_size} needs parallel.mode=shard")
+            raise SettingError("parallel.shard_size", self.shard_size, "needs parallel.mode=shard")
         if self.experts > 1 and self.mode != "shard":
-            raise ValueError(f"parallel.experts={self.experts} needs parallel.mode=shard")
+            raise SettingError("parallel.experts", self.experts, "needs parallel.mode=shard")
 
 
 @dataclass

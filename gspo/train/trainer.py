@@ -32,6 +32,7 @@ from gspo.data.batch import OldPolicyBatch, TrainBatch
 from gspo.data.pack import pack
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import clip_grad_norm
@@ -70,9 +71,10 @@ class Trainer:
         ranks: Ranks | None = None,
     ):
         if algorithm.kl.needs_reference and not reference:
-            raise ValueError(
-                f"kl.coef={algorithm.kl.coef} without reference policy: there is nothing to "
-                "measure KL to"
+            raise SettingError(
+                "kl.coef",
+                algorithm.kl.coef,
+                "without reference policy: there is nothing to measure KL to",
             )
         self.policy = policy
         self.source = source

@@ -17,6 +17,7 @@ from gspo.io.telemetry import TELEMETRY_OFF
 from gspo.model.chat import template_trial
 from gspo.model.loading import load, save
 from gspo.model.settings import HFModel, TinyDense
+from refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,15 +76,13 @@ def test_weights_in_a_pickle_are_never_read(folder, harmless):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights if harmless else {"weights": Runs()}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"weights are pickles .* convert them to safetensors$"):
+    with refuses("model.path", problem="convert them to safetensors"):
         load(str(folder))
     assert not (folder.parent / "ran").exists()
 
 
 def test_a_kernel_from_the_hub_is_refused():
-    with pytest.raises(
-        ValueError, match=r"model\.attention='somebody/kernel' names code on the hub"
-    ):
+    with refuses("model.attention", "somebody/kernel", "names code on the hub"):
         HFModel(path="x", attention="somebody/kernel")
 
 
@@ -101,9 +100,8 @@ def test_a_kernel_from_the_hub_that_a_configuration_names_is_not_asked_for(folde
 )
 def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
     change(folder / "config.json", **odd)
-    with pytest.raises(ValueError, match=r"model\.path='.*' cannot be loaded: ") as refused:
+    with refuses("model.path", str(folder), "cannot be loaded: "):
         load(str(folder))
-    assert "\n" not in str(refused.value)
 
 
 def test_no_library_reports_anything_whatever_the_environment_says():
@@ -162,7 +160,7 @@ def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(
 ):
     change(folder / f"{file}.json", **claim)
     with pytest.raises(
-        ValueError, match=rf"^model\.path='{folder}': {file}\.json {message}.*$"
+        ValueError, match=rf"^model\.path={folder}: {file}\.json {message}.*$"
     ) as caught:
         load(str(folder))
     assert "\n" not in str(caught.value)
@@ -178,7 +176,7 @@ def test_sizes_are_those_of_the_bytes_that_are_there_and_read(folder):
     with open(other, "r+b") as file:
         file.truncate(2**40)  # a file of holes
     change(folder / "config.json", vocab_size=9_000_000)
-    with pytest.raises(ValueError, match="makes a model of"):
+    with refuses("model.path", problem="makes a model of"):
         load(str(folder))
     (folder / "model.safetensors").write_bytes(len(forged).to_bytes(8, "little") + forged)
     with pytest.raises(
@@ -194,7 +192,7 @@ def test_a_folder_without_weights_builds_no_layers(folder):
         (2, "cannot be loaded"),
     ):
         change(folder / "config.json", num_hidden_layers=layers)
-        with pytest.raises(ValueError, match=message):
+        with refuses("model.path", str(folder), message):
             load(str(folder))
 
 
@@ -234,11 +232,8 @@ TEMPLATES = [
 def test_a_chat_template_that_hangs_or_fills_the_memory_is_refused(folder, template, monkeypatch):
     monkeypatch.setattr(template_trial, "CPU_SECONDS", 1)
     (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(
-        ValueError, match=r"its chat template takes more than 1 s, 1 GB or 1,048,576 characters"
-    ) as caught:
+    with refuses("model.path", str(folder), "takes more than 1 s, 1 GB or 1,048,576 characters"):
         load(str(folder))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +258,5 @@ def test_an_adapter_in_a_models_folder_is_not_applied_without_a_word(folder):
         "target_modules": ["q_proj"],
     }
     (folder / "adapter_config.json").write_text(json.dumps(change_to))
-    message = r"holds a LoRA adapter \(adapter_config\.json\) beside a whole model: merge the two .*, or move the adapter"
-    with pytest.raises(ValueError, match=message):
+    with refuses("model.path", problem="holds a LoRA adapter"):
         load(str(folder))

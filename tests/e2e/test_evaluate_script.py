@@ -24,6 +24,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import ENGINE_FIELDS, RolloutSettings, VLLMRollout, VLLMServerRollout
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
+from refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 EVALUATE = ["-P", "-m", "gspo", "evaluate"]
@@ -57,71 +58,81 @@ def test_benchmarks_are_option_files_with_their_own_settings():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        ([], "say either run=RUN or model=hf model.path="),
-        (["run=x", "model=hf"], "not both"),
-        (["model=hf"], r"needs benchmark=\[...\]"),
-        (["run=x", "temperature=0"], "k=4 with temperature=0.*use k=1"),
-        (["run=x", "k=0"], "k=0 must be a whole number of at least 1"),
-        (["run=x", "temperature=-1"], "temperature=-1.0 must be a finite number of at least 0"),
-        (["run=x", "problems=-1"], "problems=-1 must be a whole number of at least 0"),
+        ([], ("run", "", "say either run=RUN or model=hf")),
+        (["run=x", "model=hf"], ("run", "x", "both")),
+        (["model=hf"], ("benchmark", [], "benchmark=[...]")),
+        (["run=x", "temperature=0"], ("k", 4, "with temperature=0")),
+        (["run=x", "k=0"], ("k", 0)),
+        (["run=x", "temperature=-1"], ("temperature", -1.0)),
+        (["run=x", "problems=-1"], ("problems", -1)),
         (
             ["run=x", "benchmark=nope"],
-            "benchmark=nope: there is no such benchmark; there are .*code, .*math, .*mixed",
+            ("benchmark", "nope", "there is no such benchmark; there"),
         ),
-        (
-            ["run=x", "benchmark=math", "tasks.math.larg=7"],
-            r"Could not override 'tasks\.math\.larg'",
-        ),
-        (["run=x", "benchmark=math", "data=x"], r"data=x is read by none of benchmark=\['math'\]"),
+        (["run=x", "benchmark=math", "data=x"], ("data", "x", "is read by none of")),
         (
             ["run=x", "rollout=vllm", "rollout.group_size=4"],
-            r"rollout\.group_size=4 is read in training alone; say k=",
+            ("rollout.group_size", 4, "is read in training alone; say k="),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.prompts_per_step=4"],
-            "is read in training alone; say problems=",
+            ("rollout.prompts_per_step", 4, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.max_new_tokens=9"],
-            "is read in training alone; say max_new_tokens=",
+            ("rollout.max_new_tokens", 9, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.temperature=0.5"],
-            "is read in training alone; say temperature=",
+            ("rollout.temperature", 0.5, "is read in training alone; say"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.staleness=1"],
-            r"rollout\.staleness=1 is read in training alone; leave it",
+            ("rollout.staleness", 1, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.sleep=true"],
-            r"rollout\.sleep=True is read in training alone; leave it out",
+            ("rollout.sleep", True, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.extend={5: 90}"],
-            "is read in training alone; leave it out",
+            ("rollout.extend", {5: 90}, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.routes=true"],
-            r"rollout\.routes=True is read in training alone; leave it",
+            ("rollout.routes", True, "is read in training alone; leave"),
         ),
-        (["run=x", "rollout=vllm", "rollout.name=local"], "rollout.name='local' cannot be changed"),
+        (
+            ["run=x", "rollout=vllm", "rollout.name=local"],
+            ("rollout.name", "local", "cannot be changed"),
+        ),
         (
             ["run=x", "rollout=vllm", "rollout.kv_cache_gib=0"],
-            r"rollout\.kv_cache_gib=0\.0 must be",
+            ("rollout.kv_cache_gib", 0.0),
         ),
         (
             ["run=x", "rollout=vllm", "batch_rows=8"],
-            r"batch_rows=8 with rollout=vllm: say rollout\.batch_rows=",
+            ("batch_rows", 8, "say rollout.batch_rows="),
         ),
-        (["run=x", "rollout=nope"], "rollout/nope"),
     ],
 )
-def test_refusals(arguments, message):
-    with pytest.raises(Exception, match=message):
+def test_refusals(arguments, refusal):
+    with refuses(*refusal):
         command(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["benchmark=math", "tasks.math.larg=7"], r"Could not override 'tasks\.math\.larg'"),
+        (["rollout=nope"], "rollout/nope"),
+    ],
+)
+def test_hydra_refuses_unknown_keys_and_options(arguments, message):
+    with pytest.raises(Exception, match=message):
+        command("run=x", *arguments)
 
 
 def test_an_engine_is_chosen_with_its_own_settings():
@@ -174,12 +185,10 @@ def test_sets_are_chosen_by_name_and_never_mixed_up():
     sets = evaluation_job.all_sets(got, got.tasks)
     assert [(s.name, len(s.problems)) for s in sets] == [("rated", 3), ("code", 3)]
     assert sets[0].problems == [got.tasks["math"].problem(5, "rated", i) for i in range(3)]
-    with pytest.raises(
-        ValueError, match=r"sets=\[x\]: there is no such set; there are math_easy, math_hard, rated"
-    ):
+    with refuses("sets", ["x"], "there are math_easy, math_hard, rated"):
         evaluation_job.all_sets(command("run=x", "benchmark=math", "sets=[x]"), got.tasks)
     both = command("run=x", "benchmark=[math,mixed]")
-    with pytest.raises(ValueError, match="more than one of them has the set math_easy"):
+    with refuses("benchmark", ["math", "mixed"], "more than one of them has the set"):
         evaluation_job.all_sets(both, both.tasks)
 
 
@@ -340,7 +349,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_the_same(tmp_path):
         and "temperature: 1.0 against 0.5" in other.stderr
     )
     missing = forked.run(run(tmp_path, "model.path=gone"), **options)
-    assert missing.returncode == 2 and "model.path='gone'" in missing.stderr
+    assert missing.returncode == 2 and "model.path=gone" in missing.stderr
     assert not os.path.exists(tmp_path / "runs" / "evaluations")
 
 
@@ -424,5 +433,5 @@ def test_a_run_is_compared_with_what_it_started_from(tmp_path):
     refused = forked.run([*script, "rollout=local", "rollout.group_size=4"], cwd=tmp_path)
     assert (
         refused.returncode == 2
-        and "rollout.group_size=4 is read in training alone; say samples=" in refused.stderr
+        and "rollout.group_size=4: is read in training alone; say samples=" in refused.stderr
     )

@@ -147,12 +147,12 @@ def test_torchrun_starts_them(tmp_path):
 
 
 WRONG = {
-    "key": (["lr=1"], "error: there is no setting lr: here it is optim.lr"),
+    "key": (["lr=1"], "error: lr: there is no such setting; here it is optim.lr"),
     "mode": (
         ["parallel.mode=none"],
-        "error: 2 processes with parallel.mode=none: say parallel.mode=replicate or",
+        "error: parallel.mode=none: there are 2 processes; say parallel.mode=replicate or",
     ),
-    "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9 cannot be used here: "),
+    "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9: cannot be used here: "),
     "one rank": (
         ["callbacks.it=failing:OnRankOne"],
         "error: rank 1: RuntimeError: this rank's disk is gone",
@@ -314,38 +314,38 @@ REFUSED = {
     "steps": ("rank 1 was started with other settings than rank 0: steps: 13 against 12", [], {1: ["steps=13"]}, {}),
     "speed": ("rollout.batch_rows: 8 against ", [], {1: ["rollout.batch_rows=8"]}, {}),
     "few": (
-        "rollout.prompts_per_step=1 is less than the 2 processes",
+        "rollout.prompts_per_step=1: is less than the 2 processes",
         ["rollout.prompts_per_step=1", "trainer.minibatches=1", "allow_on_policy=true"],
         {},
         {},
     ),
     "experts": (
-        "parallel.experts=3 does not divide the 2 processes",
+        "parallel.experts=3: does not divide the 2 processes",
         ["parallel.mode=shard", "parallel.experts=3"],
         {},
         {},
     ),
-    "mode of experts": ("parallel.experts=2 needs parallel.mode=shard", ["parallel.experts=2"], {}, {}),
+    "mode of experts": ("parallel.experts=2: needs parallel.mode=shard", ["parallel.experts=2"], {}, {}),
     "odd": (
-        "parallel.experts=2 does not divide the model's 5 experts",
+        "parallel.experts=2: does not divide the model's 5 experts",
         ["parallel.mode=shard", "parallel.experts=2", "model.experts=5"],
         {},
         {},
     ),
-    "ranks": ("parallel.ranks=3 with 2 processes: start 3, or leave it away", ["parallel.ranks=3"], {}, {}),
+    "ranks": ("parallel.ranks=3: there are 2 processes; start 3, or leave it out", ["parallel.ranks=3"], {}, {}),
     "vllm": (
-        "rollout.own_process=false with 2 processes: vLLM would take itself for one of them",
+        "rollout.own_process=false: with 2 processes, vLLM would take itself for one of them",
         ["rollout=vllm", "rollout.own_process=false"],
         {},
         {},
     ),
     "tensor parallel": (
-        "rollout.tensor_parallel_size=3 does not divide the 2 processes",
+        "rollout.tensor_parallel_size=3: does not divide the 2 processes",
         ["rollout=vllm", "rollout.tensor_parallel_size=3"],
         {},
         {},
     ),
-    "rank": ("WORLD_SIZE=2 without RANK: start the processes by torchrun", [], {}, {0: {"RANK": ""}, 1: {"RANK": ""}}),
+    "rank": ("WORLD_SIZE=2: RANK is missing; start the processes by torchrun", [], {}, {0: {"RANK": ""}, 1: {"RANK": ""}}),
     "sweep": ("a sweep, with several processes: they share one run", ["-m", "seed=1,2"], {}, {}),
 }  # fmt: skip
 

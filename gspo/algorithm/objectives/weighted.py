@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
 from gspo.data.lazy_torch import torch
+from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ class DPPO(RatioObjective):
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
         if inputs.engine_logp_BT is None:
-            raise ValueError(
-                "objective=dppo compares with the sampling policy: engine_logp_BT is missing"
+            raise SettingError(
+                "objective", "dppo", "compares with the sampling policy: engine_logp_BT is missing"
             )
         adv_BT = inputs.advantage_BT
         engine_logp_BT = inputs.engine_logp_BT.detach()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from gspo.io.errors import SettingError
 from gspo.model.chat.decoding import decoded
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def check_readable(
     for string in strings:
         for token in textless:
             if token and token in string:
-                raise ValueError(
-                    f"{key}={list(strings)}: {token} has no text in a response, so {string!r} "
-                    f"would never be found; {token} alone ends a response by its id"
+                raise SettingError(
+                    key,
+                    list(strings),
+                    f"{token} has no text in a response, so {string!r} would never be "
+                    f"found; {token} alone ends a response by its id",
                 )

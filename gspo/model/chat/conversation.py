@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import transformers
 
+from gspo.io.errors import SettingError
 from gspo.model.chat.decoding import decoded
 from gspo.model.chat.prompts import (
     ANSWER,
@@ -188,9 +189,12 @@ class Conversation:
         if self.role not in chats:
             self.role = "user"
         if self.role not in chats:
-            raise ValueError(
-                "prompt.format=chat: this model's chat template writes no second turn of the user, "
-                "so no environment can answer; use prompt.format=plain"
+            raise SettingError(
+                "prompt.format",
+                "chat",
+                "this model's chat template writes no second turn of the user, so no "
+                "environment can answer",
+                remedy="use prompt.format=plain",
             )
         last_closes = self._encode(self._closing(prompts))
         self.ends_last = last_closes[0] if last_closes else None

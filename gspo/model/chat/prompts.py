@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import jinja2
 
 from gspo.data.problems import ChatPrompt
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice
 from gspo.model.chat.control_tokens import BEGIN, ControlTokens
 from gspo.model.chat.decoding import decoded
@@ -65,33 +66,43 @@ class PromptFormat(Ranged, key="prompt"):
         try:
             datetime.date.fromisoformat(self.date)
         except ValueError:
-            raise ValueError(f"prompt.date={self.date!r} is no date: write YYYY-MM-DD") from None
+            raise SettingError(
+                "prompt.date", self.date, "is no date", remedy="write YYYY-MM-DD"
+            ) from None
         if self.format == "plain" and self.system:
-            raise ValueError(
-                f"prompt.system={self.system!r} with prompt.format=plain: "
-                "a plain text has no system turn"
+            raise SettingError(
+                "prompt.system",
+                self.system,
+                "with prompt.format=plain, a plain text has no system turn",
             )
         if self.format == "plain" and self.thinking is not None:
-            raise ValueError(
-                f"{self._thinking} with prompt.format=plain: only a chat template reads it"
+            raise SettingError(
+                "prompt.thinking",
+                self.thinking,
+                "with prompt.format=plain, no chat template reads it",
             )
 
     def check(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         """Raise ValueError if the tokenizer has no chat template and these settings need it."""
         if tokenizer.chat_template is None and self.format == "chat":
-            raise ValueError(
-                "prompt.format=chat: this model's tokenizer has no chat template; "
-                "use prompt.format=plain"
+            raise SettingError(
+                "prompt.format",
+                "chat",
+                "this model's tokenizer has no chat template",
+                remedy="use prompt.format=plain",
             )
         if tokenizer.chat_template is None and self.system:
-            raise ValueError(
-                f"prompt.system={self.system!r}: this model's tokenizer has no chat template "
-                "to put it in"
+            raise SettingError(
+                "prompt.system",
+                self.system,
+                "this model's tokenizer has no chat template to put it in",
             )
         if self.thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
-            raise ValueError(
-                f"{self._thinking}: this model's chat template does not read enable_thinking; "
-                "leave it null"
+            raise SettingError(
+                "prompt.thinking",
+                self.thinking,
+                "this model's chat template does not read enable_thinking",
+                remedy="leave it null",
             )
         if self.format_for(tokenizer) == "chat":
             self._check_template(tokenizer)
@@ -103,14 +114,19 @@ class PromptFormat(Ranged, key="prompt"):
             prompt = self.apply_chat_template(tokenizer, turns)
         # templates raise any exception
         except Exception as error:
-            raise ValueError(
-                f"prompt.format={self.format}: this model's chat template fails on one turn of the "
-                f"user ({type(error).__name__}: {error}); use prompt.format=plain"
+            raise SettingError(
+                "prompt.format",
+                self.format,
+                "this model's chat template fails on one turn of the user "
+                f"({type(error).__name__}: {error})",
+                remedy="use prompt.format=plain",
             ) from None
         if QUESTION not in prompt:
-            raise ValueError(
-                f"prompt.format={self.format}: this model's chat template leaves out the user's "
-                "text; use prompt.format=plain"
+            raise SettingError(
+                "prompt.format",
+                self.format,
+                "this model's chat template leaves out the user's text",
+                remedy="use prompt.format=plain",
             )
         if not self.system:
             return
@@ -118,14 +134,18 @@ class PromptFormat(Ranged, key="prompt"):
         try:
             prompt = self.apply_chat_template(tokenizer, turns)
         except Exception as error:
-            raise ValueError(
-                f"prompt.system={self.system!r}: this model's chat template refuses a system turn "
-                f"({error}); leave it empty, and put its text into the prompts"
+            raise SettingError(
+                "prompt.system",
+                self.system,
+                f"this model's chat template refuses a system turn ({error})",
+                remedy="leave it empty, and put its text into the prompts",
             ) from None
         if SYSTEM not in prompt:
-            raise ValueError(
-                f"prompt.system={self.system!r}: this model's chat template leaves out what a "
-                "system turn says; leave it empty, and put its text into the prompts"
+            raise SettingError(
+                "prompt.system",
+                self.system,
+                "this model's chat template leaves out what a system turn says",
+                remedy="leave it empty, and put its text into the prompts",
             )
 
     def end_of_turn(self, tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:

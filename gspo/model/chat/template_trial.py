@@ -15,6 +15,8 @@ import sys
 from datetime import datetime
 from typing import Any
 
+from gspo.io.errors import SettingError
+
 CPU_SECONDS = 5
 MAX_MEMORY_BYTES = 1 << 30
 MAX_CHARS = 1 << 20
@@ -65,10 +67,12 @@ def check_template(
     except subprocess.TimeoutExpired:
         exceeds_limits = True
     if exceeds_limits:
-        raise ValueError(
-            f"model.path={path!r}: its chat template takes more than {CPU_SECONDS} s, "
-            f"{MAX_MEMORY_BYTES >> 30} GB or {MAX_CHARS:,} characters for a chat of a few words: "
-            "mend or remove chat_template.jinja"
+        raise SettingError(
+            "model.path",
+            path,
+            f"its chat template takes more than {CPU_SECONDS} s, {MAX_MEMORY_BYTES >> 30} "
+            f"GB or {MAX_CHARS:,} characters for a chat of a few words",
+            remedy="mend or remove chat_template.jinja",
         )
 
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.forward.experts import run_experts
 from gspo.model.forward.layers import Experts
 from gspo.model.sharding.expert_parallel import ExpertRanks
@@ -99,15 +100,19 @@ class Shards:
             layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")
         ]
         if not layers:
-            raise ValueError(
-                f"parallel.experts={self.experts}: this model has no experts; leave it at 1"
+            raise SettingError(
+                "parallel.experts",
+                self.experts,
+                "this model has no experts",
+                remedy="leave it at 1",
             )
         for module in layers:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if len(parameter) % self.experts:
-                    raise ValueError(
-                        f"parallel.experts={self.experts} does not divide the model's "
-                        f"{len(parameter)} experts"
+                    raise SettingError(
+                        "parallel.experts",
+                        self.experts,
+                        f"does not divide the model's {len(parameter)} experts",
                     )
                 sharded = distribute_tensor(
                     parameter.data, self.expert_mesh, [Shard(0)], src_data_rank=None

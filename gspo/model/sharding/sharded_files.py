@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.io.untrusted import open_plain_file
 from gspo.model.forward.network import FAMILIES
@@ -94,14 +95,16 @@ def load_sharded(
         config = load_config(str(folder), attention)
     model_class = (config.architectures or [""])[0]
     if model_class not in FAMILIES:
-        raise ValueError(
-            f"parallel.mode=shard knows {', '.join(FAMILIES)}; "
-            f"model.path={path!r} is a {model_class!r}"
+        raise SettingError(
+            "parallel.mode",
+            "shard",
+            f"knows {', '.join(FAMILIES)}; model.path={path!r} is a {model_class!r}",
         )
     if getattr(config, "quantization_config", None):
-        raise ValueError(
-            "parallel.mode=shard reads weights of 16 or 32 bits; "
-            f"model.path={path!r} has quantized ones"
+        raise SettingError(
+            "parallel.mode",
+            "shard",
+            f"reads weights of 16 or 32 bits; model.path={path!r} has quantized ones",
         )
     with one_line(path):
         with torch.device("meta"):
@@ -135,8 +138,8 @@ def check_same_files(path: str, folder: Path, ranks: Ranks) -> None:
     sizes_by_rank = ranks.all_gather(sizes)
     for rank, rank_sizes in enumerate(sizes_by_rank):
         if rank_sizes != sizes_by_rank[0]:
-            raise ValueError(
-                f"model.path={path!r}: rank {rank} finds other files there than rank 0"
+            raise SettingError(
+                "model.path", path, f"rank {rank} finds other files there than rank 0"
             )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gspo.data.seeding import seed_for
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine, Groups, OnFinished
 from gspo.rollout.engines.engine_process import EngineEnded
@@ -183,8 +184,11 @@ class OutsideEngine(Engine, Generic[SettingsT]):
     ) -> None:
         """Sample each row as a request of its own: vLLM finds equal prefixes by itself."""
         if request.record_experts and not self.settings.routes:
-            raise ValueError(
-                "rollout.routes=false: this engine keeps no experts; set rollout.routes=true"
+            raise SettingError(
+                "rollout.routes",
+                False,
+                "this engine keeps no experts",
+                remedy="set rollout.routes=true",
             )
         self.wake()
         calls = Calls()

@@ -13,6 +13,7 @@ import numpy as np
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
+from gspo.io.errors import SettingError
 from gspo.rollout.engines.stop_strings import StopStringDetector, check_stop
 from gspo.rollout.engines.truncation import Truncation
 
@@ -42,11 +43,11 @@ class Sampling(Truncation):
     def __post_init__(self):
         super().__post_init__()
         if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+            raise SettingError("temperature", self.temperature, "must be 0 (greedy) or positive")
         self.refuse_greedy(self.temperature)
         check_stop(self.stop, "stop")
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+            raise SettingError("max_new_tokens", self.max_new_tokens, "must be at least 1")
 
     def limit(self, done: int = 0) -> int:
         """Return how many tokens this call may add to a response that has `done` tokens."""

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from gspo.io.errors import SettingError
+
 if TYPE_CHECKING:
     import transformers
 
@@ -57,6 +59,9 @@ class StopStringDetector:
 def check_stop(strings: Iterable[str], key: str) -> None:
     """Raise ValueError for an empty stop string, which every text contains."""
     if "" in strings:
-        raise ValueError(
-            f"{key}={list(strings)}: an empty string would end every response at once; leave it out"
+        raise SettingError(
+            key,
+            list(strings),
+            "an empty string would end every response at once",
+            remedy="leave it out",
         )

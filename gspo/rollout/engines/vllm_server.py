@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.external import OutsideEngine
@@ -299,27 +300,35 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
     server, version = find_server(settings)
     description = server.description
     if not version.startswith(f"{TESTED_VERSION}."):
-        raise ValueError(
-            f"rollout.url={settings.url}: the server has vLLM {version}, this engine was tested "
-            f"with {TESTED_VERSION}.*; install that there"
+        raise SettingError(
+            "rollout.url",
+            settings.url,
+            f"the server has vLLM {version}, this engine was tested with {TESTED_VERSION}.*",
+            remedy="install that there",
         )
     for key, value in (("dtype", settings.dtype), ("routes", settings.routes)):
         if description[key] != value:
-            raise ValueError(
-                f"rollout.{key}={value}: the server at {settings.url} was started with "
-                f"{description[key]}; {START}"
+            raise SettingError(
+                f"rollout.{key}",
+                value,
+                f"the server at {settings.url} was started with {description[key]}",
+                remedy=START,
             )
     if description["logprobs_mode"] != logprobs_mode(settings):
-        raise ValueError(
-            f"rollout.url={settings.url}: the server there was started "
-            f"{'with' if not settings.rules else 'without'} rollout.top_p, top_k or min_p, this "
-            f"run has {settings.rules or 'none of them'}: its log-probs would be others than the "
-            f"ratio needs; {START}"
+        raise SettingError(
+            "rollout.url",
+            settings.url,
+            f"the server there was started {'with' if not settings.rules else 'without'} "
+            f"rollout.top_p, top_k or min_p, this run has {settings.rules or 'none of them'}: "
+            "its log-probs would be others than the ratio needs",
+            remedy=START,
         )
     if settings.max_model_len not in (None, description["max_model_len"]):
-        raise ValueError(
-            f"rollout.max_model_len={settings.max_model_len}: the server at {settings.url} was "
-            f"started with {description['max_model_len']}; {START}"
+        raise SettingError(
+            "rollout.max_model_len",
+            settings.max_model_len,
+            f"the server at {settings.url} was started with {description['max_model_len']}",
+            remedy=START,
         )
     return server
 
@@ -339,14 +348,15 @@ def find_server(settings: VLLMServerRollout) -> tuple[RunningServer, str]:
             with contextlib.suppress(RequestRefused):
                 keyless.send("GET", HEALTH_PATH)
     except EngineEnded as error:
-        raise ValueError(f"rollout.url={settings.url}: {error}; {START}") from None
+        raise SettingError("rollout.url", settings.url, str(error), START) from None
     reason = "the folder of one that listens at this port is not to be seen here"
     if servers:
         reason = f"it does not know the key in {servers[0].path}"
-    raise ValueError(
-        f"rollout.url={settings.url}: what answers there is not a server that this user has "
-        f"started by `gspo serve`: {reason}; {START}, and give rollout.folder to both where they "
-        "run on different machines"
+    raise SettingError(
+        "rollout.url",
+        settings.url,
+        f"what answers there is not a server that this user has started by `gspo serve`: {reason}",
+        remedy=f"{START}, and give rollout.folder to both where they run on different machines",
     )
 
 
@@ -369,9 +379,12 @@ def check_model(
         shape = shapes.get(name)
         server_shape = server_shapes.get(name)
         if shape != server_shape:
-            raise ValueError(
-                f"rollout.url={settings.url}: the server has another model: {name} is "
-                f"{server_shape or 'not there'}, in this run {shape or 'not there'}; {START}"
+            raise SettingError(
+                "rollout.url",
+                settings.url,
+                f"the server has another model: {name} is {server_shape or 'not there'}, "
+                f"in this run {shape or 'not there'}",
+                remedy=START,
             )
 
 
@@ -379,9 +392,11 @@ def check_head(settings: VLLMServerRollout, description: dict[str, Any], head_dt
     """Raise ValueError if the server and the trainer compute the output head in other dtypes."""
     server_dtype = description.get("head_dtype", "bfloat16")
     if settings.dtype == "bfloat16" and server_dtype != head_dtype:
-        raise ValueError(
-            f"policy.head_dtype={head_dtype}: the server at {settings.url} was started with "
-            f"{server_dtype}; {START}"
+        raise SettingError(
+            "policy.head_dtype",
+            head_dtype,
+            f"the server at {settings.url} was started with {server_dtype}",
+            remedy=START,
         )
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gspo.io import untrusted
+from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.rollout.engines.server_guard import KEY_FILE, WEIGHTS_FILE
 
@@ -66,15 +67,18 @@ class ServerFolder(WeightsFolder):
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise ValueError(
-                f"rollout.url={url}: another trainer uses this server; end that one, or start a "
-                "server of its own on another port"
+            raise SettingError(
+                "rollout.url",
+                url,
+                "another trainer uses this server; end that one, or start a server of its "
+                "own on another port",
             ) from None
         except OSError as error:
-            raise ValueError(
-                f"rollout.url={url}: the server's folder {path} cannot be used here "
-                f"({error.strerror}); start the server with rollout.folder=FOLDER, which both see "
-                "and may write"
+            raise SettingError(
+                "rollout.url",
+                url,
+                f"the server's folder {path} cannot be used here ({error.strerror})",
+                remedy="start the server with rollout.folder=FOLDER, which both see and may write",
             ) from None
 
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 from gspo.data.problems import Problem
 from gspo.data.samples import ScoredResponse
 from gspo.data.seeding import permutation
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, choice
 from gspo.tasks.base import Task
 
@@ -140,9 +141,10 @@ class Grouped(Ranged, key="sampler"):
     def __post_init__(self):
         super().__post_init__()
         if self.order != "shuffled" and self.by not in ("difficulty", "length"):
-            raise ValueError(
-                f"sampler.order={self.order} with sampler.by={self.by}: only difficulty and length "
-                "say what is easy"
+            raise SettingError(
+                "sampler.order",
+                self.order,
+                f"with sampler.by={self.by}, only difficulty and length say what is easy",
             )
 
     @property
@@ -293,10 +295,12 @@ class TrainingProblems:
                 if self.query_set_size:
                     self._cache[position] = problem
                 return problem
-        limited_by = self.limited_by or f"rollout.max_prompt_tokens={self.max_prompt_tokens}"
-        raise ValueError(
-            f"{limited_by}: {MAX_REPLACEMENTS} problems of task={self.task.name} in a row have "
-            "longer prompts, so there is nothing to train on"
+        reason = f"{self.limited_by}, and " if self.limited_by else ""
+        raise SettingError(
+            "rollout.max_prompt_tokens",
+            self.max_prompt_tokens,
+            f"{reason}{MAX_REPLACEMENTS} problems of task={self.task.name} in a row have longer "
+            "prompts, so there is nothing to train on",
         )
 
     def skipped(self, problems: list[Problem]) -> int:
@@ -331,9 +335,10 @@ class TrainingProblems:
         if not self.sampler.reads_pass_rates:
             return
         if not {"pass_rates", "epoch_rates"} <= state.keys():
-            raise ValueError(
-                f"sampler={self.sampler.name} reads pass rates; the state has "
-                f"{sorted(state) or 'none'}"
+            raise SettingError(
+                "sampler",
+                self.sampler.name,
+                f"reads pass rates; the state has {sorted(state) or 'none'}",
             )
         self.pass_rates = {int(position): rate for position, rate in state["pass_rates"].items()}
         self.epoch_rates = {int(position): rate for position, rate in state["epoch_rates"].items()}

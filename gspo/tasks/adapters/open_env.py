@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
+from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
 from gspo.tasks.base import TRAINING_SPLITS, check_split
 from gspo.tasks.environments.player import readable
@@ -57,19 +58,21 @@ class OpenEnv(EnvironmentTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(
-                f"{self.key}.url={self.url!r}: say where the server is, "
-                f"{self.key}.url=http://127.0.0.1:8000"
+            raise SettingError(
+                f"{self.key}.url",
+                self.url,
+                remedy=f"say where the server is, {self.key}.url=http://127.0.0.1:8000",
             )
         reserved_options = set(RESERVED) & set(self.options)
         if reserved_options:
-            raise ValueError(
-                f"{self.key}.options.{min(reserved_options)}: set by the harness, from the run's "
-                "seed"
+            raise SettingError(
+                f"{self.key}.options.{min(reserved_options)}",
+                problem="set by the harness, from the run's seed",
             )
         if self.action in self.values:
-            raise ValueError(
-                f"{self.key}.values.{self.action}: it is what the policy writes ({self.key}.action)"
+            raise SettingError(
+                f"{self.key}.values.{self.action}",
+                problem=f"it is what the policy writes ({self.key}.action)",
             )
 
     def evaluation_sets(self) -> list[str]:
@@ -117,7 +120,7 @@ class OpenEnv(EnvironmentTask):
         # unreachable, refused, or an answer that the client cannot read
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ValueError(f"{self.key}.url={self.url}: {reason}") from error
+            raise SettingError(f"{self.key}.url", self.url, reason) from error
         finally:
             with suppress(Exception):  # the server forgets a session that cannot be closed
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -131,7 +134,7 @@ class OpenEnvSession(Environment):
         try:
             from openenv import GenericEnvClient  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(f"task={task.name} needs the package openenv: {INSTALL}") from None
+            raise SettingError("task", task.name, "needs the package openenv", INSTALL) from None
         self.task = task
         self.client = GenericEnvClient(
             base_url=task.url,
@@ -194,9 +197,10 @@ class OpenEnvSession(Environment):
             fields = {name: value for name, value in observation.items() if name != "metadata"}
             return json.dumps(fields, ensure_ascii=False)
         if self.task.text not in observation:
-            raise ValueError(
-                f"{self.task.key}.text={self.task.text}: "
-                f"the observation has {', '.join(observation)}"
+            raise SettingError(
+                f"{self.task.key}.text",
+                self.task.text,
+                f"the observation has {', '.join(observation)}",
             )
         value = observation[self.task.text]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -28,6 +28,7 @@ import numpy as np
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
+from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
 from gspo.tasks.base import TRAINING_SPLITS, check_split
@@ -70,19 +71,27 @@ class TextGames(EnvironmentTask, key="task"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.env) == bool(self.id):
-            raise ValueError(
-                f"{self.key}.env={self.env!r} and {self.key}.id={self.id!r}: give one of them, a "
-                f"class of yours as {self.key}.env=MODULE:NAME or the id of an environment of "
-                f"gymnasium as {self.key}.id=FrozenLake-v1"
+            raise SettingError(
+                f"{self.key}.env",
+                self.env,
+                f"with {self.key}.id={self.id!r}, none or both are given",
+                remedy=(
+                    f"give one of them, a class of yours as {self.key}.env=MODULE:NAME or the id "
+                    f"of an environment of gymnasium as {self.key}.id=FrozenLake-v1"
+                ),
             )
         # gymnasium would import the module before the colon, and no hash would know its source
         if ":" in self.id:
             module = self.id.partition(":")[0]
-            raise ValueError(
-                f"{self.key}.id={self.id}: to import {module} say {self.key}.env={module}:FUNCTION"
+            raise SettingError(
+                f"{self.key}.id",
+                self.id,
+                remedy=f"to import {module} say {self.key}.env={module}:FUNCTION",
             )
         if len({name.casefold() for name in self.actions}) < len(self.actions):
-            raise ValueError(f"{self.key}.actions={list(self.actions)}: two of them have one name")
+            raise SettingError(
+                f"{self.key}.actions", list(self.actions), "two of them have one name"
+            )
 
     def evaluation_sets(self) -> list[str]:
         return [self.name]
@@ -113,8 +122,8 @@ class TextGames(EnvironmentTask, key="task"):
         try:
             env = self._maker(**self.arguments)
         except TypeError as error:
-            raise ValueError(
-                f"{self.key}.arguments={dict(self.arguments)} does not fit: {error}"
+            raise SettingError(
+                f"{self.key}.arguments", dict(self.arguments), f"does not fit: {error}"
             ) from error
         return TextGame(env, self)
 
@@ -130,11 +139,11 @@ class TextGames(EnvironmentTask, key="task"):
         try:
             import gymnasium  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(
-                f"{self.key}.id={self.id} needs the package gymnasium: {INSTALL}"
+            raise SettingError(
+                f"{self.key}.id", self.id, "needs the package gymnasium", INSTALL
             ) from None
         if self.id not in gymnasium.registry:
-            raise ValueError(f"{self.key}.id={self.id}: gymnasium knows no such environment")
+            raise SettingError(f"{self.key}.id", self.id, "gymnasium knows no such environment")
         return lambda **arguments: gymnasium.make(self.id, **arguments)
 
 
@@ -147,15 +156,17 @@ class TextGame(Environment):
         self.space: Any = getattr(env, "action_space", None)
         kind = type(self.space).__name__
         if kind not in ("NoneType", "Text", "Discrete"):
-            raise ValueError(
-                f"{task.key}: its actions are {self.space}; "
-                "here they can be texts, or numbers (Discrete)"
+            raise SettingError(
+                task.key,
+                problem=f"its actions are {self.space}",
+                remedy="here they can be texts, or numbers (Discrete)",
             )
         count = int(self.space.n) if kind == "Discrete" else 0
         if task.actions and len(task.actions) != count:
-            raise ValueError(
-                f"{task.key}.actions={list(task.actions)}: "
-                f"the environment has {count} numbered actions"
+            raise SettingError(
+                f"{task.key}.actions",
+                list(task.actions),
+                f"the environment has {count} numbered actions",
             )
 
     def reset(self, problem: Problem) -> list[Message]:
@@ -225,10 +236,11 @@ class TextGame(Environment):
         if self.task.shows == "render":
             observation = self.env.render()
             if not isinstance(observation, str):
-                raise ValueError(
-                    f"{self.task.key}.shows=render: render() returned "
-                    f"{type(observation).__name__}, not a text; with gymnasium give "
-                    f"{self.task.key}.arguments.render_mode=ansi"
+                raise SettingError(
+                    f"{self.task.key}.shows",
+                    "render",
+                    f"render() returned {type(observation).__name__}, not a text; with "
+                    f"gymnasium give {self.task.key}.arguments.render_mode=ansi",
                 )
             return COLOUR.sub("", BACKGROUND.sub(r"[\1]", observation)).strip("\n")
         if isinstance(observation, str):

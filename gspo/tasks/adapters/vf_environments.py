@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import permutation
+from gspo.io.errors import SettingError
 from gspo.io.ranges import outside_code
 from gspo.io.user_code import import_object, is_path
 from gspo.tasks.base import TRAINING_SPLITS, check_split, held_out
@@ -53,15 +54,17 @@ class VfEnvironments(EnvironmentTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.env:
-            raise ValueError(
-                f"{self.key}.env is not given: say which environment, {self.key}.env=my_game"
+            raise SettingError(
+                f"{self.key}.env",
+                problem="is not given",
+                remedy=f"say which environment, {self.key}.env=my_game",
             )
         # the library writes names as my-game, or OWNER/my-game on the hub
         if ":" not in self.env:
             self.env = f"{self.env.rpartition('/')[2].replace('-', '_')}:{LOADER}"
         if not is_path(self.env):
-            raise ValueError(
-                f"{self.key}.env={self.env}: give the name of a module, or MODULE:FUNCTION"
+            raise SettingError(
+                f"{self.key}.env", self.env, remedy="give the name of a module, or MODULE:FUNCTION"
             )
 
     @cached_property
@@ -74,18 +77,22 @@ class VfEnvironments(EnvironmentTask):
             # newer versions of verifiers lack the last two
             if error.name not in ("verifiers", "verifiers.types", "datasets"):
                 raise
-            raise ValueError(
-                f"task={self.name} needs the package verifiers in version 0.3: {INSTALL}"
+            raise SettingError(
+                "task", self.name, "needs the package verifiers in version 0.3", INSTALL
             ) from None
         loaded = load(
             import_object(self.env, f"{self.key}.env"), dict(self.arguments), f"{self.key}."
         )
         if loaded.env.max_turns > self.turns:
-            raise ValueError(
-                f"{self.key}.turns={self.turns}: {self.env} may take "
-                f"max_turns={loaded.env.max_turns}, and an episode that is ended before is not "
-                f"scored by its rubric; give {self.key}.turns={loaded.env.max_turns}, or fewer to "
-                f"{self.key}.arguments, if it has such an argument"
+            raise SettingError(
+                f"{self.key}.turns",
+                self.turns,
+                f"{self.env} may take max_turns={loaded.env.max_turns}, and an episode "
+                "that is ended before is not scored by its rubric",
+                remedy=(
+                    f"give {self.key}.turns={loaded.env.max_turns}, or fewer to "
+                    f"{self.key}.arguments, if it has such an argument"
+                ),
             )
         return loaded
 
@@ -116,8 +123,8 @@ class VfEnvironments(EnvironmentTask):
         if split not in TRAINING_SPLITS and self.loaded.evaluation is not None:
             return self.loaded.evaluation
         if self.loaded.train is None:
-            raise ValueError(
-                f"{self.key}.env={self.env} has no training data set: it can be evaluated alone"
+            raise SettingError(
+                f"{self.key}.env", self.env, "has no training data set: it can be evaluated alone"
             )
         return self.loaded.train
 
@@ -127,15 +134,18 @@ class VfEnvironments(EnvironmentTask):
         training = split in TRAINING_SPLITS
         row_indices = self._training_rows if training else self._evaluation_rows
         if not row_indices and training:
-            raise ValueError(
-                f"{self.key}.env={self.env}: each of its training problems is also one to evaluate "
-                "on"
+            raise SettingError(
+                f"{self.key}.env",
+                self.env,
+                "each of its training problems is also one to evaluate on",
             )
         if not row_indices:
-            raise ValueError(
-                f"{self.key}.env={self.env} has no evaluation data set, and of its "
-                f"{len(self._rows('train'))} training problems none is among the 1 in 8 that are "
-                "held out: it needs more of them"
+            raise SettingError(
+                f"{self.key}.env",
+                self.env,
+                f"has no evaluation data set, and of its {len(self._rows('train'))} "
+                "training problems none is among the 1 in 8 that are held out: it needs "
+                "more of them",
             )
         return row_indices
 

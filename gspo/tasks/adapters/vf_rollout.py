@@ -37,6 +37,7 @@ import verifiers as vf
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from gspo.data.problems import Problem
+from gspo.io.errors import SettingError
 from gspo.tasks.environments.player import MAX_MEASURES
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
 
@@ -209,7 +210,7 @@ def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> L
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"{key}arguments={arguments} does not fit {name}: {error}") from None
+        raise SettingError(f"{key}arguments", arguments, f"does not fit {name}: {error}") from None
     try:
         env = function(**arguments)
         if not isinstance(env, vf.Environment):
@@ -219,15 +220,17 @@ def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> L
         train = env.build_dataset()
         evaluation = env.build_eval_dataset()
     except Exception as error:  # an environment may raise anything
-        raise ValueError(f"{key}env: {name} failed: {type(error).__name__}: {error}") from error
+        problem = f"{name} failed: {type(error).__name__}: {error}"
+        raise SettingError(f"{key}env", problem=problem) from error
     if env.requires_group_rollouts:
-        raise ValueError(
-            f"{key}env: its rubric scores whole groups at once; "
-            "here each episode is scored by itself"
+        raise SettingError(
+            f"{key}env",
+            problem="its rubric scores whole groups at once; here each episode is scored by itself",
         )
     if env.message_type != "chat" or not env.score_rollouts:
-        raise ValueError(
-            f"{key}env: it must be a chat that its rubric scores (message_type, score_rollouts)"
+        raise SettingError(
+            f"{key}env",
+            problem="it must be a chat that its rubric scores (message_type, score_rollouts)",
         )
     metrics = tuple(dict.fromkeys(env.rubric._get_reward_func_names()))[:MAX_METRICS]
     event_loop()

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import permutation
+from gspo.io.errors import SettingError
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
 from gspo.tasks.benchmarks.records_file import DataRow, Source
 
@@ -164,7 +165,7 @@ class Benchmark(Task):
         )
         items = self._items_of(source, training=False)
         if not items:
-            raise ValueError(f"{self.key}.path={self.path or self.hub}: {self._why_empty()}")
+            raise SettingError(f"{self.key}.path", self.path or self.hub, self._why_empty())
         return items
 
     def _why_empty(self) -> str:
@@ -181,10 +182,11 @@ class Benchmark(Task):
             "repeated": len(not_held_out) - len(training_items),
         }
         if not training_items:
-            raise ValueError(
-                f"{self.key}.train_path={self.train_path or self.path or self.hub}: "
+            raise SettingError(
+                f"{self.key}.train_path",
+                self.train_path or self.path or self.hub,
                 f"of {len(items)} training problems none is left that is not also in the "
-                f"evaluation set of {self.name}"
+                f"evaluation set of {self.name}",
             )
         return training_items
 
@@ -195,16 +197,24 @@ class Benchmark(Task):
         if self.train_path:
             return Source(f"{self.key}.train_path", self.train_path, "train")
         if not self.hub_train_split:
-            raise ValueError(
-                f"task={self.name} is for evaluation and has no training set. "
-                f"Train on another task, or give {self.key}.train_path=FILE with problems in the "
-                "same format"
+            raise SettingError(
+                "task",
+                self.name,
+                "is for evaluation and has no training set",
+                remedy=(
+                    f"train on another task, or give {self.key}.train_path=FILE with problems in "
+                    "the same format"
+                ),
             )
         if self.path and not self.one_file and not Path(self.path).expanduser().is_dir():
-            raise ValueError(
-                f"{self.key}.path={self.path} is one file, and such a file is what {self.name} is "
-                f"evaluated on: give {self.key}.train_path=FILE to train on beside it, or as "
-                f"{self.key}.path the folder that holds train and test files"
+            raise SettingError(
+                f"{self.key}.path",
+                self.path,
+                f"is one file, and such a file is what {self.name} is evaluated on",
+                remedy=(
+                    f"give {self.key}.train_path=FILE to train on beside it, or as "
+                    f"{self.key}.path the folder that holds train and test files"
+                ),
             )
         return Source(
             f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.code.grader import Asserts, StdinCase
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
@@ -131,9 +132,11 @@ class Mbpp(CodeBenchmark):
             rows = {row.get("task_id", int): row for row in source.rows()}
             missing = [number for number in (2, 3, 4) if number not in rows]
             if missing:
-                raise ValueError(
-                    f"{self.key}.path={self.path or self.hub}: task_id {missing[0]} is missing; "
-                    "2, 3 and 4 are the examples of wording=completion"
+                raise SettingError(
+                    f"{self.key}.path",
+                    self.path or self.hub,
+                    f"task_id {missing[0]} is missing; 2, 3 and 4 are the examples of "
+                    "wording=completion",
                 )
             for row in (rows[2], rows[3], rows[4]):
                 asserts = "\n".join(row.texts("test_list"))

@@ -29,6 +29,7 @@ from typing import Any
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import seed_for
+from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
 from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
@@ -141,10 +142,10 @@ class GymProblems(Task):
                 self.dataset, "is unknown, or has not been examined for holes in its scoring"
             )
             examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
-            raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
+            raise SettingError("dataset", self.dataset, reason, remedy=f"choose one of {examined}")
         for key in {"seed", "size"} & set(self.config):
-            raise ValueError(
-                f"config.{key}={self.config[key]}: set by the harness, from the run's seed"
+            raise SettingError(
+                f"config.{key}", self.config[key], "set by the harness, from the run's seed"
             )
         self._scorer: Any = None
         # evaluation problems by (seed, index), because evaluations use them again and again
@@ -215,14 +216,14 @@ class GymProblems(Task):
         try:
             import reasoning_gym  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(
-                f"task={self.name} needs the package reasoning-gym: {INSTALL}"
+            raise SettingError(
+                "task", self.name, "needs the package reasoning-gym", INSTALL
             ) from None
         try:
             return reasoning_gym.create_dataset(self.dataset, seed=seed, size=1, **self.config)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ValueError(
-                f"config={dict(self.config)} does not fit {self.dataset}: {error}"
+            raise SettingError(
+                "config", dict(self.config), f"does not fit {self.dataset}: {error}"
             ) from error
 
 

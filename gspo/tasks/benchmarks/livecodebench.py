@@ -28,6 +28,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
+from gspo.io.errors import RowError, SettingError
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
@@ -122,9 +123,9 @@ class LiveCodeBench(CodeBenchmark):
         for key in ("start_date", "end_date"):
             value = getattr(self, key)
             if value and not _is_date(value):
-                raise ValueError(f"{key}={value!r} must be a date such as 2024-10-01, or empty")
+                raise SettingError(key, value, "must be a date such as 2024-10-01, or empty")
         if self.start_date and self.end_date and self.start_date > self.end_date:
-            raise ValueError(f"start_date={self.start_date} is after end_date={self.end_date}")
+            raise SettingError("start_date", self.start_date, f"is after end_date={self.end_date}")
 
     def item(self, row: DataRow, training: bool) -> Item | None:
         # the date is a text, or a time if the reader has parsed it
@@ -180,11 +181,9 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
     try:
         tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}"
-        ) from None
+        raise RowError(where, key, f"is neither JSON nor packed JSON: {error}") from None
     if not isinstance(tests, list):
-        raise ValueError(f"{where}: the key {key!r} must hold a list of tests")
+        raise RowError(where, key, "must hold a list of tests")
     return tests
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.io.errors import RowError, SettingError
+
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
 INSTALL = 'pip install "gspo[hub]"'
@@ -53,7 +55,7 @@ class DataRow:
             if default is not NO_DEFAULT:
                 return default
             keys = ", ".join(map(str, self.values))
-            raise ValueError(f"{self.where}: the key {key!r} is missing; there are {keys}")
+            raise RowError(self.where, key, "is missing", f"there are {keys}")
         value = self.values[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -86,9 +88,9 @@ class DataRow:
             f"there are {', '.join(self.values)}"
         )
 
-    def wrong(self, key: str, fault: str) -> ValueError:
+    def wrong(self, key: str, problem: str) -> RowError:
         """Return the error to raise about a key."""
-        return ValueError(f"{self.where}: the key {key!r} {fault}")
+        return RowError(self.where, key, problem)
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,13 @@ class Source:
         """Return the files of the split. Raises ValueError if there are none."""
         path = Path(self.path).expanduser()
         if not path.exists():
-            raise ValueError(
-                f"{self.setting}={self.path}: there is no such file or folder. {self._advice()}"
+            raise SettingError(
+                self.setting, self.path, "there is no such file or folder", self._advice()
             )
         if path.is_file():
             if not path.name.lower().endswith(SUFFIXES):
-                raise ValueError(
-                    f"{self.setting}={self.path}: its name must end in {', '.join(SUFFIXES)}"
+                raise SettingError(
+                    self.setting, self.path, f"its name must end in {', '.join(SUFFIXES)}"
                 )
             return [path]
         all_files = sorted(
@@ -132,24 +134,22 @@ class Source:
         if not files:
             files = [file for file in all_files if not file.name.startswith(SPLITS)]
         if not files:
-            raise ValueError(
-                f"{self.setting}={self.path}: no file for the split {self.split!r} in this folder: "
-                f"{self.split}*.jsonl, .jsonl.gz or .parquet"
+            raise SettingError(
+                self.setting,
+                self.path,
+                f"no file for the split {self.split!r} in this folder: "
+                f"{self.split}*.jsonl, .jsonl.gz or .parquet",
             )
         return files
 
     def _hub_rows(self) -> Iterator[DataRow]:
         if not self.hub:
-            raise ValueError(
-                f"{self.setting} is empty, and no hub dataset is known. {self._advice()}"
-            )
+            raise self._empty("no hub dataset is known")
         try:
             import datasets  # optional, an extra of the installation
         except ImportError:
-            raise ValueError(
-                f"{self.setting} is empty, and the hub dataset {self.hub} needs the package "
-                f"datasets. {self._advice()}"
-            ) from None
+            problem = f"the hub dataset {self.hub} needs the package datasets"
+            raise self._empty(problem) from None
         try:
             if self.hub.startswith("hf://"):
                 kind = "parquet" if self.hub.endswith(".parquet") else "json"
@@ -161,18 +161,20 @@ class Source:
         # no network, no such dataset or split, or no access
         except (OSError, ValueError, RuntimeError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(
-                f"{self.setting} is empty, and reading {self.hub} from the hub failed: "
-                f"{lines[0]}. {self._advice()}"
-            ) from error
+            problem = f"reading {self.hub} from the hub failed: {lines[0]}"
+            raise self._empty(problem) from error
         for number, values in enumerate(records, 1):
             yield checked(f"{self.hub}, record {number}", values)
 
+    def _empty(self, problem: str) -> SettingError:
+        """Return the error of an empty path whose hub dataset cannot be read."""
+        return SettingError(self.setting, "", f"is empty, and {problem}", self._advice())
+
     def _advice(self) -> str:
-        advice = f"Give {self.setting}=FILE or FOLDER"
+        advice = f"give {self.setting}=FILE or FOLDER"
         if self.hub:
             advice += f", or {INSTALL} and leave it empty to read {self.hub} from the hub"
-        return f"{advice}."
+        return advice
 
 
 def file_rows(path: Path) -> Iterator[DataRow]:

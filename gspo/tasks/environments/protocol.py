@@ -24,6 +24,7 @@ from typing import Any
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
+from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task
 
@@ -128,9 +129,11 @@ class EnvironmentTask(Task):
         policy's. Each step of the policy is wrong with probability `wrong_step_rate`.
 
         Raises ValueError for a task that has no demonstrations."""
-        raise ValueError(
-            f"task={self.name} has no demonstrations: start from a model that can follow "
-            "instructions (model=hf cold_start.steps=0)"
+        raise SettingError(
+            "task",
+            self.name,
+            "has no demonstrations",
+            remedy="start from a model that can follow instructions (model=hf cold_start.steps=0)",
         )
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:

@@ -18,6 +18,7 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import generator
+from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
 from gspo.tasks.base import Task, check_split, draw_prompt, held_out
 
@@ -45,8 +46,8 @@ class ChainArithmetic(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_operands < self.min_operands:
-            raise ValueError(
-                f"max_operands={self.max_operands} is below min_operands={self.min_operands}"
+            raise SettingError(
+                "max_operands", self.max_operands, f"is below min_operands={self.min_operands}"
             )
 
     def evaluation_sets(self) -> list[str]:

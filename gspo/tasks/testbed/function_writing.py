@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import generator
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
 from gspo.rewards.code.grader import CodeGrader, FunctionCase, Submission
 from gspo.tasks.base import Task, check_split, draw_prompt
@@ -56,12 +57,12 @@ class FunctionWriting(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.variables or not set(self.variables) <= set(CATALOGUE):
-            raise ValueError(
-                f"variables={self.variables!r}: name one or more of {''.join(CATALOGUE)}"
+            raise SettingError(
+                "variables", self.variables, f"name one or more of {''.join(CATALOGUE)}"
             )
         if self.wall_seconds < self.cpu_seconds:
-            raise ValueError(
-                f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}"
+            raise SettingError(
+                "wall_seconds", self.wall_seconds, f"is below cpu_seconds={self.cpu_seconds}"
             )
         self._grader = CodeGrader(
             self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox

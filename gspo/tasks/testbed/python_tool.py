@@ -25,6 +25,7 @@ from typing import ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
+from gspo.io.errors import SettingError
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.tasks.base import check_split, draw_prompt
@@ -99,19 +100,23 @@ class PythonTool(EnvironmentTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.wall_seconds < self.cpu_seconds:
-            raise ValueError(
-                f"wall_seconds={self.wall_seconds} is below cpu_seconds={self.cpu_seconds}"
+            raise SettingError(
+                "wall_seconds", self.wall_seconds, f"is below cpu_seconds={self.cpu_seconds}"
             )
         if self.tool and self.turns < 2:
-            raise ValueError(
-                f"turns={self.turns} leaves no turn for the answer after a call of the tool; "
-                "use 2 or more"
+            raise SettingError(
+                "turns",
+                self.turns,
+                "leaves no turn for the answer after a call of the tool",
+                remedy="use 2 or more",
             )
         if self.tool and self.step_seconds <= self.cpu_seconds + self.wall_seconds:
-            raise ValueError(
-                f"step_seconds={self.step_seconds} is not above cpu_seconds={self.cpu_seconds} + "
-                f"wall_seconds={self.wall_seconds}: slow code of the policy would pass for a "
-                "failure of the environment"
+            raise SettingError(
+                "step_seconds",
+                self.step_seconds,
+                f"is not above cpu_seconds={self.cpu_seconds} + "
+                f"wall_seconds={self.wall_seconds}: slow code of the policy would pass for "
+                "a failure of the environment",
             )
         limits = Limits(
             self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, MAX_OUTPUT_BYTES

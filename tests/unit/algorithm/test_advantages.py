@@ -22,6 +22,7 @@ from gspo.algorithm.advantages import (
     ReinforcePP,
     Returns,
 )
+from refusals import refuses
 
 SEEDS = range(4)
 # An estimator, and what it gives for (token rewards, mask, groups, values) according to the naive
@@ -360,14 +361,12 @@ REFUSED = [
 
 @pytest.mark.parametrize("kind, key, value", REFUSED)
 def test_refusals_name_the_key_and_the_value(kind, key, value):
-    with pytest.raises(ValueError) as refused:
+    with refuses(f"advantage.{key}", value):
         kind(**{key: value})
-    said = str(refused.value)
-    assert f"advantage.{key}=" in said and str(value) in said
 
 
 def test_gae_without_values_and_bases_without_formula_are_refused():
-    with pytest.raises(ValueError, match="critic"):
+    with refuses("advantage", "gae", "critic"):
         GAE()(credit([[1.0]], [[1]]))
     for base in (Advantage("base"), GroupAdvantage("base")):
         with pytest.raises(TypeError, match="base"):

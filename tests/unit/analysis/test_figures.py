@@ -133,17 +133,17 @@ def test_the_options_are_those_of_every_figure_and_explained():
 def test_an_option_that_can_do_nothing_is_refused(refused, option, why, capsys, tmp_path):
     message = said(capsys, parsed, script.Options, ["runs", f"out={tmp_path}", option], refused)
     key = option.split("=")[0]
-    assert f"{key} does nothing here: " in message and why in message
+    assert f"{key}: does nothing here: " in message and why in message
     assert f"  {key}=" not in help_text(script.Options, "", refused)
 
 
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("smooth=-1", "smooth=-1 must be a whole number of at least 0"),
-        ("formats=gif", "formats='gif': choose one of pdf, png, svg"),
-        ("width=2", "width=2.0 must lie in [6, 40]"),
-        ("width=wide", "width=wide must be a number"),
+        ("smooth=-1", "smooth=-1: must be a whole number of at least 0"),
+        ("formats=gif", "formats=gif: choose one of pdf, png, svg"),
+        ("width=2", "width=2.0: must lie in [6, 40]"),
+        ("width=wide", "width=wide: must be a number"),
         ("out=/proc/nowhere", "out=/proc/nowhere cannot be made: "),
     ],
 )

@@ -303,8 +303,8 @@ def test_in_the_terminal(study):
         (["empty", "in=terminal"], "no offline W&B files under empty"),
         (["nowhere", "in=terminal"], "nowhere does not exist"),
         (["wandb:team/gspo", "in=terminal"], "in=terminal shows files"),
-        (["in=window"], "in='window': choose one of browser, terminal"),
-        (["port=x"], "port=x must be a whole number"),
+        (["in=window"], "in=window: choose one of browser, terminal"),
+        (["port=x"], "port=x: must be a whole number"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(arguments, said, tmp_path):

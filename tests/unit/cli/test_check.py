@@ -146,10 +146,10 @@ def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["device=cuda"], "error: device=cuda cannot be used here: "),
-        (["device=tpu"], "error: device=tpu cannot be used here: "),
-        (["seconds=0"], "error: seconds=0.0 must be a finite number above 0"),
-        (["seconds=soon"], "error: seconds=soon must be a number"),
+        (["device=cuda"], "error: device=cuda: cannot be used here: "),
+        (["device=tpu"], "error: device=tpu: cannot be used here: "),
+        (["seconds=0"], "error: seconds=0.0: must be a finite number above 0"),
+        (["seconds=soon"], "error: seconds=soon: must be a number"),
         (["--seconds", "9"], "error: --seconds: options have no dashes; say seconds=9"),
         (["jsno=x"], "error: jsno=x: there is no such option; the nearest is json="),
         (["json=/nowhere/check.json"], "error: "),

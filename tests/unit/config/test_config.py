@@ -3,6 +3,7 @@ clear line.
 """
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -32,10 +33,12 @@ from gspo.config.settings import (
     same_result,
     settings_hash,
 )
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, fields_with
 from gspo.run.entry_point import explain
 from gspo.run.policies import check_positions, open_policy
 from gspo.tasks.testbed.function_writing import FunctionWriting
+from refusals import refuses
 
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
@@ -231,305 +234,348 @@ def test_precedence_is_defaults_experiment_command_line():
 
 
 BAD = [
-    ("rollout.group_size=1", "rollout.group_size=1"),
-    ("trainer.minibatches=5", "trainer.minibatches=5"),
-    ("trainer.minibatches=1", "trainer.minibatches=1"),
-    ("trainer.minibatches=0", "trainer.minibatches=0"),
-    ("trainer.aggregation.mode=sum", "aggregation.mode='sum'"),
-    ("trainer.aggregation.mode=token-mean", "trainer.aggregation.mode=token-mean weighs responses"),
+    ("rollout.group_size=1", ("rollout.group_size", 1)),
+    ("trainer.minibatches=5", ("trainer.minibatches", 5)),
+    ("trainer.minibatches=1", ("trainer.minibatches", 1)),
+    ("trainer.minibatches=0", ("trainer.minibatches", 0)),
+    ("trainer.aggregation.mode=sum", ("trainer.aggregation.mode", "sum")),
+    (
+        "trainer.aggregation.mode=token-mean",
+        ("trainer.aggregation.mode", "token-mean", "weighs responses"),
+    ),
     (
         "trainer.aggregation.mode=seq-mean-token-sum objective=gspo_token",
-        "aggregation.mode=seq-mean-token-sum weighs",
+        ("trainer.aggregation.mode", "seq-mean-token-sum", "weighs"),
     ),
     (
         "trainer.aggregation.mode=seq-mean-token-sum objective=luspo",
-        "aggregation.mode=seq-mean-token-sum with objective=l",
+        ("trainer.aggregation.mode", "seq-mean-token-sum", "with objective=l"),
     ),
     (
         "objective=sapo objective.level=sequence trainer.aggregation.mode=token-mean",
-        "objective=sapo has one ratio",
+        ("trainer.aggregation.mode", "token-mean", "objective=sapo has one ratio"),
     ),
-    ("trainer.aggregation.rows=some", "aggregation.rows='some'"),
+    ("trainer.aggregation.rows=some", ("trainer.aggregation.rows", "some")),
     (
         "objective=dapo trainer.aggregation.mode=token-mean trainer.aggregation.rows=all",
-        "rows=all is not read",
+        ("aggregation.rows", "all", "is not read"),
     ),
     (
         "trainer.aggregation.length=9 trainer.aggregation.mode=seq-mean-token-mean",
-        "aggregation.length=9 is not read",
+        ("aggregation.length", 9, "is not read"),
     ),
-    ("objective.dual_clip=0.5", "objective.dual_clip=0.5"),
-    ("objective=dppo objective.delta=2", "objective.delta=2"),
-    ("objective=dppo correction=tis", "correction=tis with objective=dppo"),
+    ("objective.dual_clip=0.5", ("objective.dual_clip", 0.5)),
+    ("objective=dppo objective.delta=2", ("objective.delta", 2.0)),
+    ("objective=dppo correction=tis", ("correction", "tis", "with objective=dppo")),
     (
         "correction=icepop policy.old_logprobs=engine",
-        "correction=icepop with policy.old_logprobs=engine",
+        ("correction", "icepop", "with policy.old_logprobs=engine"),
     ),
-    ("correction=tis correction.level=word", "correction.level='word'"),
-    ("correction=tis correction.high=0", "correction.high=0.0 must be a finite number above 0"),
-    ("advantage=gae", "objective=gspo has one advantage per response, advantage=gae"),
-    ("advantage=returns kl=reward", "advantage=returns with kl=reward .* gives one per token"),
+    ("correction=tis correction.level=word", ("correction.level", "word")),
+    ("correction=tis correction.high=0", ("correction.high", 0.0)),
+    ("advantage=gae", ("objective", "gspo", "has one advantage per response,")),
+    ("advantage=returns kl=reward", ("objective", "gspo", "advantage=returns with kl=reward")),
     (
         "advantage=returns advantage.gamma=0.9",
-        "advantage=returns with kl=none and advantage.gamma=0.9 gives one per",
+        ("objective", "gspo", "advantage=returns with kl=none and"),
     ),
     (
         "objective=luspo advantage=reinforce_pp advantage.gamma=0.9",
-        "advantage.gamma=0.9 gives one per token",
+        ("objective", "luspo", "advantage.gamma=0.9 gives one per"),
     ),
     (
         "objective=dapo trainer.aggregation.rows=all",
-        "aggregation.rows=all is not read by aggregation.mode=token-mean",
+        ("aggregation.rows", "all", "is not read by"),
     ),
-    ("objective=grpo trainer.aggregation.length=9", "aggregation.length=9 is not read"),
+    ("objective=grpo trainer.aggregation.length=9", ("aggregation.length", 9, "is not read")),
     (
         "kl=loss kl.aggregation.rows=all",
-        "kl.aggregation.rows=all.* not read with kl.aggregation.mode=auto",
+        ("kl.aggregation.rows", "all", "not read with"),
     ),
     (
         "kl=loss kl.estimator=k2 kl.times_ratio=token kl.log_ratio_bound=100",
-        "kl.log_ratio_bound=100.0 must lie in",
+        ("kl.log_ratio_bound", 100.0),
     ),
-    ("kl=loss kl.log_ratio_bound=100", "kl.log_ratio_bound=100.0 must lie in"),
+    ("kl=loss kl.log_ratio_bound=100", ("kl.log_ratio_bound", 100.0)),
     (
         "advantage=group_mean reward.shift=batch kl=reward",
-        "reward.shift=batch is not read with advantage=group_mean",
+        ("reward.shift", "batch", "is not read with"),
     ),
     (
         "model=tiny_dense trainer.consistency_sample=9",
-        "trainer.consistency_sample=9 is not read with model=tiny_dense",
+        ("trainer.consistency_sample", 9, "is not read with model=tiny_dense"),
     ),
     (
         "task=gsm8k cold_start.steps=5",
-        "cold_start.steps=5 with task=gsm8k: it has no demonstrations",
+        ("cold_start.steps", 5, "has no demonstrations"),
     ),
-    ("advantage.std=batch reward.scale=batch", "reward.scale=batch is not read"),
+    ("advantage.std=batch reward.scale=batch", ("reward.scale", "batch", "is not read")),
     (
         "advantage.group_of_one=reward",
-        "advantage.group_of_one=reward is not read with rollout.group_size=8",
+        ("advantage.group_of_one", "reward", "is not read with"),
     ),
     (
         "advantage=reinforce_pp advantage.baseline=group rollout.group_size=1",
-        "rollout.group_size=1 with advantage.basel",
+        ("rollout.group_size", 1, "with advantage.basel"),
     ),
-    ("kl=loss kl.gradient=k2 kl.times_ratio=token", "kl.times_ratio=token with kl.gradient=k2"),
-    ("advantage.whiten=all", "advantage.whiten='all'"),
+    (
+        "kl=loss kl.gradient=k2 kl.times_ratio=token",
+        ("kl.times_ratio", "token", "with kl.gradient=k2"),
+    ),
+    ("advantage.whiten=all", ("advantage.whiten", "all")),
     (
         "advantage=reinforce_pp advantage.baseline=group advantage.gamma=0.9",
-        "advantage.gamma=0.9 is not read",
+        ("advantage.gamma", 0.9, "is not read"),
     ),
-    ("advantage.clip=0", "advantage.clip=0"),
-    ("kl=loss kl.coef=0", "kl.coef=0.0"),
-    ("kl=loss kl.horizon=5", "kl.horizon=5.0 is not read with kl.target=null"),
-    ("kl=loss kl.weighted=true", "kl.weighted=true with correction=none"),
-    ("kl=loss kl.estimator=k9", "kl.estimator='k9'"),
-    ("reward.shift=batch", "reward.shift=batch is not read with advantage=group_normalized"),
-    ("reward.scale=running", "reward.scale=running is not read with advantage=group_normalized"),
+    ("advantage.clip=0", ("advantage.clip", 0.0)),
+    ("kl=loss kl.coef=0", ("kl.coef", 0.0)),
+    ("kl=loss kl.horizon=5", ("kl.horizon", 5.0, "is not read with kl.target=null")),
+    ("kl=loss kl.weighted=true", ("kl.weighted", True, "with correction=none")),
+    ("kl=loss kl.estimator=k9", ("kl.estimator", "k9")),
+    ("reward.shift=batch", ("reward.shift", "batch", "is not read with")),
+    ("reward.scale=running", ("reward.scale", "running", "is not read with")),
     (
         "objective=dppo policy.old_logprobs=engine",
-        "policy.old_logprobs=engine is not read with objective=dppo",
+        ("policy.old_logprobs", "engine", "is not read with objective=dppo"),
     ),
-    ("reward.eps=1e-3", "reward.eps=0.001 is not read with reward.scale=none"),
-    ("reward.overlong_penalty=2", "reward.overlong_penalty=2.0 is not read"),
+    ("reward.eps=1e-3", ("reward.eps", 0.001, "is not read with reward.scale=none")),
+    ("reward.overlong_penalty=2", ("reward.overlong_penalty", 2.0, "is not read")),
     (
         "reward.overlong_cache=80",
-        "reward.overlong_cache=80 must be below rollout.max_new_tokens=80",
+        ("reward.overlong_cache", 80, "must be below"),
     ),
-    ("reward.shift=everything", "reward.shift='everything'"),
-    ("sampler=grouped", "sampler=grouped with rollout.query_set=0"),
-    ("rollout.refresh_every=5", "rollout.refresh_every=5"),
-    ("rollout.extend={5:10}", "rollout.extend="),
-    ("model=tiny_dense policy.routing_replay=r2", "policy.routing_replay=r2"),
-    ("policy.routing_replay=r4", "policy.routing_replay='r4'"),
-    ("policy.precision=float16", "policy.precision='float16': choose one of float32, bfloat16"),
-    ("policy.old_pass=never", "policy.old_pass='never': choose one of auto, always"),
-    ("policy.routing_replay=r3 model=tiny_dense", "policy.routing_replay=r3 needs an MoE model"),
+    ("reward.shift=everything", ("reward.shift", "everything")),
+    ("sampler=grouped", ("sampler", "grouped", "with rollout.query_set=0")),
+    ("rollout.refresh_every=5", ("rollout.refresh_every", 5)),
+    ("rollout.extend={5:10}", ("rollout.extend", {5: 10})),
+    ("model=tiny_dense policy.routing_replay=r2", ("policy.routing_replay", "r2")),
+    ("policy.routing_replay=r4", ("policy.routing_replay", "r4")),
+    ("policy.precision=float16", ("policy.precision", "float16")),
+    ("policy.old_pass=never", ("policy.old_pass", "never")),
+    (
+        "policy.routing_replay=r3 model=tiny_dense",
+        ("policy.routing_replay", "r3", "needs an MoE model"),
+    ),
     (
         "rollout.routes=true model=tiny_dense",
-        "rollout.routes=True is not read with model=tiny_dense",
+        ("rollout.routes", True, "is not read with model=tiny_dense"),
     ),
-    ("rollout.routes_floor=.9", "rollout.routes_floor=0.9 is not read with rollout.routes=false"),
-    ("rollout.routes=true rollout.routes_floor=1.5", "rollout.routes_floor=1.5"),
+    ("rollout.routes_floor=.9", ("rollout.routes_floor", 0.9, "is not read with")),
+    ("rollout.routes=true rollout.routes_floor=1.5", ("rollout.routes_floor", 1.5)),
     (
         "rollout.sync_tolerance=.1",
-        "rollout.sync_tolerance=0.1 is not read with rollout=local in float32",
+        ("rollout.sync_tolerance", 0.1, "is not read with rollout=local in"),
     ),
-    ("rollout.dtype=bfloat16 rollout.sync_tolerance=-1", "rollout.sync_tolerance=-1"),
-    ("rollout.dtype=float16", "rollout.dtype='float16'"),
-    ("rollout.staleness=-1", "rollout.staleness=-1"),
-    ("rollout.overlap=true", "rollout.overlap=true with rollout.staleness=0"),
-    ("rollout.in_flight=64", "rollout.in_flight=64 is not read with rollout.token_budget=0"),
-    ("rollout.token_budget=20", "rollout.in_flight=0 must exceed rollout.prompts_per_step=32"),
+    ("rollout.dtype=bfloat16 rollout.sync_tolerance=-1", ("rollout.sync_tolerance", -1.0)),
+    ("rollout.dtype=float16", ("rollout.dtype", "float16")),
+    ("rollout.staleness=-1", ("rollout.staleness", -1)),
+    ("rollout.overlap=true", ("rollout.overlap", True, "with rollout.staleness=0")),
+    ("rollout.in_flight=64", ("rollout.in_flight", 64, "is not read with")),
+    ("rollout.token_budget=20", ("rollout.in_flight", 0, "must exceed")),
     (
         "rollout.token_budget=80 rollout.in_flight=64",
-        "rollout.token_budget=80 must be below the longest response",
+        ("rollout.token_budget", 80, "must be below the longest response"),
     ),
     (
         "rollout.token_budget=20 rollout.in_flight=64 rollout.refill_rounds=1",
-        "dynamic sampling needs whole responses",
+        ("rollout.token_budget", 20, "dynamic sampling needs whole"),
     ),
     (
         "rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r3",
-        "no one record of experts",
+        ("policy.routing_replay", "r3", "no one record of experts"),
     ),
     (
         "rollout.token_budget=20 rollout.in_flight=64 policy.routing_replay=r2 policy.old_logprobs=engine",
-        "policy.routing_replay=r2 with rollout.token_budget=20 and policy.old_logprobs=engine",
+        ("policy.routing_replay", "r2", "with rollout.token_budget=20 and"),
     ),
     (
         "rollout.token_budget=20 rollout.in_flight=96 rollout.query_set=64",
-        "rollout.in_flight=96 exceeds",
+        ("rollout.in_flight", 96, "exceeds"),
     ),
     (
         "policy.routing_replay=r3 trainer.minibatches=1 allow_on_policy=true",
-        "policy.routing_replay=r3 changes nothing",
+        ("policy.routing_replay", "r3", "changes nothing"),
     ),
     (
         "policy.old_logprobs=behaviour trainer.minibatches=1",
-        "trainer.minibatches=1 with policy.old_logprobs=behaviour",
+        ("trainer.minibatches", 1, "with policy.old_logprobs=behaviour"),
     ),
-    ("rollout=vllm rollout.tensor_parallel_size=0", "rollout.tensor_parallel_size=0"),
+    ("rollout=vllm rollout.tensor_parallel_size=0", ("rollout.tensor_parallel_size", 0)),
     (
         "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",
-        "its workers have processes of their own",
+        ("rollout.tensor_parallel_size", 2, "its workers have processes of"),
     ),
-    ("rollout=vllm rollout.max_model_len=80", "rollout.max_model_len=80 leaves no room"),
-    ("rollout=vllm rollout.kv_cache_gib=0", "rollout.kv_cache_gib=0"),
-    ("rollout=vllm rollout.gpu_memory=1", "rollout.gpu_memory=1"),
-    ("rollout=vllm_server rollout.url=https://127.0.0.1:8000", "must be http://HOST:PORT"),
-    ("rollout=vllm_server rollout.url=http://127.0.0.1:port", "must be http://HOST:PORT"),
-    ("rollout=vllm_server rollout.quantization=int4", "is read by rollout=local alone"),
+    ("rollout=vllm rollout.max_model_len=80", ("rollout.max_model_len", 80, "leaves no room")),
+    ("rollout=vllm rollout.kv_cache_gib=0", ("rollout.kv_cache_gib", 0.0)),
+    ("rollout=vllm rollout.gpu_memory=1", ("rollout.gpu_memory", 1.0)),
+    (
+        "rollout=vllm_server rollout.url=https://127.0.0.1:8000",
+        ("rollout.url", "https://127.0.0.1:8000", "must be http://HOST:PORT"),
+    ),
+    (
+        "rollout=vllm_server rollout.url=http://127.0.0.1:port",
+        ("rollout.url", "http://127.0.0.1:port", "must be http://HOST:PORT"),
+    ),
+    (
+        "rollout=vllm_server rollout.quantization=int4",
+        ("rollout.quantization", "int4", "is read by rollout=local alone"),
+    ),
     (
         "rollout=vllm rollout.sleep=true rollout.staleness=1 rollout.overlap=true",
-        "the engine is never idle",
+        ("rollout.sleep", True, "the engine is never idle"),
     ),
-    ("policy.old_logprobs=now", "policy.old_logprobs='now'"),
-    ("objective.clip_low=2", "objective.clip_low=2"),
-    ("objective.clip_high=-1", "objective.clip_high=-1"),
-    ("optim.lr=-1", "optim.lr=-1"),
-    ("optim.name=adam", "optim.name='adam': choose one of adamw, adamw_8bit, paged_adamw_8bit"),
-    ("optim.name=adamw_8bit parallel.mode=shard", "optim.name=adamw_8bit with parallel.mode=shard"),
-    ("trainer.entropy_coef=-.1", "trainer.entropy_coef=-0.1"),
+    ("policy.old_logprobs=now", ("policy.old_logprobs", "now")),
+    ("objective.clip_low=2", ("objective.clip_low", 2.0)),
+    ("objective.clip_high=-1", ("objective.clip_high", -1.0)),
+    ("optim.lr=-1", ("optim.lr", -1.0)),
+    ("optim.name=adam", ("optim.name", "adam")),
+    (
+        "optim.name=adamw_8bit parallel.mode=shard",
+        ("optim.name", "adamw_8bit", "with parallel.mode=shard"),
+    ),
+    ("trainer.entropy_coef=-.1", ("trainer.entropy_coef", -0.1)),
     (
         "trainer.entropy_coef=.1 trainer.entropy_coef_max=.5",
-        "trainer.entropy_coef_max=0.5 is not read with trainer.ent",
+        ("trainer.entropy_coef_max", 0.5, "is not read with trainer.ent"),
     ),
     (
         "trainer.entropy_target=.2 trainer.entropy_coef=2",
-        "trainer.entropy_coef=2.0 must lie between .*min=0.0 and .*=1",
+        ("trainer.entropy_coef", 2.0, "must lie between"),
     ),
-    ("rollout.temperature=0", "rollout.temperature=0"),
-    ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0"),
-    ('rollout.stop=[""]', r"rollout.stop=\[''\]: an empty string"),
+    ("rollout.temperature=0", ("rollout.temperature", 0.0)),
+    ("rollout.max_new_tokens=0", ("rollout.max_new_tokens", 0)),
+    ('rollout.stop=[""]', ("rollout.stop", [""], "an empty string")),
     (
         "rollout=vllm rollout.stop=[x] policy.routing_replay=r3",
-        r"rollout.stop=\['x'\] with rollout=vllm and rollout.ro",
+        ("rollout.stop", ["x"], "with rollout=vllm and rollout.ro"),
     ),
-    ("rollout.top_p=0", r"rollout.top_p=0.0 must lie in \(0, 1\]"),
-    ("rollout.top_p=1.5", r"rollout.top_p=1.5 must lie in \(0, 1\]"),
-    ("rollout.top_k=-1", "rollout.top_k=-1 must be a whole number of at least 0"),
-    ("rollout.min_p=1", r"rollout.min_p=1.0 must lie in \[0, 1\)"),
+    ("rollout.top_p=0", ("rollout.top_p", 0.0)),
+    ("rollout.top_p=1.5", ("rollout.top_p", 1.5)),
+    ("rollout.top_k=-1", ("rollout.top_k", -1)),
+    ("rollout.min_p=1", ("rollout.min_p", 1.0)),
     (
         "rollout.top_p=.9 correction=tis",
-        "correction=tis weighs by .* rollout.top_p=0.9, .* use correction=none",
+        ("correction", "tis", "use correction=none"),
     ),
     (
         "rollout.min_p=.1 correction=rejection",
-        "correction=rejection weighs by .* with rollout.min_p=0.1",
+        ("correction", "rejection", "with rollout.min_p=0.1"),
     ),
     (
         "rollout.top_k=5 objective=dppo",
-        "objective=dppo divides by the engine's whole .* with rollout.top_k=5",
+        ("objective", "dppo", "divides by the engine's whole"),
     ),
     (
         "rollout=vllm rollout.top_p=.9 rollout.temperature=.8",
-        "rollout.top_p=0.9 with rollout.temperature=0.8 and rollout=vllm: .* rollout.temperature=1",
+        ("rollout.top_p", 0.9, "with rollout.temperature=0.8 and"),
     ),
     (
         "evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20",
-        "evaluation.top_k=20 is not read with eval",
+        ("evaluation.top_k", 20, "is not read with eval"),
     ),
-    ("evaluation.sets=[nothing]", "evaluation.sets=.*nothing"),
-    ("cold_start.wrong_step_rate=1", "cold_start.wrong_step_rate=1"),
-    ("steps=0", "steps=0"),
-    ("optim.beta1=2", "optim.beta1=2"),
-    ("optim.lr=nan", "optim.lr=nan"),
-    ("cold_start.micro_batch_size=0", "cold_start.micro_batch_size=0"),
-    ("evaluation.temperature=-1", "evaluation.temperature=-1"),
-    ("objective.name=other", "objective.name='other'"),
-    ("threads=-2", "threads=-2"),
-    ("study=../elsewhere", "study='../elsewhere'"),
-    ("on_existing=delete", "on_existing='delete'"),
-    ("tracking.wandb=maybe", "tracking.wandb='maybe'"),
-    ("model.experts_per_token=99", "model.experts_per_token=99"),
-    ("task.math.max_operands=1", "max_operands=1"),
+    ("evaluation.sets=[nothing]", ("evaluation.sets", ["nothing"])),
+    ("cold_start.wrong_step_rate=1", ("cold_start.wrong_step_rate", 1.0)),
+    ("steps=0", ("steps", 0)),
+    ("optim.beta1=2", ("optim.beta1", 2.0)),
+    ("optim.lr=nan", ("optim.lr", math.nan)),
+    ("cold_start.micro_batch_size=0", ("cold_start.micro_batch_size", 0)),
+    ("evaluation.temperature=-1", ("evaluation.temperature", -1.0)),
+    ("objective.name=other", ("objective.name", "other")),
+    ("threads=-2", ("threads", -2)),
+    ("study=../elsewhere", ("study", "../elsewhere")),
+    ("on_existing=delete", ("on_existing", "delete")),
+    ("tracking.wandb=maybe", ("tracking.wandb", "maybe")),
+    ("model.experts_per_token=99", ("model.experts_per_token", 99)),
+    ("task.math.max_operands=1", ("task.math.max_operands", 1)),
     (
         "objective=gspo_token advantage=turn_normalized",
-        "advantage=turn_normalized with task=mixed: its .* one turn",
+        ("advantage", "turn_normalized", "with task=mixed"),
     ),
     (
         "reward.turns=each objective=gspo_token advantage=gae",
-        "reward.turns=each with task=mixed: .* leave it out",
+        ("reward.turns", "each", "with task=mixed"),
     ),
-    ("reward.turns=some", "reward.turns='some': choose one of outcome, each"),
+    ("reward.turns=some", ("reward.turns", "some")),
     (
         "task=guessing reward.turns=each advantage=returns",
-        "objective=gspo has one advantage per response, advantage=returns .* and reward.turns=each gives one per token",
+        ("objective", "gspo", "has one advantage per response,"),
     ),
     (
         "task=guessing reward.turns=each advantage=returns objective=gmpo",
-        "objective=gmpo has one advantage per resp",
+        ("objective", "gmpo", "has one advantage per resp"),
     ),
     (
         "task=guessing objective=gspo_token advantage=turn_normalized rollout.refill_rounds=2",
-        "rollout.refill_rounds=2 with advantage=turn_normalized: .* although their turns may differ",
+        ("rollout.refill_rounds", 2, "although their turns may differ"),
     ),
     (
         "task=guessing objective=grpo trainer.aggregation.mode=seq-mean-token-sum-norm trainer.aggregation.length=0",
-        "trainer.aggregation.length=0 with task=guessing: the width .* use trainer.aggregation.length=null",
+        ("trainer.aggregation.length", 0, "the width of the batch"),
     ),
     (
         "task=guessing kl=loss kl.coef=.1 kl.aggregation.mode=seq-mean-token-sum-norm kl.aggregation.length=0",
-        "kl.aggregation.length=0 with task=guessing",
+        ("kl.aggregation.length", 0, "with task=guessing"),
     ),
     (
         "task=guessing objective=gspo_token advantage=turn_normalized reward.shift=batch",
-        "reward.shift=batch is not read with advantage=turn_normalized",
+        ("reward.shift", "batch", "is not read with"),
     ),
     (
         "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.scale=batch",
-        "reward.scale=batch is not read with advantage=turn_normalized",
+        ("reward.scale", "batch", "is not read with"),
     ),
     (
         "task=guessing advantage=turn_normalized",
-        "objective=gspo has one advantage per response, .* use objective=gspo",
+        ("objective", "gspo", "has one advantage per response"),
     ),
     (
         "task=guessing reward.turns=each",
-        "reward.turns=each with advantage=group_normalized, which compares .*gae, ret",
+        ("reward.turns", "each", "advantage=group_normalized compares"),
     ),
     (
         "task=guessing reward.turns=each objective=gspo_token advantage=reinforce_pp advantage.baseline=group",
-        "reward.turns=each with advantage=reinforce_pp and advantage.baseline=group, which compares",
+        ("reward.turns", "each", "advantage=reinforce_pp and"),
     ),
     (
         "task=guessing reward.turns=each objective=gspo_token advantage=returns reward.scale=batch",
-        "reward.scale=batch with reward.turns=each: it acts on whole responses",
+        ("reward.scale", "batch", "it acts on whole responses"),
     ),
     (
         "task=guessing rollout.token_budget=9 rollout.in_flight=99",
-        "rollout.token_budget=9 with task=guessing: an episode is played to its end",
+        ("rollout.token_budget", 9, "an episode is played to its end"),
     ),
-    ("task=python_tool task.turns=1", "turns=1 leaves no turn for the answer"),
-    ("task=guessing task.step_seconds=0", "task.step_seconds=0.0 must be a finite number above 0"),
-    ("task=guessing task.observation_tokens=0", "task.observation_tokens=0"),
+    ("task=python_tool task.turns=1", ("turns", 1, "leaves no turn for the answer")),
+    ("task=guessing task.step_seconds=0", ("task.step_seconds", 0.0)),
+    ("task=guessing task.observation_tokens=0", ("task.observation_tokens", 0)),
 ]
 
 
-@pytest.mark.parametrize("overrides, message", BAD, ids=[b[0] for b in BAD])
-def test_what_cannot_work_is_refused_naming_key_and_value(overrides, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("overrides, refusal", BAD, ids=[b[0] for b in BAD])
+def test_what_cannot_work_is_refused_naming_key_and_value(overrides, refusal):
+    with refuses(*refusal):
         settings(*overrides.split())
+
+
+WORDING = [
+    (
+        "rollout.group_size=1",
+        "rollout.group_size=1: leaves advantage=group_normalized nothing to compare with; "
+        "use at least 2, or an advantage without group baseline",
+    ),
+    (
+        "kl=loss kl.weighted=true",
+        "kl.weighted=true: with correction=none, there are no weights to multiply by",
+    ),
+    ("policy.precision=float16", "policy.precision=float16: choose one of float32, bfloat16"),
+    ("optim.lr=-1", "optim.lr=-1.0: must be a finite number of at least 0"),
+]
+
+
+@pytest.mark.parametrize("overrides, text", WORDING)
+def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
+    with pytest.raises(SettingError) as refused:
+        settings(*overrides.split())
+    assert explain(refused.value) == text
 
 
 @pytest.mark.slow
@@ -703,9 +749,9 @@ def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path
     assert plain.label() == "gspo seed 1" and plain.options == {}
     write_settings(run, tmp_path)
     assert resumed_settings(tmp_path, [f"resume={tmp_path}", "steps=500"]).options == run.options
-    with pytest.raises(ValueError, match="options"):
+    with refuses("options", {"objective": "mine"}):
         chosen("experiment=tiny_moe", "+options.objective=mine")
-    with pytest.raises(ValueError, match="options"):
+    with refuses("options.objective", "mine", "options"):
         resumed_settings(tmp_path, [f"resume={tmp_path}", "options.objective=mine"])
     replayed = chosen("experiment=micro_moe", "arm=grpo_r2", "preset=drgrpo")
     assert {
@@ -754,7 +800,8 @@ def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
     )
     assert (changed.steps, changed.tracking.wandb, changed.seed) == (500, "disabled", 5)
     for override in ("seed=6", "optim.lr=1", "objective=grpo", "experiment=tiny_moe"):
-        with pytest.raises(ValueError, match="only steps, checkpoint, tracking"):
+        key, _, value = override.partition("=")
+        with refuses(key, value, "only steps, checkpoint, tracking"):
             resumed_settings(tmp_path, [override])
     with pytest.raises(ValueError, match=r"no settings.yaml"):
         resumed_settings(tmp_path / "nowhere", [])
@@ -764,7 +811,7 @@ def test_settings_of_another_version_are_refused_by_name(tmp_path):
     content = OmegaConf.to_container(OmegaConf.create(asdict(settings())))
     content["objective"]["name"] = "ppo9"
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match=r"objective.name='ppo9'"):
+    with refuses("objective.name", "ppo9"):
         read_settings(tmp_path)
 
 
@@ -805,7 +852,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(overri
     with pytest.raises((ValueError, ConfigCompositionException)) as refused:
         settings(override)
     said, _, others = explain(refused.value).partition(" (of ")
-    assert said == f"there is no setting {key}: the nearest is {nearest}"
+    assert said == f"{key}: there is no such setting; the nearest is {nearest}"
     assert not others or nearest.rpartition(".")[2] in others, (
         "where it is far, all of its group are named"
     )
@@ -815,14 +862,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(overri
 def test_an_unknown_key_is_refused_by_every_entry_point(name):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(name, overrides=["+run=x"] * (name == "benchmark") + ["+foo=1"])
-    with pytest.raises(ValueError, match=r"there is no setting (foo|run): the nearest is"):
+    with refuses("run" if name == "benchmark" else "foo", problem="the nearest is"):
         to_dataclass(config)
 
 
-@pytest.mark.parametrize(
-    "text, said", [("foo: 1", "foo: the"), ("optim: {lrs: 1}", "optim.lrs: the")]
-)
-def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, said):
+@pytest.mark.parametrize("text, key", [("foo: 1", "foo"), ("optim: {lrs: 1}", "optim.lrs")])
+def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, key):
     (tmp_path / "preset").mkdir()
     (tmp_path / "preset" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     (tmp_path / "sweep.yaml").write_text(f"defaults: [train, _self_]\n{text}\n")
@@ -830,10 +875,9 @@ def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text,
         settings(f"hydra.searchpath=[file://{tmp_path}]", "preset=mine")
     with pytest.raises(ConfigCompositionException) as of_sweep:
         settings(f"hydra.searchpath=[file://{CONF}]", name="sweep", folder=tmp_path)
-    assert explain(of_preset.value).startswith(
-        f"In 'preset/mine': there is no setting {said} nearest is "
-    )
-    assert explain(of_sweep.value).startswith(f"In 'sweep': there is no setting {said} nearest is ")
+    said = f"{key}: there is no such setting; the nearest is "
+    assert explain(of_preset.value).startswith(f"In 'preset/mine': {said}")
+    assert explain(of_sweep.value).startswith(f"In 'sweep': {said}")
 
 
 def test_mappings_take_new_keys_without_a_plus():
@@ -846,9 +890,7 @@ def test_mappings_take_new_keys_without_a_plus():
 
 
 def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
-    with pytest.raises(
-        ValueError, match=r"~steps: a setting cannot be taken away; give it a value, steps=\.\.\."
-    ):
+    with refuses("~steps", problem="give it a value, steps=..."):
         settings("~steps")
     with pytest.raises(ConfigCompositionException) as refused:
         settings("+optim.lr=0.5")
@@ -878,9 +920,8 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
         "+checkpoint.kep=1",
         "tracking.tgs=[a]",
     ):
-        word = override.lstrip("+")
-        said = f"{word}: there is no setting {word.split('=')[0]}: the nearest is "
-        with pytest.raises(ValueError, match=re.escape(said)):
+        key = override.lstrip("+").partition("=")[0]
+        with refuses(key, problem="the nearest is"):
             resumed_settings(tmp_path, [f"resume={tmp_path}", override])
 
 
@@ -907,7 +948,7 @@ CLI = [
     ),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),
-    ("policy.device=gpu", "policy.device=gpu cannot be used here"),
+    ("policy.device=gpu", "policy.device=gpu: cannot be used here"),
 ]
 
 
@@ -927,10 +968,7 @@ def test_the_command_line_says_it_in_one_line_and_writes_nothing(tmp_path):
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused_before_the_cold_start():
     chosen = settings("experiment=tiny_moe", "rollout.max_new_tokens=4096")
-    with pytest.raises(
-        ValueError,
-        match=r"rollout.max_new_tokens=4096 leaves no room for a prompt in 2048 positions",
-    ):
+    with refuses("rollout.max_new_tokens", 4096, "in 2048 positions"):
         open_policy(chosen, None, on_cold_start_step=lambda *_: pytest.fail("the cold start began"))
 
 
@@ -953,7 +991,7 @@ def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
         "what is recorded, and names the run, is what was asked for"
     )
     fixed = settings("model=hf", "model.path=x", "task=gsm8k", "objective=drgrpo")
-    with pytest.raises(ValueError, match=r"divided by the longest response.*: set it to 2048"):
+    with refuses("rollout.max_new_tokens", 4096, "set it to 2048"):
         check_positions(fixed, 4096)
     growing = settings("model=hf", "model.path=x", "task=gsm8k", "rollout.extend={10: 8192}")
     check_positions(growing, 8192)
@@ -966,9 +1004,7 @@ def test_sizes_follow_the_model_and_are_no_recorded_option():
         chosen = composed.hydra.runtime.choices
         with open_dict(composed):
             composed.pop("hydra")
-        with pytest.raises(
-            ValueError, match=r"sizes=tiny: conf/sizes follows model=tiny_moe, it is not chosen"
-        ):
+        with refuses("sizes", "tiny", "follows model=tiny_moe"):
             to_settings(composed, chosen)
         chosen["sizes"] = chosen["model"]
         assert "sizes" not in to_settings(composed, chosen).options
@@ -987,10 +1023,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
         "model.path=x",
         "rollout.prompts_per_step=32",
     ]
-    message = (
-        r"rollout\.query_set=64 exceeds the 40 training problems of task=gsm8k: .* use at most 40"
-    )
-    with pytest.raises(ValueError, match=message):
+    with refuses("rollout.query_set", 64, "use at most 40"):
         check_training_set(settings(*options, "rollout.query_set=64"))
     check_training_set(settings(*options, "rollout.query_set=32"))
     check_training_set(settings("rollout.query_set=64"))  # problems are made without end
@@ -999,7 +1032,7 @@ def test_a_query_set_larger_than_the_training_set_is_refused(tmp_path):
 def test_check_runs_on_plain_dataclasses_too():
     good = settings()
     good.rollout = replace(good.rollout, group_size=1)
-    with pytest.raises(ValueError, match=r"rollout.group_size=1"):
+    with refuses("rollout.group_size", 1):
         check(good)
 
 

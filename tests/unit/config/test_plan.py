@@ -35,7 +35,7 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
         {
             "overrides": ["steps=2", "seed=3"],
             "run": "steps=2 seed=3",
-            "reason": "optim.lr=inf must be a finite number",
+            "reason": "optim.lr=inf: must be a finite number",
         },
         planned("seed=1", "preset=trl", folder=str(done), same_as=0),
     ]
@@ -47,7 +47,7 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
         ["3", "repeated"],
     ]
     assert (
-        "optim.lr=inf must be a finite number" in lines[2]
+        "optim.lr=inf: must be a finite number" in lines[2]
         and lines[1].endswith("seed=2")
         and "2/2" in lines[0]
     )
@@ -71,7 +71,7 @@ def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     states = [line.split()[1] for line in done.stdout.splitlines()[:4]]
     assert states == ["missing", "wrong", "repeated", "wrong"], done.stdout
-    assert "optim.lr=-1.0 must be a finite number of at least 0" in done.stdout
+    assert "optim.lr=-1.0: must be a finite number of at least 0" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -60,26 +60,47 @@ def test_no_name_has_two_answers_and_none_is_a_setting_at_the_top():
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("learning_rate=1e-5", "learning_rate: here it is optim.lr"),
-        ("Learning_Rate=1e-5", "Learning_Rate: here it is optim.lr"),
-        ("+learning_rate=1e-5", "learning_rate: here it is optim.lr"),
-        ("num_generations=8", "num_generations: here it is rollout.group_size"),
-        ("n=8", "n: here it is rollout.group_size"),
-        ("beta=0.04", "beta: here it is kl.coef (with kl=loss)"),
-        ("kl_loss_coef=0.04", "kl_loss_coef: here it is kl.coef (with kl=loss)"),
-        ("epsilon=0.2", "epsilon: here it is objective.clip_low"),
-        ("max_completion_length=512", "max_completion_length: here it is rollout.max_new_tokens"),
-        ("kl.coef=0.1", "kl.coef: kl.coef is a setting of kl=loss, kl=reward"),
-        ("model.path=qwen3", "model.path: model.path is a setting of model=hf, model=stand_in"),
-        ("optim.LR=1", "optim.LR: here it is optim.lr"),
-        ("trainer.total_epochs=3", "trainer.total_epochs: here it is steps"),
-        ("trainer.save_freq=5", "trainer.save_freq: here it is checkpoint.every"),
-        ("rollout.n=8", "rollout.n: here it is rollout.group_size"),
-        ("evaluation.n=8", "evaluation.n: the nearest is evaluation."),
+        ("learning_rate=1e-5", "learning_rate: there is no such setting; here it is optim.lr"),
+        ("Learning_Rate=1e-5", "Learning_Rate: there is no such setting; here it is optim.lr"),
+        ("+learning_rate=1e-5", "learning_rate: there is no such setting; here it is optim.lr"),
+        (
+            "num_generations=8",
+            "num_generations: there is no such setting; here it is rollout.group_size",
+        ),
+        ("n=8", "n: there is no such setting; here it is rollout.group_size"),
+        ("beta=0.04", "beta: there is no such setting; here it is kl.coef (with kl=loss)"),
+        (
+            "kl_loss_coef=0.04",
+            "kl_loss_coef: there is no such setting; here it is kl.coef (with kl=loss)",
+        ),
+        ("epsilon=0.2", "epsilon: there is no such setting; here it is objective.clip_low"),
+        (
+            "max_completion_length=512",
+            "max_completion_length: there is no such setting; here it is rollout.max_new_tokens",
+        ),
+        (
+            "kl.coef=0.1",
+            "kl.coef: there is no such setting; kl.coef is a setting of kl=loss, kl=reward",
+        ),
+        (
+            "model.path=qwen3",
+            "model.path: there is no such setting; model.path is a setting of model=hf, model=stand_in",
+        ),
+        ("optim.LR=1", "optim.LR: there is no such setting; here it is optim.lr"),
+        (
+            "trainer.total_epochs=3",
+            "trainer.total_epochs: there is no such setting; here it is steps",
+        ),
+        (
+            "trainer.save_freq=5",
+            "trainer.save_freq: there is no such setting; here it is checkpoint.every",
+        ),
+        ("rollout.n=8", "rollout.n: there is no such setting; here it is rollout.group_size"),
+        ("evaluation.n=8", "evaluation.n: there is no such setting; the nearest is evaluation."),
     ],
 )
 def test_a_name_that_people_know_is_answered_with_ours(word, answer):
-    assert refused(word).startswith(f"there is no setting {answer}")
+    assert refused(word).startswith(answer)
 
 
 def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
@@ -87,7 +108,7 @@ def test_a_whole_dotted_name_of_verl_is_answered(monkeypatch):
     monkeypatch.setattr("sys.argv", ["gspo train", word])
     assert (
         refused(word)
-        == "there is no setting actor_rollout_ref.rollout.n: here it is rollout.group_size"
+        == "actor_rollout_ref.rollout.n: there is no such setting; here it is rollout.group_size"
     )
 
 

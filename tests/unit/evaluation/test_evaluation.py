@@ -37,6 +37,7 @@ from gspo.tasks.mixture import Mixture
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 from gspo.tracking.metrics import lookup
+from refusals import refuses
 
 
 @dataclass
@@ -101,7 +102,7 @@ def test_the_random_numbers_of_earlier_runs_have_not_changed():
     text = "|".join(r.text for group in groups for r in group)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "6b678266d48752b4"
     assert first == again and one == {k: v for k, v in first.items() if k.startswith("eval/code/")}
-    with pytest.raises(ValueError, match="no set 'x'"):
+    with refuses("evaluation.sets", ["x"]):
         evaluate(engine, task, EvaluationSettings(sets=["x"]), 8, step=0)
 
 

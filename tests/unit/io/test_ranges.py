@@ -15,6 +15,7 @@ from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleComman
 from gspo.config.schema import schema, to_dataclass
 from gspo.config.settings import CHOICES, Settings
 from gspo.io.ranges import Range, Ranged, choice, cost_only, declared_ranges, fields_with, ranged
+from refusals import refuses
 from speed.workload import Shape, Workload
 
 TOP = (Settings, EvaluateCommand, SampleCommand, BenchmarkCommand, Shape, Workload)
@@ -91,13 +92,9 @@ def test_every_number_has_a_range_that_holds_its_default_and_refuses_what_is_out
     for value in (math.nan, math.inf, -math.inf, *outside(limits)):
         assert value not in limits
         given = {5: value} if field.default_factory is dict else value
-        with pytest.raises(ValueError) as refused:
+        key = f"{kind._key}{field.name}{'.5' if isinstance(given, dict) else ''}"
+        with refuses(key, value, "must "):
             kind(**(others | {field.name: given}))
-        said = str(refused.value)
-        assert (
-            f"{field.name}{'.5' * isinstance(given, dict)}={value} must " in said
-            and "\n" not in said
-        ), said
 
 
 def test_another_default_keeps_the_range_and_another_range_replaces_it():
@@ -149,25 +146,25 @@ def test_a_range_in_words(limits, whole, optional, words):
 
 
 NAMED = [  # override, message: the dotted key as the user knows it
-    ("optim.lr=inf", "optim.lr=inf must be a finite number of at least 0"),
-    ("advantage.eps=-1", "advantage.eps=-1.0 must be a finite number of at least 0"),
+    ("optim.lr=inf", "optim.lr=inf: must be a finite number of at least 0"),
+    ("advantage.eps=-1", "advantage.eps=-1.0: must be a finite number of at least 0"),
     (
         "monitor.thresholds.mismatch=nan",
-        "monitor.thresholds.mismatch=nan must be a finite number of at least 0",
+        "monitor.thresholds.mismatch=nan: must be a finite number of at least 0",
     ),
     (
         "trainer.aggregation.length=-1",
-        "trainer.aggregation.length=-1 must be a whole number of at least 0, or null",
+        "trainer.aggregation.length=-1: must be a whole number of at least 0, or null",
     ),
-    ("task.math.largest=2", "task.math.largest=2 must lie in [5, 999]"),
-    ("rollout.extend={100:0}", "rollout.extend.100=0 must be a whole number of at least 1"),
+    ("task.math.largest=2", "task.math.largest=2: must lie in [5, 999]"),
+    ("rollout.extend={100:0}", "rollout.extend.100=0: must be a whole number of at least 1"),
     (
         "kl=loss kl.coef=inf",
-        "kl.coef=inf must be a finite number above 0: for no KL term choose kl=none",
+        "kl.coef=inf: must be a finite number above 0: for no KL term choose kl=none",
     ),
-    ("task=reasoning_gym task.config.a=nan", "task.config.a=nan must be a finite number"),
-    ("model.layers=0", "model.layers=0 must be a whole number of at least 1"),
-    ("model.heads=0", "model.heads=0 must be a whole number of at least 1"),
+    ("task=reasoning_gym task.config.a=nan", "task.config.a=nan: must be a finite number"),
+    ("model.layers=0", "model.layers=0: must be a whole number of at least 1"),
+    ("model.heads=0", "model.heads=0: must be a whole number of at least 1"),
 ]
 
 
@@ -193,9 +190,9 @@ def test_a_number_that_states_no_range_must_be_finite_all_the_same():
         odds: list[float] = ranged(default_factory=list, above=0)
 
     assert Loose(odds=[1.0, 2.0]).share == 0.5
-    with pytest.raises(ValueError, match="share=nan must be a finite number"):
+    with refuses("share", math.nan, "must be a finite number"):
         Loose(share=math.nan)
-    with pytest.raises(ValueError, match=r"odds\[1\]=-2.0 must be a finite number above 0"):
+    with refuses("odds[1]", -2.0, "must be a finite number above 0"):
         Loose(odds=[1.0, -2.0])
 
 
@@ -210,13 +207,12 @@ def test_a_choice_is_refused_with_the_values_that_are_allowed():
         decay: str = "linear"
 
     assert Base(judge="token") == Base("none", "token") and Other().decay == "linear"
-    with pytest.raises(ValueError, match=r"^optim\.decay='step': choose one of none, linear$"):
+    with refuses("optim.decay", "step", "choose one of none, linear"):
         Other(decay="step")
-    with pytest.raises(ValueError, match=r"^optim\.judge='x': choose one of token$"):
+    with refuses("optim.judge", "x", "choose one of token"):
         Base(judge="x")
 
 
 def test_a_choice_is_refused_by_its_dotted_key():
-    with pytest.raises(ValueError) as refused:
+    with refuses("kl.aggregation.rows", "some", "choose one of nonempty, all, one"):
         settings("kl=loss", "kl.aggregation.rows=some")
-    assert str(refused.value) == ("kl.aggregation.rows='some': choose one of nonempty, all, one")

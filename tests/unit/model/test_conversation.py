@@ -14,6 +14,7 @@ from gspo.model.chat.conversation import Conversation
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer
 from gspo.model.tokenizer import character_tokenizer
+from refusals import refuses
 
 QWEN3, QWEN25, OLMOE = (
     "Qwen/Qwen3-0.6B",
@@ -181,9 +182,7 @@ def test_a_template_that_takes_one_question_alone_is_refused_in_words():
     tokenizer.chat_template = (
         "{% if messages|length > 2 %}{{ raise_exception('one question') }}{% endif %}" + TOOLS
     )
-    with pytest.raises(
-        ValueError, match="this model's chat template writes no second turn of the user"
-    ):
+    with refuses("prompt.format", "chat", "this model's chat template writes"):
         conversation(tokenizer)
 
 

@@ -8,6 +8,7 @@ from builders import batch_of, fed, sample, small_policy
 from gspo.model.loading import save
 from gspo.model.settings import HFModel, TinyDense, TinyMoE
 from gspo.model.tokenizer import CHARACTERS, character_tokenizer
+from refusals import refuses
 
 
 @pytest.mark.parametrize("model", [None, TinyDense(hidden=32, layers=3, heads=2, width=48)])
@@ -91,11 +92,11 @@ def test_made_models_depend_only_on_their_settings():
 
 
 def test_what_cannot_be_loaded_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no such folder$"):
+    with refuses("model.path", problem="there is no such folder"):
         HFModel(path=str(tmp_path / "nothing")).make()
-    with pytest.raises(ValueError, match=r"model.path='' is empty"):
+    with refuses("model.path", "", "is empty"):
         HFModel().make()
-    with pytest.raises(ValueError, match=r"model.experts_per_token=20"):
+    with refuses("model.experts_per_token", 20):
         TinyMoE(experts_per_token=20)
 
 

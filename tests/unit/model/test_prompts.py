@@ -6,6 +6,7 @@ from builders import small_policy
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
+from refusals import refuses
 
 TEMPLATE = (
     "{% for turn in messages %}<{{ turn['role'] }}>{{ turn['content'] }}</>{% endfor %}"
@@ -37,16 +38,17 @@ def test_a_chat_ends_where_the_assistant_begins(prompts, text):
 def test_without_a_template_auto_is_plain_and_a_chat_is_refused():
     tokenizer, model = character_tokenizer(), small_policy().model
     assert PromptFormat().encode(tokenizer, "7+5=?") == tokenizer("7+5=?")["input_ids"]
-    with pytest.raises(ValueError, match=r"prompt.format=chat: .* no chat template"):
+    with refuses("prompt.format", "chat", "no chat template"):
         Policy(model, tokenizer, prompts=PromptFormat("chat"))
-    with pytest.raises(ValueError, match=r"prompt.system='Think.': .* no chat template"):
+    with refuses("prompt.system", "Think.", "no chat template"):
         Policy(model, tokenizer, prompts=PromptFormat("auto", "Think."))
     assert len(Policy(model, chatty(), prompts=PromptFormat("chat")).encode_prompt("1")) == len(
         "<user>1</><assistant>"
     )
 
 
-@pytest.mark.parametrize("bad", [("chats", ""), ("plain", "Think.")])
-def test_refusals(bad):
-    with pytest.raises(ValueError, match=r"prompt\.(format|system)="):
-        PromptFormat(*bad)
+def test_refusals():
+    with refuses("prompt.format", "chats"):
+        PromptFormat("chats", "")
+    with refuses("prompt.system", "Think.", "prompt.format=plain"):
+        PromptFormat("plain", "Think.")

@@ -3,7 +3,7 @@ measured it.
 """
 
 import sys
-from unittest.mock import patch
+from unittest.mock import ANY, patch
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from gspo.planning.memory import measure
 from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TO_EXPERTS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 from recorded_measurements import measurement, record, recorded
+from refusals import refuses
 
 H100 = hardware("h100")
 SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
@@ -290,21 +291,21 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "refusal"),
     [
         (
             ["parallel.ranks=4"],
-            r"parallel\.ranks=4 with parallel\.mode=none: set parallel\.mode=shard or replicate",
+            ("parallel.ranks", 4, "or replicate"),
         ),
         (
             ["parallel.mode=shard", "parallel.ranks=4", "parallel.shard_size=3"],
-            r"shard_size=3 does not divide",
+            ("parallel.shard_size", 3, "does not divide"),
         ),
         (
             ["parallel.mode=shard", "parallel.ranks=4", "parallel.experts=3"],
-            r"experts=3 does not divide the 4 processes",
+            ("parallel.experts", 3, "does not divide the 4 processes"),
         ),
-        (["parallel.mode=shard"], "with one GPU: set the number of GPUs"),
+        (["parallel.mode=shard"], ("parallel.mode", "shard", "set the number of GPUs")),
         (
             [
                 "parallel.mode=shard",
@@ -312,41 +313,40 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
                 "rollout=vllm",
                 "rollout.tensor_parallel_size=3",
             ],
-            r"rollout\.tensor_parallel_size=3 does not divide the 4 processes",
+            ("rollout.tensor_parallel_size", 3, "does not divide the 4 processes"),
         ),
         (
             ["parallel.mode=shard", "parallel.ranks=64"],
-            "prompts_per_step=32 is less than the 64 processes",
+            ("rollout.prompts_per_step", 32, "is less than the 64 processes"),
         ),
         (
             ["rollout.max_new_tokens=2000"],
-            "a prompt of 512 and a response of 2000 tokens exceed the model's 2048",
+            ("rollout.max_new_tokens", 2000, "exceeds the model's 2048 positions"),
         ),
         (
             ["rollout=vllm", "rollout.gpu_memory=1e-6"],
-            "holds no response beside the engine's weights",
+            ("rollout.gpu_memory", 1e-06, "holds no response beside the"),
         ),
-        (["model=hf", "model.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["model=hf", "model.path=/nowhere/at/all"], ("model.path", "/nowhere/at/all")),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(words, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_what_cannot_be_planned_is_one_line(words, refusal):
+    with refuses(*refusal):
         planned(*SMALL[:1], *words)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "refusal"),
     [
-        ("h10", "choose one of h200, h100, .*; the nearest is h100"),
-        ("h100,memry=3", "there is no memry; a GPU has memory, flops"),
-        ("h100,memory=lots", "memory=lots must be a number"),
-        ("h100,memory=-1", "must be a number above 0"),
-        ("h100,network=nan", "must be a number above 0"),
+        ("h10", ("hardware", "h10")),
+        ("h100,memry=3", ("hardware", "h100,memry=3", "there is no memry; a GPU has")),
+        ("h100,memory=lots", ("hardware", "h100,memory=lots", "memory=lots must be a number")),
+        ("h100,memory=-1", ("hardware", ANY, "must be a number above 0")),
+        ("h100,network=nan", ("hardware", ANY, "must be a number above 0")),
     ],
 )
-def test_unknown_hardware_is_refused(words, message):
-    with pytest.raises(ValueError, match=message):
+def test_unknown_hardware_is_refused(words, refusal):
+    with refuses(*refusal):
         hardware(words)
 
 
@@ -374,10 +374,10 @@ def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypat
     ):
         assert part in printed, part
     for words in (["--hardwear", "h100"], ["--hardware=h100"], ["hardwear=h100"]):
-        with pytest.raises(ValueError, match=r"hardware="):
+        with pytest.raises(ValueError, match="hardware="):
             with_options(words)
     for words in (["--prompt", "7"], ["prompt_tokns=7"]):
-        with pytest.raises(ValueError, match=r"prompt_tokens="):
+        with pytest.raises(ValueError, match="prompt_tokens="):
             with_options(words)
 
 
@@ -416,7 +416,7 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
     points = strong(composed_settings(SHARDS), [2, 8, 16], H100, 20)
     assert (
         points[2].plan is None
-        and "prompts_per_step=8 is less than the 16 processes" in points[2].refused
+        and "prompts_per_step=8: is less than the 16 processes" in points[2].refused
     )
     sizes = [p.plan.peak[1] / GB for p in points[:2]]
     assert sizes[1] < sizes[0]
@@ -441,9 +441,7 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
         )
         == []
     )
-    with pytest.raises(
-        ValueError, match=r"parallel.ranks=16 with parallel.mode=none|less than the 16 processes"
-    ):
+    with pytest.raises(ValueError, match="less than the 16 processes"):
         strong(composed_settings(SHARDS), [16, 32], H100, 0)
 
 
@@ -483,7 +481,7 @@ def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
     assert [row[:2] for row in rows[0]] == [
         ["4", "32"],
         ["8", "32"],
-        ["16", "rollout.prompts_per_step=8"],
+        ["16", "rollout.prompts_per_step=8:"],
     ]
     assert [row[:2] for row in rows[1]] == [["4", "32"], ["8", "64"], ["16", "128"]]
     assert (
@@ -495,9 +493,7 @@ def test_several_numbers_of_gpus_are_a_table(monkeypatch, capsys):
     assert printed.count("does not fit") == 2 and "weak scaling" not in printed
     for wrong in ("2,", "2,x", "0,2"):
         monkeypatch.setattr(sys, "argv", ["plan", *SHARDS, f"parallel.ranks={wrong}"])
-        with pytest.raises(
-            ValueError, match=rf"parallel.ranks={wrong}: '[x0]?' must be a number of GPUs"
-        ):
+        with refuses("parallel.ranks", wrong, "must be a number of GPUs"):
             command.print_plan()
 
 

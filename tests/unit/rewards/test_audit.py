@@ -94,7 +94,7 @@ def test_every_disagreement_is_shown_and_makes_the_exit_code_1(tmp_path):
     [
         (["pairs=nowhere.jsonl"], "pairs=nowhere.jsonl is not a file"),
         (["suite=perhaps"], "suite=perhaps: choose true or false"),
-        (["slots=0"], "slots=0 must be a whole number of at least 1"),
+        (["slots=0"], "slots=0: must be a whole number of at least 1"),
         (["attacks"], "attacks: there is no such option; the nearest is "),
     ],
 )

@@ -14,6 +14,7 @@ import user_code
 from gspo.data.samples import Score
 from gspo.rewards.reward_function import RewardFunction
 from processes import gone
+from refusals import refuses
 
 ROW = {"answer": "abc"}
 
@@ -201,7 +202,5 @@ def test_several_workers_keep_the_order_and_a_dead_one_takes_one_response_with_i
 
 
 def test_a_function_of_all_responses_has_one_worker(function):
-    with pytest.raises(
-        ValueError, match=r"task.workers=2 with task.reward=\S+: that function gets all responses"
-    ):
+    with refuses("task.workers", 2, "that function gets all responses"):
         function("batch", workers=2).start()

@@ -12,6 +12,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.quantization import MAX_NUMBER, quantize, quantized
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import QUANTIZATIONS
+from refusals import refuses
 
 
 def test_by_hand():
@@ -101,14 +102,9 @@ def test_a_copy_that_was_rounded_is_no_longer_the_policy():
 
 
 def test_refusals():
-    with pytest.raises(
-        ValueError,
-        match=r"rollout.quantization='int8': choose one of none, fp8_e4m3, fp8_e5m2, fp4_e2m1, int4",
-    ):
+    with refuses("rollout.quantization", "int8", "choose one of none, fp8_e4m3,"):
         settings("rollout.quantization=int8")
-    with pytest.raises(
-        ValueError, match=r"rollout.quantization=fp8_e4m3 is read by rollout=local alone"
-    ):
+    with refuses("rollout.quantization", "fp8_e4m3", "is read by rollout=local alone"):
         settings("rollout=vllm", "rollout.quantization=fp8_e4m3")
 
 

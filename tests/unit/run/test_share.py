@@ -8,6 +8,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from gspo.run import devices
+from refusals import refuses
 
 
 def job(kind: str, mode=RunMode.MULTIRUN, num=0, batch=None, **launcher):
@@ -49,7 +50,7 @@ def test_jobs_at_once():
         1,
     ]
     assert devices.jobs_at_once(job("LocalLauncher", batch=2)) == 2
-    with pytest.raises(ValueError, match=r"hydra\.sweeper\.max_batch_size=N"):
+    with refuses("hydra/launcher", "submitit_local", "hydra.sweeper.max_batch_size=N"):
         devices.jobs_at_once(job("LocalLauncher"))
 
 
@@ -73,13 +74,13 @@ def test_each_job_gets_gpus_of_its_own(monkeypatch):
     assert visible(1, 2, 2) == "2,3"
     monkeypatch.setenv(devices.DEVICES, "3,6,GPU-ab,9")
     assert visible(3, 4, 1) == "9" and visible(1, 2, 2) == "GPU-ab,9" and visible(0, 2, 1) == "3"
-    with pytest.raises(ValueError, match=r"gpus_per_node=2 for job 3 .* has 4"):
+    with refuses("hydra.launcher.gpus_per_node", 2, "has 4 GPUs, too few for job 3"):
         visible(2, 3, 2)
 
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="gpus_per_node=1: this machine has no GPU 3 for the job"):
+    with refuses("hydra.launcher.gpus_per_node", 1, "this machine has no GPU 3 for the"):
         devices.take_share(job("LocalLauncher", num=3, batch=4, gpus_per_node=1), 1)
 
 

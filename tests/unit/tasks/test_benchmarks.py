@@ -18,6 +18,7 @@ from gspo.tasks.benchmarks.code_sets import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.benchmarks.math_sets import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.benchmarks.programs import answer_block, with_preamble
 from gspo.tasks.benchmarks.records_file import Source, file_rows
+from refusals import refuses
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(os.environ.get("GSPO_DATA", ROOT.parent / "shared" / "data"))
@@ -110,30 +111,23 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
     assert names("train") == ["train.jsonl"]
     write(tmp_path / "one" / "math500.jsonl", [{"name": "one"}])
     assert len(list(Source("x.path", str(tmp_path / "one"), "test").rows())) == 1
-    with pytest.raises(ValueError, match="no file for the split 'test'"):
+    with refuses("x.path", problem="no file for the split 'test'"):
         only_train = write(tmp_path / "two" / "train.jsonl", [{}])
         Source("x.path", str(only_train.parent), "test").files()
 
 
 def test_missing_files_say_setting_path_and_what_to_do(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"task\.path=/no/where: there is no such file or folder. Give task\.path=FILE or FOLDER, or pip install",
-    ):
+    with refuses("task.path", "/no/where", "task.path=FILE or FOLDER, or pip"):
         GSM8K(path="/no/where").size("gsm8k")
-    with pytest.raises(
-        ValueError, match=r"task\.path is empty, and no hub dataset.*Give task\.path=FILE"
-    ):
+    with refuses("task.path", "", "is empty, and no hub dataset"):
         RatedPrograms().size("codeforces")
-    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+    with refuses("task.path", problem="must end in .jsonl"):
         GSM8K(path=str(ROOT / "README.md")).size("gsm8k")
 
 
 def test_the_hub_without_its_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(
-        ValueError, match=r'openai/gsm8k needs the package datasets.*pip install "gspo\[hub\]"'
-    ):
+    with refuses("task.path", "", "openai/gsm8k needs the package"):
         GSM8K().size("gsm8k")
 
 
@@ -144,7 +138,7 @@ def test_the_hub_is_read_through_datasets(gsm8k, tmp_path, monkeypatch):
     # a folder is a dataset too: the same call as for a name
     task = GSM8K(hub=str(gsm8k), hub_config="default")
     assert (task.size("gsm8k"), task.size("train")) == (5, 25)
-    with pytest.raises(ValueError, match=r"reading .* from the hub failed"):
+    with refuses("task.path", "", "from the hub failed"):
         GSM8K(hub=str(tmp_path / "none")).size("gsm8k")
 
 
@@ -249,14 +243,12 @@ def test_a_gzip_that_is_cut_off_or_none_is_named(tmp_path):
 
 
 def test_bad_settings_are_refused_by_name():
-    for kind, setting in (
-        (GSM8K, {"form": "box"}),
-        (HumanEval, {"wording": "chat"}),
-        (Mbpp, {"shown_tests": 0}),
-    ):
-        ((key, value),) = setting.items()
-        with pytest.raises(ValueError, match=f"{key}={value!r}"):
-            kind(**setting)
+    with pytest.raises(ValueError, match="form='box'"):
+        GSM8K(form="box")
+    with refuses("wording", "chat"):
+        HumanEval(wording="chat")
+    with refuses("shown_tests", 0):
+        Mbpp(shown_tests=0)
 
 
 # --- order, and what may be trained on
@@ -272,7 +264,7 @@ def test_the_evaluation_set_is_in_file_order_and_the_same_for_every_seed(gsm8k):
     for index in (-1, 5):
         with pytest.raises(IndexError, match="5 problems"):
             task.problem(1, "gsm8k", index)
-    with pytest.raises(ValueError, match="split='aime24'"):
+    with refuses("split", "aime24"):
         task.problem(1, "aime24", 0)
 
 
@@ -318,23 +310,15 @@ def test_no_evaluation_problem_is_in_a_training_stream(gsm8k, tmp_path):
     path = write(tmp_path / "mine.jsonl", [*shouted, gsm(77), gsm(77)])
     assert GSM8K(path=str(gsm8k / "test.jsonl"), train_path=str(path)).size("train") == 1
     path = write(tmp_path / "mine.jsonl", shouted)
-    with pytest.raises(
-        ValueError,
-        match="of 5 training problems none is left that is not also in the evaluation set",
-    ):
+    with refuses("task.train_path", problem="of 5 training problems none is"):
         GSM8K(path=str(gsm8k), train_path=str(path)).size("train")
 
 
 def test_training_needs_a_training_set(gsm8k, tmp_path):
     path = write(tmp_path / "test.jsonl", [{"problem": "One?", "answer": "001"}])
-    with pytest.raises(
-        ValueError, match=r"task=aime24 is for evaluation and has no training set.*task.train_path"
-    ):
+    with refuses("task", "aime24", "is for evaluation and has no"):
         AIME24(path=str(path)).problem(1, "train", 0)
-    with pytest.raises(
-        ValueError,
-        match=r"task\.path=.*test\.jsonl is one file.*give task\.train_path=FILE to train on beside it",
-    ):
+    with refuses("task.path", problem="give task.train_path=FILE to train"):
         GSM8K(path=str(gsm8k / "test.jsonl")).problem(1, "train", 0)
     mine = write(
         tmp_path / "mine.jsonl",
@@ -356,14 +340,14 @@ def test_mbpp_splits_are_disjoint_and_the_examples_in_neither(tmp_path):
         "Add 974. Your code s",
     }
     assert (task.size("mbpp"), task.size("train")) == (2, 2)
-    with pytest.raises(ValueError, match="task_id 2 is missing; 2, 3 and 4"):
+    with refuses("task.path", problem="task_id 2 is missing; 2, 3 and 4"):
         path = write(tmp_path / "test.jsonl", [mbpp(11)])
         Mbpp(path=str(path), wording="completion").size("mbpp")
 
 
 def test_there_are_no_demonstrations(gsm8k):
     task = GSM8K(path=str(gsm8k))
-    with pytest.raises(ValueError, match="gsm8k has no demonstrations"):
+    with refuses("task", "gsm8k", "has no demonstrations"):
         task.demonstration(task.problem(0, "train", 0), 0.0, None)
 
 
@@ -677,7 +661,7 @@ def test_every_real_record_is_read(kind, folder, size, train):
     assert len({problem.prompt for problem in problems}) >= size - 6
     assert all(problem.answer and "｜" not in problem.prompt for problem in problems)
     if train is None:
-        with pytest.raises(ValueError, match="has no training set"):
+        with refuses("task", problem="has no training set"):
             task.size("train")
     else:
         assert task.size("train") == train

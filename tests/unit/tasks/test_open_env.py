@@ -7,11 +7,14 @@ import random
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from unittest.mock import ANY
 
 import pytest
 
+from gspo.io.errors import SettingError
 from gspo.tasks.adapters.open_env import OpenEnv
 from gspo.tasks.environments.player import EnvironmentFailed, Player
+from refusals import refuses
 
 URL = "http://127.0.0.1:1"
 needs_openenv = pytest.mark.environments
@@ -20,26 +23,24 @@ needs_openenv = pytest.mark.environments
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        ({}, r"task\.url='': say where the server is"),
-        ({"url": "127.0.0.1:8000"}, r"task\.url='127\.0\.0\.1:8000': say where"),
-        ({"url": URL, "options": {"seed": 3}}, r"task\.options\.seed: set by the harness"),
+        ({}, ("task.url", "", "say where the server is")),
+        ({"url": "127.0.0.1:8000"}, ("task.url", ANY, "say where")),
+        ({"url": URL, "options": {"seed": 3}}, ("task.options.seed", ANY, "set by the harness")),
         (
             {"url": URL, "action": "a", "values": {"a": 1}},
-            r"task\.values\.a: it is what the policy writes",
+            ("task.values.a", ANY, "it is what the policy writes"),
         ),
-        ({"url": URL, "evaluation_size": 0}, "evaluation_size=0"),
+        ({"url": URL, "evaluation_size": 0}, ("evaluation_size", 0)),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, refusal):
-    with pytest.raises(ValueError, match=refusal):
+    with refuses(*refusal):
         OpenEnv(**settings)
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with pytest.raises(
-        ValueError, match=r'task=openenv needs the package openenv: pip install "gspo\[openenv\]"'
-    ):
+    with refuses("task", "openenv", 'pip install "gspo[openenv]"'):
         OpenEnv(url=URL).problem(1, "train", 0)
 
 
@@ -130,11 +131,9 @@ def test_a_failure_of_the_server_is_no_reward(url):
     task = OpenEnv(url=url, text="prompt", action="message")
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR"):
         played(task, task.problem(1, "train", 0), "crash")
-    with pytest.raises(
-        ValueError, match=r"task\.text=said: the observation has metadata, prompt, tries"
-    ):
+    with refuses("task.text", "said", "the observation has metadata, prompt, tries"):
         OpenEnv(url=url, text="said").problem(1, "train", 0)
-    with pytest.raises(ValueError, match=r"task\.url=http://127\.0\.0\.1:1: ConnectionError"):
+    with refuses("task.url", URL, "ConnectionError"):
         OpenEnv(url=URL).problem(1, "train", 0)
 
 
@@ -183,8 +182,9 @@ def answering(answers: list):
 def test_whatever_a_server_answers_to_reset_is_one_line(kind):
     with answering([HOSTILE[kind]]) as address:
         task = OpenEnv(url=address, text="prompt", step_seconds=2.0)
-        with pytest.raises(ValueError, match=rf"^task\.url={address}: ") as caught:
+        with pytest.raises(SettingError) as caught:
             task.problem(1, "train", 0)
+        assert (caught.value.key, caught.value.value) == ("task.url", address)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from unittest.mock import ANY
 
 import pytest
 
@@ -14,6 +15,7 @@ from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer
 from gspo.tasks.base import held_out
 from gspo.tasks.own_rows import OwnRows
+from refusals import refuses
 
 REWARD = "own_package.rewards:batch"
 
@@ -96,30 +98,37 @@ def test_responses_are_scored_by_the_function_and_cut_ones_are_not_asked_about()
 
 
 @pytest.mark.parametrize(
-    "changes, text",
+    "changes, refusal",
     [
-        ({"reward": ""}, "task.reward is not given"),
+        ({"reward": ""}, ("task.reward", ANY, "is not given")),
         (
             {"columns": {"answer": "answer"}},
-            "task.columns.answer: choose from prompt, family, rating",
+            ("task.columns.answer", ANY, "choose from prompt, family, rating"),
         ),
-        ({"columns": {"family": "level"}}, "task.columns.prompt is not given"),
-        ({"name": "a/b"}, "must be a plain name"),
-        ({"seconds": 0}, "seconds=0 must be a finite number above 0"),
-        ({"train_path": ""}, "task.path is empty|task.train_path"),
-        (
-            {"columns": {"prompt": "quest"}},
-            r"train.jsonl, line 1: the key 'quest' is missing; there are question",
-        ),
-        (
-            {"columns": {"prompt": "question", "rating": "level"}},
-            "key 'level' must be int or float, not str",
-        ),
+        ({"columns": {"family": "level"}}, ("task.columns.prompt", ANY, "is not given")),
+        ({"name": "a/b"}, ("task.name", "a/b", "must be a plain name")),
+        ({"seconds": 0}, ("seconds", 0)),
+        ({"train_path": ""}, ("task.path", "", "is empty")),
     ],
 )
-def test_what_is_wrong_is_said_with_key_or_line(changes, text):
-    with pytest.raises(ValueError, match=text):
+def test_settings_that_are_wrong_are_refused_by_name(changes, refusal):
+    with refuses(*refusal):
         task(**changes).problem(0, "rows", 0)
+
+
+@pytest.mark.parametrize(
+    "columns, text",
+    [
+        (
+            {"prompt": "quest"},
+            r"train.jsonl, line 1: the key 'quest' is missing; there are question",
+        ),
+        ({"prompt": "question", "rating": "level"}, "key 'level' must be int or float, not str"),
+    ],
+)
+def test_columns_that_the_rows_do_not_have_are_said_with_the_line(columns, text):
+    with pytest.raises(ValueError, match=text):
+        task(columns=columns).problem(0, "rows", 0)
 
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1?"}]

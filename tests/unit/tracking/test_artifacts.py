@@ -20,6 +20,7 @@ from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import MODEL
 from gspo.train.checkpoint_files import CHECKSUMS, seal
 from recorded_wandb import pause
+from refusals import refuses
 from wandb_server import serving
 
 RUN = """
@@ -193,7 +194,5 @@ def test_a_server_that_refuses_artifacts_costs_one_line(run):
 
 
 def test_what_cannot_be_uploaded_is_refused():
-    with pytest.raises(
-        ValueError, match=r"tracking\.upload_checkpoints=true with tracking\.wandb=disabled"
-    ):
+    with refuses("tracking.upload_checkpoints", True, "with tracking.wandb=disabled"):
         TrackingSettings(wandb="disabled", upload_checkpoints=True)

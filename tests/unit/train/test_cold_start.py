@@ -28,6 +28,7 @@ from gspo.tasks.testbed.python_tool import PythonTool
 from gspo.train import cold_start as module
 from gspo.train.cold_start import cold_start, demonstrations
 from gspo.train.settings import ColdStartSettings
+from refusals import refuses
 
 MODEL = TinyMoE(hidden=16, layers=2, heads=2, experts=4, expert_width=8)
 TASK = ChainArithmetic(max_operands=3)
@@ -232,9 +233,7 @@ def test_a_demonstrated_observation_is_cut_where_a_played_one_is():
     "messages", [[], [{"role": "user", "content": "x" * 10_000_000}]], ids=["nothing", "much"]
 )
 def test_a_demonstration_that_does_not_begin_is_refused_in_words(messages):
-    with pytest.raises(
-        ValueError, match=r"cold_start.steps=1: problem 0 of task 'told' does not begin: "
-    ):
+    with refuses("cold_start.steps", 1, "problem 0 of task 'told' does not"):
         demonstrations(
             chat_policy(), Told(messages=messages), ColdStartSettings(steps=1, batch_size=1), 0
         )

@@ -24,6 +24,7 @@ from gspo.model.value_head import ValueHead
 from gspo.train.checkpoint import CheckpointWriter, load_optimizer
 from gspo.train.checkpoint_files import latest_checkpoint
 from ranked import ranked
+from refusals import refuses
 from trainers import gap_trainer, steps, trainer
 
 LORA = LoraSettings(rank=4, alpha=8)
@@ -191,45 +192,45 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
 # -------------------------------------------------------------------------------------------------------------
 # settings
 @pytest.mark.parametrize(
-    "overrides, message",
+    "overrides, refusal",
     [
-        (["policy.lora.alpha=16"], r"policy.lora.alpha=16 is not read with policy.lora.rank=0"),
+        (["policy.lora.alpha=16"], ("policy.lora.alpha", 16, "is not read with")),
         (
             ["policy.lora.targets=attention"],
-            r"policy.lora.targets=attention is not read with policy.lora.rank=0",
+            ("policy.lora.targets", "attention", "is not read with"),
         ),
         (
             ["policy.lora.rank=8", "policy.lora.targets=router"],
-            r"policy.lora.targets='router': choose one of attention",
+            ("policy.lora.targets", "router"),
         ),
-        (["policy.lora.rank=-1"], r"policy.lora.rank=-1 must be a whole number of at least 0"),
+        (["policy.lora.rank=-1"], ("policy.lora.rank", -1)),
         (
             ["policy.lora.rank=8", "policy.lora.alpha=0"],
-            r"policy.lora.alpha=0 must be a whole number of at least 1",
+            ("policy.lora.alpha", 0),
         ),
         (
             ["policy.lora.rank=8", "policy.lora.targets=experts", "model=tiny_dense"],
-            r"policy.lora.targets=experts needs an MoE model; model=tiny_dense is dense",
+            ("policy.lora.targets", "experts", "needs an MoE model;"),
         ),
         (
             ["policy.lora.rank=8", "policy.freeze_router=true"],
-            r"policy.freeze_router=true with policy.lora.rank=8: an adapter leaves the routers as they are",
+            ("policy.freeze_router", True, "an adapter leaves the routers as"),
         ),
         (
             ["policy.lora.rank=8", "optim.router_lr_factor=2"],
-            r"optim.router_lr_factor=2 with policy.lora.rank=8",
+            ("optim.router_lr_factor", 2.0, "with policy.lora.rank=8"),
         ),
         (
             ["policy.lora.rank=8", "trainer.router_aux_loss_coef=0.1"],
-            r"trainer.router_aux_loss_coef=0.1 with policy.lora.rank=8",
+            ("trainer.router_aux_loss_coef", 0.1, "with policy.lora.rank=8"),
         ),
         (
             ["policy.lora.rank=8", "parallel.mode=shard"],
-            r"parallel.mode=shard with policy.lora.rank=8: .*replicate",
+            ("parallel.mode", "shard", "with policy.lora.rank=8"),
         ),
         (
             ["policy.lora.rank=8", "kl=loss", "kl.refresh_every=5"],
-            r"kl.refresh_every=5 with policy.lora.rank=8: the reference is the model with its adapter off",
+            ("kl.refresh_every", 5, "the reference is the model with"),
         ),
         (
             [
@@ -239,12 +240,12 @@ def test_two_ranks_train_an_adapter_as_one_process_does(case):
                 "rollout.staleness=1",
                 "rollout.overlap=true",
             ],
-            r"rollout.overlap=true with policy.lora.rank=8: policy.old_logprobs=behaviour are .* not the",
+            ("rollout.overlap", True, "policy.old_logprobs=behaviour are"),
         ),
     ],
 )
-def test_what_cannot_work_is_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_work_is_refused(overrides, refusal):
+    with refuses(*refusal):
         settings("experiment=tiny_moe", *overrides)
 
 

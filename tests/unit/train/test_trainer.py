@@ -3,7 +3,6 @@ compute accounting.
 """
 
 import math
-import re
 import time
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import OptimSettings
 from gspo.train.trainer import Trainer
+from refusals import refuses
 from trainers import FirstCharacter, steps, trainer, weights
 
 
@@ -265,16 +265,19 @@ def test_the_learning_rate_falls_after_its_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "refusal"),
     [
-        ({"decay": "step"}, "optim.decay='step': choose one of none, linear, cosine"),
-        ({"decay": "cosine"}, "optim.decay=cosine with optim.decay_updates=0"),
-        ({"decay_updates": 5}, "optim.decay=none with optim.decay_updates=5"),
-        ({"final_lr_factor": 0.1}, "optim.final_lr_factor=0.1 does nothing with optim.decay=none"),
+        ({"decay": "step"}, ("optim.decay", "step")),
+        ({"decay": "cosine"}, ("optim.decay", "cosine", "with optim.decay_updates=0")),
+        ({"decay_updates": 5}, ("optim.decay", "none", "with optim.decay_updates=5")),
+        (
+            {"final_lr_factor": 0.1},
+            ("optim.final_lr_factor", 0.1, "does nothing with optim.decay=none"),
+        ),
     ],
 )
-def test_a_decay_that_is_half_said_is_refused(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_decay_that_is_half_said_is_refused(settings, refusal):
+    with refuses(*refusal):
         OptimSettings(**settings)
 
 
