@@ -107,7 +107,7 @@ def test_figures_and_summaries_are_written_and_printed_under_an_ascii_locale(tmp
     )
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
     there = environment() | ASCII
     for overrides in ((*SMALL, "steps=2", "study=small"), None):

@@ -260,7 +260,7 @@ def test_tracking_needs_no_home_directory(home, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", ["/dev/null", None])
+@pytest.mark.parametrize("home", ["/dev/null", pytest.param(None, marks=pytest.mark.daily)])
 def test_everything_works_without_a_home_directory(home, tmp_path):
     def ended(command: str, *words: str, imported: bool = False) -> str:
         """Its error output. `imported`: what it imports has been imported elsewhere, with a home

@@ -299,7 +299,7 @@ def test_humaneval_references_pass():
     assert len(records) == 164 and failed == {}
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason="no HumanEval here")
 def test_humaneval_mutants_fail():
     records = [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
@@ -307,7 +307,7 @@ def test_humaneval_mutants_fail():
         assert not_stopped(grader, records) == []
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 @pytest.mark.skipif(not MBPP.exists(), reason="no MBPP here")
 def test_mbpp_references_pass():
     """All but two, whose set-up code builds a tree of the program's nodes before the program is

@@ -115,14 +115,14 @@ def test_quick_attacks_are_stopped_as_an_ordinary_user(reads_all):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bubblewrap", [False, True])
+@pytest.mark.parametrize("bubblewrap", [False, pytest.param(True, marks=pytest.mark.daily)])
 def test_all_attacks_are_stopped_as_the_present_user(bubblewrap):
     suite_as((sys.executable,), bubblewrap)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bubblewrap", [False, True])
-@pytest.mark.parametrize("reads_all", [False, True])
+@pytest.mark.parametrize("bubblewrap", [False, pytest.param(True, marks=pytest.mark.daily)])
+@pytest.mark.parametrize("reads_all", [False, pytest.param(True, marks=pytest.mark.daily)])
 def test_all_attacks_are_stopped_as_an_ordinary_user(reads_all, bubblewrap):
     suite_as(user_command(reads_all), bubblewrap)
 

@@ -188,7 +188,7 @@ def test_math500_reference_solutions(verifier):
     assert accepted == {("5", "x=5"), ("7", "7"), ("3", "3")}  # neighbours with equal golds
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 def test_math500_golds_agree_only_with_themselves(verifier):
     _, golds = math500()
     golds = sorted({gold for gold in golds if not re.fullmatch(r"-?\d+", gold)})
