@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
+from gspo.data.seeding import permutation
 from gspo.io.ranges import Ranged
 
 TRAINING_SPLITS = ("train", "cold_start")
@@ -107,6 +109,19 @@ class Task(Ranged):
         """End the task's processes, if it has any. The task can be used again afterwards."""
 
 
+class SingleSet(Task):
+    """A task with a single evaluation set, which is named like the task."""
+
+    evaluation_size: int = 0  # its number of problems, 0 if there is no end
+
+    def evaluation_sets(self) -> list[str]:
+        return [self.name]
+
+    def size(self, split: str) -> int | None:
+        check_split(split, self.evaluation_sets())
+        return None if split in TRAINING_SPLITS else self.evaluation_size or None
+
+
 def held_out(prompt: str) -> bool:
     """Return whether a prompt belongs to evaluation, as 1 in 8 prompts do.
 
@@ -127,6 +142,13 @@ def draw_prompt(split: str, make: Callable[[], str]) -> str:
         f"no prompt for split {split!r} in {MAX_DRAWS} draws: the task has too few different "
         "problems"
     )
+
+
+# the stream moves on, so a few epochs serve a batch that spans two
+@lru_cache(maxsize=16)
+def epoch_order(count: int, *position: int | str) -> list[int]:
+    """Return the order of `count` training problems in an epoch, by its position."""
+    return permutation(count, *position).tolist()
 
 
 def check_split(split: str, evaluation_sets: list[str]) -> None:

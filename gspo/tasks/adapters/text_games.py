@@ -27,11 +27,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
-from gspo.tasks.base import TRAINING_SPLITS, check_split
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Message, Outcome
+from gspo.tasks.adapters.seeded_games import SeededGames, invalid
+from gspo.tasks.environments.protocol import Environment, Message, Outcome
 
 INSTALL = 'pip install "gspo[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
@@ -41,7 +40,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass
-class TextGames(EnvironmentTask, key="task"):
+class TextGames(SeededGames, key="task"):
     """Games of a text environment. The seed of game i is a function of (run seed, split, i).
 
     All samples of a problem play the same game.
@@ -84,26 +83,11 @@ class TextGames(EnvironmentTask, key="task"):
         if len({name.casefold() for name in self.actions}) < len(self.actions):
             raise ValueError(f"{self.key}.actions={list(self.actions)}: two of them have one name")
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
-    def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        return None if split in TRAINING_SPLITS else self.evaluation_size
-
-    def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split.
-
-        Its prompt is the beginning of the game. Its answer is the seed of the environment."""
-        check_split(split, self.evaluation_sets())
-        game_seed = seed_for(seed, self.name, split, index) % 2**31
-        if game_seed not in self._beginnings:
-            if len(self._beginnings) >= self.evaluation_size:
-                self._beginnings.clear()
-            game = self.game()
-            self._beginnings[game_seed] = game.begin(game_seed)
-            game.close()
-        return Problem(self.name, index, self._beginnings[game_seed], game_seed)
+    def beginning(self, seed: int) -> str:
+        game = self.game()
+        beginning = game.begin(seed)
+        game.close()
+        return beginning
 
     def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
         return self.game()
@@ -117,11 +101,6 @@ class TextGames(EnvironmentTask, key="task"):
                 f"{self.key}.arguments={dict(self.arguments)} does not fit: {error}"
             ) from error
         return TextGame(env, self)
-
-    @cached_property
-    def _beginnings(self) -> dict[int, str]:
-        """The beginnings of games, by seed. Evaluations use the same games again and again."""
-        return {}
 
     @cached_property
     def _maker(self) -> Any:
@@ -176,7 +155,7 @@ class TextGame(Environment):
         try:
             action = self._action(text)
         except ValueError as error:
-            return Outcome(f"Invalid action: {error}.", measures={"invalid_actions": 1.0})
+            return invalid(str(error))
         result = self.env.step(action)
         if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import permutation
 from gspo.io.ranges import outside_code
 from gspo.io.user_code import import_object, is_path
-from gspo.tasks.base import TRAINING_SPLITS, check_split, held_out
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order, held_out
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ IDENTITY_COLUMNS = ("prompt", "answer", "info")  # rows with the same values are
 
 
 @dataclass
-class VfEnvironments(EnvironmentTask):
+class VfEnvironments(SingleSet, EnvironmentTask):
     """Problems from the rows of an environment's data sets, in an order by the run's seed.
 
     env         name of the environment's module, or MODULE:FUNCTION for a function other than
@@ -89,9 +88,6 @@ class VfEnvironments(EnvironmentTask):
             )
         return loaded
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
     def size(self, split: str) -> int:
         """Return the number of problems of a split. Raises ValueError for an unknown split."""
         return len(self._row_indices(split))
@@ -101,7 +97,7 @@ class VfEnvironments(EnvironmentTask):
         row_indices = self._row_indices(split)
         if split in TRAINING_SPLITS:
             epoch, position = divmod(index, len(row_indices))
-            order = _order(len(row_indices), seed, self.name, split, epoch)
+            order = epoch_order(len(row_indices), seed, self.name, split, epoch)
             row_index = row_indices[order[position]]
         else:
             row_index = row_indices[index]
@@ -166,9 +162,3 @@ def shown(prompt: list[dict[str, Any]]) -> str:
     """Return the text of a row's prompt, without the system message."""
     contents = [message["content"] for message in prompt if message["role"] != "system"]
     return "\n\n".join(map(str, contents))
-
-
-# the stream moves on, so a few epochs serve a batch that spans two
-@lru_cache(maxsize=16)
-def _order(count: int, *position: int | str) -> list[int]:
-    return permutation(count, *position).tolist()

@@ -20,8 +20,10 @@ most of their problems.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -31,7 +33,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
-from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, draw_prompt
 
 EXACT_FAMILIES = """
     ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix
@@ -51,20 +53,17 @@ LISTS_OF_WORDS = r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\
 JUG_MOVE = r'"(?:fill|empty|pour) [A-Z](?:->[A-Z])?"'
 HANOI_MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+"
 SHAPES = {
-    family: re.compile(pattern)
-    for family, pattern in {
-        "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
-        "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
-        "group_anagrams": LISTS_OF_WORDS,
-        "jugs": rf"\[{JUG_MOVE}(?:, ?{JUG_MOVE})*\]",
-        "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
-        "palindrome_generation": r"[A-Za-z]+",
-        "palindrome_partitioning": LISTS_OF_WORDS,
-        "quantum_lock": r"[A-C]( → [A-C])*",
-        "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
-        "sokoban": r"[UDLR]+",
-        "tower_of_hanoi": rf"{HANOI_MOVE}(\n{HANOI_MOVE})*",
-    }.items()
+    "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
+    "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
+    "group_anagrams": LISTS_OF_WORDS,
+    "jugs": rf"\[{JUG_MOVE}(?:, ?{JUG_MOVE})*\]",
+    "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
+    "palindrome_generation": r"[A-Za-z]+",
+    "palindrome_partitioning": LISTS_OF_WORDS,
+    "quantum_lock": r"[A-C]( → [A-C])*",
+    "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
+    "sokoban": r"[UDLR]+",
+    "tower_of_hanoi": rf"{HANOI_MOVE}(\n{HANOI_MOVE})*",
 }
 UNSTABLE = "makes other problems in another process, so that runs could not be repeated"
 EXECUTES = "has many right answers, and its scorer runs the answer as Python"
@@ -103,6 +102,12 @@ INSTRUCTIONS = {
 # the name of a value: A in A=1, "0" in {"0": 1}
 KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 INSTALL = 'pip install "gspo[gym]"'
 
 
@@ -122,7 +127,7 @@ class Entry:
 
 
 @dataclass
-class GymProblems(Task):
+class GymProblems(SingleSet):
     """Problems of the family `dataset`, with the library's settings for it in `config`.
 
     There is no end of training problems, and there are `evaluation_size` evaluation problems.
@@ -136,12 +141,14 @@ class GymProblems(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
+        examined = sorted(EXACT | NUMBERS | SHAPES.keys())
+        if self.dataset not in examined:
             reason = REFUSED.get(
                 self.dataset, "is unknown, or has not been examined for holes in its scoring"
             )
-            examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
-            raise ValueError(f"dataset={self.dataset!r} {reason}; choose one of {examined}")
+            raise ValueError(
+                f"dataset={self.dataset!r} {reason}; choose one of {', '.join(examined)}"
+            )
         for key in {"seed", "size"} & set(self.config):
             raise ValueError(
                 f"config.{key}={self.config[key]}: set by the harness, from the run's seed"
@@ -149,13 +156,6 @@ class GymProblems(Task):
         self._scorer: Any = None
         # evaluation problems by (seed, index), because evaluations use them again and again
         self._held_out: dict[tuple[int, int], Problem] = {}
-
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
-    def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        return None if split in TRAINING_SPLITS else self.evaluation_size
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split.
@@ -246,7 +246,7 @@ def has_shape(family: str, answer: str) -> bool:
 
     The library would count only the last value of a repeated key."""
     keys = KEY.findall(answer)
-    return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
+    return bool(re.fullmatch(SHAPES[family], answer)) and len(set(keys)) == len(keys)
 
 
 def normal_form(answer: str) -> str:
@@ -255,8 +255,8 @@ def normal_form(answer: str) -> str:
     It has no spaces at the ends of lines, beside signs or doubled, no " quotes, no capital
     letters, and 5 for 5.0."""
     lines = answer.strip().replace('"', "'").casefold().split("\n")
-    lines = [" ".join(line.split()) for line in lines]
-    text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    text = re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", text)
     return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
 
 
@@ -264,9 +264,8 @@ def reaches(expression: str, numbers: list[int], target: int) -> bool:
     """Return whether an expression uses each of the numbers once and has the value `target`.
 
     It may have the operations + - * / and brackets."""
-    if len(expression) > MAX_EXPRESSION_CHARS:
-        return False
-    if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+    is_short = len(expression) <= MAX_EXPRESSION_CHARS
+    if not is_short or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
     used: list[int] = []
     try:
@@ -285,15 +284,6 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, used)
-    if isinstance(node, ast.BinOp):
-        left = _value(node.left, used)
-        right = _value(node.right, used)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(node.op, ast.Sub):
-            return left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.Div):
-            return left / right
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
     raise ValueError("not one of + - * /")

@@ -23,7 +23,7 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
-from gspo.tasks.base import check_split, draw_prompt
+from gspo.tasks.base import SingleSet, check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import INTEGER
 
@@ -31,16 +31,13 @@ MAX_GUESS_CHARS = 8
 
 
 @dataclass
-class Guessing(EnvironmentTask):
+class Guessing(SingleSet, EnvironmentTask):
     """Intervals of `numbers` numbers below 100. An episode has at most `turns` guesses."""
 
     name: str = "guessing"
     turns: int = ranged(8, least=1)
     numbers: int = ranged(15, least=2, most=60)
     has_demonstrations: ClassVar[bool] = True
-
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Its answer is the number to guess."""

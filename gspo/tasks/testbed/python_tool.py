@@ -27,7 +27,7 @@ from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
-from gspo.tasks.base import check_split, draw_prompt
+from gspo.tasks.base import SingleSet, check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import judge
 
@@ -70,7 +70,7 @@ TOOL = {
 
 
 @dataclass
-class PythonTool(EnvironmentTask):
+class PythonTool(SingleSet, EnvironmentTask):
     """Products and sums of numbers of `digits` digits, and a Python tool.
 
     `slots` programs run at a time, each within the given CPU seconds and megabytes.
@@ -119,9 +119,6 @@ class PythonTool(EnvironmentTask):
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
         self._results: OrderedDict[str, tuple[str, bool]] = OrderedDict()
         self._lock = threading.Lock()
-
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split."""
