@@ -15,18 +15,16 @@ sandbox.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from gspo.data.samples import Score
+from gspo.rewards.child_process import ChildProcess, start_child
 from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
@@ -116,13 +114,6 @@ class RewardFunction:
                 process.close()
 
 
-class _Running(NamedTuple):
-    """A running process that calls the function, and the connection to it."""
-
-    process: subprocess.Popen
-    connection: Connection
-
-
 class RewardProcess:
     """A process that calls the function. It is started when it is needed."""
 
@@ -130,7 +121,7 @@ class RewardProcess:
         self.path = path
         self.key = key
         self.seconds = seconds
-        self._running: _Running | None = None
+        self._running: ChildProcess | None = None
         self._style = ""
 
     def start(self) -> str:
@@ -141,30 +132,22 @@ class RewardProcess:
         self._started()
         return self._style
 
-    def _started(self) -> _Running:
+    def _started(self) -> ChildProcess:
         """Return the running process, which is started if needed. Raises ValueError as `start` does."""
         if self._running and self._running.process.poll() is None:
             return self._running
-        connection, worker_end = multiprocessing.Pipe()
-        command = [sys.executable, "-P", "-m", "gspo.rewards.reward_worker"]
-        command += [str(worker_end.fileno()), self.path, self.key, str(os.getpid())]
         # The current folder is searched last, by `import_object`: its files must not stand in for
         # installed modules.
         paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-        process = subprocess.Popen(
-            command,
-            pass_fds=[worker_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C is for the run, which finishes its step
+        running = start_child(
+            ["-m", "gspo.rewards.reward_worker", self.path, self.key],
+            os.environ | {"PYTHONPATH": paths},
         )
-        worker_end.close()
-        running = _Running(process, connection)
         self._running = running
-        message = _receive(running, START_SECONDS)
-        if message is None:
-            message = ("refused", f"{self.key}={self.path}: its process has ended")
-        kind, text = message
+        kind, text = _receive(running, START_SECONDS) or (
+            "refused",
+            f"{self.key}={self.path}: its process has ended",
+        )
         if kind == "refused":
             self.close()
             raise ValueError(text)
@@ -193,7 +176,7 @@ class RewardProcess:
             waiting = {index: call for index, call in waiting.items() if index not in scores}
         return scores
 
-    def _collect(self, running: _Running, waiting: dict[int, RewardCall]) -> dict[int, Score]:
+    def _collect(self, running: ChildProcess, waiting: dict[int, RewardCall]) -> dict[int, Score]:
         """Return the scores of the calls that were sent.
 
         If the process ends or must be ended, the calls that had begun count as failed, and the
@@ -216,7 +199,7 @@ class RewardProcess:
                 begun.pop(index, None)
         return scores
 
-    def _failure(self, running: _Running) -> Score:
+    def _failure(self, running: ChildProcess) -> Score:
         """Return the score of calls without outcome: the process has ended, or takes too long."""
         code = running.process.poll()
         if code is None:
@@ -228,13 +211,11 @@ class RewardProcess:
     def close(self) -> None:
         """End the process, if it is running."""
         if self._running:
-            self._running.process.kill()
-            self._running.process.wait()
-            self._running.connection.close()
+            self._running.stop()
         self._running = None
 
 
-def _receive(running: _Running, seconds: float) -> Any:
+def _receive(running: ChildProcess, seconds: float) -> Any:
     """Return the process's next message, or None after `seconds` or at its end."""
     try:
         return running.connection.recv() if running.connection.poll(seconds) else None

@@ -30,8 +30,8 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, NamedTuple
 
+from gspo.rewards.child_process import ChildProcess, bare_environment, start_child
 from gspo.rewards.math.agree import agree
 from gspo.rewards.math.extract import (
     FORMS,
@@ -48,7 +48,6 @@ WORKER = Path(__file__).with_name("worker.py")
 # next.
 CPU_SHARE = 0.4
 HANG_FACTOR = 4  # a worker that uses no CPU time for this many times `seconds` hangs
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 
 Question = tuple[str, str, str]  # kind, gold, answer
 
@@ -253,21 +252,13 @@ def gold_structure(gold: str) -> Node | None:
         return None
 
 
-class _Running(NamedTuple):
-    """A running worker process and the pipes to it."""
-
-    process: subprocess.Popen[bytes]
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-
-
 class _Worker:
     """A worker process, which is started when it is needed."""
 
     def __init__(self, seconds: float, memory_mb: int) -> None:
         self.seconds = seconds
         self.memory_mb = memory_mb
-        self.running: _Running | None = None
+        self.running: ChildProcess | None = None
         # its CPU time when that was last seen to change, and the clock at that moment
         self.cpu = 0.0
         self.cpu_changed = 0.0
@@ -281,9 +272,8 @@ class _Worker:
         self.cpu = 0.0
         self.cpu_changed = time.monotonic()
         # it died just now, and receive() will find the end of its output
-        with contextlib.suppress(BrokenPipeError):
-            running.stdin.write(json.dumps(question).encode() + b"\n")
-            running.stdin.flush()
+        with contextlib.suppress(OSError):
+            running.connection.send_bytes(json.dumps(question).encode())
 
     def receive(self) -> bool | str:
         """Return the worker's answer: true, false or "gold".
@@ -291,14 +281,13 @@ class _Worker:
         Return "timeout" if the kernel ended it for its CPU time. Return "lost" if it died or hangs
         otherwise, or has no memory left, perhaps because of earlier questions."""
         running = self.started()
-        has_output = bool(wait([running.stdout.fileno()], timeout=0))
-        line = running.stdout.readline() if has_output else b""
-        if line.endswith(b"\n"):
+        reply = running.receive()
+        if reply:
             with contextlib.suppress(ValueError):
-                reply = json.loads(line)
-                if reply in (True, False, "gold"):
-                    return reply
-        timed_out = not line and not self.hangs() and running.process.wait() == -signal.SIGPROF
+                answer = json.loads(reply)
+                if answer in (True, False, "gold"):
+                    return answer
+        timed_out = not reply and not self.hangs() and running.process.wait() == -signal.SIGPROF
         self.stop()
         return "timeout" if timed_out else "lost"
 
@@ -311,56 +300,46 @@ class _Worker:
             self.cpu_changed = now
         return now - self.cpu_changed > HANG_FACTOR * self.seconds
 
-    def started(self) -> _Running:
+    def started(self) -> ChildProcess:
         """Return the process. Raises RuntimeError if `send` was not called before."""
         if self.running is None:
             raise RuntimeError("the math worker is not running")
         return self.running
 
-    def start(self) -> _Running:
+    def start(self) -> ChildProcess:
         """Start the worker and wait until it has loaded math-verify.
 
         Raises RuntimeError if it cannot load it.
         """
-        arguments = [str(os.getpid()), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
-        environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-P", str(WORKER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # so that nothing half written is left for a forked copy to write again
-            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"} | environment,
-            start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the worker
-        )
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the math worker has no pipes")
-        self.running = _Running(process, process.stdin, process.stdout)
-        if self.running.stdout.readline() != b"ready\n":
-            status = process.wait()
+        arguments = ["-s", str(WORKER), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
+        environment = bare_environment() | {"OMP_NUM_THREADS": "1"}
+        running = start_child(arguments, environment, stdout=subprocess.DEVNULL)
+        self.running = running
+        if running.receive(None) != b"ready":
+            status = running.process.wait()
             self.stop()
             raise RuntimeError(
                 f"the math worker did not start (exit status {status}): is math-verify installed?"
             )
-        return self.running
+        return running
 
     def stop(self) -> None:
-        """End the worker and collect it, so that no zombie stays."""
-        if self.running is None:
-            return
-        self.running.process.kill()
-        self.running.process.wait()
-        for pipe in (self.running.stdin, self.running.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        """End the worker, if it is running."""
+        if self.running:
+            self.running.stop()
         self.running = None
 
 
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
-        outputs = {worker: worker.started().stdout.fileno() for worker in workers}
-        readable = wait(outputs.values(), timeout=0.5)
-        ready = [worker for worker in workers if outputs[worker] in readable or worker.hangs()]
+        connections = [worker.started().connection for worker in workers]
+        readable = wait(connections, timeout=0.5)
+        ready = [
+            worker
+            for worker, connection in zip(workers, connections, strict=True)
+            if connection in readable or worker.hangs()
+        ]
         if ready:
             return ready
 

@@ -5,54 +5,45 @@ memory, so this is a process of its own. It has a memory limit, and each questio
 after which the kernel ends the process, even if the computation ignores signals. The limit is on
 CPU time, not on waiting, so a busy machine changes no verdict.
 
-It reads lines [kind, gold, answer] of JSON. It answers true, false, "gold" if the gold cannot be
-parsed, or "memory", after which it ends. Formulas are parsed by math-verify (latex2sympy2_extended)
-and evaluated to 100 digits at some points. math-verify's own comparison, which rounds, is asked
-only about objects that are not functions of numbers. The command line gives the parent's process
-id, megabytes and CPU seconds.
+It receives messages [kind, gold, answer] of JSON. It answers true, false, "gold" if the gold cannot
+be parsed, or "memory", after which it ends. Formulas are parsed by math-verify
+(latex2sympy2_extended) and evaluated to 100 digits at some points. math-verify's own comparison,
+which rounds, is asked only about objects that are not functions of numbers. The command line gives
+megabytes, CPU seconds, the connection's descriptor and the parent's process id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import resource
-import select
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 DIGITS = 100
 TOLERANCE_DIGITS = 80  # two values must agree in so many digits
 # points are taken near these, different for each variable
 SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))
-READ_BYTES = 65536
 
 
-def serve(parent: int, seconds: float) -> None:
-    """Answer until the input ends or the parent is gone.
+def serve(connection: Connection, parent: int, seconds: float) -> None:
+    """Answer until the connection ends or the parent is gone.
 
-    A forked copy of the parent may hold the other end of the input open, so the parent's id is
-    checked too."""
-    print("ready", flush=True)
-    pending = b""
-    while os.getppid() == parent:
-        if not select.select([0], [], [], 1.0)[0]:
-            continue
-        received = os.read(0, READ_BYTES)
-        if not received:
-            return
-        pending += received
-        while b"\n" in pending:
-            line, _, pending = pending.partition(b"\n")
+    A forked copy of the parent may hold the other end open, so the parent's id is checked too."""
+    connection.send_bytes(b"ready")
+    reply: bool | str = ""
+    while os.getppid() == parent and reply != "memory":
+        if connection.poll(1.0):
+            question = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
-            reply = judge(*json.loads(line))
+            reply = judge(*json.loads(question))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            print(json.dumps(reply), flush=True)
-            if reply == "memory":
-                return
+            connection.send_bytes(json.dumps(reply).encode())
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
@@ -165,9 +156,8 @@ def near(a, b) -> bool:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
-    parent_pid = int(sys.argv[1])
-    memory_bytes = int(sys.argv[2]) << 20
-    cpu_seconds = float(sys.argv[3])
+    memory_mb, cpu_seconds, descriptor, parent_pid = sys.argv[1:5]
+    memory_bytes = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     import sympy
@@ -181,4 +171,5 @@ if __name__ == "__main__":
     # elsewhere the limit counts the system's own mappings, or is refused
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    serve(parent_pid, cpu_seconds)
+    with contextlib.suppress(EOFError, OSError):  # the connection ended
+        serve(Connection(int(descriptor)), int(parent_pid), float(cpu_seconds))

@@ -20,10 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gspo.rewards.child_process import bare_environment
+
 SCRIPT = Path(__file__).resolve().with_name("server.py")
 START_SECONDS = 120.0  # a server that has not answered by then is given up
 SILENCE_SECONDS = 60.0  # a server with a running child gives a sign of life every second
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 # the capabilities that root keeps inside bubblewrap
 CAPABILITIES = ("SETUID", "SETGID", "SETPCAP", "KILL", "DAC_READ_SEARCH")
 FIRST_UID = 0x40000000
@@ -114,8 +115,7 @@ class ForkServer:
         if boxed:
             command = [*bubblewrap_command(), *command]
         # with one arena threads reserve no memory
-        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
-        environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
+        environment = bare_environment() | {"MALLOC_ARENA_MAX": "1"}
         self.process = _launch(
             lambda: subprocess.Popen(
                 command,
