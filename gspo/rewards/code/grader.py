@@ -308,13 +308,7 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _CaseO
             message = tester.exchange(None)
             index = 0
             while not isinstance(message, ProgramEnd) and "verdict" not in message:
-                request = {
-                    "index": index,
-                    "call": message["call"],
-                    "arguments": message["arguments"],
-                    "keywords": message["keywords"],
-                }
-                reply, failure = _result(program.exchange(request), index)
+                reply, failure = _result(program.exchange({**message, "index": index}), index)
                 if failure:
                     return failure
                 # the value that is judged must be plain

@@ -182,15 +182,12 @@ def _as_besides(node: Node) -> Node:
 
 
 def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
-    if gold.kind == answer.kind == "named":
-        if gold.parts[0] == answer.parts[0]:
-            return agree(gold.parts[2], answer.parts[2], equal)
+    other_name = gold.kind == answer.kind and gold.parts[0] != answer.parts[0]
+    if other_name or "equation" in (gold.kind, answer.kind):
         return _same_equation(gold, answer, equal)
-    if "equation" in (gold.kind, answer.kind):
-        return _same_equation(gold, answer, equal)
-    if gold.kind == "named":
-        return agree(gold.parts[2], answer, equal)
-    return agree(gold, answer.parts[2], equal)
+    gold_value = gold.parts[2] if gold.kind == "named" else gold
+    answer_value = answer.parts[2] if answer.kind == "named" else answer
+    return agree(gold_value, answer_value, equal)
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:

@@ -196,6 +196,7 @@ FULL_WIDTH = {chr(ord(mark) + 0xFEE0): mark for mark in "0123456789()[],.:;=+-/%
     "｛": r"\{", "｝": r"\}", "、": ", ", "　": " ", "。": "。",
 }  # fmt: skip
 MAPPED = SPELLINGS | FULL_WIDTH
+TRANSLATION = str.maketrans(MAPPED)
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 POWER_OF_TEN = re.compile(
     r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１０))([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)"
@@ -293,9 +294,7 @@ def normal(answer: str) -> str:
     if PLAIN.fullmatch(answer):
         return answer
     answer = _with_powers_of_ten(answer)
-    for character, replacement in MAPPED.items():
-        if character in answer:
-            answer = answer.replace(character, replacement)
+    answer = answer.translate(TRANSLATION)
     for pattern, replacement in STEPS:
         answer = pattern.sub(replacement, answer)
     answer = _with_powers_of_e(_with_braces(answer))

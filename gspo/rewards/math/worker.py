@@ -86,18 +86,14 @@ def same_formula(gold_text: str, answer_text: str) -> bool:
     answer = parsed(answer_text)
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return verify(gold, answer, float_rounding=15, numeric_precision=50, timeout_seconds=None)
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    has_symbols = bool(gold.free_symbols | answer.free_symbols)
     compared_points = 0
-    for point in points(symbols):
-        gold_value = value(gold, point)
-        answer_value = value(answer, point)
-        if gold_value is None or answer_value is None:
-            continue
+    for gold_value, answer_value in value_pairs(gold, answer):
         if near(gold_value, answer_value):
             compared_points += 1
-        elif not symbols or (is_real(gold_value) and is_real(answer_value)):
+        elif not has_symbols or (is_real(gold_value) and is_real(answer_value)):
             return False
-    return compared_points >= (2 if symbols else 1)
+    return compared_points >= (2 if has_symbols else 1)
 
 
 def same_equation(gold_text: str, answer_text: str) -> bool:
@@ -106,30 +102,31 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
     answer_left, answer_right = map(parsed, answer_text.split("="))
     gold = gold_left - gold_right
     answer = answer_left - answer_right
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     ratios = []
-    for point in points(symbols):
-        gold_value = value(gold, point)
-        answer_value = value(answer, point)
-        if gold_value is None or answer_value is None or near(answer_value, sympy.Integer(0)):
-            continue
-        ratios.append(gold_value / answer_value)
+    for gold_value, answer_value in value_pairs(gold, answer):
+        if not near(answer_value, sympy.Integer(0)):
+            ratios.append(gold_value / answer_value)
     if len(ratios) < 3 or near(ratios[0], sympy.Integer(0)):
         return False
     return all(near(ratios[0], ratio) for ratio in ratios)
 
 
-def points(symbols: list) -> Iterator[dict]:
-    """Yield points of which no two lie on one line through the origin.
+def value_pairs(gold, answer) -> Iterator[tuple]:
+    """Yield the values of both formulas at points at which both have a value.
 
-    On such a line y = 3x and x = 3y are in constant proportion."""
+    No two points lie on one line through the origin. On such a line y = 3x and x = 3y are in
+    constant proportion."""
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
-        yield {
+        point = {
             symbol: sympy.Rational(
                 above * (37 + 10 * index + number * index * index), below * (31 + index)
             )
             for index, symbol in enumerate(symbols)
         }
+        values = (value(gold, point), value(answer, point))
+        if None not in values:
+            yield values
 
 
 def value(expression, point: dict):

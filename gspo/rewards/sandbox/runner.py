@@ -106,14 +106,11 @@ class Slot:
                 self._servers.pop(role).stop()
 
     def _server(self, role: str) -> ForkServer:
-        server = self._servers.get(role)
-        if server is not None and not server.alive():
+        if role in self._servers and not self._servers[role].alive():
             self._servers.pop(role).stop()
-            server = None
-        if server is None:
-            server = ForkServer(self._bubblewrap)
-            self._servers[role] = server
-        return server
+        if role not in self._servers:
+            self._servers[role] = ForkServer(self._bubblewrap)
+        return self._servers[role]
 
 
 @dataclass

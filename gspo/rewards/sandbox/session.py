@@ -133,11 +133,9 @@ class ProgramSession:
         return self._wait()
 
     def _wait(self) -> ProgramEnd:
-        deadline = time.monotonic() + SILENCE_SECONDS
         while self.ended is None:
-            if readable(self.server.control, deadline - time.monotonic()):
+            if readable(self.server.control, SILENCE_SECONDS):
                 self._hear()
-                deadline = time.monotonic() + SILENCE_SECONDS
             else:
                 self._fail("the fork server is silent")
         return self.ended

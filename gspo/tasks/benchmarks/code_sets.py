@@ -59,9 +59,6 @@ class HumanEval(CodeBenchmark):
     max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
 
-    def completes(self) -> bool:
-        return self.wording == "completion"
-
     def item(self, row: DataRow, training: bool) -> Item:
         text = row.text("prompt")
         entry_point = row.text("entry_point")
@@ -102,9 +99,6 @@ class Mbpp(CodeBenchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._examples = ""
-
-    def completes(self) -> bool:
-        return self.wording == "completion"
 
     def item(self, row: DataRow, training: bool) -> Item | None:
         number = row.get("task_id", int)

@@ -26,7 +26,7 @@ import zlib
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
@@ -70,16 +70,12 @@ class Packed:
     public: str
     private: str
     preamble: str = IMPORTS
+    start: ClassVar[str] = ""  # no problem of LiveCodeBench gives the start of the function
 
     @property
     def entry_point(self) -> str:
         """The function that the tests call, "" for whole programs."""
         return self.function
-
-    @property
-    def start(self) -> str:
-        """The start of the function, which no problem of LiveCodeBench has."""
-        return ""
 
     def decoded(self) -> Tests:
         """Return the decoded tests.

@@ -23,8 +23,9 @@ from typing import ClassVar, Protocol
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.rewards.code.grader import Asserts, FunctionCase, StdinCase, Submission
 from gspo.tasks.benchmarks.base import Benchmark
+from gspo.tasks.graded_programs import GradedPrograms
 
 PYTHON = ("", "python", "py", "python3")
 # Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
@@ -75,11 +76,8 @@ class Tests:
 
 
 @dataclass
-class CodeBenchmark(Benchmark):
-    """A benchmark whose answers are programs.
-
-    Up to `slots` programs run at a time, each within limits on CPU seconds, wall-clock seconds and
-    megabytes."""
+class CodeBenchmark(GradedPrograms, Benchmark):
+    """A benchmark whose answers are programs."""
 
     slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
@@ -92,20 +90,13 @@ class CodeBenchmark(Benchmark):
     max_new_tokens: ClassVar[int] = 32_768
     stops: ClassVar[tuple[str, ...]] = ()  # the texts at which a completion ends
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._grader = CodeGrader(
-            self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox
-        )
+    wording = "instruct"  # some benchmarks have it as a setting
 
     def completes(self) -> bool:
         """Return whether responses continue the prompt."""
-        return False
+        return self.wording == "completion"
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Return reward 1 for programs that pass all tests, else 0.
-
-        If the sandbox failed, the reward is None."""
         scores: dict[int, Score] = {}  # by the index of the answer
         submissions: dict[int, Submission] = {}  # by the index of the answer
         decoded: dict[int, Tests] = {}  # decoded once for all responses to a problem
@@ -118,10 +109,8 @@ class CodeBenchmark(Benchmark):
                 decoded[id(problem.answer)] = problem.answer.decoded()
             tests = decoded[id(problem.answer)]
             submissions[index] = Submission(code, self.entry_point(tests, code), tests.cases)
-        grades = self._grader.grade(list(submissions.values()))
-        for index, grade in zip(submissions, grades, strict=True):
-            reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
-            scores[index] = Score(reward, grade.verdict)
+        graded = self.grade(list(submissions.values()))
+        scores |= zip(submissions, graded, strict=True)
         return [scores[index] for index in range(len(answers))]
 
     def program(self, answer: ProblemTests, text: str, ended: bool) -> tuple[str, str]:
@@ -143,16 +132,6 @@ class CodeBenchmark(Benchmark):
     def entry_point(self, tests: Tests, code: str) -> str:
         """Return the name of the function that the tests call in this program."""
         return tests.entry_point
-
-    def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers.
-
-        The first call in a process runs a few attacks on the sandbox."""
-        return self._grader.layers()
-
-    def close(self) -> None:
-        """End the processes that run programs."""
-        self._grader.close()
 
 
 def answer_block(text: str, entry_point: str = "") -> str:

@@ -18,9 +18,8 @@ import json
 import math
 import random
 import re
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from gspo.data.problems import Problem
@@ -117,8 +116,7 @@ class PythonTool(SingleSet, EnvironmentTask):
             self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, MAX_OUTPUT_BYTES
         )
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
-        self._results: OrderedDict[str, tuple[str, bool]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cached_result = lru_cache(MAX_CACHED_RESULTS)(self._result)
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split."""
@@ -155,25 +153,18 @@ class PythonTool(SingleSet, EnvironmentTask):
 
     def run(self, code: str) -> tuple[str, bool]:
         """Run code in the sandbox, and return its output and whether it failed."""
-        with self._lock:
-            if code in self._results:
-                self._results.move_to_end(code)
-                return self._results[code]
         if len(code) > MAX_CODE_CHARS:
             return "too long", True
+        return self._cached_result(code)
+
+    def _result(self, code: str) -> tuple[str, bool]:
         program = PROGRAM.replace("CODE", repr(code), 1)
         output, ended = self._runner.each(_run, [program])[0]
         if ended.why == "sandbox-error":
             raise RuntimeError(f"the sandbox failed: {ended.detail}")
         if ended.why == "exit":
-            result = output.decode("utf-8", "replace").rstrip("\n"), ended.code != 0
-        else:
-            result = ended.why, True
-        with self._lock:
-            self._results[code] = result
-            if len(self._results) > MAX_CACHED_RESULTS:
-                self._results.popitem(last=False)
-        return result
+            return output.decode("utf-8", "replace").rstrip("\n"), ended.code != 0
+        return ended.why, True
 
     def observation(self, result: str, rng: random.Random) -> str:
         """Return the observation after a call: the log, and the result."""
