@@ -1,4 +1,4 @@
-"""Starts processes that answer questions over a connection."""
+"""Processes that answer questions over a connection, and the base of their owners."""
 
 from __future__ import annotations
 
@@ -7,10 +7,48 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
+
+
+class ProcessOwner:
+    """The base of dataclasses with processes, which end with `close` or a `with` block.
+
+    Their fields are their settings. A forked or unpickled copy starts processes of its own."""
+
+    def __post_init__(self) -> None:
+        self._start_over()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings: Any = self
+        return type(self), tuple(getattr(self, field.name) for field in fields(settings))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes. They start again if the object is used again."""
+        if self._owner == os.getpid():
+            self._stop()
+
+    def _start_over(self) -> None:
+        """Forget all processes. The next use starts others."""
+        self._owner = os.getpid()
+
+    def _renew_copy(self) -> None:
+        """Start over in a forked copy, whose processes belong to the process that started them."""
+        if self._owner != os.getpid():
+            self._start_over()
+
+    def _stop(self) -> None:
+        """End the processes that this process started."""
+        raise NotImplementedError
 
 
 class ChildProcess(NamedTuple):

@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gspo.data.samples import Score
-from gspo.rewards.child_process import ChildProcess, start_child
+from gspo.rewards.child_process import ChildProcess, ProcessOwner, start_child
 from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
@@ -33,7 +33,7 @@ TRIAL_RESPONSE = "This is a trial of the reward function. The answer is 42."
 
 
 @dataclass
-class RewardFunction:
+class RewardFunction(ProcessOwner):
     """The function at `path`, called in `workers` processes, each call within `seconds`.
 
     `key` is the setting that names the function."""
@@ -43,15 +43,12 @@ class RewardFunction:
     seconds: float
     workers: int = 1
 
-    def __post_init__(self) -> None:
+    def _start_over(self) -> None:
+        super()._start_over()
         self._lock = threading.Lock()
-        self._owner = os.getpid()
         self._processes = [
             RewardProcess(self.path, self.key, self.seconds) for _ in range(self.workers)
         ]
-
-    def __reduce__(self) -> tuple[type[RewardFunction], tuple]:
-        return RewardFunction, astuple(self)
 
     def start(self) -> None:
         """Start the first process and import the function.
@@ -59,8 +56,7 @@ class RewardFunction:
         Raises ValueError if the function is not there or has a wrong signature, or if it gets all
         responses at once although there are several processes.
         """
-        if self._owner != os.getpid():  # a forked copy: the processes belong to its parent
-            self.__post_init__()
+        self._renew_copy()
         style = self._processes[0].start()
         if style == "batch" and self.workers > 1:
             self.close()
@@ -107,11 +103,9 @@ class RewardFunction:
                         scores |= share
         return [scores[index] for index in range(len(calls))]
 
-    def close(self) -> None:
-        """End the processes. The function can be called again."""
-        if self._owner == os.getpid():
-            for process in self._processes:
-                process.close()
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.close()
 
 
 class RewardProcess:

@@ -31,6 +31,8 @@ class Task(Ranged):
     """
 
     name: str
+    # the prefix of its settings in messages; `gspo evaluate` sets tasks.NAME
+    key: ClassVar[str] = "task"
     # the response limit of published evaluations, 0 if there is none
     max_new_tokens: ClassVar[int] = 0
     # The reward of a truncated response. With None, `score` judges it like any other response. The

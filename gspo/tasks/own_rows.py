@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from gspo.data.problems import ChatPrompt, Problem
 from gspo.data.samples import Score
@@ -49,8 +49,6 @@ class OwnRows(Benchmark):
     suffix: str = ""
     hub_split: str = "test"  # with `hub`: the held-out split
     hub_train_split: str = "train"  # with `hub`: the split to train on
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()

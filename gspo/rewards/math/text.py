@@ -260,17 +260,13 @@ def _inequality(text: str, sides: list[str]) -> Node:
     (position,) = positions
     if len(terms) == 3 and position != 1:
         return Node("formula", text)
-    low = MINUS_INFINITY
-    high = PLUS_INFINITY
-    opening = "("
-    closing = ")"
+    left: tuple[Any, ...] = ("(", MINUS_INFINITY)
+    right: tuple[Any, ...] = (PLUS_INFINITY, ")")
     if position > 0:
-        low = structure(terms[position - 1])
-        opening = "[" if signs[position - 1] == "<=" else "("
+        left = ("[" if signs[position - 1] == "<=" else "(", structure(terms[position - 1]))
     if position + 1 < len(terms):
-        high = structure(terms[position + 1])
-        closing = "]" if signs[position] == "<=" else ")"
-    interval = Node("ordered", text, (opening, low, high, closing))
+        right = (structure(terms[position + 1]), "]" if signs[position] == "<=" else ")")
+    interval = Node("ordered", text, left + right)
     return Node("named", text, (squeeze(terms[position]), "in", interval))
 
 

@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from gspo.rewards.child_process import ChildProcess, bare_environment, start_child
+from gspo.rewards.child_process import ChildProcess, ProcessOwner, bare_environment, start_child
 from gspo.rewards.math.agree import agree
 from gspo.rewards.math.extract import (
     FORMS,
@@ -76,7 +75,7 @@ class _Unsettled(Exception):
 
 
 @dataclass
-class MathVerifier:
+class MathVerifier(ProcessOwner):
     """A judge of answers of one form, with up to `workers` workers.
 
     A forked or unpickled copy starts workers of its own. Threads may share a verifier and take
@@ -98,22 +97,11 @@ class MathVerifier:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be at least {minimum}")
         if not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds!r} must be positive")
-        self._start_over()
-
-    def __reduce__(self) -> tuple[type[MathVerifier], tuple]:
-        return MathVerifier, astuple(self)
-
-    def __enter__(self) -> MathVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__post_init__()
 
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
         """Return the verdicts in the order of `items` = (response text, gold)."""
-        # in a forked copy, the workers belong to the process that started them
-        if self._owner != os.getpid():
-            self._start_over()
+        self._renew_copy()
         verdicts: dict[int, MathVerdict] = {}  # by the index of the item
         undecided: dict[int, tuple[Node, Node]] = {}  # gold and answer, by the index of the item
         for index, (text, gold) in enumerate(items):
@@ -144,19 +132,17 @@ class MathVerifier:
                 }
         return [verdicts[index] for index in range(len(items))]
 
-    def close(self) -> None:
-        """End the workers. The verifier can be used again."""
-        if self._owner == os.getpid():
-            with self._lock:
-                for worker in self._pool:
-                    worker.stop()
+    def _stop(self) -> None:
+        with self._lock:
+            for worker in self._pool:
+                worker.stop()
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers that were started and not stopped."""
         return [worker.running.process.pid for worker in self._pool if worker.running]
 
     def _start_over(self) -> None:
-        self._owner = os.getpid()
+        super()._start_over()
         self._lock = threading.Lock()
         # an answer is True, False, "gold", "timeout" or "lost", as in _Worker.receive
         self._answers: OrderedDict[Question, bool | str] = OrderedDict()

@@ -11,7 +11,6 @@ when it is killed.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Generator
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from gspo.rewards.child_process import ProcessOwner
 from gspo.rewards.sandbox import self_test
 from gspo.rewards.sandbox.launch import ForkServer, ServerFailure
 from gspo.rewards.sandbox.session import (
@@ -114,7 +114,7 @@ class Slot:
 
 
 @dataclass
-class CodeRunner:
+class CodeRunner(ProcessOwner):
     """Slots for untrusted programs, which threads may share.
 
     Each piece of work takes a free slot. Servers start with the first program. A forked or
@@ -132,16 +132,7 @@ class CodeRunner:
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= 256:
             raise ValueError(f"slots={self.slots}: 1 to 256")
-        self._start_over()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CodeRunner, (self.limits, self.slots, self.allow_weak_sandbox, self.bubblewrap)
-
-    def __enter__(self) -> CodeRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__post_init__()
 
     def each(self, work: Callable[[Slot, T], R], items: list[T]) -> list[R]:
         """Return work(slot, item) for every item, in the order of the items.
@@ -164,16 +155,13 @@ class CodeRunner:
         """Return the process ids of the servers that were started and not stopped."""
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
-    def close(self) -> None:
-        """End the servers. The runner can be used again.
-
-        No other thread may use the runner during this call."""
-        if self._owner == os.getpid():
-            for slot in self._slots:
-                slot.close()
+    def _stop(self) -> None:
+        """End the servers. No other thread may use the runner during this call."""
+        for slot in self._slots:
+            slot.close()
 
     def _start_over(self) -> None:
-        self._owner = os.getpid()
+        super()._start_over()
         self._checked = False
         self._lock = threading.Lock()
         self._slots = [Slot(self.limits, self.bubblewrap) for _ in range(self.slots)]
@@ -190,9 +178,7 @@ class CodeRunner:
 
     def _check(self) -> None:
         """Run the start check (self_test.py) if this process has not run it yet."""
-        # in a forked copy, the servers belong to the process that started them
-        if self._owner != os.getpid():
-            self._start_over()
+        self._renew_copy()
         with self._lock:
             if not self._checked:
                 self._with_slot(

@@ -14,7 +14,7 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from gspo.data.problems import Problem
 from gspo.io.ranges import ranged
@@ -49,8 +49,6 @@ class OpenEnv(SeededGames):
     options: dict[str, Any] = field(default_factory=dict)
     instruction: str = ""
     evaluation_size: int = ranged(100, least=1, most=100_000)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()

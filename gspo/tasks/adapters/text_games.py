@@ -22,7 +22,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +63,6 @@ class TextGames(SeededGames, key="task"):
     actions: list[str] = field(default_factory=list)
     form: str = choice("whole", ("whole", "tags"))
     evaluation_size: int = ranged(100, least=1, most=100_000)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from gspo.data.problems import Problem
 from gspo.io.ranges import outside_code
@@ -46,8 +46,6 @@ class VfEnvironments(SingleSet, EnvironmentTask):
     turns: int = 32
     env: str = outside_code()
     arguments: dict[str, Any] = field(default_factory=dict)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()

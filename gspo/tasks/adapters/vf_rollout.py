@@ -289,20 +289,12 @@ def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
     (hermes) does the same."""
     begin = text.rfind(END_OF_THOUGHTS) + len(END_OF_THOUGHTS) if END_OF_THOUGHTS in text else 0
     matches = list(CALL.finditer(text, begin))
-    calls = []
-    for number, match in enumerate(matches):
-        try:
-            call = json.loads(match[1])
-        except ValueError:
-            return plain(text), True
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return plain(text), True
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return plain(text), True
-        calls.append(
-            ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(arguments))
-        )
+    try:
+        calls = [
+            tool_call(match[1], f"call_{turn}_{number}") for number, match in enumerate(matches)
+        ]
+    except ValueError:
+        return plain(text), True
     if not calls:
         return plain(text), False
     content = text[: matches[0].start()]
@@ -310,6 +302,15 @@ def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
         content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls"
     )
     return message, False
+
+
+def tool_call(text: str, call_id: str) -> ToolCall:
+    """Return the call in a JSON text. Raises ValueError if it is malformed."""
+    call = json.loads(text)
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a call needs a name, and an object of arguments")
+    return ToolCall(id=call_id, name=call["name"], arguments=json.dumps(arguments))
 
 
 def text_of(message: Any) -> str:

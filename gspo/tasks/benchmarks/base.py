@@ -69,8 +69,6 @@ class Benchmark(SingleSet):
     hub_split = "test"  # the hub's split that holds the evaluation set
     hub_train_split = ""  # the hub's training split; "" if the benchmark has none
     one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
-    # the prefix of these settings in messages; `gspo evaluate` sets tasks.NAME
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import json
-import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +22,7 @@ from gspo.tasks.benchmarks.programs import (
     READ_STDIN,
     CodeBenchmark,
     Tests,
+    parsed,
 )
 from gspo.tasks.benchmarks.records_file import DataRow, Source, writable
 
@@ -249,11 +249,9 @@ def called_function(row: DataRow, asserts: list[str], code: str) -> str:
         if max(map(len, texts), default=0) > MAX_PARSED_CHARS:
             raise row.wrong(key, f"holds more than {MAX_PARSED_CHARS:,} characters of Python")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            statements = ast.parse(code).body
-            tests = [ast.parse(test) for test in asserts]
-    # the last two are raised for code that is nested too deeply
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        statements = parsed(code).body
+        tests = [parsed(test) for test in asserts]
+    except ValueError as error:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for test in tests:

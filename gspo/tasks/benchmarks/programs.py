@@ -198,10 +198,8 @@ def is_plain_output(code: str) -> bool:
     if len(code) > MAX_PARSED_CHARS:
         return False
     try:
-        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            statements = ast.parse(code).body
-    # the last two are raised for code that is nested too deeply
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        statements = parsed(code).body
+    except ValueError:
         return True
     values = (
         ast.Constant,
@@ -217,6 +215,16 @@ def is_plain_output(code: str) -> bool:
         isinstance(statement, ast.Expr) and isinstance(statement.value, values)
         for statement in statements
     )
+
+
+def parsed(code: str) -> ast.Module:
+    """Return the syntax tree of code. Raises ValueError if it is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
+            return ast.parse(code)
+    # the last two are raised for code that is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
 
 
 def with_preamble(preamble: str, code: str) -> str:
