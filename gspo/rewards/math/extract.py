@@ -182,14 +182,14 @@ def _harmless(character: str) -> bool:
     return all(ord(part) > 127 for part in unicodedata.normalize("NFKC", character))
 
 
-SPELLINGS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ",
-    "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "²": "^{2}",
-    "³": "^{3}", "\xa0": r"\,", "\u2009": r"\,", "\u202f": r"\,", "€": r"\euro ", "£": r"\pounds ",
-    "¥": r"\yen ", "¢": r"\text{ cents}", "’": "'", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}", "θ": r"\theta ", "“": '"', "”": '"', "≈": r"\approx ", "α": r"\alpha ",
-    "β": r"\beta ", "∓": r"\mp ", "⁄": "/", "∕": "/", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
+COMMAND_OF_SIGN = """
+×times ·cdot ⋅cdot ÷div √sqrt πpi ∞infty ≤le ≥ge ≠ne ±pm ∓mp ∪cup ∈in ∅emptyset ∖setminus ≈approx
+θtheta αalpha βbeta €euro £pounds ¥yen
+"""
+SPELLINGS = {word[0]: f"\\{word[1:]} " for word in COMMAND_OF_SIGN.split()} | {
+    "−": "-", "–": "-", "°": r"^\circ ", "²": "^{2}", "³": "^{3}", "\xa0": r"\,", "\u2009": r"\,",
+    "\u202f": r"\,", "¢": r"\text{ cents}", "’": "'", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}", "“": '"', "”": '"', "⁄": "/", "∕": "/", "ℝ": r"\mathbb{R}",
 }  # fmt: skip
 FULL_WIDTH = {chr(ord(mark) + 0xFEE0): mark for mark in "0123456789()[],.:;=+-/%<>"} | {
     # a Chinese full stop ends an answer, or spoils it

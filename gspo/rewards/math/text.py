@@ -104,12 +104,12 @@ def structure(text: str) -> Node:
         return Node("number", text, (number, unit))
     table = TABLE.match(text)
     if table and bool(table.group(1)) == bool(table.group(4)):
-        rows = [row for row in split(table.group(3), ("\\\\",)) if row.strip()]
-        nodes = tuple(tuple(map(structure, split(row, ("&",)))) for row in rows)
+        rows = [row for row in split(table.group(3), "\\\\") if row.strip()]
+        nodes = tuple(tuple(map(structure, split(row, "&"))) for row in rows)
         return Node("matrix", text, nodes)
     system = SYSTEM.match(text)
     if system:
-        lines = [line.strip(" ,") for line in split(system.group(3), ("\\\\",))]
+        lines = [line.strip(" ,") for line in split(system.group(3), "\\\\")]
         nodes = tuple(structure(line) for line in lines if line)
         names = {node.parts[0] for node in nodes if node.kind == "named" and node.parts[1] == "="}
         kind = "several" if len(names) == len(nodes) else "formula"
@@ -119,7 +119,7 @@ def structure(text: str) -> Node:
     if len(alternatives) > 1:
         return _several(text, alternatives)
     for separator in (";", ",", "\\cup"):
-        elements = split(without_and, (separator,))
+        elements = split(without_and, separator)
         if len(elements) > 1:
             return _several(text, elements)
     return _without_separators(without_and)
@@ -158,7 +158,7 @@ def _without_separators(text: str) -> Node:
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
-    sides = split(text, ("=",))
+    sides = split(text, "=")
     if len(sides) == 2 and "\\ne" not in text and "\\approx" not in text:
         return _equation(text, *sides)
     named = _membership(text)
@@ -170,9 +170,9 @@ def _without_separators(text: str) -> Node:
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
         return Node("several", text)
     if text.startswith("\\{") and text.endswith("\\}"):
-        return _several(text, split(text[2:-2], (",", ";")))
+        return _several(text, split(text[2:-2], ",", ";"))
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _encloses(text):
-        elements = split(text[1:-1], (";",) if ";" in text else (",",))
+        elements = split(text[1:-1], ";" if ";" in text else ",")
         if len(elements) > 1:
             return Node("ordered", text, (text[0], *map(structure, elements), text[-1]))
     # alone \mp means \pm, beside \pm it is the other sign
@@ -270,7 +270,7 @@ def _inequality(text: str, sides: list[str]) -> Node:
     return Node("named", text, (squeeze(terms[position]), "in", interval))
 
 
-def split(text: str, separators: tuple[str, ...]) -> list[str]:
+def split(text: str, *separators: str) -> list[str]:
     r"""Return the text cut at separators that stand in no bracket, brace or \begin...\end."""
     parts = []
     start = 0

@@ -162,14 +162,12 @@ class Tester:
                     used.add(node.id)
                 elif isinstance(node, ast.Name):
                     defined.add(node.id)
-                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    defined.add(node.name)
+                elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+                    defined.add(node.name or "")
                 elif isinstance(node, ast.arg):
                     defined.add(node.arg)
                 elif isinstance(node, ast.alias):
                     defined.add((node.asname or node.name).partition(".")[0])
-                elif isinstance(node, ast.ExceptHandler) and node.name:
-                    defined.add(node.name)
         outside = used - defined - {self.entry_point}
         # MBPP's tests rely on the solution's `import sys`
         modules = outside & sys.stdlib_module_names

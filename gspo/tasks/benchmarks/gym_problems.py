@@ -118,13 +118,6 @@ class Entry:
     answer: str | None
     metadata: dict[str, Any]
 
-    @property
-    def exact_answer(self) -> str:
-        """The only right answer. Raises ValueError if the library gives none."""
-        if self.answer is None:
-            raise ValueError("reasoning-gym gives no answer to this problem")
-        return self.answer
-
 
 @dataclass
 class GymProblems(SingleSet):
@@ -191,7 +184,9 @@ class GymProblems(SingleSet):
         except UnusableAnswer as verdict:
             return Score(0.0, str(verdict))
         if self.dataset in EXACT:
-            right = normal_form(answer) == normal_form(entry.exact_answer)
+            if entry.answer is None:
+                raise ValueError("reasoning-gym gives no answer to this problem")
+            right = normal_form(answer) == normal_form(entry.answer)
         elif self.dataset in NUMBERS:
             right = reaches(answer, entry.metadata["numbers"], entry.metadata.get("target", 24))
         else:
