@@ -108,15 +108,15 @@ class RewardFunction(ProcessOwner):
             process.close()
 
 
+@dataclass
 class RewardProcess:
     """A process that calls the function. It is started when it is needed."""
 
-    def __init__(self, path: str, key: str, seconds: float):
-        self.path = path
-        self.key = key
-        self.seconds = seconds
-        self._running: ChildProcess | None = None
-        self._style = ""
+    path: str
+    key: str
+    seconds: float
+    _running: ChildProcess | None = None
+    _style: str = ""
 
     def start(self) -> str:
         """Start the process, import the function, and return its style, "single" or "batch".

@@ -60,10 +60,7 @@ class MathVerdict:
 
 
 class _NeedsWorker(Exception):
-    """Raised for a question that only a worker can answer."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    """Raised with a question that only a worker can answer."""
 
 
 class _UnreadableGold(Exception):
@@ -118,7 +115,7 @@ class MathVerifier(ProcessOwner):
                     try:
                         verdicts[index] = self._judge(gold_node, answer_node)
                     except _NeedsWorker as need:
-                        questions[need.question] = None
+                        questions[need.args[0]] = None
                 try:
                     self._ask_workers(list(questions))
                 # after Ctrl-C a worker that still computes would answer the next question with this
@@ -238,16 +235,16 @@ def gold_structure(gold: str) -> Node | None:
         return None
 
 
+@dataclass(eq=False)
 class _Worker:
     """A worker process, which is started when it is needed."""
 
-    def __init__(self, seconds: float, memory_mb: int) -> None:
-        self.seconds = seconds
-        self.memory_mb = memory_mb
-        self.running: ChildProcess | None = None
-        # its CPU time when that was last seen to change, and the clock at that moment
-        self.cpu = 0.0
-        self.cpu_changed = 0.0
+    seconds: float
+    memory_mb: int
+    running: ChildProcess | None = None
+    # its CPU time when that was last seen to change, and the clock at that moment
+    cpu: float = 0.0
+    cpu_changed: float = 0.0
 
     def send(self, question: Question) -> None:
         """Hand over a question, and start the worker if it is not running."""

@@ -24,6 +24,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gspo.rewards.sandbox.frames import Channel
@@ -78,13 +79,13 @@ def describe(error: BaseException) -> str:
         return "an exception without words"
 
 
+@dataclass
 class Tester:
     """Trusted test code with stand-ins for the functions of the program."""
 
-    def __init__(self, channel: Channel, entry_point: str) -> None:
-        self.channel = channel
-        self.entry_point = entry_point
-        self.calls = 0
+    channel: Channel
+    entry_point: str
+    calls: int = 0
 
     def judge(self, prelude: str, test: str) -> tuple[str, str]:
         """Return (verdict, detail).

@@ -93,9 +93,6 @@ class ForkServer:
                 return json.loads(line)
         return None
 
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
     def stop(self) -> None:
         """End the server and collect it. Its child dies with it."""
         self.control.close()

@@ -29,20 +29,18 @@ from gspo.rewards.sandbox.session import (
     read_bounded,
 )
 
-__all__ = ["CodeRunner", "Limits", "ProgramEnd", "ProgramSession", "Slot"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 MAX_PROGRAMS_PER_SERVER = 2000  # a new server replaces it after so many programs
 
 
+@dataclass
 class Slot:
     """A pair of fork servers that runs one program at a time."""
 
-    def __init__(self, limits: Limits, bubblewrap: bool) -> None:
-        self.limits = limits
-        self._bubblewrap = bubblewrap
-        self._servers: dict[str, ForkServer] = {}
+    limits: Limits
+    _bubblewrap: bool
+    _servers: dict[str, ForkServer] = field(default_factory=dict)
 
     def run_program(
         self, code: str, stdin: str, limits: Limits | None = None
@@ -106,7 +104,7 @@ class Slot:
                 self._servers.pop(role).stop()
 
     def _server(self, role: str) -> ForkServer:
-        if role in self._servers and not self._servers[role].alive():
+        if role in self._servers and self._servers[role].process.poll() is not None:
             self._servers.pop(role).stop()
         if role not in self._servers:
             self._servers[role] = ForkServer(self._bubblewrap)

@@ -26,6 +26,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -68,10 +69,10 @@ def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None 
     return _Encoder(limit, other).encode(value, MAX_DEPTH)
 
 
+@dataclass
 class _Encoder:
-    def __init__(self, limit: int, other: Callable[[Any], Any] | None) -> None:
-        self.characters_left = limit
-        self.other = other
+    characters_left: int
+    other: Callable[[Any], Any] | None
 
     def encode(self, value: Any, depth: int) -> Any:
         kind = type(value)

@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -83,16 +83,16 @@ class PolicyClient(vf.Client):
         return None
 
 
+@dataclass
 class VfEpisode(Environment):
     """An environment that plays a rollout of the library."""
 
-    def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
-        self.env = env
-        self.metrics = metrics
-        self.policy = PolicyClient()
-        self.rollout: asyncio.Task[dict[str, Any]] | None = None
-        self.conversation: list[Any] = []  # the messages of the last request
-        self.faults: list[str] = []
+    env: Any
+    metrics: tuple[str, ...]
+    policy: PolicyClient = field(default_factory=PolicyClient)
+    rollout: asyncio.Task[dict[str, Any]] | None = None
+    conversation: list[Any] = field(default_factory=list)  # the messages of the last request
+    faults: list[str] = field(default_factory=list)
 
     def reset(self, problem: Problem) -> list[Message]:
         """Start the rollout of a row, and return the messages of its first request."""
