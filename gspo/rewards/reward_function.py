@@ -88,9 +88,7 @@ class RewardFunction(ProcessOwner):
         self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]
     ) -> list[Score]:
         """Return the score of each response."""
-        calls: list[RewardCall] = list(
-            zip(range(len(prompts)), prompts, responses, rows, strict=True)
-        )
+        calls = list(zip(range(len(prompts)), prompts, responses, rows, strict=True))
         self.start()
         with self._lock:
             if self.workers == 1:
@@ -162,7 +160,7 @@ class RewardProcess:
     def scores(self, calls: list[RewardCall]) -> dict[int, Score]:
         """Return the score of each call by its index."""
         waiting = {call[0]: call for call in calls}
-        scores: dict[int, Score] = {}
+        scores = {}
         while waiting:
             running = self._started()
             running.connection.send((list(waiting.values()), self.seconds, False))
@@ -175,8 +173,8 @@ class RewardProcess:
 
         If the process ends or must be ended, the calls that had begun count as failed, and the
         others have no score yet."""
-        scores: dict[int, Score] = {}
-        begun: dict[int, float] = {}  # the time at which calls without outcome began
+        scores = {}
+        begun = {}  # the time at which calls without outcome began
         while len(scores) < len(waiting):
             oldest = min(begun.values(), default=time.monotonic())
             deadline = oldest + self.seconds + GRACE_SECONDS

@@ -151,7 +151,7 @@ class RewardCaller:
         """Call the function without sending anything, and return (reason, exceptions).
 
         `reason` is the first reason for which a response was left ungraded, "" if there is none."""
-        messages: list[tuple] = []
+        messages = []
         caller = replace(self, send=messages.append, errors=[])
         caller.answer(calls, seconds)
         scores = [message[2] for message in messages if message[0] == "outcome"]

@@ -57,7 +57,7 @@ class Mixture(Task):
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
         """Return the scores of the math task and of the code task, in the order of the answers."""
-        scores: dict[int, Score] = {}
+        scores = {}
         for task in (self.math, self.code):
             indices = [i for i, answer in enumerate(answers) if self._owner(answer[0]) is task]
             scores.update(zip(indices, task.score([answers[i] for i in indices]), strict=True))

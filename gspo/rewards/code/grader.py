@@ -170,8 +170,8 @@ class CodeGrader:
         point, and for expected values or arguments that are not plain data.
         """
         # programs for one problem often share their tests
-        prepared: dict[int, tuple[list[Any], bytes]] = {}
-        jobs: dict[tuple[str, str, bytes], tuple[Submission, list[Any]]] = {}
+        prepared = {}
+        jobs = {}
         keys = []
         for submission in submissions:
             tests_id = id(submission.tests)
@@ -236,7 +236,7 @@ def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Generator
     if len(submission.code) > MAX_CODE_CHARS:
         yield _CaseOutcome("compile-error", f"longer than {MAX_CODE_CHARS} characters")
         return
-    calls: list[_Call] = []
+    calls = []
     try:
         for test in (*tests, None):  # None ends the last calls
             if isinstance(test, _Call):  # consecutive calls share a process

@@ -92,7 +92,7 @@ def comparable(gold: str, answer: str) -> bool:
 
 def _is_tower(formula: str) -> bool:
     """Return whether there is a power in an exponent."""
-    open_brackets: list[bool] = []  # whether each begins an exponent
+    open_brackets = []  # whether each begins an exponent
     after_power_sign = False
     for character in formula:
         if character in "({":
@@ -132,7 +132,7 @@ def power(formula: str) -> int:
 
 def _is_balanced(formula: str) -> bool:
     pairs = {")": "(", "}": "{", "]": "["}
-    open_brackets: list[str] = []
+    open_brackets = []
     for character in formula:
         if character in "({[":
             open_brackets.append(character)

@@ -137,7 +137,7 @@ def _is_words(text: str) -> bool:
 
 def _several(text: str, elements: list[str]) -> Node:
     """Return elements in any order as a single node. Lists within lists become a single list."""
-    nodes: list[Node] = []
+    nodes = []
     for element in elements:
         node = structure(element)
         # the empty set is an element, and so is a set with braces of its own
@@ -239,7 +239,7 @@ def worth(node: Node) -> Node | None:
 def _besides(text: str, left_out: str | None) -> Node:
     """Return the real numbers without the numbers that are left out."""
     node = structure(left_out) if left_out else Node("several", "")
-    parts: list[Node] = []
+    parts = []
     for part in node.parts if node.kind == "several" else (node,):
         parts += part.parts if part.kind == "several" else (part,)
     return Node("besides", text, tuple(parts))

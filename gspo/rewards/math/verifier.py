@@ -99,8 +99,8 @@ class MathVerifier(ProcessOwner):
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
         """Return the verdicts in the order of `items` = (response text, gold)."""
         self._renew_copy()
-        verdicts: dict[int, MathVerdict] = {}  # by the index of the item
-        undecided: dict[int, tuple[Node, Node]] = {}  # gold and answer, by the index of the item
+        verdicts = {}  # by the index of the item
+        undecided = {}  # gold and answer, by the index of the item
         for index, (text, gold) in enumerate(items):
             task = _read(text[-MAX_RESPONSE_CHARS:], gold, self.form)
             if isinstance(task, MathVerdict):
@@ -108,9 +108,8 @@ class MathVerifier(ProcessOwner):
             else:
                 undecided[index] = task
         with self._lock:
-            self._answers_of_call.clear()
             while undecided:  # each round settles one more question of every undecided answer
-                questions: dict[Question, None] = {}  # a dict keeps the order and holds each once
+                questions = {}  # a dict keeps the order and holds each once
                 for index, (gold_node, answer_node) in undecided.items():
                     try:
                         verdicts[index] = self._judge(gold_node, answer_node)
@@ -127,6 +126,9 @@ class MathVerifier(ProcessOwner):
                 undecided = {
                     index: task for index, task in undecided.items() if index not in verdicts
                 }
+            # only now, since answers that this call uses may not be forgotten before it ends
+            while len(self._answers) > self.cache:
+                self._answers.popitem(last=False)
         return [verdicts[index] for index in range(len(items))]
 
     def _stop(self) -> None:
@@ -143,8 +145,6 @@ class MathVerifier(ProcessOwner):
         self._lock = threading.Lock()
         # an answer is True, False, "gold", "timeout" or "lost", as in _Worker.receive
         self._answers: OrderedDict[Question, bool | str] = OrderedDict()
-        # the answers that this call of `verify` uses, which may not be forgotten before it ends
-        self._answers_of_call: dict[Question, bool | str] = {}
         self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
 
     def _judge(self, gold: Node, answer: Node) -> MathVerdict:
@@ -163,12 +163,10 @@ class MathVerifier(ProcessOwner):
         Raises _NeedsWorker if there is none yet, _Unsettled if there can be none, and
         _UnreadableGold if its gold cannot be parsed."""
         question = (kind, gold, other)
-        if question not in self._answers_of_call:
-            if question not in self._answers:
-                raise _NeedsWorker(question)
-            self._answers.move_to_end(question)
-            self._answers_of_call[question] = self._answers[question]
-        answer = self._answers_of_call[question]
+        if question not in self._answers:
+            raise _NeedsWorker(question)
+        self._answers.move_to_end(question)
+        answer = self._answers[question]
         if answer == "gold":
             raise _UnreadableGold
         if isinstance(answer, str):
@@ -181,9 +179,9 @@ class MathVerifier(ProcessOwner):
         The question of a lost worker is asked once more.
         """
         waiting = deque(questions)
-        retried: set[Question] = set()
+        retried = set()
         idle = list(self._pool)
-        running: dict[_Worker, Question] = {}
+        running = {}
         while waiting or running:
             while waiting and idle:
                 worker = idle.pop()
@@ -199,9 +197,6 @@ class MathVerifier(ProcessOwner):
                     waiting.append(question)
                 else:
                     self._answers[question] = answer
-                    self._answers_of_call[question] = answer
-        while len(self._answers) > self.cache:
-            self._answers.popitem(last=False)
 
 
 def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:

@@ -155,7 +155,7 @@ class Tester:
         """Return the values of the names that the test uses and does not define.
 
         They are modules of the standard library, and stand-ins for all other names."""
-        used: set[str] = set()
+        used = set()
         defined = set(dir(builtins))
         for tree in trees:
             for node in ast.walk(tree):

@@ -211,7 +211,7 @@ def landlock_rules(abi: int, readable: list[str]) -> int:
     # an older kernel knows fewer of the attributes, and accepts the others if they are 0
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     rules = checked(LIBC.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock rules")
-    rights_by_path: dict[str, int] = {}
+    rights_by_path = {}
     for path in readable:
         if os.path.exists(path):
             rights_by_path.update(grants(path))

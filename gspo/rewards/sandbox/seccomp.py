@@ -122,7 +122,7 @@ def template(threads: bool, machine: str = "") -> bytes:
             code += [(JUMP_EQUAL, 0, 1, number), allow]
     for name, conditions in RULES.items():
         if name not in refused and name in table:
-            block: list[Instruction] = []
+            block = []
             for condition in conditions:
                 block += _check(*condition)
             code += [(JUMP_EQUAL, 0, len(block) + 1, table[name]), *block, allow]

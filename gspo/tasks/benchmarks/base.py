@@ -203,7 +203,7 @@ def fingerprint(text: str) -> str:
 
 def without_repeats(items: Iterable[Item]) -> list[Item]:
     """Return the first item of each text, in their order."""
-    first_items: dict[str, Item] = {}
+    first_items = {}
     for item in items:
         first_items.setdefault(fingerprint(item.text), item)
     return list(first_items.values())

@@ -157,7 +157,7 @@ class GymProblems(SingleSet):
         check_split(split, self.evaluation_sets())
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
-        drawn: list[dict[str, Any]] = []
+        drawn = []
 
         def draw() -> str:
             library_seed = seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31
@@ -262,7 +262,7 @@ def reaches(expression: str, numbers: list[int], target: int) -> bool:
     is_short = len(expression) <= MAX_EXPRESSION_CHARS
     if not is_short or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
-    used: list[int] = []
+    used = []
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         return _value(tree.body, used) == target and Counter(used) == Counter(numbers)

@@ -97,9 +97,9 @@ class CodeBenchmark(GradedPrograms, Benchmark):
         return self.wording == "completion"
 
     def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        scores: dict[int, Score] = {}  # by the index of the answer
-        submissions: dict[int, Submission] = {}  # by the index of the answer
-        decoded: dict[int, Tests] = {}  # decoded once for all responses to a problem
+        scores = {}  # by the index of the answer
+        submissions = {}  # by the index of the answer
+        decoded = {}  # decoded once for all responses to a problem
         for index, (problem, text, ended) in enumerate(answers):
             code, verdict = self.program(problem.answer, text, ended)
             if verdict:
@@ -150,8 +150,8 @@ def answer_block(text: str, entry_point: str = "") -> str:
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
     """Return the fenced blocks of a text in their order, as (language in lower case, lines)."""
-    blocks: list[tuple[str, str]] = []
-    lines: list[str] = []  # of the open block
+    blocks = []
+    lines = []  # of the open block
     language: str | None = None  # of the open block, None if no block is open
     fence = ""
     indentation = 0

@@ -63,7 +63,7 @@ class Guessing(SingleSet, EnvironmentTask):
 
         With probability `wrong_step_rate` a guess is a random number of the interval instead."""
         low, high = bounds(problem.prompt)
-        turns: list[str] = []
+        turns = []
         for _ in range(self.turns):
             guess = rng.randint(low, high) if rng.random() < wrong_step_rate else (low + high) // 2
             turns.append(str(guess))
