@@ -159,16 +159,19 @@ class Tester:
         defined = set(dir(builtins))
         for tree in trees:
             for node in ast.walk(tree):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                    used.add(node.id)
-                elif isinstance(node, ast.Name):
-                    defined.add(node.id)
-                elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-                    defined.add(node.name or "")
-                elif isinstance(node, ast.arg):
-                    defined.add(node.arg)
-                elif isinstance(node, ast.alias):
-                    defined.add((node.asname or node.name).partition(".")[0])
+                match node:
+                    case ast.Name(id=name, ctx=ast.Load()):
+                        used.add(name)
+                    case (
+                        ast.Name(id=name)
+                        | ast.FunctionDef(name=name)
+                        | ast.ClassDef(name=name)
+                        | ast.ExceptHandler(name=str(name))
+                        | ast.arg(arg=name)
+                    ):
+                        defined.add(name)
+                    case ast.alias():
+                        defined.add((node.asname or node.name).partition(".")[0])
         outside = used - defined - {self.entry_point}
         # MBPP's tests rely on the solution's `import sys`
         modules = outside & sys.stdlib_module_names
@@ -188,9 +191,9 @@ def _defines_check(test: ast.Module) -> bool:
     is_defined = False
     is_called = False
     for node in test.body:
-        if isinstance(node, ast.FunctionDef):
-            is_defined |= node.name == "check"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            is_called |= isinstance(function, ast.Name) and function.id == "check"
+        match node:
+            case ast.FunctionDef(name="check"):
+                is_defined = True
+            case ast.Expr(value=ast.Call(func=ast.Name(id="check"))):
+                is_called = True
     return is_defined and not is_called

@@ -255,8 +255,8 @@ def called_function(row: DataRow, asserts: list[str], code: str) -> str:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for test in tests:
-        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
-        for function in calls:
-            if isinstance(function, ast.Name) and function.id in defined:
-                return function.id
+        for node in ast.walk(test):
+            match node:
+                case ast.Call(func=ast.Name(id=name)) if name in defined:
+                    return name
     raise row.wrong("test_list", "calls no function that 'code' defines")

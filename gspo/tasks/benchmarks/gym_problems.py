@@ -274,11 +274,12 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     """Return the exact value of an expression, and append its numbers to `used`.
 
     Raises ValueError for anything but the four operations."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int:
+            used.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, used)
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_value(left, used), _value(right, used))
     raise ValueError("not one of + - * /")
