@@ -125,7 +125,7 @@ def _as_point(node: Node) -> Node:
     """Turn x=3, y=-1 into (3,-1)."""
     if node.kind != "several":
         return node
-    values = {part.parts[0]: part.parts[2] for part in node.parts if part.kind == "named"}
+    values = {part.parts[0]: part.value for part in node.parts if part.kind == "named"}
     order = usual_order(tuple(values))
     if len(values) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
         return node
@@ -137,7 +137,7 @@ def _by_name(node: Node) -> Node:
     if node.kind != "named" or not node.parts[0].startswith("("):
         return node
     names = node.parts[0][1:-1].split(",")
-    values = node.parts[2].parts[1:-1]
+    values = node.value.parts[1:-1]
     equations = [
         Node("named", f"{name}={value.text}", (name, "=", value))
         for name, value in zip(names, values, strict=True)
@@ -155,7 +155,7 @@ def _as_besides(node: Node) -> Node:
     parts = node.parts if node.kind == "several" else (node,)
     names = {part.parts[:2] if part.kind == "named" else "" for part in parts}
     if len(names) == 1:  # x<2 or x>3
-        parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
+        parts = tuple(part.value if part.kind == "named" else part for part in parts)
     if not all(part.kind == "ordered" and len(part.parts) == 4 for part in parts):
         return node
 
@@ -185,8 +185,8 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
     other_name = gold.kind == answer.kind and gold.parts[0] != answer.parts[0]
     if other_name or "equation" in (gold.kind, answer.kind):
         return _same_equation(gold, answer, equal)
-    gold_value = gold.parts[2] if gold.kind == "named" else gold
-    answer_value = answer.parts[2] if answer.kind == "named" else answer
+    gold_value = gold.value if gold.kind == "named" else gold
+    answer_value = answer.value if answer.kind == "named" else answer
     return agree(gold_value, answer_value, equal)
 
 
@@ -194,7 +194,7 @@ def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
     """Return whether the equations are multiples of each other.
 
     A gold that gives a variable its value is not answered by another equation."""
-    if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
+    if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.value.text)):
         return False
     sides = [*gold.text.split("="), *answer.text.split("=")]
     vocabulary = gold.text.replace("=", "+")

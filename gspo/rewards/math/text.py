@@ -32,6 +32,11 @@ class Node:
     text: str
     parts: tuple[Any, ...] = ()
 
+    @property
+    def value(self) -> Node:
+        """The value of a named node."""
+        return self.parts[2]
+
 
 class TooManyElements(ValueError):
     """Raised for more elements than any answer has."""
@@ -310,7 +315,7 @@ def spelling(node: Node) -> str:
     if node.kind == "words":
         return fold(node.text)
     if node.kind == "named":
-        return spelling(node.parts[2])
+        return spelling(node.value)
     if node.kind == "choice":
         return spelling(node.parts[1])
     if node.kind == "boxes":

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gspo.rewards.child_process import ProcessOwner
@@ -62,7 +62,7 @@ class Slot:
                 return b"", ProgramEnd("compile-error", 1, ended.cpu_seconds, ended.memory_mb)
             output = read_bounded(output_fd, limits.output_bytes)
         if len(output) >= limits.output_bytes and ended.why in ("exit", "timeout"):
-            ended = ProgramEnd("output-limit", ended.code, ended.cpu_seconds, ended.memory_mb)
+            ended = replace(ended, why="output-limit", waited=False)
         return output, ended
 
     @contextlib.contextmanager

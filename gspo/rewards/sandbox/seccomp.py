@@ -112,8 +112,8 @@ def template(threads: bool, machine: str = "") -> bytes:
         (LOAD, 0, 0, 4),
         (JUMP_EQUAL, 1, 0, MACHINES[machine][1]),
         (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
     ]
-    code += [(LOAD, 0, 0, 0)]
     if machine == "x86_64":  # refuse the x32 table
         code += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     allow = (RETURN, 0, 0, ALLOW)

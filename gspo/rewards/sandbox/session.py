@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gspo.rewards.sandbox.frames import FrameDecoder, ProtocolError, TooLong, encode
@@ -211,19 +211,19 @@ class ProgramSession:
         why = report["why"]
         cpu = report["cpu"]
         memory = report["memory_mb"]
-        if why != "exit":
-            return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
-        if not (self._ready or self._decoder.buffer or readable(self._channel, 0)):
-            detail = "the child ended before the program had its turn"
-            return ProgramEnd("sandbox-error", code, cpu, memory, detail=detail)
+        detail = ""
         was_killed = code == -signal.SIGKILL
-        if code == -MEMORY_SIGNAL or (was_killed and memory >= 0.9 * self.limits.memory_mb):
-            why = "memory"
-        elif code == -signal.SIGXFSZ:
-            why = "output-limit"
-        elif (code == -signal.SIGXCPU or was_killed) and cpu >= self.limits.total_cpu_seconds:
-            why = "timeout"
-        return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
+        if why == "exit":
+            if not (self._ready or self._decoder.buffer or readable(self._channel, 0)):
+                why = "sandbox-error"
+                detail = "the child ended before the program had its turn"
+            elif code == -MEMORY_SIGNAL or (was_killed and memory >= 0.9 * self.limits.memory_mb):
+                why = "memory"
+            elif code == -signal.SIGXFSZ:
+                why = "output-limit"
+            elif (code == -signal.SIGXCPU or was_killed) and cpu >= self.limits.total_cpu_seconds:
+                why = "timeout"
+        return ProgramEnd(why, code, cpu, memory, report["waited"], detail)
 
     def _handle_early_data(self) -> ProgramEnd:
         """Handle a channel that is readable before the question.
@@ -238,10 +238,7 @@ class ProgramSession:
         return self._wait()
 
     def _end_with(self, why: str, detail: str) -> ProgramEnd:
-        killed = self._kill()
-        self.ended = ProgramEnd(
-            why, killed.code, killed.cpu_seconds, killed.memory_mb, detail=detail
-        )
+        self.ended = replace(self._kill(), why=why, waited=False, detail=detail)
         return self.ended
 
     def _fail(self, detail: str) -> None:

@@ -25,7 +25,7 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
+from gspo.rewards.sandbox.runner import CodeRunner, Limits
 from gspo.tasks.base import SingleSet, check_split, draw_prompt
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.tasks.testbed.chain_arithmetic import judge
@@ -159,7 +159,9 @@ class PythonTool(SingleSet, EnvironmentTask):
 
     def _result(self, code: str) -> tuple[str, bool]:
         program = PROGRAM.replace("CODE", repr(code), 1)
-        output, ended = self._runner.each(_run, [program])[0]
+        ((output, ended),) = self._runner.each(
+            lambda slot, code: slot.run_program(code, ""), [program]
+        )
         if ended.why == "sandbox-error":
             raise RuntimeError(f"the sandbox failed: {ended.detail}")
         if ended.why == "exit":
@@ -226,10 +228,6 @@ def code_of(text: str) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return code if isinstance(code, str) else ""
-
-
-def _run(slot: Slot, program: str) -> tuple[bytes, ProgramEnd]:
-    return slot.run_program(program, "")
 
 
 def _value(expression: str) -> int:
