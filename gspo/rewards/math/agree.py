@@ -67,8 +67,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     if gold.kind == "number":
         return answer.kind == "number" and _same_number(gold, answer)
     if gold.kind == "formula":
-        _check_readable(gold, equal)
-        return answer.kind in ("number", "formula") and _same_formula(gold, answer, equal)
+        return _same_formula(gold, answer, equal)
     if gold.kind != answer.kind or len(gold.parts) != len(answer.parts):
         return False
     if gold.kind in ("several", "besides"):
@@ -155,7 +154,7 @@ def _as_besides(node: Node) -> Node:
     parts = node.parts if node.kind == "several" else (node,)
     names = {part.parts[:2] if part.kind == "named" else "" for part in parts}
     if len(names) == 1:  # x<2 or x>3
-        parts = tuple(part.value if part.kind == "named" else part for part in parts)
+        parts = tuple(part.value for part in parts)
     if not all(part.kind == "ordered" and len(part.parts) == 4 for part in parts):
         return node
 
@@ -185,9 +184,7 @@ def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
     other_name = gold.kind == answer.kind and gold.parts[0] != answer.parts[0]
     if other_name or "equation" in (gold.kind, answer.kind):
         return _same_equation(gold, answer, equal)
-    gold_value = gold.value if gold.kind == "named" else gold
-    answer_value = answer.value if answer.kind == "named" else answer
-    return agree(gold_value, answer_value, equal)
+    return agree(gold.value, answer.value, equal)
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
@@ -215,21 +212,19 @@ def _same_number(gold: Node, answer: Node) -> bool:
     return gold_value.equals(answer_value)
 
 
-def _check_readable(gold: Node, equal: Equal) -> None:
-    """Have the gold parsed, whatever the answer: if it cannot be, no response is to blame."""
-    text, _ = split_unit(gold.text)
-    if "infty" not in text and _can_be_computed(text):
-        equal("readable", text, "")
-
-
 def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
     gold_text, gold_unit = split_unit(gold.text)
+    is_computable = "infty" not in gold_text and _can_be_computed(gold_text)
+    if is_computable:  # whatever the answer: no response is to blame for a gold that has no meaning
+        equal("readable", gold_text, "")
     answer_text, answer_unit = split_unit(answer.text)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
+    if answer.kind not in ("number", "formula"):
+        return False
     if squeeze(gold_text) == squeeze(answer_text):
         return True
-    if "infty" in gold_text or not _can_be_computed(gold_text):
+    if not is_computable:
         return False
     if answer.kind == "number":
         number: Literal = answer.parts[0]

@@ -160,14 +160,11 @@ def rewrite(formula: str) -> str:
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)
     parts = re.split(r"(\\[A-Za-z]+)", formula)
-    parts[::2] = [re.sub(r"[A-Z]", _numbered_variable, part) for part in parts[::2]]
+    for index in range(0, len(parts), 2):  # z_{1} for A, z_{2} for B, and so on
+        parts[index] = re.sub(
+            r"[A-Z]", lambda letter: f"z_{{{ord(letter[0]) - ord('A') + 1}}}", parts[index]
+        )
     return "".join(parts).replace("*", r"\cdot ")
-
-
-def _numbered_variable(match: re.Match[str]) -> str:
-    """Return z_{1} for A, z_{2} for B, and so on."""
-    number = ord(match.group()) - ord("A") + 1
-    return f"z_{{{number}}}"
 
 
 def _fraction(match: re.Match[str]) -> str:

@@ -34,8 +34,8 @@ class Node:
 
     @property
     def value(self) -> Node:
-        """The value of a named node."""
-        return self.parts[2]
+        """The value of a named node, and any other node itself."""
+        return self.parts[2] if self.kind == "named" else self
 
 
 class TooManyElements(ValueError):

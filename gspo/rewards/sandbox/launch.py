@@ -57,7 +57,12 @@ class ForkServer:
                 _bubblewrap_works[os.geteuid()] = False
         if not boxed:
             self._start(boxed=False)
-        state = "on" if boxed else _why_not_boxed(bubblewrap)
+        if boxed:
+            state = "on"
+        elif not bubblewrap:
+            state = "off: switched off"
+        else:
+            state = "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
         self.layers = {"bubblewrap": state, **self.layers}
 
     def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
@@ -153,12 +158,6 @@ def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[by
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
     return _launcher[pid].submit(start).result()
-
-
-def _why_not_boxed(bubblewrap: bool) -> str:
-    if not bubblewrap:
-        return "off: switched off"
-    return "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
 
 
 def bubblewrap_command() -> list[str]:

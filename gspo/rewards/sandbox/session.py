@@ -274,19 +274,14 @@ def memory_file(content: bytes | None) -> Generator[int]:
                 written_bytes = os.write(fd, view)
                 view = view[written_bytes:]
             os.lseek(fd, 0, os.SEEK_SET)
-            _seal(fd)
+            if hasattr(os, "memfd_create"):  # nobody can change the file any more
+                import fcntl  # not available on every system
+
+                seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)
-
-
-def _seal(fd: int) -> None:
-    """Make sure that nobody can change the file any more."""
-    if hasattr(os, "memfd_create"):
-        import fcntl  # not available on every system
-
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def read_bounded(fd: int, limit: int) -> bytes:

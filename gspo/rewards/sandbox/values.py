@@ -245,7 +245,9 @@ def equal(expected: Any, actual: Any, depth: int = MAX_DEPTH) -> bool:
     if kind == "sequence":
         return all(equal(x, y, depth - 1) for x, y in zip(a, b, strict=True))
     if kind == "set":
-        return _equal_sets(a, b)
+        numbers, digests = _split(a)
+        actual_numbers, actual_digests = _split(b)
+        return digests == actual_digests and all(map(close, numbers, actual_numbers))
     expected_values = _by_key(a)
     actual_values = _by_key(b)
     return expected_values.keys() == actual_values.keys() and all(
@@ -267,14 +269,6 @@ def close(expected: float, actual: float) -> bool:
     if abs(expected) > EXACT_ABOVE or abs(actual) > EXACT_ABOVE:
         return expected == actual
     return abs(actual - expected) <= TOLERANCE * max(1, abs(expected))
-
-
-def _equal_sets(expected: list[Any], actual: list[Any]) -> bool:
-    expected_numbers, expected_digests = _split(expected)
-    actual_numbers, actual_digests = _split(actual)
-    if expected_digests != actual_digests or len(expected_numbers) != len(actual_numbers):
-        return False
-    return all(close(x, y) for x, y in zip(expected_numbers, actual_numbers, strict=True))
 
 
 def _split(elements: list[Any]) -> tuple[list[float], list[bytes]]:

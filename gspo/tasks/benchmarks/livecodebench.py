@@ -174,7 +174,11 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
 
     Raises ValueError, which names record and key."""
     try:
-        tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
+        if "[" not in text:  # base64 never has a bracket
+            text = unpacked(text)
+        if _max_values(text) > MAX_VALUES:  # they would fill the memory
+            raise ValueError(f"more than {MAX_VALUES} values")
+        tests = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where}: the key {key!r} is neither JSON nor packed JSON: {error}"
@@ -182,13 +186,6 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
     if not isinstance(tests, list):
         raise ValueError(f"{where}: the key {key!r} must hold a list of tests")
     return tests
-
-
-def _loads(text: str) -> Any:
-    """Parse JSON. Raises ValueError before parsing if its values would fill the memory."""
-    if _max_values(text) > MAX_VALUES:
-        raise ValueError(f"more than {MAX_VALUES} values")
-    return json.loads(text)
 
 
 def _max_values(text: str) -> int:
