@@ -23,7 +23,6 @@ from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
 from gspo.tasks.benchmarks.records_file import DataRow
 
 COLUMNS = ("prompt", "family", "rating")
-ROLES = ("system", "user", "assistant")
 MAX_TRIAL_ROWS = 100  # the trial uses a row among the first rows
 MAX_SHOWN_CHARS = 160  # of a row in a message
 
@@ -153,13 +152,11 @@ def prompt_text(row: DataRow, column: str) -> str:
     value = row.get(column, str, list)
     if isinstance(value, str):
         return row.text(column)
-    messages = [
-        {"role": message["role"], "content": message["content"]}
-        for message in value
-        if isinstance(message, dict)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-    ]
+    messages = []
+    for message in value:
+        match message:
+            case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
+                messages.append({"role": role, "content": content})
     if not messages or len(messages) < len(value) or messages[-1]["role"] != "user":
         raise row.wrong(
             column,

@@ -311,12 +311,11 @@ class _Worker:
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
-        connections = [worker.started().connection for worker in workers]
-        readable = wait(connections, timeout=0.5)
+        readable = wait([worker.started().connection for worker in workers], timeout=0.5)
         ready = [
             worker
-            for worker, connection in zip(workers, connections, strict=True)
-            if connection in readable or worker.hangs()
+            for worker in workers
+            if worker.started().connection in readable or worker.hangs()
         ]
         if ready:
             return ready

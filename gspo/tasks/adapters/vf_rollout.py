@@ -45,6 +45,7 @@ END_OF_THOUGHTS = "</think>"
 MAX_METRICS = MAX_MEASURES - 2  # two measures are added here
 # Errors that the policy caused. After any other error there is no reward.
 POLICY_ERRORS = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
+Request = tuple[list[Any], list[Any]]  # the messages and the tools of a request of the library
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
@@ -53,8 +54,7 @@ class PolicyClient(vf.Client):
 
     def __init__(self) -> None:
         super().__init__(None)
-        # messages and tools of the library's requests
-        self.requests: asyncio.Queue[tuple[list[Any], list[Any]]] = asyncio.Queue()
+        self.requests: asyncio.Queue[Request] = asyncio.Queue()
         self.turns: asyncio.Queue[ResponseMessage] = asyncio.Queue()
 
     async def get_native_response(
@@ -116,7 +116,7 @@ class VfEpisode(Environment):
         bad_call = False
         if self.tools:
             turn, bad_call = turn_with_calls(text, len(self.conversation))
-        request = on_loop(self._pass_on(turn))
+        request = on_loop(self._next_request(turn))
         if request is None:
             return self._final_outcome(bad_call)
         earlier = self.conversation
@@ -135,19 +135,16 @@ class VfEpisode(Environment):
         if self.rollout:
             on_loop(self._cancel(self.rollout))
 
-    async def _start(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+    async def _start(self, row: dict[str, Any]) -> Request | None:
         FAULTS.set(self.faults)
         self.rollout = asyncio.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
-        return await self._next_request(self.rollout)
+        return await self._next_request(None)
 
-    async def _pass_on(self, turn: ResponseMessage) -> tuple[list[Any], list[Any]] | None:
-        self.policy.turns.put_nowait(turn)
-        return await self._next_request(self._started_rollout())
-
-    async def _next_request(
-        self, rollout: asyncio.Task[dict[str, Any]]
-    ) -> tuple[list[Any], list[Any]] | None:
-        """Wait for the rollout's next request, and return it, or None if the rollout ends."""
+    async def _next_request(self, turn: ResponseMessage | None) -> Request | None:
+        """Pass on a turn, and return the rollout's next request, or None if the rollout ends."""
+        rollout = self._started_rollout()
+        if turn is not None:
+            self.policy.turns.put_nowait(turn)
         request = asyncio.create_task(self.policy.requests.get())
         await asyncio.wait({request, rollout}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():

@@ -135,10 +135,7 @@ class Benchmark(SingleSet):
         return [item for item in items if item is not None]
 
     def _evaluation_items(self) -> list[Item]:
-        source = Source(
-            f"{self.key}.path", self.path, "test", self.hub, self.hub_config, self.hub_split
-        )
-        items = self._items_of(source, training=False)
+        items = self._items_of(self._source("test", self.hub_split), training=False)
         if not items:
             raise ValueError(f"{self.key}.path={self.path or self.hub}: {self._why_empty()}")
         return items
@@ -182,9 +179,12 @@ class Benchmark(SingleSet):
                 f"evaluated on: give {self.key}.train_path=FILE to train on beside it, or as "
                 f"{self.key}.path the folder that holds train and test files"
             )
-        return Source(
-            f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split
-        )
+        return self._source("train", self.hub_train_split)
+
+    def _source(self, split: str, hub_split: str) -> Source:
+        """Return the source that `path` or the hub is, for a split."""
+        setting = f"{self.key}.path"
+        return Source(setting, self.path, split, self.hub, self.hub_config, hub_split)
 
 
 def fingerprint(text: str) -> str:

@@ -24,7 +24,7 @@ from gspo.tasks.benchmarks.programs import (
     Tests,
     parsed,
 )
-from gspo.tasks.benchmarks.records_file import DataRow, Source, writable
+from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 MAX_RATING = 10_000  # the best of all people have 4,000
 EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py
@@ -121,8 +121,7 @@ class Mbpp(CodeBenchmark):
     def _worked_examples(self) -> str:
         """Return the three worked examples. Raises ValueError if the file does not have them."""
         if not self._examples:
-            source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
-            rows = {row.get("task_id", int): row for row in source.rows()}
+            rows = {row.get("task_id", int): row for row in self._source("", "prompt").rows()}
             missing = [number for number in (2, 3, 4) if number not in rows]
             if missing:
                 raise ValueError(
