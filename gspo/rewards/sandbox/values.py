@@ -350,19 +350,16 @@ def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     printed_words = printed.split()
     if len(expected_words) != len(printed_words):
         return False
-    pairs = list(zip(expected_words, printed_words, strict=True))
-    if tolerance:
-        return all(x == y or _near(x, y, tolerance) for x, y in pairs)
-    if not all(map(DECIMAL.fullmatch, (*expected_words, *printed_words))):
-        return False
-    try:
-        return all(Decimal(x) == Decimal(y) for x, y in pairs)
-    except ArithmeticError:  # an exponent is beyond any decimal's
-        return False
+    return all(
+        (tolerance > 0 and x == y) or _near(x, y, tolerance)
+        for x, y in zip(expected_words, printed_words, strict=True)
+    )
 
 
 def _near(expected: str, printed: str, tolerance: float) -> bool:
-    """Return whether two words are equal numbers, or near if the expected one is no integer."""
+    """Return whether two words are equal numbers, or near if the expected one is no integer.
+
+    Without `tolerance` they must be equal."""
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
@@ -370,7 +367,7 @@ def _near(expected: str, printed: str, tolerance: float) -> bool:
         printed_number = Decimal(printed)
         if expected_number == printed_number:
             return True
-        if re.fullmatch(r"[+-]?\d+", expected):
+        if not tolerance or re.fullmatch(r"[+-]?\d+", expected):
             return False
         bound = Decimal(tolerance) * max(Decimal(1), abs(expected_number))
         return abs(expected_number - printed_number) <= bound
