@@ -21,6 +21,8 @@ from gspo.io.ranges import Ranged
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 1000
+# a problem, the text of a response, and whether the response ended by itself
+Answer = tuple[Problem, str, bool]
 
 
 class Task(Ranged):
@@ -47,11 +49,10 @@ class Task(Ranged):
         The split is "train", "cold_start" or one of `evaluation_sets()`."""
         raise NotImplementedError
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the scores in the order of `answers`.
 
-        An answer is (problem, response text, whether the response ended by itself). A truncated
-        response scores 0 with the verdict "truncated", whatever its text. With
+        A truncated response scores 0 with the verdict "truncated", whatever its text. With
         reward.truncated=null it is passed as a response that ended by itself.
         """
         raise NotImplementedError

@@ -10,7 +10,7 @@ from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Task, check_split
+from gspo.tasks.base import Answer, Task, check_split
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
@@ -55,7 +55,7 @@ class Mixture(Task):
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
         return self._owner(problem).demonstration(problem, wrong_step_rate, rng)
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the scores of the math task and of the code task, in the order of the answers."""
         scores = {}
         for task in (self.math, self.code):

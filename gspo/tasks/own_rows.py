@@ -18,7 +18,7 @@ from gspo.data.problems import ChatPrompt, Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
-from gspo.tasks.base import held_out
+from gspo.tasks.base import Answer, held_out
 from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
 from gspo.tasks.benchmarks.records_file import DataRow
 
@@ -94,7 +94,7 @@ class OwnRows(Benchmark):
             )
         return without_repeats(items)
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the reward function's scores, and 0 for truncated responses."""
         scores = [Score(0.0, "truncated")] * len(answers)
         completed = [index for index, (_, _, ended) in enumerate(answers) if ended]

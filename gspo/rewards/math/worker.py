@@ -104,9 +104,9 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
     answer = answer_left - answer_right
     ratios = []
     for gold_value, answer_value in value_pairs(gold, answer):
-        if not near(answer_value, sympy.Integer(0)):
+        if not near(answer_value, 0):
             ratios.append(gold_value / answer_value)
-    if len(ratios) < 3 or near(ratios[0], sympy.Integer(0)):
+    if len(ratios) < 3 or near(ratios[0], 0):
         return False
     return all(near(ratios[0], ratio) for ratio in ratios)
 
@@ -141,7 +141,7 @@ def value(expression, point: dict):
 
 
 def is_real(number) -> bool:
-    return near(number.as_real_imag()[1], sympy.Integer(0))
+    return near(number.as_real_imag()[1], 0)
 
 
 def near(a, b) -> bool:

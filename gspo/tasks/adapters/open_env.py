@@ -20,7 +20,7 @@ from gspo.data.problems import Problem
 from gspo.io.ranges import ranged
 from gspo.tasks.adapters.seeded_games import CannotBegin, SeededGames, invalid
 from gspo.tasks.environments.player import readable
-from gspo.tasks.environments.protocol import Environment, Message, Outcome
+from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
 INSTALL = 'pip install "gspo[openenv]"'
 CONNECT_SECONDS = 10.0
@@ -71,7 +71,7 @@ class OpenEnv(SeededGames):
     def beginning(self, seed: int) -> str:
         return asyncio.run(self._beginning(seed))
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return OpenEnvSession(self)
 
     async def _beginning(self, seed: int) -> str:

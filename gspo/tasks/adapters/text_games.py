@@ -30,7 +30,7 @@ from gspo.data.problems import Problem
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
 from gspo.tasks.adapters.seeded_games import SeededGames, invalid
-from gspo.tasks.environments.protocol import Environment, Message, Outcome
+from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
 INSTALL = 'pip install "gspo[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
@@ -87,7 +87,7 @@ class TextGames(SeededGames, key="task"):
         game.close()
         return beginning
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return self.game()
 
     def game(self) -> TextGame:

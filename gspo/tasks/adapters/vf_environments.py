@@ -20,7 +20,7 @@ from gspo.data.problems import Problem
 from gspo.io.ranges import outside_code
 from gspo.io.user_code import import_object, is_path
 from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order, held_out
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Position
 
 if TYPE_CHECKING:
     from gspo.tasks.adapters.vf_rollout import Loaded
@@ -102,7 +102,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
         row = self._rows(split)[row_index]
         return Problem(self.name, index, shown(row["prompt"]), row)
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return self.loaded.episode()
 
     def _rows(self, split: str) -> Any:

@@ -33,7 +33,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import seed_for
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
-from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, Answer, SingleSet, check_split, draw_prompt
 
 EXACT_FAMILIES = """
     ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix
@@ -172,7 +172,7 @@ class GymProblems(SingleSet):
             self._held_out[seed, index] = problem
         return problem
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         return [
             self._score(problem.answer, text) if ended else Score(0.0, "truncated")
             for problem, text, ended in answers

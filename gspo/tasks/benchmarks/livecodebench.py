@@ -137,10 +137,8 @@ class LiveCodeBench(CodeBenchmark):
         public = _json_text(row, "public_test_cases")
         private = _json_text(row, "private_test_cases")
         packed = Packed(row.where, function, public, private)
-        if starter:
-            prompt = EXPERT.format(text, USE_STARTER, starter)
-        else:
-            prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
+        form = USE_STARTER if starter else READ_STDIN
+        prompt = EXPERT.format(text, form, starter or "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
         packed.decoded()  # raises ValueError for tests that cannot be decoded
         return Item(text, prompt, packed, family)

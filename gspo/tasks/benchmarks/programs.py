@@ -20,10 +20,10 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.code.grader import Asserts, FunctionCase, StdinCase, Submission
+from gspo.tasks.base import Answer
 from gspo.tasks.benchmarks.base import Benchmark
 from gspo.tasks.graded_programs import GradedPrograms
 
@@ -96,7 +96,7 @@ class CodeBenchmark(GradedPrograms, Benchmark):
         """Return whether responses continue the prompt."""
         return self.wording == "completion"
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         scores = {}  # by the index of the answer
         submissions = {}  # by the index of the answer
         decoded = {}  # decoded once for all responses to a problem

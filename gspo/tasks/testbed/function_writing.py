@@ -19,7 +19,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
 from gspo.rewards.code.grader import FunctionCase, Submission
-from gspo.tasks.base import check_split, draw_prompt
+from gspo.tasks.base import Answer, check_split, draw_prompt
 from gspo.tasks.graded_programs import GradedPrograms
 from gspo.tasks.testbed.operations import (
     CATALOGUE,
@@ -106,7 +106,7 @@ class FunctionWriting(GradedPrograms):
             f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws"
         )
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Run the programs and return their scores."""
         scores = [Score(0.0, "no-answer" if ended else "truncated") for _, _, ended in answers]
         to_run = [i for i, (_, text, ended) in enumerate(answers) if ended and text.strip()]

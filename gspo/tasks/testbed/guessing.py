@@ -24,7 +24,7 @@ from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import SingleSet, check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
 from gspo.tasks.testbed.chain_arithmetic import INTEGER
 
 MAX_GUESS_CHARS = 8
@@ -53,7 +53,7 @@ class Guessing(SingleSet, EnvironmentTask):
             family=f"{self.numbers} numbers",
         )
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return _Game(self, problem)
 
     def demonstrated_turns(

@@ -27,7 +27,7 @@ from gspo.data.seeding import generator
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits
 from gspo.tasks.base import SingleSet, check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
 from gspo.tasks.testbed.chain_arithmetic import judge
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
@@ -132,7 +132,7 @@ class PythonTool(SingleSet, EnvironmentTask):
         """The number of slots. A program then starts at once, and always ends by its own limits."""
         return self.slots
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return _Episode(self, problem, position)
 
     def demonstrated_turns(
@@ -196,7 +196,7 @@ class PythonTool(SingleSet, EnvironmentTask):
 class _Episode(Environment):
     role = "tool"
 
-    def __init__(self, task: PythonTool, problem: Problem, position: tuple[int | str, ...]):
+    def __init__(self, task: PythonTool, problem: Problem, position: Position):
         self.task = task
         self.problem = problem
         self.rng = generator(*position, "log")
