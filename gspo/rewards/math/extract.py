@@ -39,6 +39,7 @@ class UnusableAnswer(Exception):
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 ANSWER = re.compile(r"(?i)\banswer\**\s*(?::|\bis\b:?)\**[^\S\n]*")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 AND = r"(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))"
 BLANK = r"(?:\s|\$|\\q?quad(?![A-Za-z])|\\[,;: ])"
@@ -145,13 +146,10 @@ def _checked(answer: str) -> str:
     Raises UnusableAnswer if it is empty, too long, too deep, or has misleading characters."""
     if not answer.strip():
         raise UnusableAnswer("no-answer")
-    if len(answer) > MAX_ANSWER_CHARS:
+    if len(answer) > MAX_ANSWER_CHARS or CONTROL.search(answer):
         raise UnusableAnswer("malformed")
     for character in _with_powers_of_ten(answer):
-        if ord(character) < 128:
-            if (character < " " and character not in "\t\n\r") or character == "\x7f":
-                raise UnusableAnswer("malformed")
-        elif character not in MAPPED and not _harmless(character):
+        if not (character.isascii() or character in MAPPED or _harmless(character)):
             raise UnusableAnswer("malformed")
     depth = 0
     for character in answer:

@@ -135,7 +135,7 @@ def value(expression, point: dict):
     if number.free_symbols or not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
         return None
     for part in number.as_real_imag():
-        if not (part.is_Float or part.is_Integer or part.is_Rational):
+        if not (part.is_Float or part.is_Rational):
             return None
     return number
 

@@ -166,7 +166,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
                 language = words[0] if words else ""
                 lines = []
                 indentation = len(line) - len(line.lstrip())
-        elif (stripped.endswith(fence) or stripped.startswith(fence)) and fence in line:
+        elif stripped.endswith(fence) or stripped.startswith(fence):
             lines.append(without_indentation(line[: line.index(fence)], indentation))
             blocks.append((language, "\n".join(lines).rstrip() + "\n"))
             language = None
