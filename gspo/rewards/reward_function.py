@@ -15,19 +15,17 @@ sandbox.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from gspo.data.samples import Score
 from gspo.io.errors import SettingError
+from gspo.rewards.child_process import ChildProcess, ProcessOwner, start_child
 from gspo.rewards.reward_worker import RewardCall, timeout
 
 START_SECONDS = 300.0  # an import may load a model
@@ -36,7 +34,7 @@ TRIAL_RESPONSE = "This is a trial of the reward function. The answer is 42."
 
 
 @dataclass
-class RewardFunction:
+class RewardFunction(ProcessOwner):
     """The function at `path`, called in `workers` processes, each call within `seconds`.
 
     `key` is the setting that names the function."""
@@ -46,15 +44,12 @@ class RewardFunction:
     seconds: float
     workers: int = 1
 
-    def __post_init__(self) -> None:
+    def _start_over(self) -> None:
+        super()._start_over()
         self._lock = threading.Lock()
-        self._owner = os.getpid()
         self._processes = [
             RewardProcess(self.path, self.key, self.seconds) for _ in range(self.workers)
         ]
-
-    def __reduce__(self) -> tuple[type[RewardFunction], tuple]:
-        return RewardFunction, astuple(self)
 
     def start(self) -> None:
         """Start the first process and import the function.
@@ -62,8 +57,7 @@ class RewardFunction:
         Raises ValueError if the function is not there or has a wrong signature, or if it gets all
         responses at once although there are several processes.
         """
-        if self._owner != os.getpid():  # a forked copy: the processes belong to its parent
-            self.__post_init__()
+        self._renew_copy()
         style = self._processes[0].start()
         if style == "batch" and self.workers > 1:
             self.close()
@@ -97,9 +91,7 @@ class RewardFunction:
         self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]
     ) -> list[Score]:
         """Return the score of each response."""
-        calls: list[RewardCall] = list(
-            zip(range(len(prompts)), prompts, responses, rows, strict=True)
-        )
+        calls = list(zip(range(len(prompts)), prompts, responses, rows, strict=True))
         self.start()
         with self._lock:
             if self.workers == 1:
@@ -112,29 +104,20 @@ class RewardFunction:
                         scores |= share
         return [scores[index] for index in range(len(calls))]
 
-    def close(self) -> None:
-        """End the processes. The function can be called again."""
-        if self._owner == os.getpid():
-            for process in self._processes:
-                process.close()
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.close()
 
 
-class _ConnectedProcess(NamedTuple):
-    """A running process that calls the function, and the connection to it."""
-
-    process: subprocess.Popen
-    connection: Connection
-
-
+@dataclass
 class RewardProcess:
     """A process that calls the function. It is started when it is needed."""
 
-    def __init__(self, path: str, key: str, seconds: float):
-        self.path = path
-        self.key = key
-        self.seconds = seconds
-        self._running: _ConnectedProcess | None = None
-        self._style = ""
+    path: str
+    key: str
+    seconds: float
+    _running: ChildProcess | None = None
+    _style: str = ""
 
     def start(self) -> str:
         """Start the process, import the function, and return its style, "single" or "batch".
@@ -144,30 +127,22 @@ class RewardProcess:
         self._started()
         return self._style
 
-    def _started(self) -> _ConnectedProcess:
+    def _started(self) -> ChildProcess:
         """Return the running process, which is started if needed. Raises ValueError as `start` does."""
         if self._running and self._running.process.poll() is None:
             return self._running
-        connection, worker_end = multiprocessing.Pipe()
-        command = [sys.executable, "-P", "-m", "gspo.rewards.reward_worker"]
-        command += [str(worker_end.fileno()), self.path, self.key, str(os.getpid())]
         # The current folder is searched last, by `import_object`: its files must not stand in for
         # installed modules.
         paths = os.pathsep.join(path for path in sys.path if path not in ("", os.getcwd()))
-        process = subprocess.Popen(
-            command,
-            pass_fds=[worker_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C is for the run, which finishes its step
+        running = start_child(
+            ["-m", "gspo.rewards.reward_worker", self.path, self.key],
+            os.environ | {"PYTHONPATH": paths},
         )
-        worker_end.close()
-        running = _ConnectedProcess(process, connection)
         self._running = running
-        message = _receive(running, START_SECONDS)
-        if message is None:
-            message = ("refused", f"{self.key}={self.path}: its process has ended")
-        kind, text = message
+        kind, text = _receive(running, START_SECONDS) or (
+            "refused",
+            f"{self.key}={self.path}: its process has ended",
+        )
         if kind == "refused":
             self.close()
             raise ValueError(text)
@@ -188,7 +163,7 @@ class RewardProcess:
     def scores(self, calls: list[RewardCall]) -> dict[int, Score]:
         """Return the score of each call by its index."""
         waiting = {call[0]: call for call in calls}
-        scores: dict[int, Score] = {}
+        scores = {}
         while waiting:
             running = self._started()
             running.connection.send((list(waiting.values()), self.seconds, False))
@@ -196,15 +171,13 @@ class RewardProcess:
             waiting = {index: call for index, call in waiting.items() if index not in scores}
         return scores
 
-    def _collect(
-        self, running: _ConnectedProcess, waiting: dict[int, RewardCall]
-    ) -> dict[int, Score]:
+    def _collect(self, running: ChildProcess, waiting: dict[int, RewardCall]) -> dict[int, Score]:
         """Return the scores of the calls that were sent.
 
         If the process ends or must be ended, the calls that had begun count as failed, and the
         others have no score yet."""
-        scores: dict[int, Score] = {}
-        begun: dict[int, float] = {}  # the time at which calls without outcome began
+        scores = {}
+        begun = {}  # the time at which calls without outcome began
         while len(scores) < len(waiting):
             oldest = min(begun.values(), default=time.monotonic())
             deadline = oldest + self.seconds + GRACE_SECONDS
@@ -221,7 +194,7 @@ class RewardProcess:
                 begun.pop(index, None)
         return scores
 
-    def _failure(self, running: _ConnectedProcess) -> Score:
+    def _failure(self, running: ChildProcess) -> Score:
         """Return the score of calls without outcome: the process has ended, or takes too long."""
         code = running.process.poll()
         if code is None:
@@ -233,13 +206,11 @@ class RewardProcess:
     def close(self) -> None:
         """End the process, if it is running."""
         if self._running:
-            self._running.process.kill()
-            self._running.process.wait()
-            self._running.connection.close()
+            self._running.stop()
         self._running = None
 
 
-def _receive(running: _ConnectedProcess, seconds: float) -> Any:
+def _receive(running: ChildProcess, seconds: float) -> Any:
     """Return the process's next message, or None after `seconds` or at its end."""
     try:
         return running.connection.recv() if running.connection.poll(seconds) else None

@@ -1,8 +1,8 @@
 """The process that calls a user's reward function.
 
-gspo.rewards.reward_function starts it. The command line gives the connection's descriptor, the
-function's path, the setting that names it, and the parent's process id. The process sends these
-messages on the connection:
+gspo.rewards.reward_function starts it. The command line gives the function's path, the setting that
+names it, the connection's descriptor, and the parent's process id. The process sends these messages
+on the connection:
 
     ("ready", "batch" or "single")    the function was imported
     ("refused", reason)               or it was not, and the process ends
@@ -24,8 +24,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from gspo.data.samples import LARGEST_REWARD, Score
 from gspo.io.user_code import import_object
@@ -93,21 +94,15 @@ def as_score(value: Any) -> Score:
     return score
 
 
-class Outbox(Protocol):
-    """The destination of the messages: the connection, or a list in a trial."""
-
-    def send(self, message: tuple, /) -> None: ...
-
-
+@dataclass
 class RewardCaller:
     """Calls the function and sends the score of each response."""
 
-    def __init__(self, connection: Outbox, function: Callable[..., Any], style: str, name: str):
-        self.connection = connection
-        self.function = function
-        self.style = style
-        self.name = name  # the setting and its value, for messages
-        self.errors: list[Exception] = []  # the function's exceptions in the latest `answer`
+    send: Callable[[tuple], None]  # sends a message, or keeps it in a trial
+    function: Callable[..., Any]
+    style: str
+    name: str  # the setting and its value, for messages
+    errors: list[Exception] = field(default_factory=list)  # the function's exceptions
 
     def failure(self, error: Exception) -> Score:
         """Return the score of a response whose reward function raised an exception.
@@ -156,17 +151,10 @@ class RewardCaller:
         """Call the function without sending anything, and return (reason, exceptions).
 
         `reason` is the first reason for which a response was left ungraded, "" if there is none."""
-        scores: list[Score] = []
-
-        class ScoreList:
-            """Keeps the scores that would be sent."""
-
-            def send(self, message: tuple, /) -> None:
-                if message[0] == "outcome":
-                    scores.append(message[2])
-
-        caller = RewardCaller(ScoreList(), self.function, self.style, self.name)
+        messages = []
+        caller = replace(self, send=messages.append, errors=[])
         caller.answer(calls, seconds)
+        scores = [message[2] for message in messages if message[0] == "outcome"]
         reasons = [score.reason for score in scores if score.verdict in ("error", "timeout")]
         return reasons[0] if reasons else "", caller.errors
 
@@ -178,17 +166,17 @@ class RewardCaller:
             asyncio.run(self.answer_async(calls, seconds))
         else:
             for index, *arguments in calls:
-                self.connection.send(("begins", [index]))
+                self.send(("begins", [index]))
                 try:
                     score = as_score(self.function(*arguments))
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
-                self.connection.send(("outcome", index, score))
+                self.send(("outcome", index, score))
 
     def answer_batch(self, calls: list[RewardCall], seconds: float) -> None:
         """Call a function of lists once."""
         indices, prompts, responses, rows = map(list, zip(*calls, strict=True))
-        self.connection.send(("begins", indices))
+        self.send(("begins", indices))
         try:
             values = self.function(prompts, responses, rows)
             if inspect.iscoroutine(values):
@@ -207,7 +195,7 @@ class RewardCaller:
         except Exception as error:  # the user's function may raise anything
             scores = [self.failure(error)] * len(indices)
         for index, score in zip(indices, scores, strict=True):
-            self.connection.send(("outcome", index, score))
+            self.send(("outcome", index, score))
 
     async def answer_async(self, calls: list[RewardCall], seconds: float) -> None:
         """Make all calls of an async function, up to MAX_CONCURRENT_CALLS at the same time."""
@@ -215,14 +203,14 @@ class RewardCaller:
 
         async def answer_call(index: int, *arguments: Any) -> None:
             async with semaphore:
-                self.connection.send(("begins", [index]))
+                self.send(("begins", [index]))
                 try:
                     score = as_score(await asyncio.wait_for(self.function(*arguments), seconds))
                 except TimeoutError:
                     score = timeout(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
-                self.connection.send(("outcome", index, score))
+                self.send(("outcome", index, score))
 
         await asyncio.gather(*(answer_call(*call) for call in calls))
 
@@ -240,7 +228,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    descriptor, path, key, parent = sys.argv[1:5]
+    path, key, descriptor, parent = sys.argv[1:5]
     os.dup2(2, 1)  # the function's output is shown at once, beside the run's own output
     if isinstance(sys.stdout, io.TextIOWrapper):  # as at the start of every process
         sys.stdout.reconfigure(line_buffering=True)
@@ -253,7 +241,7 @@ def main() -> None:
         connection.send(("refused", str(error)))
         return
     connection.send(("ready", style))
-    caller = RewardCaller(connection, function, style, f"{key}={path}")
+    caller = RewardCaller(connection.send, function, style, f"{key}={path}")
     while True:
         try:
             calls, seconds, is_trial = connection.recv()

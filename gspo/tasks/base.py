@@ -10,16 +10,20 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
+from gspo.data.seeding import permutation
 from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged
 
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 1000
+# a problem, the text of a response, and whether the response ended by itself
+Answer = tuple[Problem, str, bool]
 
 
 class Task(Ranged):
@@ -30,6 +34,8 @@ class Task(Ranged):
     """
 
     name: str
+    # the prefix of its settings in messages; `gspo evaluate` sets tasks.NAME
+    key: ClassVar[str] = "task"
     # the response limit of published evaluations, 0 if there is none
     max_new_tokens: ClassVar[int] = 0
     # The reward of a truncated response. With None, `score` judges it like any other response. The
@@ -44,11 +50,10 @@ class Task(Ranged):
         The split is "train", "cold_start" or one of `evaluation_sets()`."""
         raise NotImplementedError
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the scores in the order of `answers`.
 
-        An answer is (problem, response text, whether the response ended by itself). A truncated
-        response scores 0 with the verdict "truncated", whatever its text. With
+        A truncated response scores 0 with the verdict "truncated", whatever its text. With
         reward.truncated=null it is passed as a response that ended by itself.
         """
         raise NotImplementedError
@@ -110,6 +115,19 @@ class Task(Ranged):
         """End the task's processes, if it has any. The task can be used again afterwards."""
 
 
+class SingleSet(Task):
+    """A task with a single evaluation set, which is named like the task."""
+
+    evaluation_size: int = 0  # its number of problems, 0 if there is no end
+
+    def evaluation_sets(self) -> list[str]:
+        return [self.name]
+
+    def size(self, split: str) -> int | None:
+        check_split(split, self.evaluation_sets())
+        return None if split in TRAINING_SPLITS else self.evaluation_size or None
+
+
 def held_out(prompt: str) -> bool:
     """Return whether a prompt belongs to evaluation, as 1 in 8 prompts do.
 
@@ -130,6 +148,13 @@ def draw_prompt(split: str, make: Callable[[], str]) -> str:
         f"no prompt for split {split!r} in {MAX_DRAWS} draws: the task has too few different "
         "problems"
     )
+
+
+# the stream moves on, so a few epochs serve a batch that spans two
+@lru_cache(maxsize=16)
+def epoch_order(count: int, *position: int | str) -> list[int]:
+    """Return the order of `count` training problems in an epoch, by its position."""
+    return permutation(count, *position).tolist()
 
 
 def check_split(split: str, evaluation_sets: list[str]) -> None:

@@ -11,7 +11,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Task, check_split
+from gspo.tasks.base import Answer, Task, check_split
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
@@ -41,28 +41,25 @@ class Mixture(Task):
         return self.math.evaluation_sets() + self.code.evaluation_sets()
 
     def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        owners = [task for task in (self.math, self.code) if split in task.evaluation_sets()]
-        return owners[0].size(split) if owners else None
+        task = self._owner_of_set(split)
+        return task.size(split) if task else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of the task that has the split.
 
         In training, a random number for the index chooses the task."""
-        check_split(split, self.evaluation_sets())
-        if split in self.math.evaluation_sets():
-            return self.math.problem(seed, split, index)
-        if split in self.code.evaluation_sets():
-            return self.code.problem(seed, split, index)
-        is_code = generator(seed, self.name, split, index).random() < self.code_share
-        return (self.code if is_code else self.math).problem(seed, split, index)
+        task = self._owner_of_set(split)
+        if task is None:
+            is_code = generator(seed, self.name, split, index).random() < self.code_share
+            task = self.code if is_code else self.math
+        return task.problem(seed, split, index)
 
     def demonstration(self, problem: Problem, wrong_step_rate: float, rng: random.Random) -> str:
         return self._owner(problem).demonstration(problem, wrong_step_rate, rng)
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the scores of the math task and of the code task, in the order of the answers."""
-        scores: dict[int, Score] = {}
+        scores = {}
         for task in (self.math, self.code):
             indices = [i for i, answer in enumerate(answers) if self._owner(answer[0]) is task]
             scores.update(zip(indices, task.score([answers[i] for i in indices]), strict=True))
@@ -74,6 +71,12 @@ class Mixture(Task):
     def close(self) -> None:
         self.math.close()
         self.code.close()
+
+    def _owner_of_set(self, split: str) -> ChainArithmetic | FunctionWriting | None:
+        """Return the task that has an evaluation set, or None for a training split."""
+        check_split(split, self.evaluation_sets())
+        tasks = (self.math, self.code)
+        return next((task for task in tasks if split in task.evaluation_sets()), None)
 
     def _owner(self, problem: Problem) -> ChainArithmetic | FunctionWriting:
         """Return the task that made a problem. Raises KeyError for a problem of another task."""

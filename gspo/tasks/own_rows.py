@@ -12,19 +12,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from gspo.data.problems import ChatPrompt, Problem
 from gspo.data.samples import Score
 from gspo.io.errors import SettingError
 from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
-from gspo.tasks.base import held_out
+from gspo.tasks.base import Answer, held_out
 from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
 from gspo.tasks.benchmarks.records_file import DataRow
 
 COLUMNS = ("prompt", "family", "rating")
-ROLES = ("system", "user", "assistant")
 MAX_TRIAL_ROWS = 100  # the trial uses a row among the first rows
 MAX_SHOWN_CHARS = 160  # of a row in a message
 
@@ -50,8 +49,6 @@ class OwnRows(Benchmark):
     suffix: str = ""
     hub_split: str = "test"  # with `hub`: the held-out split
     hub_train_split: str = "train"  # with `hub`: the split to train on
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +104,7 @@ class OwnRows(Benchmark):
             )
         return without_repeats(items)
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return the reward function's scores, and 0 for truncated responses."""
         scores = [Score(0.0, "truncated")] * len(answers)
         completed = [index for index, (_, _, ended) in enumerate(answers) if ended]
@@ -165,13 +162,11 @@ def prompt_text(row: DataRow, column: str) -> str:
     value = row.get(column, str, list)
     if isinstance(value, str):
         return row.text(column)
-    messages = [
-        {"role": message["role"], "content": message["content"]}
-        for message in value
-        if isinstance(message, dict)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-    ]
+    messages = []
+    for message in value:
+        match message:
+            case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
+                messages.append({"role": role, "content": content})
     if not messages or len(messages) < len(value) or messages[-1]["role"] != "user":
         raise row.wrong(
             column,

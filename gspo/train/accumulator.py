@@ -51,10 +51,12 @@ class MetricAccumulator:
         """Add all elements of a tensor to the metric that is their mean."""
         self.mean(name, values.sum(), values.numel())
 
-    def token_mean(self, name: str, x_BT: Tensor, mask_BT: Tensor) -> None:
-        """Add the entries under a mask to the metric that is their mean."""
-        total = torch.where(mask_BT, x_BT, 0).sum()
-        self.mean(name, total, mask_BT.sum())
+    def token_mean(self, name: str, x_BT: Tensor, mask_BT: Tensor, tokens: Tensor) -> None:
+        """Add the entries under a mask to the metric that is their mean.
+
+        `tokens` is `mask_BT.sum()`, which callers compute once for several metrics.
+        """
+        self.mean(name, torch.where(mask_BT, x_BT, 0).sum(), tokens)
 
     def count(self, name: str, number: float) -> None:
         """Add a number to the metric that is the sum over the step."""

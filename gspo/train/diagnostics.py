@@ -119,9 +119,10 @@ def reference(
 ) -> None:
     """Estimate KL(pi_old || pi_ref) by k1 and by k3, on the tokens that pi_old sampled."""
     d_BT = log_ratio(old_logp_BT, ref_logp_BT, mask_BT)
+    tokens = mask_BT.sum()
     for estimator in ("k1", "k3"):
         kl_BT = kl_estimate(d_BT, estimator, bound=EXPONENT_BOUND)
-        accumulator.token_mean(f"kl/ref_{estimator}", kl_BT, mask_BT)
+        accumulator.token_mean(f"kl/ref_{estimator}", kl_BT, mask_BT, tokens)
 
 
 def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
@@ -151,12 +152,13 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     clip range. The importance weights pi / mu of every level are measured before any truncation.
     """
     mask_BT = batch.mask_BT
+    tokens = mask_BT.sum()
     log_BT = log_ratio(batch.old_logp_BT, batch.engine_logp_BT, mask_BT)
     abs_BT = log_BT.abs()
-    accumulator.token_mean("mismatch/k1", -log_BT, mask_BT)
-    accumulator.token_mean("mismatch/logp_abs", abs_BT, mask_BT)
+    accumulator.token_mean("mismatch/k1", -log_BT, mask_BT, tokens)
+    accumulator.token_mean("mismatch/logp_abs", abs_BT, mask_BT, tokens)
     accumulator.largest("mismatch/logp_abs_max", abs_BT.max())
-    accumulator.token_mean("mismatch/beyond_2", abs_BT > math.log(2), mask_BT)
+    accumulator.token_mean("mismatch/beyond_2", abs_BT > math.log(2), mask_BT, tokens)
     log_s_B = masked_mean(log_BT, mask_BT)
     log_s_N = batch.of_rows(log_s_B)
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
@@ -164,7 +166,7 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.largest("mismatch/sequence_max", log_s_N.max().exp())
     # the bound keeps k3 finite
     k3_BT = kl_estimate(-log_BT, "k3", bound=EXPONENT_BOUND)
-    accumulator.token_mean("mismatch/k3", k3_BT, mask_BT)
+    accumulator.token_mean("mismatch/k3", k3_BT, mask_BT, tokens)
     for level in LEVELS:
         weight_BT = importance_weight(batch.old_logp_BT, batch.engine_logp_BT, mask_BT, level)
         weight_N = batch.of_tokens(weight_BT)
@@ -176,7 +178,8 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
 def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
     """Measure the correction's mean weight on a token's loss, and the share of masked tokens."""
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
-    accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT)
+    tokens = mask_BT.sum()
+    accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
 
 
 def clips(
@@ -196,18 +199,20 @@ def clips(
         "_negative": mask_BT & (inputs.adv_BT < 0),
     }
     for sign, selected_BT in selections.items():
+        tokens = selected_BT.sum()
         sequences = selected_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
             share_B = masked_mean(clipped_BT.float(), selected_BT)
-            accumulator.token_mean(f"clip/token_{kind}{sign}", clipped_BT, selected_BT)
+            accumulator.token_mean(f"clip/token_{kind}{sign}", clipped_BT, selected_BT, tokens)
             if not sign:
                 name = f"clip/token_{kind}_minibatch_{minibatch}"
-                accumulator.token_mean(name, clipped_BT, mask_BT)
+                accumulator.token_mean(name, clipped_BT, mask_BT, tokens)
             accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
-    accumulator.token_mean("clip/log_ratio_bounded", outputs.bounded_BT, mask_BT)
-    accumulator.token_mean("clip/weight", outputs.weight_BT, mask_BT)
+    tokens = mask_BT.sum()
+    accumulator.token_mean("clip/log_ratio_bounded", outputs.bounded_BT, mask_BT, tokens)
+    accumulator.token_mean("clip/weight", outputs.weight_BT, mask_BT, tokens)
     if outputs.dual_BT is not None:
-        accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT)
+        accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT, tokens)
 
 
 def rounding_floor(
@@ -237,10 +242,11 @@ def values(
     values_BT: Tensor, critic: Critic, mask_BT: Tensor, clip: float, accumulator: MetricAccumulator
 ) -> None:
     """Measure the critic's squared error, and the share of values that moved beyond `clip`."""
+    tokens = mask_BT.sum()
     error_BT = critic.returns_BT - values_BT
-    accumulator.token_mean("value/error", error_BT.square(), mask_BT)
+    accumulator.token_mean("value/error", error_BT.square(), mask_BT, tokens)
     change_BT = values_BT - critic.old_values_BT
-    accumulator.token_mean("value/clipped", change_BT.abs() > clip, mask_BT)
+    accumulator.token_mean("value/clipped", change_BT.abs() > clip, mask_BT, tokens)
 
 
 def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
@@ -285,4 +291,5 @@ def ratios(
 
 def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
     """Measure the mean entropy of the policy over response tokens, in nats."""
-    accumulator.token_mean("policy/entropy", entropy_BT, batch.mask_BT)
+    mask_BT = batch.mask_BT
+    accumulator.token_mean("policy/entropy", entropy_BT, mask_BT, mask_BT.sum())

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Generator
 from dataclasses import astuple, dataclass
@@ -170,8 +171,8 @@ class CodeGrader:
         point, and for expected values or arguments that are not plain data.
         """
         # programs for one problem often share their tests
-        prepared: dict[int, tuple[list[Any], bytes]] = {}
-        jobs: dict[tuple[str, str, bytes], tuple[Submission, list[Any]]] = {}
+        prepared = {}
+        jobs = {}
         keys = []
         for submission in submissions:
             tests_id = id(submission.tests)
@@ -217,14 +218,14 @@ def _grade(slot: Slot, job: tuple[Submission, list[Any]]) -> Grade:
     """Run the tests until one does not pass.
 
     Run all of them once more if that may be the machine's fault."""
-    for attempt in range(MAX_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         cases = []
         with contextlib.closing(_outcomes(slot, *job)) as outcomes:
             for outcome in outcomes:
                 cases.append(outcome.verdict)
                 if outcome.verdict != "pass":
                     break
-        if not outcome.retry or attempt == MAX_ATTEMPTS - 1:
+        if not outcome.retry:
             break
     # this removes lone surrogates
     detail = outcome.detail[:MAX_DETAIL_CHARS].encode("utf-8", "backslashreplace").decode()
@@ -236,19 +237,14 @@ def _outcomes(slot: Slot, submission: Submission, tests: list[Any]) -> Generator
     if len(submission.code) > MAX_CODE_CHARS:
         yield _CaseOutcome("compile-error", f"longer than {MAX_CODE_CHARS} characters")
         return
-    calls: list[_Call] = []
     try:
-        for test in (*tests, None):  # None ends the last calls
-            if isinstance(test, _Call):  # consecutive calls share a process
-                calls.append(test)
-                continue
-            if calls:
-                yield from _call_outcomes(slot, submission, calls)
-                calls = []
-            if isinstance(test, StdinCase):
-                yield _run_outcome(slot, submission.code, test)
-            elif isinstance(test, Asserts):
-                yield _assert_outcome(slot, submission, test)
+        for kind, group in itertools.groupby(tests, key=type):
+            if kind is _Call:  # consecutive calls share a process
+                yield from _call_outcomes(slot, submission, list(group))
+            elif kind is StdinCase:
+                yield from (_run_outcome(slot, submission.code, test) for test in group)
+            else:
+                yield from (_assert_outcome(slot, submission, test) for test in group)
     except OSError as error:  # no process, descriptor or fork server was to be had
         yield _CaseOutcome("sandbox-error", f"{type(error).__name__}: {error}", retry=True)
 
@@ -308,13 +304,7 @@ def _assert_outcome(slot: Slot, submission: Submission, test: Asserts) -> _CaseO
             message = tester.exchange(None)
             index = 0
             while not isinstance(message, ProgramEnd) and "verdict" not in message:
-                request = {
-                    "index": index,
-                    "call": message["call"],
-                    "arguments": message["arguments"],
-                    "keywords": message["keywords"],
-                }
-                reply, failure = _result(program.exchange(request), index)
+                reply, failure = _result(program.exchange({**message, "index": index}), index)
                 if failure:
                     return failure
                 # the value that is judged must be plain

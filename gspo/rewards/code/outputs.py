@@ -20,13 +20,7 @@ TESTLIB = {
     "rcmp4": (1e-4, False),
     "rcmp6": (1e-6, False),
     "rcmp9": (1e-9, False),
-    "fcmp": (0.0, False),
-    "hcmp": (0.0, False),
-    "icmp": (0.0, False),
-    "lcmp": (0.0, False),
-    "ncmp": (0.0, False),
-    "wcmp": (0.0, False),
-    "nwcmp": (0.0, False),
+    **dict.fromkeys(("fcmp", "hcmp", "icmp", "lcmp", "ncmp", "wcmp", "nwcmp"), (0.0, False)),
 }
 SEVERAL = re.compile(
     r"(?:multiple|several|many)\s+(?:possible\s+|correct\s+|valid\s+|optimal\s+)?"

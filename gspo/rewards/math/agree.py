@@ -67,8 +67,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     if gold.kind == "number":
         return answer.kind == "number" and _same_number(gold, answer)
     if gold.kind == "formula":
-        _check_readable(gold, equal)
-        return answer.kind in ("number", "formula") and _same_formula(gold, answer, equal)
+        return _same_formula(gold, answer, equal)
     if gold.kind != answer.kind or len(gold.parts) != len(answer.parts):
         return False
     if gold.kind in ("several", "besides"):
@@ -125,7 +124,7 @@ def _as_point(node: Node) -> Node:
     """Turn x=3, y=-1 into (3,-1)."""
     if node.kind != "several":
         return node
-    values = {part.parts[0]: part.parts[2] for part in node.parts if part.kind == "named"}
+    values = {part.parts[0]: part.value for part in node.parts if part.kind == "named"}
     order = usual_order(tuple(values))
     if len(values) < len(node.parts) or not order or re.search(r"\bor\b|\\cup", node.text):
         return node
@@ -137,7 +136,7 @@ def _by_name(node: Node) -> Node:
     if node.kind != "named" or not node.parts[0].startswith("("):
         return node
     names = node.parts[0][1:-1].split(",")
-    values = node.parts[2].parts[1:-1]
+    values = node.value.parts[1:-1]
     equations = [
         Node("named", f"{name}={value.text}", (name, "=", value))
         for name, value in zip(names, values, strict=True)
@@ -155,7 +154,7 @@ def _as_besides(node: Node) -> Node:
     parts = node.parts if node.kind == "several" else (node,)
     names = {part.parts[:2] if part.kind == "named" else "" for part in parts}
     if len(names) == 1:  # x<2 or x>3
-        parts = tuple(part.parts[2] if part.kind == "named" else part for part in parts)
+        parts = tuple(part.value for part in parts)
     if not all(part.kind == "ordered" and len(part.parts) == 4 for part in parts):
         return node
 
@@ -182,22 +181,17 @@ def _as_besides(node: Node) -> Node:
 
 
 def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:
-    if gold.kind == answer.kind == "named":
-        if gold.parts[0] == answer.parts[0]:
-            return agree(gold.parts[2], answer.parts[2], equal)
+    other_name = gold.kind == answer.kind and gold.parts[0] != answer.parts[0]
+    if other_name or "equation" in (gold.kind, answer.kind):
         return _same_equation(gold, answer, equal)
-    if "equation" in (gold.kind, answer.kind):
-        return _same_equation(gold, answer, equal)
-    if gold.kind == "named":
-        return agree(gold.parts[2], answer, equal)
-    return agree(gold, answer.parts[2], equal)
+    return agree(gold.value, answer.value, equal)
 
 
 def _same_equation(gold: Node, answer: Node, equal: Equal) -> bool:
     """Return whether the equations are multiples of each other.
 
     A gold that gives a variable its value is not answered by another equation."""
-    if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.parts[2].text)):
+    if gold.kind == "named" and (gold.parts[1] != "=" or not letters(gold.value.text)):
         return False
     sides = [*gold.text.split("="), *answer.text.split("=")]
     vocabulary = gold.text.replace("=", "+")
@@ -218,21 +212,19 @@ def _same_number(gold: Node, answer: Node) -> bool:
     return gold_value.equals(answer_value)
 
 
-def _check_readable(gold: Node, equal: Equal) -> None:
-    """Have the gold parsed, whatever the answer: if it cannot be, no response is to blame."""
-    text, _ = split_unit(gold.text)
-    if "infty" not in text and _can_be_computed(text):
-        equal("readable", text, "")
-
-
 def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
     gold_text, gold_unit = split_unit(gold.text)
+    is_computable = "infty" not in gold_text and _can_be_computed(gold_text)
+    if is_computable:  # whatever the answer: no response is to blame for a gold that has no meaning
+        equal("readable", gold_text, "")
     answer_text, answer_unit = split_unit(answer.text)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
+    if answer.kind not in ("number", "formula"):
+        return False
     if squeeze(gold_text) == squeeze(answer_text):
         return True
-    if "infty" in gold_text or not _can_be_computed(gold_text):
+    if not is_computable:
         return False
     if answer.kind == "number":
         number: Literal = answer.parts[0]

@@ -39,6 +39,7 @@ class UnusableAnswer(Exception):
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 ANSWER = re.compile(r"(?i)\banswer\**\s*(?::|\bis\b:?)\**[^\S\n]*")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 AND = r"(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))"
 BLANK = r"(?:\s|\$|\\q?quad(?![A-Za-z])|\\[,;: ])"
@@ -50,14 +51,10 @@ def extract(text: str, form: str) -> str:
     text = text[-MAX_RESPONSE_CHARS:]
     if form == "boxed":
         return _unwrap(", ".join(_last_boxes(text)))
-    if form == "hash":
-        start = text.rfind("####") + len("####") if "####" in text else -1
-    else:
-        marks = list(ANSWER.finditer(text))
-        start = marks[-1].end() if marks else -1
-    if start < 0:
+    parts = text.rsplit("####", 1) if form == "hash" else ANSWER.split(text)
+    if len(parts) == 1:
         raise UnusableAnswer("no-answer")
-    line = text[start:].lstrip(" \t").split("\n", 1)[0]
+    line = parts[-1].lstrip(" \t").split("\n", 1)[0]
     if form == "answer":
         line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip().strip("*")
     if not line.strip():
@@ -84,38 +81,36 @@ def _last_boxes(text: str) -> list[str]:
     """Return the content of the last box, after the contents of the boxes before it in a list.
 
     The work is bounded: a box is followed for a few hundred characters only."""
-    boxes = list(deque(BOX.finditer(text), maxlen=MAX_BOXES))
+    boxes = [
+        (box.start(), box.end(), _closing(text, box.end()))
+        for box in deque(BOX.finditer(text), maxlen=MAX_BOXES)
+    ]
     if not boxes:
         raise UnusableAnswer("no-answer")
-    *earlier_boxes, last = boxes
-    start = last.end()
-    if start == len(text):
-        raise UnusableAnswer("malformed")
-    if text[start] != "{":
-        content = text[start : start + MAX_BRACED_CHARS]
+    next_start, opening, end = boxes.pop()
+    if opening < len(text) and text[opening] != "{":
+        content = text[opening : opening + MAX_BRACED_CHARS]
         return re.split(r"\$|\\\)|\\\]|\n", content, maxsplit=1)[:1]
-    end = _closing(text, start)
     if end < 0:
         raise UnusableAnswer("malformed")
-    for box in earlier_boxes:  # look for a box around it
-        box_end = _closing(text, box.end()) if text.startswith("{", box.end()) else -1
-        if box_end > end:
-            return [text[box.end() + 1 : box_end]]
-    contents = [text[start + 1 : end]]
-    next_start = last.start()
-    for box in reversed(earlier_boxes):
-        box_end = _closing(text, box.end()) if text.startswith("{", box.end()) else -1
-        if not (0 <= box_end < next_start and BETWEEN.fullmatch(text, box_end + 1, next_start)):
+    for _, outer_opening, outer_end in boxes:  # look for a box around it
+        if outer_end > end:
+            return [text[outer_opening + 1 : outer_end]]
+    contents = [text[opening + 1 : end]]
+    for start, opening, end in reversed(boxes):
+        if not (0 <= end < next_start and BETWEEN.fullmatch(text, end + 1, next_start)):
             break
-        contents.insert(0, text[box.end() + 1 : box_end])
-        next_start = box.start()
+        contents.insert(0, text[opening + 1 : end])
+        next_start = start
     return contents
 
 
 def _closing(text: str, opening: int) -> int:
     r"""Return the index at which the brace at `opening` is closed, or -1 if that is nowhere near.
 
-    \{ and \} do not count."""
+    It is -1 too if there is no brace at `opening`. \{ and \} do not count."""
+    if not text.startswith("{", opening):
+        return -1
     depth = 0
     for brace in BRACE.finditer(text, opening, opening + MAX_BRACED_CHARS):
         if brace.group() == "{":
@@ -151,13 +146,10 @@ def _checked(answer: str) -> str:
     Raises UnusableAnswer if it is empty, too long, too deep, or has misleading characters."""
     if not answer.strip():
         raise UnusableAnswer("no-answer")
-    if len(answer) > MAX_ANSWER_CHARS:
+    if len(answer) > MAX_ANSWER_CHARS or CONTROL.search(answer):
         raise UnusableAnswer("malformed")
     for character in _with_powers_of_ten(answer):
-        if ord(character) < 128:
-            if (character < " " and character not in "\t\n\r") or character == "\x7f":
-                raise UnusableAnswer("malformed")
-        elif character not in MAPPED and not _harmless(character):
+        if not (character.isascii() or character in MAPPED or _harmless(character)):
             raise UnusableAnswer("malformed")
     depth = 0
     for character in answer:
@@ -182,20 +174,21 @@ def _harmless(character: str) -> bool:
     return all(ord(part) > 127 for part in unicodedata.normalize("NFKC", character))
 
 
-SPELLINGS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ",
-    "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "²": "^{2}",
-    "³": "^{3}", "\xa0": r"\,", "\u2009": r"\,", "\u202f": r"\,", "€": r"\euro ", "£": r"\pounds ",
-    "¥": r"\yen ", "¢": r"\text{ cents}", "’": "'", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}", "θ": r"\theta ", "“": '"', "”": '"', "≈": r"\approx ", "α": r"\alpha ",
-    "β": r"\beta ", "∓": r"\mp ", "⁄": "/", "∕": "/", "∖": r"\setminus ", "ℝ": r"\mathbb{R}",
+COMMAND_OF_SIGN = """
+×times ·cdot ⋅cdot ÷div √sqrt πpi ∞infty ≤le ≥ge ≠ne ±pm ∓mp ∪cup ∈in ∅emptyset ∖setminus ≈approx
+θtheta αalpha βbeta €euro £pounds ¥yen
+"""
+SPELLINGS = {word[0]: f"\\{word[1:]} " for word in COMMAND_OF_SIGN.split()} | {
+    "−": "-", "–": "-", "°": r"^\circ ", "²": "^{2}", "³": "^{3}", "\xa0": r"\,", "\u2009": r"\,",
+    "\u202f": r"\,", "¢": r"\text{ cents}", "’": "'", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}", "“": '"', "”": '"', "⁄": "/", "∕": "/", "ℝ": r"\mathbb{R}",
 }  # fmt: skip
 FULL_WIDTH = {chr(ord(mark) + 0xFEE0): mark for mark in "0123456789()[],.:;=+-/%<>"} | {
     # a Chinese full stop ends an answer, or spoils it
     "｛": r"\{", "｝": r"\}", "、": ", ", "　": " ", "。": "。",
 }  # fmt: skip
 MAPPED = SPELLINGS | FULL_WIDTH
+TRANSLATION = str.maketrans(MAPPED)
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 POWER_OF_TEN = re.compile(
     r"((?:[×·⋅*]|\\times|\\cdot|\dx|\d\sx)\s*(?:10|１０))([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)"
@@ -276,7 +269,6 @@ STEPS = [
 ]
 WITH_ARGUMENTS = re.compile(r"\\(frac|sqrt|binom)(?![A-Za-z])")
 ROOT_DEGREE = re.compile(r"\s*\[[^\[\]]*\]")
-SPACES = re.compile(r"\s*")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 EXPONENTIAL = re.compile(r"\\exp(?![A-Za-z])\s*(?=[({])")
 # a single mark, since an ellipsis says something else
@@ -293,9 +285,7 @@ def normal(answer: str) -> str:
     if PLAIN.fullmatch(answer):
         return answer
     answer = _with_powers_of_ten(answer)
-    for character, replacement in MAPPED.items():
-        if character in answer:
-            answer = answer.replace(character, replacement)
+    answer = answer.translate(TRANSLATION)
     for pattern, replacement in STEPS:
         answer = pattern.sub(replacement, answer)
     answer = _with_powers_of_e(_with_braces(answer))
@@ -323,8 +313,7 @@ def _with_braces(answer: str) -> str:
         if degree:
             position = degree.end()
         for _ in range(1 if is_root else 2):
-            spaces = SPACES.match(answer, position)
-            begin = spaces.end() if spaces else position
+            begin = len(answer) - len(answer[position:].lstrip())
             end = _end_of_argument(answer, begin)
             if end < 0:
                 break
@@ -347,11 +336,8 @@ def _end_of_argument(answer: str, begin: int) -> int:
     if not command:
         return begin + 1 if answer[begin : begin + 1].isalnum() else -1
     end = command.end()
-    while answer.startswith("{", end):
-        closing = _closing(answer, end)
-        if closing < 0:
-            break
-        end = closing + 1
+    while _closing(answer, end) >= 0:
+        end = _closing(answer, end) + 1
     return end
 
 

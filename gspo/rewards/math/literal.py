@@ -119,15 +119,36 @@ infinity pi the answer guess
 """
 NO_UNITS = frozenset(_CHANGING.split())
 LETTERS = set("mglhsLCFNJWVA")  # the single letters that are units
+# each unit, and its other spellings without a plural s
+UNITS = """
+cm centimeter centimetre
+m meter metre
+km kilometer kilometre
+mm millimeter millimetre
+foot feet ft
+inch inche in
+yard yd
+mile mi
+g gram
+kg kilogram
+lb pound
+oz ounce
+$ dollar usd
+cents cent
+€ euro eur
+° degree deg
+min minute
+sec second s
+h hour hr
+l liter litre
+mileperh mph
+square sq
+c celsiu
+f fahrenheit
+"""
 UNIT_WORDS = {
-    "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km",
-    "kilometre": "km", "millimeter": "mm", "millimetre": "mm", "feet": "foot", "ft": "foot",
-    "inche": "inch", "in": "inch", "yd": "yard", "mi": "mile", "gram": "g", "kilogram": "kg",
-    "pound": "lb", "ounce": "oz", "dollar": "$", "usd": "$", "cent": "cents", "euro": "€",
-    "eur": "€", "degree": "°", "deg": "°", "minute": "min", "second": "sec", "s": "sec",
-    "hour": "h", "hr": "h", "liter": "l", "litre": "l", "mph": "mileperh", "sq": "square",
-    "celsiu": "c", "fahrenheit": "f", "day": "day",
-}  # fmt: skip
+    word: line.split()[0] for line in UNITS.strip().splitlines() for word in line.split()[1:]
+}
 WORDS = r"[A-Za-z][A-Za-z.'/-]*(?:\s+[A-Za-z/][A-Za-z.'/-]*){0,4}"
 POWER = r"(?:\s*\^\s*(?:\{\s*[23]\s*\}|[23]))?"
 TAILS = [

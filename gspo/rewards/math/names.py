@@ -35,19 +35,8 @@ QUANTITY = re.compile(
     r"|\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])(?:\^\{?\d\}?)? ?"
     rf"(?:\d*{LETTER}|{ANGLE}|{ARGUMENT}|[A-Z]{{3}})"
 )
-HEDGES = NO_UNITS - {
-    "the",
-    "answer",
-    "is",
-    "are",
-    "of",
-    "by",
-    "to",
-    "between",
-    "percent",
-    "times",
-    "point",
-}
+IN_NAMES = "the answer is are of by to between percent times point"
+HEDGES = NO_UNITS - set(IN_NAMES.split())
 CHINESE_HEDGES = set("不非错约或若至零一二三四五六七八九十百千万")
 TERM = rf"(?:{LETTER}{INDEX}|\|[A-Z]{{2}}\||{ARROWED})(?:\^\{{?[23]\}}?)?"
 PRODUCT = rf"{TERM}(?:(?:\\cdot |\\times )?{TERM})*"

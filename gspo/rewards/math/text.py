@@ -32,6 +32,11 @@ class Node:
     text: str
     parts: tuple[Any, ...] = ()
 
+    @property
+    def value(self) -> Node:
+        """The value of a named node, and any other node itself."""
+        return self.parts[2] if self.kind == "named" else self
+
 
 class TooManyElements(ValueError):
     """Raised for more elements than any answer has."""
@@ -104,12 +109,12 @@ def structure(text: str) -> Node:
         return Node("number", text, (number, unit))
     table = TABLE.match(text)
     if table and bool(table.group(1)) == bool(table.group(4)):
-        rows = [row for row in split(table.group(3), ("\\\\",)) if row.strip()]
-        nodes = tuple(tuple(map(structure, split(row, ("&",)))) for row in rows)
+        rows = [row for row in split(table.group(3), "\\\\") if row.strip()]
+        nodes = tuple(tuple(map(structure, split(row, "&"))) for row in rows)
         return Node("matrix", text, nodes)
     system = SYSTEM.match(text)
     if system:
-        lines = [line.strip(" ,") for line in split(system.group(3), ("\\\\",))]
+        lines = [line.strip(" ,") for line in split(system.group(3), "\\\\")]
         nodes = tuple(structure(line) for line in lines if line)
         names = {node.parts[0] for node in nodes if node.kind == "named" and node.parts[1] == "="}
         kind = "several" if len(names) == len(nodes) else "formula"
@@ -119,7 +124,7 @@ def structure(text: str) -> Node:
     if len(alternatives) > 1:
         return _several(text, alternatives)
     for separator in (";", ",", "\\cup"):
-        elements = split(without_and, (separator,))
+        elements = split(without_and, separator)
         if len(elements) > 1:
             return _several(text, elements)
     return _without_separators(without_and)
@@ -137,7 +142,7 @@ def _is_words(text: str) -> bool:
 
 def _several(text: str, elements: list[str]) -> Node:
     """Return elements in any order as a single node. Lists within lists become a single list."""
-    nodes: list[Node] = []
+    nodes = []
     for element in elements:
         node = structure(element)
         # the empty set is an element, and so is a set with braces of its own
@@ -158,7 +163,7 @@ def _without_separators(text: str) -> Node:
     sides = COMPARISON.split(text)
     if len(sides) > 1:
         return _inequality(text, sides)
-    sides = split(text, ("=",))
+    sides = split(text, "=")
     if len(sides) == 2 and "\\ne" not in text and "\\approx" not in text:
         return _equation(text, *sides)
     named = _membership(text)
@@ -170,9 +175,9 @@ def _without_separators(text: str) -> Node:
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
         return Node("several", text)
     if text.startswith("\\{") and text.endswith("\\}"):
-        return _several(text, split(text[2:-2], (",", ";")))
+        return _several(text, split(text[2:-2], ",", ";"))
     if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _encloses(text):
-        elements = split(text[1:-1], (";",) if ";" in text else (",",))
+        elements = split(text[1:-1], ";" if ";" in text else ",")
         if len(elements) > 1:
             return Node("ordered", text, (text[0], *map(structure, elements), text[-1]))
     # alone \mp means \pm, beside \pm it is the other sign
@@ -239,7 +244,7 @@ def worth(node: Node) -> Node | None:
 def _besides(text: str, left_out: str | None) -> Node:
     """Return the real numbers without the numbers that are left out."""
     node = structure(left_out) if left_out else Node("several", "")
-    parts: list[Node] = []
+    parts = []
     for part in node.parts if node.kind == "several" else (node,):
         parts += part.parts if part.kind == "several" else (part,)
     return Node("besides", text, tuple(parts))
@@ -260,21 +265,17 @@ def _inequality(text: str, sides: list[str]) -> Node:
     (position,) = positions
     if len(terms) == 3 and position != 1:
         return Node("formula", text)
-    low = MINUS_INFINITY
-    high = PLUS_INFINITY
-    opening = "("
-    closing = ")"
+    left: tuple[Any, ...] = ("(", MINUS_INFINITY)
+    right: tuple[Any, ...] = (PLUS_INFINITY, ")")
     if position > 0:
-        low = structure(terms[position - 1])
-        opening = "[" if signs[position - 1] == "<=" else "("
+        left = ("[" if signs[position - 1] == "<=" else "(", structure(terms[position - 1]))
     if position + 1 < len(terms):
-        high = structure(terms[position + 1])
-        closing = "]" if signs[position] == "<=" else ")"
-    interval = Node("ordered", text, (opening, low, high, closing))
+        right = (structure(terms[position + 1]), "]" if signs[position] == "<=" else ")")
+    interval = Node("ordered", text, left + right)
     return Node("named", text, (squeeze(terms[position]), "in", interval))
 
 
-def split(text: str, separators: tuple[str, ...]) -> list[str]:
+def split(text: str, *separators: str) -> list[str]:
     r"""Return the text cut at separators that stand in no bracket, brace or \begin...\end."""
     parts = []
     start = 0
@@ -314,7 +315,7 @@ def spelling(node: Node) -> str:
     if node.kind == "words":
         return fold(node.text)
     if node.kind == "named":
-        return spelling(node.parts[2])
+        return spelling(node.value)
     if node.kind == "choice":
         return spelling(node.parts[1])
     if node.kind == "boxes":

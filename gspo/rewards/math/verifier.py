@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, NamedTuple
 
+from gspo.rewards.child_process import ChildProcess, ProcessOwner, bare_environment, start_child
 from gspo.rewards.math.agree import agree
 from gspo.rewards.math.extract import (
     FORMS,
@@ -48,7 +47,6 @@ WORKER = Path(__file__).with_name("worker.py")
 # next.
 CPU_SHARE = 0.4
 HANG_FACTOR = 4  # a worker that uses no CPU time for this many times `seconds` hangs
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 
 Question = tuple[str, str, str]  # kind, gold, answer
 
@@ -62,10 +60,7 @@ class MathVerdict:
 
 
 class _NeedsWorker(Exception):
-    """Raised for a question that only a worker can answer."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    """Raised with a question that only a worker can answer."""
 
 
 class _UnreadableGold(Exception):
@@ -77,7 +72,7 @@ class _Unsettled(Exception):
 
 
 @dataclass
-class MathVerifier:
+class MathVerifier(ProcessOwner):
     """A judge of answers of one form, with up to `workers` workers.
 
     A forked or unpickled copy starts workers of its own. Threads may share a verifier and take
@@ -99,24 +94,13 @@ class MathVerifier:
                 raise ValueError(f"{key}={getattr(self, key)!r} must be at least {minimum}")
         if not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds!r} must be positive")
-        self._start_over()
-
-    def __reduce__(self) -> tuple[type[MathVerifier], tuple]:
-        return MathVerifier, astuple(self)
-
-    def __enter__(self) -> MathVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__post_init__()
 
     def verify(self, items: list[tuple[str, str]]) -> list[MathVerdict]:
         """Return the verdicts in the order of `items` = (response text, gold)."""
-        # in a forked copy, the workers belong to the process that started them
-        if self._owner != os.getpid():
-            self._start_over()
-        verdicts: dict[int, MathVerdict] = {}  # by the index of the item
-        undecided: dict[int, tuple[Node, Node]] = {}  # gold and answer, by the index of the item
+        self._renew_copy()
+        verdicts = {}  # by the index of the item
+        undecided = {}  # gold and answer, by the index of the item
         for index, (text, gold) in enumerate(items):
             task = _read(text[-MAX_RESPONSE_CHARS:], gold, self.form)
             if isinstance(task, MathVerdict):
@@ -124,14 +108,13 @@ class MathVerifier:
             else:
                 undecided[index] = task
         with self._lock:
-            self._answers_of_call.clear()
             while undecided:  # each round settles one more question of every undecided answer
-                questions: dict[Question, None] = {}  # a dict keeps the order and holds each once
+                questions = {}  # a dict keeps the order and holds each once
                 for index, (gold_node, answer_node) in undecided.items():
                     try:
                         verdicts[index] = self._judge(gold_node, answer_node)
                     except _NeedsWorker as need:
-                        questions[need.question] = None
+                        questions[need.args[0]] = None
                 try:
                     self._ask_workers(list(questions))
                 # after Ctrl-C a worker that still computes would answer the next question with this
@@ -143,26 +126,25 @@ class MathVerifier:
                 undecided = {
                     index: task for index, task in undecided.items() if index not in verdicts
                 }
+            # only now, since answers that this call uses may not be forgotten before it ends
+            while len(self._answers) > self.cache:
+                self._answers.popitem(last=False)
         return [verdicts[index] for index in range(len(items))]
 
-    def close(self) -> None:
-        """End the workers. The verifier can be used again."""
-        if self._owner == os.getpid():
-            with self._lock:
-                for worker in self._pool:
-                    worker.stop()
+    def _stop(self) -> None:
+        with self._lock:
+            for worker in self._pool:
+                worker.stop()
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers that were started and not stopped."""
         return [worker.running.process.pid for worker in self._pool if worker.running]
 
     def _start_over(self) -> None:
-        self._owner = os.getpid()
+        super()._start_over()
         self._lock = threading.Lock()
         # an answer is True, False, "gold", "timeout" or "lost", as in _Worker.receive
         self._answers: OrderedDict[Question, bool | str] = OrderedDict()
-        # the answers that this call of `verify` uses, which may not be forgotten before it ends
-        self._answers_of_call: dict[Question, bool | str] = {}
         self._pool = [_Worker(self.seconds, self.memory_mb) for _ in range(self.workers)]
 
     def _judge(self, gold: Node, answer: Node) -> MathVerdict:
@@ -181,12 +163,10 @@ class MathVerifier:
         Raises _NeedsWorker if there is none yet, _Unsettled if there can be none, and
         _UnreadableGold if its gold cannot be parsed."""
         question = (kind, gold, other)
-        if question not in self._answers_of_call:
-            if question not in self._answers:
-                raise _NeedsWorker(question)
-            self._answers.move_to_end(question)
-            self._answers_of_call[question] = self._answers[question]
-        answer = self._answers_of_call[question]
+        if question not in self._answers:
+            raise _NeedsWorker(question)
+        self._answers.move_to_end(question)
+        answer = self._answers[question]
         if answer == "gold":
             raise _UnreadableGold
         if isinstance(answer, str):
@@ -199,9 +179,9 @@ class MathVerifier:
         The question of a lost worker is asked once more.
         """
         waiting = deque(questions)
-        retried: set[Question] = set()
+        retried = set()
         idle = list(self._pool)
-        running: dict[_Worker, Question] = {}
+        running = {}
         while waiting or running:
             while waiting and idle:
                 worker = idle.pop()
@@ -217,9 +197,6 @@ class MathVerifier:
                     waiting.append(question)
                 else:
                     self._answers[question] = answer
-                    self._answers_of_call[question] = answer
-        while len(self._answers) > self.cache:
-            self._answers.popitem(last=False)
 
 
 def _read(text: str, gold: str, form: str) -> MathVerdict | tuple[Node, Node]:
@@ -253,24 +230,16 @@ def gold_structure(gold: str) -> Node | None:
         return None
 
 
-class _RunningWorker(NamedTuple):
-    """A running worker process and the pipes to it."""
-
-    process: subprocess.Popen[bytes]
-    stdin: IO[bytes]
-    stdout: IO[bytes]
-
-
+@dataclass(eq=False)
 class _Worker:
     """A worker process, which is started when it is needed."""
 
-    def __init__(self, seconds: float, memory_mb: int) -> None:
-        self.seconds = seconds
-        self.memory_mb = memory_mb
-        self.running: _RunningWorker | None = None
-        # its CPU time when that was last seen to change, and the clock at that moment
-        self.cpu = 0.0
-        self.cpu_changed = 0.0
+    seconds: float
+    memory_mb: int
+    running: ChildProcess | None = None
+    # its CPU time when that was last seen to change, and the clock at that moment
+    cpu: float = 0.0
+    cpu_changed: float = 0.0
 
     def send(self, question: Question) -> None:
         """Hand over a question, and start the worker if it is not running."""
@@ -281,9 +250,8 @@ class _Worker:
         self.cpu = 0.0
         self.cpu_changed = time.monotonic()
         # it died just now, and receive() will find the end of its output
-        with contextlib.suppress(BrokenPipeError):
-            running.stdin.write(json.dumps(question).encode() + b"\n")
-            running.stdin.flush()
+        with contextlib.suppress(OSError):
+            running.connection.send_bytes(json.dumps(question).encode())
 
     def receive(self) -> bool | str:
         """Return the worker's answer: true, false or "gold".
@@ -291,14 +259,13 @@ class _Worker:
         Return "timeout" if the kernel ended it for its CPU time. Return "lost" if it died or hangs
         otherwise, or has no memory left, perhaps because of earlier questions."""
         running = self.started()
-        has_output = bool(wait([running.stdout.fileno()], timeout=0))
-        line = running.stdout.readline() if has_output else b""
-        if line.endswith(b"\n"):
+        reply = running.receive()
+        if reply:
             with contextlib.suppress(ValueError):
-                reply = json.loads(line)
-                if reply in (True, False, "gold"):
-                    return reply
-        timed_out = not line and not self.hangs() and running.process.wait() == -signal.SIGPROF
+                answer = json.loads(reply)
+                if answer in (True, False, "gold"):
+                    return answer
+        timed_out = not reply and not self.hangs() and running.process.wait() == -signal.SIGPROF
         self.stop()
         return "timeout" if timed_out else "lost"
 
@@ -311,56 +278,45 @@ class _Worker:
             self.cpu_changed = now
         return now - self.cpu_changed > HANG_FACTOR * self.seconds
 
-    def started(self) -> _RunningWorker:
+    def started(self) -> ChildProcess:
         """Return the process. Raises RuntimeError if `send` was not called before."""
         if self.running is None:
             raise RuntimeError("the math worker is not running")
         return self.running
 
-    def start(self) -> _RunningWorker:
+    def start(self) -> ChildProcess:
         """Start the worker and wait until it has loaded math-verify.
 
         Raises RuntimeError if it cannot load it.
         """
-        arguments = [str(os.getpid()), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
-        environment = {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
-        process = subprocess.Popen(
-            [sys.executable, "-s", "-P", str(WORKER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # so that nothing half written is left for a forked copy to write again
-            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"} | environment,
-            start_new_session=True,  # Ctrl-C reaches the harness alone, which then ends the worker
-        )
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the math worker has no pipes")
-        self.running = _RunningWorker(process, process.stdin, process.stdout)
-        if self.running.stdout.readline() != b"ready\n":
-            status = process.wait()
+        arguments = ["-s", str(WORKER), str(self.memory_mb), str(CPU_SHARE * self.seconds)]
+        environment = bare_environment() | {"OMP_NUM_THREADS": "1"}
+        running = start_child(arguments, environment, stdout=subprocess.DEVNULL)
+        self.running = running
+        if running.receive(None) != b"ready":
+            status = running.process.wait()
             self.stop()
             raise RuntimeError(
                 f"the math worker did not start (exit status {status}): is math-verify installed?"
             )
-        return self.running
+        return running
 
     def stop(self) -> None:
-        """End the worker and collect it, so that no zombie stays."""
-        if self.running is None:
-            return
-        self.running.process.kill()
-        self.running.process.wait()
-        for pipe in (self.running.stdin, self.running.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        """End the worker, if it is running."""
+        if self.running:
+            self.running.stop()
         self.running = None
 
 
 def _ready(workers: list[_Worker]) -> list[_Worker]:
     """Wait until a worker has answered, ended or hangs, and return all such workers."""
     while True:
-        outputs = {worker: worker.started().stdout.fileno() for worker in workers}
-        readable = wait(outputs.values(), timeout=0.5)
-        ready = [worker for worker in workers if outputs[worker] in readable or worker.hangs()]
+        readable = wait([worker.started().connection for worker in workers], timeout=0.5)
+        ready = [
+            worker
+            for worker in workers
+            if worker.started().connection in readable or worker.hangs()
+        ]
         if ready:
             return ready
 

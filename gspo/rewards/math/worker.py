@@ -5,54 +5,45 @@ memory, so this is a process of its own. It has a memory limit, and each questio
 after which the kernel ends the process, even if the computation ignores signals. The limit is on
 CPU time, not on waiting, so a busy machine changes no verdict.
 
-It reads lines [kind, gold, answer] of JSON. It answers true, false, "gold" if the gold cannot be
-parsed, or "memory", after which it ends. Formulas are parsed by math-verify (latex2sympy2_extended)
-and evaluated to 100 digits at some points. math-verify's own comparison, which rounds, is asked
-only about objects that are not functions of numbers. The command line gives the parent's process
-id, megabytes and CPU seconds.
+It receives messages [kind, gold, answer] of JSON. It answers true, false, "gold" if the gold cannot
+be parsed, or "memory", after which it ends. Formulas are parsed by math-verify
+(latex2sympy2_extended) and evaluated to 100 digits at some points. math-verify's own comparison,
+which rounds, is asked only about objects that are not functions of numbers. The command line gives
+megabytes, CPU seconds, the connection's descriptor and the parent's process id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import resource
-import select
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 DIGITS = 100
 TOLERANCE_DIGITS = 80  # two values must agree in so many digits
 # points are taken near these, different for each variable
 SCALES = ((7, 5), (3, 8), (-11, 7), (23, 9), (-2, 5))
-READ_BYTES = 65536
 
 
-def serve(parent: int, seconds: float) -> None:
-    """Answer until the input ends or the parent is gone.
+def serve(connection: Connection, parent: int, seconds: float) -> None:
+    """Answer until the connection ends or the parent is gone.
 
-    A forked copy of the parent may hold the other end of the input open, so the parent's id is
-    checked too."""
-    print("ready", flush=True)
-    pending = b""
-    while os.getppid() == parent:
-        if not select.select([0], [], [], 1.0)[0]:
-            continue
-        received = os.read(0, READ_BYTES)
-        if not received:
-            return
-        pending += received
-        while b"\n" in pending:
-            line, _, pending = pending.partition(b"\n")
+    A forked copy of the parent may hold the other end open, so the parent's id is checked too."""
+    connection.send_bytes(b"ready")
+    reply: bool | str = ""
+    while os.getppid() == parent and reply != "memory":
+        if connection.poll(1.0):
+            question = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
-            reply = judge(*json.loads(line))
+            reply = judge(*json.loads(question))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            print(json.dumps(reply), flush=True)
-            if reply == "memory":
-                return
+            connection.send_bytes(json.dumps(reply).encode())
 
 
 def judge(kind: str, gold: str, answer: str) -> bool | str:
@@ -95,18 +86,14 @@ def same_formula(gold_text: str, answer_text: str) -> bool:
     answer = parsed(answer_text)
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return verify(gold, answer, float_rounding=15, numeric_precision=50, timeout_seconds=None)
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    has_symbols = bool(gold.free_symbols | answer.free_symbols)
     compared_points = 0
-    for point in points(symbols):
-        gold_value = value(gold, point)
-        answer_value = value(answer, point)
-        if gold_value is None or answer_value is None:
-            continue
+    for gold_value, answer_value in value_pairs(gold, answer):
         if near(gold_value, answer_value):
             compared_points += 1
-        elif not symbols or (is_real(gold_value) and is_real(answer_value)):
+        elif not has_symbols or (is_real(gold_value) and is_real(answer_value)):
             return False
-    return compared_points >= (2 if symbols else 1)
+    return compared_points >= (2 if has_symbols else 1)
 
 
 def same_equation(gold_text: str, answer_text: str) -> bool:
@@ -115,30 +102,31 @@ def same_equation(gold_text: str, answer_text: str) -> bool:
     answer_left, answer_right = map(parsed, answer_text.split("="))
     gold = gold_left - gold_right
     answer = answer_left - answer_right
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     ratios = []
-    for point in points(symbols):
-        gold_value = value(gold, point)
-        answer_value = value(answer, point)
-        if gold_value is None or answer_value is None or near(answer_value, sympy.Integer(0)):
-            continue
-        ratios.append(gold_value / answer_value)
-    if len(ratios) < 3 or near(ratios[0], sympy.Integer(0)):
+    for gold_value, answer_value in value_pairs(gold, answer):
+        if not near(answer_value, 0):
+            ratios.append(gold_value / answer_value)
+    if len(ratios) < 3 or near(ratios[0], 0):
         return False
     return all(near(ratios[0], ratio) for ratio in ratios)
 
 
-def points(symbols: list) -> Iterator[dict]:
-    """Yield points of which no two lie on one line through the origin.
+def value_pairs(gold, answer) -> Iterator[tuple]:
+    """Yield the values of both formulas at points at which both have a value.
 
-    On such a line y = 3x and x = 3y are in constant proportion."""
+    No two points lie on one line through the origin. On such a line y = 3x and x = 3y are in
+    constant proportion."""
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     for number, (above, below) in enumerate(SCALES if symbols else SCALES[:1]):
-        yield {
+        point = {
             symbol: sympy.Rational(
                 above * (37 + 10 * index + number * index * index), below * (31 + index)
             )
             for index, symbol in enumerate(symbols)
         }
+        values = (value(gold, point), value(answer, point))
+        if None not in values:
+            yield values
 
 
 def value(expression, point: dict):
@@ -147,13 +135,13 @@ def value(expression, point: dict):
     if number.free_symbols or not number.is_number or number.has(sympy.nan, sympy.zoo, sympy.oo):
         return None
     for part in number.as_real_imag():
-        if not (part.is_Float or part.is_Integer or part.is_Rational):
+        if not (part.is_Float or part.is_Rational):
             return None
     return number
 
 
 def is_real(number) -> bool:
-    return near(number.as_real_imag()[1], sympy.Integer(0))
+    return near(number.as_real_imag()[1], 0)
 
 
 def near(a, b) -> bool:
@@ -165,9 +153,8 @@ def near(a, b) -> bool:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
-    parent_pid = int(sys.argv[1])
-    memory_bytes = int(sys.argv[2]) << 20
-    cpu_seconds = float(sys.argv[3])
+    memory_mb, cpu_seconds, descriptor, parent_pid = sys.argv[1:5]
+    memory_bytes = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     import sympy
@@ -181,4 +168,5 @@ if __name__ == "__main__":
     # elsewhere the limit counts the system's own mappings, or is refused
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    serve(parent_pid, cpu_seconds)
+    with contextlib.suppress(EOFError, OSError):  # the connection ended
+        serve(Connection(int(descriptor)), int(parent_pid), float(cpu_seconds))

@@ -24,6 +24,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gspo.rewards.sandbox.frames import Channel
@@ -78,13 +79,13 @@ def describe(error: BaseException) -> str:
         return "an exception without words"
 
 
+@dataclass
 class Tester:
     """Trusted test code with stand-ins for the functions of the program."""
 
-    def __init__(self, channel: Channel, entry_point: str) -> None:
-        self.channel = channel
-        self.entry_point = entry_point
-        self.calls = 0
+    channel: Channel
+    entry_point: str
+    calls: int = 0
 
     def judge(self, prelude: str, test: str) -> tuple[str, str]:
         """Return (verdict, detail).
@@ -154,22 +155,23 @@ class Tester:
         """Return the values of the names that the test uses and does not define.
 
         They are modules of the standard library, and stand-ins for all other names."""
-        used: set[str] = set()
+        used = set()
         defined = set(dir(builtins))
         for tree in trees:
             for node in ast.walk(tree):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                    used.add(node.id)
-                elif isinstance(node, ast.Name):
-                    defined.add(node.id)
-                elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                    defined.add(node.name)
-                elif isinstance(node, ast.arg):
-                    defined.add(node.arg)
-                elif isinstance(node, ast.alias):
-                    defined.add((node.asname or node.name).partition(".")[0])
-                elif isinstance(node, ast.ExceptHandler) and node.name:
-                    defined.add(node.name)
+                match node:
+                    case ast.Name(id=name, ctx=ast.Load()):
+                        used.add(name)
+                    case (
+                        ast.Name(id=name)
+                        | ast.FunctionDef(name=name)
+                        | ast.ClassDef(name=name)
+                        | ast.ExceptHandler(name=str(name))
+                        | ast.arg(arg=name)
+                    ):
+                        defined.add(name)
+                    case ast.alias():
+                        defined.add((node.asname or node.name).partition(".")[0])
         outside = used - defined - {self.entry_point}
         # MBPP's tests rely on the solution's `import sys`
         modules = outside & sys.stdlib_module_names
@@ -189,9 +191,9 @@ def _defines_check(test: ast.Module) -> bool:
     is_defined = False
     is_called = False
     for node in test.body:
-        if isinstance(node, ast.FunctionDef):
-            is_defined |= node.name == "check"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            is_called |= isinstance(function, ast.Name) and function.id == "check"
+        match node:
+            case ast.FunctionDef(name="check"):
+                is_defined = True
+            case ast.Expr(value=ast.Call(func=ast.Name(id="check"))):
+                is_called = True
     return is_defined and not is_called

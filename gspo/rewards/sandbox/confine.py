@@ -203,28 +203,15 @@ def landlock_rules(abi: int, readable: list[str]) -> int:
     """Return a file descriptor for a rule set that refuses all it can except reading `readable`.
 
     Many processes can apply it."""
-    if abi < 2:
-        rights_count = 13
-    elif abi < 3:
-        rights_count = 14
-    elif abi < 5:
-        rights_count = 15
-    else:
-        rights_count = 16
+    rights_count = {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)
     file_rights = (1 << rights_count) - 1
     tcp_rights = 3 if abi >= 4 else 0
     scopes = 3 if abi >= 6 else 0
     attributes = (ctypes.c_uint64 * 3)(file_rights, tcp_rights, scopes)
-    if abi < 4:
-        size = 8
-    elif abi < 6:
-        size = 16
-    else:
-        size = 24
-    rules = checked(
-        LIBC.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "landlock rules"
-    )
-    rights_by_path: dict[str, int] = {}
+    # an older kernel knows fewer of the attributes, and accepts the others if they are 0
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    rules = checked(LIBC.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock rules")
+    rights_by_path = {}
     for path in readable:
         if os.path.exists(path):
             rights_by_path.update(grants(path))

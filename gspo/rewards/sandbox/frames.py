@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from dataclasses import dataclass, field
 from typing import Any
 
 HEADER = struct.Struct(">I")
@@ -36,12 +37,12 @@ def encode(message: dict[str, Any], limit: int = MAX_TO_CHILD_BYTES) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
+@dataclass
 class FrameDecoder:
     """A buffer that cuts a stream of bytes into messages."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.buffer = bytearray()
+    limit: int
+    buffer: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> None:
         self.buffer += data

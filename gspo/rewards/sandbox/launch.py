@@ -20,10 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gspo.rewards.child_process import bare_environment
+
 SCRIPT = Path(__file__).resolve().with_name("server.py")
 START_SECONDS = 120.0  # a server that has not answered by then is given up
 SILENCE_SECONDS = 60.0  # a server with a running child gives a sign of life every second
-LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # some Pythons need these to start
 # the capabilities that root keeps inside bubblewrap
 CAPABILITIES = ("SETUID", "SETGID", "SETPCAP", "KILL", "DAC_READ_SEARCH")
 FIRST_UID = 0x40000000
@@ -56,7 +57,12 @@ class ForkServer:
                 _bubblewrap_works[os.geteuid()] = False
         if not boxed:
             self._start(boxed=False)
-        state = "on" if boxed else _why_not_boxed(bubblewrap)
+        if boxed:
+            state = "on"
+        elif not bubblewrap:
+            state = "off: switched off"
+        else:
+            state = "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
         self.layers = {"bubblewrap": state, **self.layers}
 
     def begin(self, kind: str, limits: dict[str, Any], fds: list[int]) -> None:
@@ -92,9 +98,6 @@ class ForkServer:
                 return json.loads(line)
         return None
 
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
     def stop(self) -> None:
         """End the server and collect it. Its child dies with it."""
         self.control.close()
@@ -114,8 +117,7 @@ class ForkServer:
         if boxed:
             command = [*bubblewrap_command(), *command]
         # with one arena threads reserve no memory
-        environment = {"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
-        environment |= {key: os.environ[key] for key in LIBRARY_PATHS if key in os.environ}
+        environment = bare_environment() | {"MALLOC_ARENA_MAX": "1"}
         self.process = _launch(
             lambda: subprocess.Popen(
                 command,
@@ -156,12 +158,6 @@ def _launch(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[by
     if pid not in _launcher:
         _launcher.setdefault(pid, ThreadPoolExecutor(1, thread_name_prefix="launcher"))
     return _launcher[pid].submit(start).result()
-
-
-def _why_not_boxed(bubblewrap: bool) -> str:
-    if not bubblewrap:
-        return "off: switched off"
-    return "off: it does not work here" if shutil.which("bwrap") else "off: not installed"
 
 
 def bubblewrap_command() -> list[str]:

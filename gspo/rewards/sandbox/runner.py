@@ -11,14 +11,14 @@ when it is killed.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gspo.rewards.child_process import ProcessOwner
 from gspo.rewards.sandbox import self_test
 from gspo.rewards.sandbox.launch import ForkServer, ServerFailure
 from gspo.rewards.sandbox.session import (
@@ -29,20 +29,18 @@ from gspo.rewards.sandbox.session import (
     read_bounded,
 )
 
-__all__ = ["CodeRunner", "Limits", "ProgramEnd", "ProgramSession", "Slot"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 MAX_PROGRAMS_PER_SERVER = 2000  # a new server replaces it after so many programs
 
 
+@dataclass
 class Slot:
     """A pair of fork servers that runs one program at a time."""
 
-    def __init__(self, limits: Limits, bubblewrap: bool) -> None:
-        self.limits = limits
-        self._bubblewrap = bubblewrap
-        self._servers: dict[str, ForkServer] = {}
+    limits: Limits
+    _bubblewrap: bool
+    _servers: dict[str, ForkServer] = field(default_factory=dict)
 
     def run_program(
         self, code: str, stdin: str, limits: Limits | None = None
@@ -64,7 +62,7 @@ class Slot:
                 return b"", ProgramEnd("compile-error", 1, ended.cpu_seconds, ended.memory_mb)
             output = read_bounded(output_fd, limits.output_bytes)
         if len(output) >= limits.output_bytes and ended.why in ("exit", "timeout"):
-            ended = ProgramEnd("output-limit", ended.code, ended.cpu_seconds, ended.memory_mb)
+            ended = replace(ended, why="output-limit", waited=False)
         return output, ended
 
     @contextlib.contextmanager
@@ -106,18 +104,15 @@ class Slot:
                 self._servers.pop(role).stop()
 
     def _server(self, role: str) -> ForkServer:
-        server = self._servers.get(role)
-        if server is not None and not server.alive():
+        if role in self._servers and self._servers[role].process.poll() is not None:
             self._servers.pop(role).stop()
-            server = None
-        if server is None:
-            server = ForkServer(self._bubblewrap)
-            self._servers[role] = server
-        return server
+        if role not in self._servers:
+            self._servers[role] = ForkServer(self._bubblewrap)
+        return self._servers[role]
 
 
 @dataclass
-class CodeRunner:
+class CodeRunner(ProcessOwner):
     """Slots for untrusted programs, which threads may share.
 
     Each piece of work takes a free slot. Servers start with the first program. A forked or
@@ -135,16 +130,7 @@ class CodeRunner:
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= 256:
             raise ValueError(f"slots={self.slots}: 1 to 256")
-        self._start_over()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CodeRunner, (self.limits, self.slots, self.allow_weak_sandbox, self.bubblewrap)
-
-    def __enter__(self) -> CodeRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__post_init__()
 
     def each(self, work: Callable[[Slot, T], R], items: list[T]) -> list[R]:
         """Return work(slot, item) for every item, in the order of the items.
@@ -167,16 +153,13 @@ class CodeRunner:
         """Return the process ids of the servers that were started and not stopped."""
         return [pid for slot in self._slots for pid in slot.server_pids()]
 
-    def close(self) -> None:
-        """End the servers. The runner can be used again.
-
-        No other thread may use the runner during this call."""
-        if self._owner == os.getpid():
-            for slot in self._slots:
-                slot.close()
+    def _stop(self) -> None:
+        """End the servers. No other thread may use the runner during this call."""
+        for slot in self._slots:
+            slot.close()
 
     def _start_over(self) -> None:
-        self._owner = os.getpid()
+        super()._start_over()
         self._checked = False
         self._lock = threading.Lock()
         self._slots = [Slot(self.limits, self.bubblewrap) for _ in range(self.slots)]
@@ -193,9 +176,7 @@ class CodeRunner:
 
     def _check(self) -> None:
         """Run the start check (self_test.py) if this process has not run it yet."""
-        # in a forked copy, the servers belong to the process that started them
-        if self._owner != os.getpid():
-            self._start_over()
+        self._renew_copy()
         with self._lock:
             if not self._checked:
                 self._with_slot(

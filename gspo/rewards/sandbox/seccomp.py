@@ -112,8 +112,8 @@ def template(threads: bool, machine: str = "") -> bytes:
         (LOAD, 0, 0, 4),
         (JUMP_EQUAL, 1, 0, MACHINES[machine][1]),
         (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
     ]
-    code += [(LOAD, 0, 0, 0)]
     if machine == "x86_64":  # refuse the x32 table
         code += [(JUMP_ABOVE, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     allow = (RETURN, 0, 0, ALLOW)
@@ -122,7 +122,7 @@ def template(threads: bool, machine: str = "") -> bytes:
             code += [(JUMP_EQUAL, 0, 1, number), allow]
     for name, conditions in RULES.items():
         if name not in refused and name in table:
-            block: list[Instruction] = []
+            block = []
             for condition in conditions:
                 block += _check(*condition)
             code += [(JUMP_EQUAL, 0, len(block) + 1, table[name]), *block, allow]

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gspo.rewards.sandbox.frames import FrameDecoder, ProtocolError, TooLong, encode
@@ -133,11 +133,9 @@ class ProgramSession:
         return self._wait()
 
     def _wait(self) -> ProgramEnd:
-        deadline = time.monotonic() + SILENCE_SECONDS
         while self.ended is None:
-            if readable(self.server.control, deadline - time.monotonic()):
+            if readable(self.server.control, SILENCE_SECONDS):
                 self._hear()
-                deadline = time.monotonic() + SILENCE_SECONDS
             else:
                 self._fail("the fork server is silent")
         return self.ended
@@ -213,19 +211,19 @@ class ProgramSession:
         why = report["why"]
         cpu = report["cpu"]
         memory = report["memory_mb"]
-        if why != "exit":
-            return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
-        if not (self._ready or self._decoder.buffer or readable(self._channel, 0)):
-            detail = "the child ended before the program had its turn"
-            return ProgramEnd("sandbox-error", code, cpu, memory, detail=detail)
+        detail = ""
         was_killed = code == -signal.SIGKILL
-        if code == -MEMORY_SIGNAL or (was_killed and memory >= 0.9 * self.limits.memory_mb):
-            why = "memory"
-        elif code == -signal.SIGXFSZ:
-            why = "output-limit"
-        elif (code == -signal.SIGXCPU or was_killed) and cpu >= self.limits.total_cpu_seconds:
-            why = "timeout"
-        return ProgramEnd(why, code, cpu, memory, waited=report["waited"])
+        if why == "exit":
+            if not (self._ready or self._decoder.buffer or readable(self._channel, 0)):
+                why = "sandbox-error"
+                detail = "the child ended before the program had its turn"
+            elif code == -MEMORY_SIGNAL or (was_killed and memory >= 0.9 * self.limits.memory_mb):
+                why = "memory"
+            elif code == -signal.SIGXFSZ:
+                why = "output-limit"
+            elif (code == -signal.SIGXCPU or was_killed) and cpu >= self.limits.total_cpu_seconds:
+                why = "timeout"
+        return ProgramEnd(why, code, cpu, memory, report["waited"], detail)
 
     def _handle_early_data(self) -> ProgramEnd:
         """Handle a channel that is readable before the question.
@@ -240,10 +238,7 @@ class ProgramSession:
         return self._wait()
 
     def _end_with(self, why: str, detail: str) -> ProgramEnd:
-        killed = self._kill()
-        self.ended = ProgramEnd(
-            why, killed.code, killed.cpu_seconds, killed.memory_mb, detail=detail
-        )
+        self.ended = replace(self._kill(), why=why, waited=False, detail=detail)
         return self.ended
 
     def _fail(self, detail: str) -> None:
@@ -279,19 +274,14 @@ def memory_file(content: bytes | None) -> Generator[int]:
                 written_bytes = os.write(fd, view)
                 view = view[written_bytes:]
             os.lseek(fd, 0, os.SEEK_SET)
-            _seal(fd)
+            if hasattr(os, "memfd_create"):  # nobody can change the file any more
+                import fcntl  # not available on every system
+
+                seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)
-
-
-def _seal(fd: int) -> None:
-    """Make sure that nobody can change the file any more."""
-    if hasattr(os, "memfd_create"):
-        import fcntl  # not available on every system
-
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def read_bounded(fd: int, limit: int) -> bytes:

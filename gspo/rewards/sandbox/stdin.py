@@ -39,7 +39,9 @@ def run(channel: Channel) -> None:
     channel.write({"compiled": True})
     channel.close()
     del code
-    open_streams()
+    sys.stdin = sys.__stdin__ = text_file(0, "r")
+    sys.stdout = sys.__stdout__ = text_file(1, "w")
+    sys.stderr = sys.__stderr__ = text_file(2, "w")
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, __file__="program.py")
     sys.modules["__main__"] = main
@@ -55,12 +57,6 @@ def run(channel: Channel) -> None:
         status = status or 1
     finally:
         exit_process(status)
-
-
-def open_streams() -> None:
-    sys.stdin = sys.__stdin__ = text_file(0, "r")
-    sys.stdout = sys.__stdout__ = text_file(1, "w")
-    sys.stderr = sys.__stderr__ = text_file(2, "w")
 
 
 def text_file(fd: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:

@@ -26,6 +26,7 @@ import math
 import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -68,10 +69,10 @@ def encode(value: Any, limit: int = 1 << 26, other: Callable[[Any], Any] | None 
     return _Encoder(limit, other).encode(value, MAX_DEPTH)
 
 
+@dataclass
 class _Encoder:
-    def __init__(self, limit: int, other: Callable[[Any], Any] | None) -> None:
-        self.characters_left = limit
-        self.other = other
+    characters_left: int
+    other: Callable[[Any], Any] | None
 
     def encode(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -244,7 +245,9 @@ def equal(expected: Any, actual: Any, depth: int = MAX_DEPTH) -> bool:
     if kind == "sequence":
         return all(equal(x, y, depth - 1) for x, y in zip(a, b, strict=True))
     if kind == "set":
-        return _equal_sets(a, b)
+        numbers, digests = _split(a)
+        actual_numbers, actual_digests = _split(b)
+        return digests == actual_digests and all(map(close, numbers, actual_numbers))
     expected_values = _by_key(a)
     actual_values = _by_key(b)
     return expected_values.keys() == actual_values.keys() and all(
@@ -266,14 +269,6 @@ def close(expected: float, actual: float) -> bool:
     if abs(expected) > EXACT_ABOVE or abs(actual) > EXACT_ABOVE:
         return expected == actual
     return abs(actual - expected) <= TOLERANCE * max(1, abs(expected))
-
-
-def _equal_sets(expected: list[Any], actual: list[Any]) -> bool:
-    expected_numbers, expected_digests = _split(expected)
-    actual_numbers, actual_digests = _split(actual)
-    if expected_digests != actual_digests or len(expected_numbers) != len(actual_numbers):
-        return False
-    return all(close(x, y) for x, y in zip(expected_numbers, actual_numbers, strict=True))
 
 
 def _split(elements: list[Any]) -> tuple[list[float], list[bytes]]:
@@ -355,19 +350,16 @@ def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     printed_words = printed.split()
     if len(expected_words) != len(printed_words):
         return False
-    pairs = list(zip(expected_words, printed_words, strict=True))
-    if tolerance:
-        return all(x == y or _near(x, y, tolerance) for x, y in pairs)
-    if not all(map(DECIMAL.fullmatch, (*expected_words, *printed_words))):
-        return False
-    try:
-        return all(Decimal(x) == Decimal(y) for x, y in pairs)
-    except ArithmeticError:  # an exponent is beyond any decimal's
-        return False
+    return all(
+        (tolerance > 0 and x == y) or _near(x, y, tolerance)
+        for x, y in zip(expected_words, printed_words, strict=True)
+    )
 
 
 def _near(expected: str, printed: str, tolerance: float) -> bool:
-    """Return whether two words are equal numbers, or near if the expected one is no integer."""
+    """Return whether two words are equal numbers, or near if the expected one is no integer.
+
+    Without `tolerance` they must be equal."""
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
@@ -375,7 +367,7 @@ def _near(expected: str, printed: str, tolerance: float) -> bool:
         printed_number = Decimal(printed)
         if expected_number == printed_number:
             return True
-        if re.fullmatch(r"[+-]?\d+", expected):
+        if not tolerance or re.fullmatch(r"[+-]?\d+", expected):
             return False
         bound = Decimal(tolerance) * max(Decimal(1), abs(expected_number))
         return abs(expected_number - printed_number) <= bound

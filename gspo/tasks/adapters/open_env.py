@@ -14,16 +14,14 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import seed_for
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import TRAINING_SPLITS, check_split
+from gspo.tasks.adapters.seeded_games import CannotBegin, SeededGames, invalid
 from gspo.tasks.environments.player import readable
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Message, Outcome
+from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
 INSTALL = 'pip install "gspo[openenv]"'
 CONNECT_SECONDS = 10.0
@@ -32,7 +30,7 @@ RESERVED = ("seed", "episode_id")  # arguments of `reset` that the user cannot s
 
 
 @dataclass
-class OpenEnv(EnvironmentTask):
+class OpenEnv(SeededGames):
     """Games of a server. `reset` gets the seed of game i, a function of (run seed, split, i).
 
     url          address of the server
@@ -52,8 +50,6 @@ class OpenEnv(EnvironmentTask):
     options: dict[str, Any] = field(default_factory=dict)
     instruction: str = ""
     evaluation_size: int = ranged(100, least=1, most=100_000)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,44 +71,14 @@ class OpenEnv(EnvironmentTask):
                 problem=f"it is what the policy writes ({self.key}.action)",
             )
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
+    def beginning(self, seed: int) -> str:
+        return asyncio.run(self._beginning(seed))
 
-    def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        return None if split in TRAINING_SPLITS else self.evaluation_size
-
-    def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split. Its prompt is its beginning, its answer the seed.
-
-        Raises ValueError if the server cannot begin the first game. For a later game, the prompt is
-        the reason instead of a beginning. Its episodes then try to begin the game themselves, and
-        count a failure if they cannot."""
-        check_split(split, self.evaluation_sets())
-        game_seed = seed_for(seed, self.name, split, index) % 2**31
-        if game_seed in self._beginnings:
-            return Problem(self.name, index, self._beginnings[game_seed], game_seed)
-        try:
-            beginning = asyncio.run(self._beginning(game_seed))
-        except ValueError as error:
-            if not self._beginnings:
-                raise
-            return Problem(self.name, index, f"(no beginning: {error})", game_seed)
-        if len(self._beginnings) >= self.evaluation_size:
-            self._beginnings.clear()
-        self._beginnings[game_seed] = beginning
-        return Problem(self.name, index, beginning, game_seed)
-
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return OpenEnvSession(self)
 
-    @cached_property
-    def _beginnings(self) -> dict[int, str]:
-        """The beginnings of games, by seed. Evaluations use the same games again and again."""
-        return {}
-
     async def _beginning(self, seed: int) -> str:
-        """Return the beginning of a game. Raises ValueError, in a line, for any failure."""
+        """Return the beginning of a game. Raises CannotBegin, in a line, for any failure."""
         session = OpenEnvSession(self)
         try:
             async with asyncio.timeout(self.step_seconds + CONNECT_SECONDS):
@@ -120,7 +86,7 @@ class OpenEnv(EnvironmentTask):
         # unreachable, refused, or an answer that the client cannot read
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise SettingError(f"{self.key}.url", self.url, reason) from error
+            raise CannotBegin(f"{self.key}.url={self.url}: {reason}") from error
         finally:
             with suppress(Exception):  # the server forgets a session that cannot be closed
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -204,8 +170,3 @@ class OpenEnvSession(Environment):
             )
         value = observation[self.task.text]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def invalid(why: str) -> Outcome:
-    """Return the outcome of a turn without a valid action."""
-    return Outcome(f"Invalid action: {why}.", measures={"invalid_actions": 1.0})

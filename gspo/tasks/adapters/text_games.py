@@ -22,17 +22,16 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import seed_for
 from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
-from gspo.tasks.base import TRAINING_SPLITS, check_split
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Message, Outcome
+from gspo.tasks.adapters.seeded_games import SeededGames, invalid
+from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
 INSTALL = 'pip install "gspo[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
@@ -42,7 +41,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass
-class TextGames(EnvironmentTask, key="task"):
+class TextGames(SeededGames, key="task"):
     """Games of a text environment. The seed of game i is a function of (run seed, split, i).
 
     All samples of a problem play the same game.
@@ -65,8 +64,6 @@ class TextGames(EnvironmentTask, key="task"):
     actions: list[str] = field(default_factory=list)
     form: str = choice("whole", ("whole", "tags"))
     evaluation_size: int = ranged(100, least=1, most=100_000)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,28 +90,13 @@ class TextGames(EnvironmentTask, key="task"):
                 f"{self.key}.actions", list(self.actions), "two of them have one name"
             )
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
+    def beginning(self, seed: int) -> str:
+        game = self.game()
+        beginning = game.begin(seed)
+        game.close()
+        return beginning
 
-    def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        return None if split in TRAINING_SPLITS else self.evaluation_size
-
-    def problem(self, seed: int, split: str, index: int) -> Problem:
-        """Return game `index` of a split.
-
-        Its prompt is the beginning of the game. Its answer is the seed of the environment."""
-        check_split(split, self.evaluation_sets())
-        game_seed = seed_for(seed, self.name, split, index) % 2**31
-        if game_seed not in self._beginnings:
-            if len(self._beginnings) >= self.evaluation_size:
-                self._beginnings.clear()
-            game = self.game()
-            self._beginnings[game_seed] = game.begin(game_seed)
-            game.close()
-        return Problem(self.name, index, self._beginnings[game_seed], game_seed)
-
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return self.game()
 
     def game(self) -> TextGame:
@@ -126,11 +108,6 @@ class TextGames(EnvironmentTask, key="task"):
                 f"{self.key}.arguments", dict(self.arguments), f"does not fit: {error}"
             ) from error
         return TextGame(env, self)
-
-    @cached_property
-    def _beginnings(self) -> dict[int, str]:
-        """The beginnings of games, by seed. Evaluations use the same games again and again."""
-        return {}
 
     @cached_property
     def _maker(self) -> Any:
@@ -187,7 +164,7 @@ class TextGame(Environment):
         try:
             action = self._action(text)
         except ValueError as error:
-            return Outcome(f"Invalid action: {error}.", measures={"invalid_actions": 1.0})
+            return invalid(str(error))
         result = self.env.step(action)
         if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import permutation
 from gspo.io.errors import SettingError
 from gspo.io.ranges import outside_code
 from gspo.io.user_code import import_object, is_path
-from gspo.tasks.base import TRAINING_SPLITS, check_split, held_out
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order, held_out
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Position
 
 if TYPE_CHECKING:
     from gspo.tasks.adapters.vf_rollout import Loaded
@@ -33,7 +32,7 @@ IDENTITY_COLUMNS = ("prompt", "answer", "info")  # rows with the same values are
 
 
 @dataclass
-class VfEnvironments(EnvironmentTask):
+class VfEnvironments(SingleSet, EnvironmentTask):
     """Problems from the rows of an environment's data sets, in an order by the run's seed.
 
     env         name of the environment's module, or MODULE:FUNCTION for a function other than
@@ -48,8 +47,6 @@ class VfEnvironments(EnvironmentTask):
     turns: int = 32
     env: str = outside_code()
     arguments: dict[str, Any] = field(default_factory=dict)
-
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,9 +93,6 @@ class VfEnvironments(EnvironmentTask):
             )
         return loaded
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
     def size(self, split: str) -> int:
         """Return the number of problems of a split. Raises ValueError for an unknown split."""
         return len(self._row_indices(split))
@@ -108,14 +102,14 @@ class VfEnvironments(EnvironmentTask):
         row_indices = self._row_indices(split)
         if split in TRAINING_SPLITS:
             epoch, position = divmod(index, len(row_indices))
-            order = _order(len(row_indices), seed, self.name, split, epoch)
+            order = epoch_order(len(row_indices), seed, self.name, split, epoch)
             row_index = row_indices[order[position]]
         else:
             row_index = row_indices[index]
         row = self._rows(split)[row_index]
         return Problem(self.name, index, shown(row["prompt"]), row)
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return self.loaded.episode()
 
     def _rows(self, split: str) -> Any:
@@ -176,9 +170,3 @@ def shown(prompt: list[dict[str, Any]]) -> str:
     """Return the text of a row's prompt, without the system message."""
     contents = [message["content"] for message in prompt if message["role"] != "system"]
     return "\n\n".join(map(str, contents))
-
-
-# the stream moves on, so a few epochs serve a batch that spans two
-@lru_cache(maxsize=16)
-def _order(count: int, *position: int | str) -> list[int]:
-    return permutation(count, *position).tolist()

@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +46,7 @@ END_OF_THOUGHTS = "</think>"
 MAX_METRICS = MAX_MEASURES - 2  # two measures are added here
 # Errors that the policy caused. After any other error there is no reward.
 POLICY_ERRORS = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
+Request = tuple[list[Any], list[Any]]  # the messages and the tools of a request of the library
 FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
 
 
@@ -54,8 +55,7 @@ class PolicyClient(vf.Client):
 
     def __init__(self) -> None:
         super().__init__(None)
-        # messages and tools of the library's requests
-        self.requests: asyncio.Queue[tuple[list[Any], list[Any]]] = asyncio.Queue()
+        self.requests: asyncio.Queue[Request] = asyncio.Queue()
         self.turns: asyncio.Queue[ResponseMessage] = asyncio.Queue()
 
     async def get_native_response(
@@ -84,16 +84,16 @@ class PolicyClient(vf.Client):
         return None
 
 
+@dataclass
 class VfEpisode(Environment):
     """An environment that plays a rollout of the library."""
 
-    def __init__(self, env: Any, metrics: tuple[str, ...]) -> None:
-        self.env = env
-        self.metrics = metrics
-        self.policy = PolicyClient()
-        self.rollout: asyncio.Task[dict[str, Any]] | None = None
-        self.conversation: list[Any] = []  # the messages of the last request
-        self.faults: list[str] = []
+    env: Any
+    metrics: tuple[str, ...]
+    policy: PolicyClient = field(default_factory=PolicyClient)
+    rollout: asyncio.Task[dict[str, Any]] | None = None
+    conversation: list[Any] = field(default_factory=list)  # the messages of the last request
+    faults: list[str] = field(default_factory=list)
 
     def reset(self, problem: Problem) -> list[Message]:
         """Start the rollout of a row, and return the messages of its first request."""
@@ -117,7 +117,7 @@ class VfEpisode(Environment):
         bad_call = False
         if self.tools:
             turn, bad_call = turn_with_calls(text, len(self.conversation))
-        request = on_loop(self._pass_on(turn))
+        request = on_loop(self._next_request(turn))
         if request is None:
             return self._final_outcome(bad_call)
         earlier = self.conversation
@@ -136,19 +136,16 @@ class VfEpisode(Environment):
         if self.rollout:
             on_loop(self._cancel(self.rollout))
 
-    async def _start(self, row: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+    async def _start(self, row: dict[str, Any]) -> Request | None:
         FAULTS.set(self.faults)
         self.rollout = asyncio.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
-        return await self._next_request(self.rollout)
+        return await self._next_request(None)
 
-    async def _pass_on(self, turn: ResponseMessage) -> tuple[list[Any], list[Any]] | None:
-        self.policy.turns.put_nowait(turn)
-        return await self._next_request(self._started_rollout())
-
-    async def _next_request(
-        self, rollout: asyncio.Task[dict[str, Any]]
-    ) -> tuple[list[Any], list[Any]] | None:
-        """Wait for the rollout's next request, and return it, or None if the rollout ends."""
+    async def _next_request(self, turn: ResponseMessage | None) -> Request | None:
+        """Pass on a turn, and return the rollout's next request, or None if the rollout ends."""
+        rollout = self._started_rollout()
+        if turn is not None:
+            self.policy.turns.put_nowait(turn)
         request = asyncio.create_task(self.policy.requests.get())
         await asyncio.wait({request, rollout}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():
@@ -292,20 +289,12 @@ def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
     (hermes) does the same."""
     begin = text.rfind(END_OF_THOUGHTS) + len(END_OF_THOUGHTS) if END_OF_THOUGHTS in text else 0
     matches = list(CALL.finditer(text, begin))
-    calls = []
-    for number, match in enumerate(matches):
-        try:
-            call = json.loads(match[1])
-        except ValueError:
-            return plain(text), True
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return plain(text), True
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return plain(text), True
-        calls.append(
-            ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(arguments))
-        )
+    try:
+        calls = [
+            tool_call(match[1], f"call_{turn}_{number}") for number, match in enumerate(matches)
+        ]
+    except ValueError:
+        return plain(text), True
     if not calls:
         return plain(text), False
     content = text[: matches[0].start()]
@@ -313,6 +302,15 @@ def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
         content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls"
     )
     return message, False
+
+
+def tool_call(text: str, call_id: str) -> ToolCall:
+    """Return the call in a JSON text. Raises ValueError if it is malformed."""
+    call = json.loads(text)
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a call needs a name, and an object of arguments")
+    return ToolCall(id=call_id, name=call["name"], arguments=json.dumps(arguments))
 
 
 def text_of(message: Any) -> str:

@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
-from gspo.data.seeding import permutation
 from gspo.io.errors import SettingError
-from gspo.tasks.base import TRAINING_SPLITS, Task, check_split
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order
 from gspo.tasks.benchmarks.records_file import DataRow, Source
 
 # Replacements for problems with too long prompts have indices from here on. The index modulo this
 # number keeps their epoch small.
 REPLACEMENT_INDEX = 2**40 + 15
-MAX_CACHED_EPOCHS = 9  # the stream moves on, so a few epochs serve a batch that spans two
 WHITE_SPACE = re.compile(r"(?<=\w)\s+(?=\w)|(\s+)")  # between two words, and elsewhere
 
 
@@ -48,7 +46,7 @@ class Item:
 
 
 @dataclass
-class Benchmark(Task):
+class Benchmark(SingleSet):
     """A finite evaluation set named like the task, and perhaps a training set.
 
     Subclasses turn records into items.
@@ -72,15 +70,11 @@ class Benchmark(Task):
     hub_split = "test"  # the hub's split that holds the evaluation set
     hub_train_split = ""  # the hub's training split; "" if the benchmark has none
     one_file: ClassVar[bool] = False  # whether training and evaluation problems share a file
-    # the prefix of these settings in messages; `gspo evaluate` sets tasks.NAME
-    key: ClassVar[str] = "task"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # the items of the training set (True) and of the evaluation set, read when first needed
         self._cached_items: dict[bool, list[Item]] = {}
-        # permutations of the training set by (seed, split, epoch)
-        self._orders: dict[tuple[int, str, int], list[int]] = {}
         # numbers of training problems that are not trained on, by the reason
         self._left_out: dict[str, int] = {}
         # numbers of records that gave no item, by the reason, for the training set (True) and for
@@ -93,24 +87,14 @@ class Benchmark(Task):
         Raises ValueError for an invalid record."""
         raise NotImplementedError
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
     def data(self) -> dict[str, Any]:
-        training = self._items("train")
-        evaluation = self._items(self.name)
-        return {
-            "train": {
-                "problems": len(training),
-                "left_out": self._left_out | self.skipped[True],
-                "sha256": digest_of(training),
-            },
-            self.name: {
-                "problems": len(evaluation),
-                "left_out": dict(self.skipped[False]),
-                "sha256": digest_of(evaluation),
-            },
-        }
+        facts = {}
+        for name in ("train", self.name):
+            items = self._items(name)
+            left_out = dict(self.skipped[name == "train"])
+            facts[name] = {"problems": len(items), "left_out": left_out, "sha256": digest_of(items)}
+        facts["train"]["left_out"] = self._left_out | self.skipped[True]
+        return facts
 
     def left_out_of_evaluation(self) -> str:
         if not self.skipped[False]:
@@ -130,22 +114,14 @@ class Benchmark(Task):
         """
         items = self._items(split)
         if split in TRAINING_SPLITS:
-            item = items[self._item_index(seed, split, index, len(items))]
+            epoch = index % REPLACEMENT_INDEX // len(items)
+            order = epoch_order(len(items), seed, self.name, split, epoch)
+            item = items[order[index % len(items)]]
         elif 0 <= index < len(items):
             item = items[index]
         else:
             raise IndexError(f"{self.name} has {len(items)} problems, and none at {index}")
         return Problem(self.name, index, item.prompt, item.answer, item.family, item.rating)
-
-    def _item_index(self, seed: int, split: str, index: int, count: int) -> int:
-        """Return which of `count` items is problem `index` of the training stream."""
-        epoch = index % REPLACEMENT_INDEX // count
-        key = (seed, split, epoch)
-        if key not in self._orders:
-            if len(self._orders) >= MAX_CACHED_EPOCHS:
-                self._orders.clear()
-            self._orders[key] = permutation(count, seed, self.name, split, epoch).tolist()
-        return self._orders[key][index % count]
 
     def _items(self, split: str) -> list[Item]:
         check_split(split, self.evaluation_sets())
@@ -160,10 +136,7 @@ class Benchmark(Task):
         return [item for item in items if item is not None]
 
     def _evaluation_items(self) -> list[Item]:
-        source = Source(
-            f"{self.key}.path", self.path, "test", self.hub, self.hub_config, self.hub_split
-        )
-        items = self._items_of(source, training=False)
+        items = self._items_of(self._source("test", self.hub_split), training=False)
         if not items:
             raise SettingError(f"{self.key}.path", self.path or self.hub, self._why_empty())
         return items
@@ -216,9 +189,12 @@ class Benchmark(Task):
                     f"{self.key}.path the folder that holds train and test files"
                 ),
             )
-        return Source(
-            f"{self.key}.path", self.path, "train", self.hub, self.hub_config, self.hub_train_split
-        )
+        return self._source("train", self.hub_train_split)
+
+    def _source(self, split: str, hub_split: str) -> Source:
+        """Return the source that `path` or the hub is, for a split."""
+        setting = f"{self.key}.path"
+        return Source(setting, self.path, split, self.hub, self.hub_config, hub_split)
 
 
 def fingerprint(text: str) -> str:
@@ -237,7 +213,7 @@ def fingerprint(text: str) -> str:
 
 def without_repeats(items: Iterable[Item]) -> list[Item]:
     """Return the first item of each text, in their order."""
-    first_items: dict[str, Item] = {}
+    first_items = {}
     for item in items:
         first_items.setdefault(fingerprint(item.text), item)
     return list(first_items.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import json
-import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,8 +23,9 @@ from gspo.tasks.benchmarks.programs import (
     READ_STDIN,
     CodeBenchmark,
     Tests,
+    parsed,
 )
-from gspo.tasks.benchmarks.records_file import DataRow, Source, writable
+from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 MAX_RATING = 10_000  # the best of all people have 4,000
 EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py
@@ -59,9 +59,6 @@ class HumanEval(CodeBenchmark):
     wording: str = choice("instruct", ("instruct", "completion"))
     max_new_tokens: ClassVar[int] = EVALPLUS_MAX_NEW_TOKENS
     stops: ClassVar[tuple[str, ...]] = HUMANEVAL_STOPS
-
-    def completes(self) -> bool:
-        return self.wording == "completion"
 
     def item(self, row: DataRow, training: bool) -> Item:
         text = row.text("prompt")
@@ -104,9 +101,6 @@ class Mbpp(CodeBenchmark):
         super().__post_init__()
         self._examples = ""
 
-    def completes(self) -> bool:
-        return self.wording == "completion"
-
     def item(self, row: DataRow, training: bool) -> Item | None:
         number = row.get("task_id", int)
         if not (601 <= number <= 974 if training else 11 <= number <= 510):
@@ -128,8 +122,7 @@ class Mbpp(CodeBenchmark):
     def _worked_examples(self) -> str:
         """Return the three worked examples. Raises ValueError if the file does not have them."""
         if not self._examples:
-            source = Source(f"{self.key}.path", self.path, "", self.hub, self.hub_config, "prompt")
-            rows = {row.get("task_id", int): row for row in source.rows()}
+            rows = {row.get("task_id", int): row for row in self._source("", "prompt").rows()}
             missing = [number for number in (2, 3, 4) if number not in rows]
             if missing:
                 raise SettingError(
@@ -258,16 +251,14 @@ def called_function(row: DataRow, asserts: list[str], code: str) -> str:
         if max(map(len, texts), default=0) > MAX_PARSED_CHARS:
             raise row.wrong(key, f"holds more than {MAX_PARSED_CHARS:,} characters of Python")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            statements = ast.parse(code).body
-            tests = [ast.parse(test) for test in asserts]
-    # the last two are raised for code that is nested too deeply
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        statements = parsed(code).body
+        tests = [parsed(test) for test in asserts]
+    except ValueError as error:
         raise row.wrong("code", f"or 'test_list' is not Python: {error}") from None
     defined = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for test in tests:
-        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
-        for function in calls:
-            if isinstance(function, ast.Name) and function.id in defined:
-                return function.id
+        for node in ast.walk(test):
+            match node:
+                case ast.Call(func=ast.Name(id=name)) if name in defined:
+                    return name
     raise row.wrong("test_list", "calls no function that 'code' defines")

@@ -20,8 +20,10 @@ most of their problems.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -32,7 +34,7 @@ from gspo.data.seeding import seed_for
 from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
-from gspo.tasks.base import TRAINING_SPLITS, Task, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, Answer, SingleSet, check_split, draw_prompt
 
 EXACT_FAMILIES = """
     ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix
@@ -52,20 +54,17 @@ LISTS_OF_WORDS = r'\[\["[a-z]+"(, ?"[a-z]+")*\](, ?\["[a-z]+"(, ?"[a-z]+")*\])*\
 JUG_MOVE = r'"(?:fill|empty|pour) [A-Z](?:->[A-Z])?"'
 HANOI_MOVE = r"Move disk \d+ from Peg \d+ to Peg \d+"
 SHAPES = {
-    family: re.compile(pattern)
-    for family, pattern in {
-        "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
-        "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
-        "group_anagrams": LISTS_OF_WORDS,
-        "jugs": rf"\[{JUG_MOVE}(?:, ?{JUG_MOVE})*\]",
-        "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
-        "palindrome_generation": r"[A-Za-z]+",
-        "palindrome_partitioning": LISTS_OF_WORDS,
-        "quantum_lock": r"[A-C]( → [A-C])*",
-        "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
-        "sokoban": r"[UDLR]+",
-        "tower_of_hanoi": rf"{HANOI_MOVE}(\n{HANOI_MOVE})*",
-    }.items()
+    "cryptarithm": r"[A-Z]=\d(, ?[A-Z]=\d)*",
+    "graph_color": r'\{"\d+": ?\d+(, ?"\d+": ?\d+)*\}',
+    "group_anagrams": LISTS_OF_WORDS,
+    "jugs": rf"\[{JUG_MOVE}(?:, ?{JUG_MOVE})*\]",
+    "n_queens": r"[Q_]( [Q_])*(\n[Q_]( [Q_])*)*",
+    "palindrome_generation": r"[A-Za-z]+",
+    "palindrome_partitioning": LISTS_OF_WORDS,
+    "quantum_lock": r"[A-C]( → [A-C])*",
+    "shortest_path": r"infeasible|(up|down|left|right)( (up|down|left|right))*",
+    "sokoban": r"[UDLR]+",
+    "tower_of_hanoi": rf"{HANOI_MOVE}(\n{HANOI_MOVE})*",
 }
 UNSTABLE = "makes other problems in another process, so that runs could not be repeated"
 EXECUTES = "has many right answers, and its scorer runs the answer as Python"
@@ -104,6 +103,12 @@ INSTRUCTIONS = {
 # the name of a value: A in A=1, "0" in {"0": 1}
 KEY = re.compile(r'[A-Z](?==)|"\d+"(?=:)')
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 INSTALL = 'pip install "gspo[gym]"'
 
 
@@ -114,16 +119,9 @@ class Entry:
     answer: str | None
     metadata: dict[str, Any]
 
-    @property
-    def exact_answer(self) -> str:
-        """The only right answer. Raises ValueError if the library gives none."""
-        if self.answer is None:
-            raise ValueError("reasoning-gym gives no answer to this problem")
-        return self.answer
-
 
 @dataclass
-class GymProblems(Task):
+class GymProblems(SingleSet):
     """Problems of the family `dataset`, with the library's settings for it in `config`.
 
     There is no end of training problems, and there are `evaluation_size` evaluation problems.
@@ -137,12 +135,13 @@ class GymProblems(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset not in EXACT | NUMBERS | SHAPES.keys():
+        examined = sorted(EXACT | NUMBERS | SHAPES.keys())
+        if self.dataset not in examined:
             reason = REFUSED.get(
                 self.dataset, "is unknown, or has not been examined for holes in its scoring"
             )
-            examined = ", ".join(sorted(EXACT | NUMBERS | SHAPES.keys()))
-            raise SettingError("dataset", self.dataset, reason, remedy=f"choose one of {examined}")
+            remedy = f"choose one of {', '.join(examined)}"
+            raise SettingError("dataset", self.dataset, reason, remedy)
         for key in {"seed", "size"} & set(self.config):
             raise SettingError(
                 f"config.{key}", self.config[key], "set by the harness, from the run's seed"
@@ -151,13 +150,6 @@ class GymProblems(Task):
         # evaluation problems by (seed, index), because evaluations use them again and again
         self._held_out: dict[tuple[int, int], Problem] = {}
 
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
-
-    def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
-        return None if split in TRAINING_SPLITS else self.evaluation_size
-
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split.
 
@@ -165,7 +157,7 @@ class GymProblems(Task):
         check_split(split, self.evaluation_sets())
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
-        drawn: list[dict[str, Any]] = []
+        drawn = []
 
         def draw() -> str:
             library_seed = seed_for(seed, self.dataset, split, index, len(drawn)) % 2**31
@@ -180,7 +172,7 @@ class GymProblems(Task):
             self._held_out[seed, index] = problem
         return problem
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         return [
             self._score(problem.answer, text) if ended else Score(0.0, "truncated")
             for problem, text, ended in answers
@@ -192,7 +184,9 @@ class GymProblems(Task):
         except UnusableAnswer as verdict:
             return Score(0.0, str(verdict))
         if self.dataset in EXACT:
-            right = normal_form(answer) == normal_form(entry.exact_answer)
+            if entry.answer is None:
+                raise ValueError("reasoning-gym gives no answer to this problem")
+            right = normal_form(answer) == normal_form(entry.answer)
         elif self.dataset in NUMBERS:
             right = reaches(answer, entry.metadata["numbers"], entry.metadata.get("target", 24))
         else:
@@ -247,7 +241,7 @@ def has_shape(family: str, answer: str) -> bool:
 
     The library would count only the last value of a repeated key."""
     keys = KEY.findall(answer)
-    return SHAPES[family].fullmatch(answer) is not None and len(set(keys)) == len(keys)
+    return bool(re.fullmatch(SHAPES[family], answer)) and len(set(keys)) == len(keys)
 
 
 def normal_form(answer: str) -> str:
@@ -256,8 +250,8 @@ def normal_form(answer: str) -> str:
     It has no spaces at the ends of lines, beside signs or doubled, no " quotes, no capital
     letters, and 5 for 5.0."""
     lines = answer.strip().replace('"', "'").casefold().split("\n")
-    lines = [" ".join(line.split()) for line in lines]
-    text = "\n".join(re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", line) for line in lines)
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    text = re.sub(r" (?=[^\w\s])|(?<=[^\w\s]) ", "", text)
     return re.sub(r"(?<![\d.])(\d+)(?:\.0+|(\.\d*?[1-9])0+)(?![\d.])", r"\1\2", text)
 
 
@@ -265,11 +259,10 @@ def reaches(expression: str, numbers: list[int], target: int) -> bool:
     """Return whether an expression uses each of the numbers once and has the value `target`.
 
     It may have the operations + - * / and brackets."""
-    if len(expression) > MAX_EXPRESSION_CHARS:
+    is_short = len(expression) <= MAX_EXPRESSION_CHARS
+    if not is_short or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return False
-    if not re.fullmatch(r"[0-9+\-*/() ]+", expression):
-        return False
-    used: list[int] = []
+    used = []
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         return _value(tree.body, used) == target and Counter(used) == Counter(numbers)
@@ -281,20 +274,12 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
     """Return the exact value of an expression, and append its numbers to `used`.
 
     Raises ValueError for anything but the four operations."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
-    if isinstance(node, ast.BinOp):
-        left = _value(node.left, used)
-        right = _value(node.right, used)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(node.op, ast.Sub):
-            return left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.Div):
-            return left / right
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int:
+            used.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, used)
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_value(left, used), _value(right, used))
     raise ValueError("not one of + - * /")

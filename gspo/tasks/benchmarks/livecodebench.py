@@ -26,7 +26,7 @@ import zlib
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo.io.errors import RowError, SettingError
 from gspo.rewards.code.grader import FunctionCase, StdinCase
@@ -71,16 +71,12 @@ class Packed:
     public: str
     private: str
     preamble: str = IMPORTS
+    start: ClassVar[str] = ""  # no problem of LiveCodeBench gives the start of the function
 
     @property
     def entry_point(self) -> str:
         """The function that the tests call, "" for whole programs."""
         return self.function
-
-    @property
-    def start(self) -> str:
-        """The start of the function, which no problem of LiveCodeBench has."""
-        return ""
 
     def decoded(self) -> Tests:
         """Return the decoded tests.
@@ -142,10 +138,8 @@ class LiveCodeBench(CodeBenchmark):
         public = _json_text(row, "public_test_cases")
         private = _json_text(row, "private_test_cases")
         packed = Packed(row.where, function, public, private)
-        if starter:
-            prompt = EXPERT.format(text, USE_STARTER, starter)
-        else:
-            prompt = EXPERT.format(text, READ_STDIN, "# YOUR CODE HERE")
+        form = USE_STARTER if starter else READ_STDIN
+        prompt = EXPERT.format(text, form, starter or "# YOUR CODE HERE")
         family = f"{row.text('platform', default='')} {row.text('difficulty', default='')}".strip()
         packed.decoded()  # raises ValueError for tests that cannot be decoded
         return Item(text, prompt, packed, family)
@@ -179,19 +173,16 @@ def read_tests(text: str, where: str, key: str) -> list[Any]:
 
     Raises ValueError, which names record and key."""
     try:
-        tests = _loads(text if "[" in text else unpacked(text))  # base64 never has a bracket
+        if "[" not in text:  # base64 never has a bracket
+            text = unpacked(text)
+        if _max_values(text) > MAX_VALUES:  # they would fill the memory
+            raise ValueError(f"more than {MAX_VALUES} values")
+        tests = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(where, key, f"is neither JSON nor packed JSON: {error}") from None
     if not isinstance(tests, list):
         raise RowError(where, key, "must hold a list of tests")
     return tests
-
-
-def _loads(text: str) -> Any:
-    """Parse JSON. Raises ValueError before parsing if its values would fill the memory."""
-    if _max_values(text) > MAX_VALUES:
-        raise ValueError(f"more than {MAX_VALUES} values")
-    return json.loads(text)
 
 
 def _max_values(text: str) -> int:

@@ -16,15 +16,16 @@ the prompt becomes the user's turn of a chat or stays plain text.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import astuple, dataclass
 from typing import ClassVar
 
-from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier
+from gspo.tasks.base import Answer
 from gspo.tasks.benchmarks.base import Benchmark, Item
 from gspo.tasks.benchmarks.records_file import DataRow
 
@@ -81,7 +82,7 @@ class MathBenchmark(Benchmark):
         """Return the kind of problem, "" if the record does not have it."""
         return ""
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return reward 1 for correct responses, else 0.
 
         A truncated response scores 0, whatever its text. An unreadable gold gives no reward."""
@@ -211,7 +212,7 @@ def gold_of(row: DataRow) -> str:
     if "answer" in row.values:
         answer = row.get("answer", str, int, float)
         if isinstance(answer, float):
-            if answer != answer or answer in (float("inf"), float("-inf")):
+            if not math.isfinite(answer):
                 raise row.wrong("answer", f"is {answer}")
             return str(int(answer)) if answer.is_integer() else repr(answer)
         if not str(answer).strip():

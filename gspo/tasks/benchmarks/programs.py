@@ -20,11 +20,12 @@ import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.code.grader import Asserts, CodeGrader, FunctionCase, StdinCase, Submission
+from gspo.rewards.code.grader import Asserts, FunctionCase, StdinCase, Submission
+from gspo.tasks.base import Answer
 from gspo.tasks.benchmarks.base import Benchmark
+from gspo.tasks.graded_programs import GradedPrograms
 
 PYTHON = ("", "python", "py", "python3")
 # Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
@@ -75,11 +76,8 @@ class Tests:
 
 
 @dataclass
-class CodeBenchmark(Benchmark):
-    """A benchmark whose answers are programs.
-
-    Up to `slots` programs run at a time, each within limits on CPU seconds, wall-clock seconds and
-    megabytes."""
+class CodeBenchmark(GradedPrograms, Benchmark):
+    """A benchmark whose answers are programs."""
 
     slots: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     cpu_seconds: float = ranged(3.0, least=0.01, most=60)
@@ -92,23 +90,16 @@ class CodeBenchmark(Benchmark):
     max_new_tokens: ClassVar[int] = 32_768
     stops: ClassVar[tuple[str, ...]] = ()  # the texts at which a completion ends
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._grader = CodeGrader(
-            self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox
-        )
+    wording = "instruct"  # some benchmarks have it as a setting
 
     def completes(self) -> bool:
         """Return whether responses continue the prompt."""
-        return False
+        return self.wording == "completion"
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Return reward 1 for programs that pass all tests, else 0.
-
-        If the sandbox failed, the reward is None."""
-        scores: dict[int, Score] = {}  # by the index of the answer
-        submissions: dict[int, Submission] = {}  # by the index of the answer
-        decoded: dict[int, Tests] = {}  # decoded once for all responses to a problem
+    def score(self, answers: list[Answer]) -> list[Score]:
+        scores = {}  # by the index of the answer
+        submissions = {}  # by the index of the answer
+        decoded = {}  # decoded once for all responses to a problem
         for index, (problem, text, ended) in enumerate(answers):
             code, verdict = self.program(problem.answer, text, ended)
             if verdict:
@@ -118,10 +109,8 @@ class CodeBenchmark(Benchmark):
                 decoded[id(problem.answer)] = problem.answer.decoded()
             tests = decoded[id(problem.answer)]
             submissions[index] = Submission(code, self.entry_point(tests, code), tests.cases)
-        grades = self._grader.grade(list(submissions.values()))
-        for index, grade in zip(submissions, grades, strict=True):
-            reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
-            scores[index] = Score(reward, grade.verdict)
+        graded = self.grade(list(submissions.values()))
+        scores |= zip(submissions, graded, strict=True)
         return [scores[index] for index in range(len(answers))]
 
     def program(self, answer: ProblemTests, text: str, ended: bool) -> tuple[str, str]:
@@ -144,16 +133,6 @@ class CodeBenchmark(Benchmark):
         """Return the name of the function that the tests call in this program."""
         return tests.entry_point
 
-    def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers.
-
-        The first call in a process runs a few attacks on the sandbox."""
-        return self._grader.layers()
-
-    def close(self) -> None:
-        """End the processes that run programs."""
-        self._grader.close()
-
 
 def answer_block(text: str, entry_point: str = "") -> str:
     """Return the block of a response that is its answer, "" if there is none.
@@ -171,8 +150,8 @@ def answer_block(text: str, entry_point: str = "") -> str:
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
     """Return the fenced blocks of a text in their order, as (language in lower case, lines)."""
-    blocks: list[tuple[str, str]] = []
-    lines: list[str] = []  # of the open block
+    blocks = []
+    lines = []  # of the open block
     language: str | None = None  # of the open block, None if no block is open
     fence = ""
     indentation = 0
@@ -187,7 +166,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
                 language = words[0] if words else ""
                 lines = []
                 indentation = len(line) - len(line.lstrip())
-        elif (stripped.endswith(fence) or stripped.startswith(fence)) and fence in line:
+        elif stripped.endswith(fence) or stripped.startswith(fence):
             lines.append(without_indentation(line[: line.index(fence)], indentation))
             blocks.append((language, "\n".join(lines).rstrip() + "\n"))
             language = None
@@ -219,10 +198,8 @@ def is_plain_output(code: str) -> bool:
     if len(code) > MAX_PARSED_CHARS:
         return False
     try:
-        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
-            statements = ast.parse(code).body
-    # the last two are raised for code that is nested too deeply
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        statements = parsed(code).body
+    except ValueError:
         return True
     values = (
         ast.Constant,
@@ -238,6 +215,16 @@ def is_plain_output(code: str) -> bool:
         isinstance(statement, ast.Expr) and isinstance(statement.value, values)
         for statement in statements
     )
+
+
+def parsed(code: str) -> ast.Module:
+    """Return the syntax tree of code. Raises ValueError if it is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about "\d" in strings that are not raw
+            return ast.parse(code)
+    # the last two are raised for code that is nested too deeply
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
 
 
 def with_preamble(preamble: str, code: str) -> str:

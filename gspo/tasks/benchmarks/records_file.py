@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -245,7 +246,7 @@ class BoundedFile:
     """A file's bytes, unpacked if it is compressed. Reading too many bytes raises OSError."""
 
     def __init__(self, path: Path):
-        self.bytes_left: int | None = None  # None for no bound
+        self.bytes_left = math.inf
         if path.suffix == ".gz":
             self.bytes_left = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING * path.stat().st_size)
             self.file = gzip.open(path, "rb")  # noqa: SIM115, closed by __exit__
@@ -274,15 +275,13 @@ class BoundedFile:
         )
 
     def _bounded(self, read: Callable[[int], bytes], unit: str) -> bytes:
-        max_bytes = MAX_BYTES if self.bytes_left is None else min(MAX_BYTES, self.bytes_left)
-        data = read(max_bytes + 1)
-        if self.bytes_left is not None:
-            self.bytes_left -= len(data)
-            if self.bytes_left < 0:
-                raise OSError(
-                    f"it unpacks to more than {MAX_UNPACKING} times its size: "
-                    "unpack it, if that is meant"
-                )
+        data = read(int(min(MAX_BYTES, self.bytes_left)) + 1)
+        self.bytes_left -= len(data)
+        if self.bytes_left < 0:
+            raise OSError(
+                f"it unpacks to more than {MAX_UNPACKING} times its size: "
+                "unpack it, if that is meant"
+            )
         if len(data) > MAX_BYTES:
             raise OSError(f"there are more than {MAX_BYTES} bytes in {unit}")
         return data

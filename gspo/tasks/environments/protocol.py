@@ -26,10 +26,11 @@ from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Task
+from gspo.tasks.base import Answer, Task
 
 # a turn of a chat: {"role": "system" | "user" | "assistant" | "tool", "content": text}
 Message = dict[str, Any]
+Position = tuple[int | str, ...]  # of an episode: (run seed, purpose, ..., task, problem, sample)
 
 
 @dataclass
@@ -102,11 +103,10 @@ class EnvironmentTask(Task):
     step_seconds: float = ranged(60.0, above=0)
     replays: int = ranged(1, least=0)
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         """Return a new environment for an episode.
 
-        gspo.data.seeding makes a seed from `position`, which is (run seed, purpose, ..., task,
-        problem, sample)."""
+        gspo.data.seeding makes a seed from `position`."""
         raise NotImplementedError
 
     @property
@@ -136,7 +136,7 @@ class EnvironmentTask(Task):
             remedy="start from a model that can follow instructions (model=hf cold_start.steps=0)",
         )
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         """Return [], because the environments give the rewards.
 
         Raises RuntimeError for responses that were not played in an episode."""

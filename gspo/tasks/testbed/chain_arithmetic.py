@@ -20,7 +20,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Task, check_split, draw_prompt, held_out
+from gspo.tasks.base import Answer, Task, check_split, draw_prompt, held_out
 
 # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
@@ -98,7 +98,7 @@ class ChainArithmetic(Task):
             value = result
         return "".join(steps) + f"#{value}"
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
+    def score(self, answers: list[Answer]) -> list[Score]:
         return [
             Score(*judge(problem, text)) if ended else Score(0.0, "truncated")
             for problem, text, ended in answers

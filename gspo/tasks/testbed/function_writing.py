@@ -19,8 +19,9 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
-from gspo.rewards.code.grader import CodeGrader, FunctionCase, Submission
-from gspo.tasks.base import Task, check_split, draw_prompt
+from gspo.rewards.code.grader import FunctionCase, Submission
+from gspo.tasks.base import Answer, check_split, draw_prompt
+from gspo.tasks.graded_programs import GradedPrograms
 from gspo.tasks.testbed.operations import (
     CATALOGUE,
     FAMILIES,
@@ -37,7 +38,7 @@ MAX_DRAWS = 100
 
 
 @dataclass
-class FunctionWriting(Task):
+class FunctionWriting(GradedPrograms):
     """Functions of 2-4 operations on a number, a list or a string.
 
     `variables` names the kinds of arguments: x for numbers, a for lists, s for strings. Functions
@@ -64,9 +65,6 @@ class FunctionWriting(Task):
             raise SettingError(
                 "wall_seconds", self.wall_seconds, f"is below cpu_seconds={self.cpu_seconds}"
             )
-        self._grader = CodeGrader(
-            self.slots, self.cpu_seconds, self.wall_seconds, self.memory_mb, self.allow_weak_sandbox
-        )
 
     def evaluation_sets(self) -> list[str]:
         return ["code", "code_heldout"]
@@ -109,27 +107,14 @@ class FunctionWriting(Task):
             f"no wrong step that the hidden tests of {problem.prompt!r} catch in {MAX_DRAWS} draws"
         )
 
-    def score(self, answers: list[tuple[Problem, str, bool]]) -> list[Score]:
-        """Run the programs and return their scores.
-
-        The expected outputs never leave this process."""
+    def score(self, answers: list[Answer]) -> list[Score]:
+        """Run the programs and return their scores."""
         scores = [Score(0.0, "no-answer" if ended else "truncated") for _, _, ended in answers]
         to_run = [i for i, (_, text, ended) in enumerate(answers) if ended and text.strip()]
         submissions = [submission(answers[i][0], answers[i][1]) for i in to_run]
-        for i, grade in zip(to_run, self._grader.grade(submissions), strict=True):
-            reward = None if grade.verdict == "sandbox-error" else float(grade.verdict == "pass")
-            scores[i] = Score(reward, grade.verdict)
+        for i, score in zip(to_run, self.grade(submissions), strict=True):
+            scores[i] = score
         return scores
-
-    def ready(self) -> dict[str, str]:
-        """Start the sandbox and return its layers.
-
-        The first call in a process runs a few attacks on the sandbox."""
-        return self._grader.layers()
-
-    def close(self) -> None:
-        """End the processes that run programs."""
-        self._grader.close()
 
 
 def submission(problem: Problem, response: str) -> Submission:

@@ -23,24 +23,21 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
-from gspo.tasks.base import check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.base import SingleSet, check_split, draw_prompt
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
 from gspo.tasks.testbed.chain_arithmetic import INTEGER
 
 MAX_GUESS_CHARS = 8
 
 
 @dataclass
-class Guessing(EnvironmentTask):
+class Guessing(SingleSet, EnvironmentTask):
     """Intervals of `numbers` numbers below 100. An episode has at most `turns` guesses."""
 
     name: str = "guessing"
     turns: int = ranged(8, least=1)
     numbers: int = ranged(15, least=2, most=60)
     has_demonstrations: ClassVar[bool] = True
-
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Its answer is the number to guess."""
@@ -56,7 +53,7 @@ class Guessing(EnvironmentTask):
             family=f"{self.numbers} numbers",
         )
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return _Game(self, problem)
 
     def demonstrated_turns(
@@ -66,7 +63,7 @@ class Guessing(EnvironmentTask):
 
         With probability `wrong_step_rate` a guess is a random number of the interval instead."""
         low, high = bounds(problem.prompt)
-        turns: list[str] = []
+        turns = []
         for _ in range(self.turns):
             guess = rng.randint(low, high) if rng.random() < wrong_step_rate else (low + high) // 2
             turns.append(str(guess))

@@ -8,6 +8,7 @@ numbers, empty lists and empty strings.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,11 +41,11 @@ Family = tuple[str, tuple[str, ...]]  # the variable (x, a or s) and the operati
 
 _OPERATIONS = {
     "x": [
-        Operation("times", "x=x*{}", lambda x, k: x * k, DIGITS[1:]),
-        Operation("add", "x=x+{}", lambda x, k: x + k, DIGITS),
-        Operation("sub", "x=x-{}", lambda x, k: x - k, DIGITS),
-        Operation("mod", "x=x%{}", lambda x, k: x % k, DIGITS[2:]),
-        Operation("div", "x=x//{}", lambda x, k: x // k, DIGITS[1:]),
+        Operation("times", "x=x*{}", operator.mul, DIGITS[1:]),
+        Operation("add", "x=x+{}", operator.add, DIGITS),
+        Operation("sub", "x=x-{}", operator.sub, DIGITS),
+        Operation("mod", "x=x%{}", operator.mod, DIGITS[2:]),
+        Operation("div", "x=x//{}", operator.floordiv, DIGITS[1:]),
         Operation("square", "x=x*x", lambda x, _: x**2),
         Operation("neg", "x=-x", lambda x, _: 0 - x),
         Operation("abs", "x=abs(x)", lambda x, _: max(x, 0 - x)),

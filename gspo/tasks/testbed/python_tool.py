@@ -18,18 +18,17 @@ import json
 import math
 import random
 import re
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import SPEED_ONLY, ranged
-from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
-from gspo.tasks.base import check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.rewards.sandbox.runner import CodeRunner, Limits
+from gspo.tasks.base import SingleSet, check_split, draw_prompt
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
 from gspo.tasks.testbed.chain_arithmetic import judge
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
@@ -71,7 +70,7 @@ TOOL = {
 
 
 @dataclass
-class PythonTool(EnvironmentTask):
+class PythonTool(SingleSet, EnvironmentTask):
     """Products and sums of numbers of `digits` digits, and a Python tool.
 
     `slots` programs run at a time, each within the given CPU seconds and megabytes.
@@ -122,11 +121,7 @@ class PythonTool(EnvironmentTask):
             self.cpu_seconds, self.cpu_seconds, self.wall_seconds, self.memory_mb, MAX_OUTPUT_BYTES
         )
         self._runner = CodeRunner(limits, self.slots, self.allow_weak_sandbox)
-        self._results: OrderedDict[str, tuple[str, bool]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def evaluation_sets(self) -> list[str]:
-        return [self.name]
+        self._cached_result = lru_cache(MAX_CACHED_RESULTS)(self._result)
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split."""
@@ -142,7 +137,7 @@ class PythonTool(EnvironmentTask):
         """The number of slots. A program then starts at once, and always ends by its own limits."""
         return self.slots
 
-    def environment(self, problem: Problem, position: tuple[int | str, ...]) -> Environment:
+    def environment(self, problem: Problem, position: Position) -> Environment:
         return _Episode(self, problem, position)
 
     def demonstrated_turns(
@@ -163,25 +158,20 @@ class PythonTool(EnvironmentTask):
 
     def run(self, code: str) -> tuple[str, bool]:
         """Run code in the sandbox, and return its output and whether it failed."""
-        with self._lock:
-            if code in self._results:
-                self._results.move_to_end(code)
-                return self._results[code]
         if len(code) > MAX_CODE_CHARS:
             return "too long", True
+        return self._cached_result(code)
+
+    def _result(self, code: str) -> tuple[str, bool]:
         program = PROGRAM.replace("CODE", repr(code), 1)
-        output, ended = self._runner.each(_run, [program])[0]
+        ((output, ended),) = self._runner.each(
+            lambda slot, code: slot.run_program(code, ""), [program]
+        )
         if ended.why == "sandbox-error":
             raise RuntimeError(f"the sandbox failed: {ended.detail}")
         if ended.why == "exit":
-            result = output.decode("utf-8", "replace").rstrip("\n"), ended.code != 0
-        else:
-            result = ended.why, True
-        with self._lock:
-            self._results[code] = result
-            if len(self._results) > MAX_CACHED_RESULTS:
-                self._results.popitem(last=False)
-        return result
+            return output.decode("utf-8", "replace").rstrip("\n"), ended.code != 0
+        return ended.why, True
 
     def observation(self, result: str, rng: random.Random) -> str:
         """Return the observation after a call: the log, and the result."""
@@ -211,7 +201,7 @@ class PythonTool(EnvironmentTask):
 class _Episode(Environment):
     role = "tool"
 
-    def __init__(self, task: PythonTool, problem: Problem, position: tuple[int | str, ...]):
+    def __init__(self, task: PythonTool, problem: Problem, position: Position):
         self.task = task
         self.problem = problem
         self.rng = generator(*position, "log")
@@ -243,10 +233,6 @@ def code_of(text: str) -> str | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return code if isinstance(code, str) else ""
-
-
-def _run(slot: Slot, program: str) -> tuple[bytes, ProgramEnd]:
-    return slot.run_program(program, "")
 
 
 def _value(expression: str) -> int:

@@ -226,7 +226,7 @@ def test_a_server_that_cannot_be_reached_is_one_line(tmp_path):
         ("by=[objective.name,optim.rate]", "no run under runs has the setting 'optim.rate'"),
         ("publish=maybe", "publish=maybe: choose true or false"),
         ("project=", "project=: name a W&B project"),
-        ("study=it's", "study=it's: W&B's filters take letters"),
+        ("study=it's", "study=\"it's\": W&B's filters take letters"),
     ],
 )
 def test_wrong_options_end_in_one_line(argument, said, tmp_path):

@@ -134,7 +134,7 @@ def test_a_kl_term_without_reference_log_probs_is_refused():
         )
     term = next(term for term in t.terms if isinstance(term, KLTerm))
     batch = batch_of(t.policy, t.source.next(1).responses)
-    with pytest.raises(ValueError, match=r"kl.coef=0.25 without reference policy"):
+    with pytest.raises(ValueError, match=r"kl.coef=0.25: without reference policy"):
         term(
             TermInputs(
                 t.policy.forward(batch), batch, Totals.of(batch.mask_BT), 1, MetricAccumulator()
