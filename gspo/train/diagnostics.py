@@ -203,10 +203,10 @@ def clips(
         sequences = selected_BT.any(-1).sum()
         for kind, clipped_BT in kinds.items():
             share_B = masked_mean(clipped_BT.float(), selected_BT)
-            accumulator.token_mean(f"clip/token_{kind}{sign}", clipped_BT, selected_BT, tokens)
+            clipped = torch.where(selected_BT, clipped_BT, False).sum()
+            accumulator.mean(f"clip/token_{kind}{sign}", clipped, tokens)
             if not sign:
-                name = f"clip/token_{kind}_minibatch_{minibatch}"
-                accumulator.token_mean(name, clipped_BT, mask_BT, tokens)
+                accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
             accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
     tokens = mask_BT.sum()
     accumulator.token_mean("clip/log_ratio_bounded", outputs.bounded_BT, mask_BT, tokens)
