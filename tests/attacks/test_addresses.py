@@ -30,7 +30,7 @@ from gspo.rollout.engines.server_guard import (
 )
 from gspo.rollout.engines.vllm_server import VLLMServerClient, check_server, max_requests
 from gspo.rollout.engines.weights_folder import EngineFolder, running_servers
-from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_settings import VLLMServerRollout
 from gspo.run.directory import settings_and_checkpoint
 from refusals import refuses
 

@@ -27,7 +27,7 @@ from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
 from gspo.rollout.engines.vllm_host import LLMHost
 from gspo.rollout.engines.weights_folder import EngineFolder
-from gspo.rollout.settings import OutsideRollout, VLLMRollout
+from gspo.rollout.vllm_settings import OutsideRollout, VLLMRollout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

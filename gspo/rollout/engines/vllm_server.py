@@ -47,7 +47,7 @@ from gspo.rollout.engines.server_guard import (
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.engines.vllm_host import Completion
 from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
-from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_settings import VLLMServerRollout
 
 CONNECT_SECONDS = 30.0
 # A machine that is gone sends nothing, so the kernel probes whether it still answers.
