@@ -255,7 +255,7 @@ def vllm_engine(bench: Bench) -> Findings:
     except ValueError as error:
         yield Finding(SKIP, "vLLM", installed_version(), detail=str(error))
         return
-    from gspo.rollout.settings import VLLMRollout
+    from gspo.rollout.vllm_settings import VLLMRollout
 
     size = replace(DENSE, heads=2, key_value_heads=1, head_dim=32)
     policy = bench.policy(size)

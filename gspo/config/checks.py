@@ -7,11 +7,11 @@ loads. It knows objectives, advantage estimators and KL terms by class attribute
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED
 from gspo.config.episodes import check_episodes
+from gspo.config.unread_options import changed, check_unread_options
 from gspo.io.errors import SettingError
 from gspo.rollout.settings import check_sampler
 
@@ -32,7 +32,7 @@ def check(s: Settings) -> None:
     check_truncation(s)
     check_credit(s)
     check_episodes(s)
-    check_dead_options(s)
+    check_unread_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise SettingError(
             "cold_start.steps",
@@ -93,22 +93,11 @@ def check_updates(s: Settings) -> None:
         )
 
 
-def samples_ahead(s: Settings) -> bool:
-    """Return whether responses may be older than the step that trains on them."""
-    return s.rollout.samples_ahead
-
-
 def starts_at_one(s: Settings) -> bool:
     """Return whether the first mini-batch has ratios of 1, apart from rounding."""
     if s.policy.old_logprobs == "behaviour":
-        return not samples_ahead(s)
+        return not s.rollout.samples_ahead
     return s.policy.old_logprobs == "step_start"
-
-
-def shares_weights(s: Settings) -> bool:
-    """Return whether the engine computes with the trainer's weights in the trainer's precision."""
-    exact = s.rollout.dtype == "float32" and s.rollout.quantization == "none"
-    return s.rollout.name == "local" and exact
 
 
 def check_replay(s: Settings) -> None:
@@ -121,9 +110,9 @@ def check_replay(s: Settings) -> None:
     # r2 replays the experts of the old policy, r3 the experts of the engine. Does the router
     # choose the same experts anyway?
     if replay == "r2":
-        changes_nothing = starts_at_one(s) or not samples_ahead(s)
+        changes_nothing = starts_at_one(s) or not s.rollout.samples_ahead
     else:
-        changes_nothing = shares_weights(s) and not samples_ahead(s)
+        changes_nothing = s.rollout.shares_weights and not s.rollout.samples_ahead
     if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
         raise SettingError(
             "policy.routing_replay",
@@ -343,69 +332,6 @@ def check_credit(s: Settings) -> None:
             s.reward.overlong_cache,
             f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
         )
-
-
-def check_dead_options(s: Settings) -> None:
-    """Refuse options that differ from their default although nothing reads them."""
-    for is_dead, key, reason in [*dead_reward_options(s), *dead_options(s)]:
-        group, _, name = key.partition(".")
-        settings = getattr(s, group)
-        if is_dead and changed(settings, name):
-            raise SettingError(key, getattr(settings, name), f"is not read with {reason}")
-
-
-def dead_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
-    """List options of old log-probs, rewards and advantages: (nothing reads it, key, reason)."""
-    old_policy_read = (
-        s.objective.ratio_to == "old"
-        or s.kl.needs_reference
-        or s.correction.name != "none"
-        or (samples_ahead(s) and s.policy.routing_replay == "r2")
-    )
-    # the responses of a group differ in their turns, so in the discount of a reward and of a shift
-    discounts_turns = s.advantage.name == "turn_normalized" and s.advantage.gamma < 1
-    # every advantage is a difference within its group
-    mean_removed = s.advantage.needs_group and s.reward.clip is None and not discounts_turns
-    batch_std = s.advantage.std == "batch"
-    shift_cancels = mean_removed and not (batch_std and s.reward.shift == "group")
-    scale_cancels = (
-        (mean_removed or discounts_turns)
-        and s.advantage.std != "none"
-        and not (batch_std and s.reward.scale == "group")
-        and not s.kl.in_reward  # KL is subtracted after the scale
-    )
-    advantage = f"advantage={s.advantage.name}"
-    no_ratio = f"objective={s.objective.name}: it has no ratio to pi_old"
-    return [
-        (not old_policy_read, "policy.old_logprobs", no_ratio),
-        (shift_cancels, "reward.shift", f"{advantage}, which takes the group's mean off"),
-        (scale_cancels, "reward.scale", f"{advantage}, which divides by the std"),
-        (s.reward.scale == "none", "reward.eps", "reward.scale=none"),
-        (not s.reward.overlong_cache, "reward.overlong_penalty", "reward.overlong_cache=0"),
-        (s.advantage.baseline == "group", "advantage.gamma", "advantage.baseline=group"),
-    ]
-
-
-def dead_options(s: Settings) -> list[tuple[bool, str, str]]:
-    """List options of routing, synchronisation and KL: (nothing reads it, key, reason)."""
-    is_dense = s.model.is_dense
-    no_routers = f"model={s.model.name}: it has no routers"
-    same_weights = "rollout=local in float32: it has the same weights"
-    options = [
-        (is_dense, "rollout.routes", no_routers),
-        (not s.rollout.routes, "rollout.routes_floor", "rollout.routes=false"),
-        (shares_weights(s), "rollout.sync_tolerance", same_weights),
-        (is_dense, "trainer.consistency_sample", no_routers),
-    ]
-    if s.kl.needs_reference:
-        options.append((s.kl.target is None, "kl.horizon", "kl.target=null (a fixed coefficient)"))
-    return options
-
-
-def changed(settings: Any, key: str) -> bool:
-    """Return whether a field of a settings dataclass has another value than its default."""
-    default = next((f.default for f in fields(settings) if f.name == key), MISSING)
-    return default is not MISSING and getattr(settings, key) != default
 
 
 def check_processes(s: Settings, count: int) -> None:

@@ -204,8 +204,10 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
             elif isinstance(name, str) and name in options:
                 config[group] = OmegaConf.structured(options[name])
             else:
-                known = ", ".join(options)
-                raise SettingError(f"{group}.name", name, f"is unknown here; there are {known}")
+                option_names = ", ".join(options)
+                raise SettingError(
+                    f"{group}.name", name, f"is unknown here; there are {option_names}"
+                )
         config = merged(config, content | {"task": with_consent(content["task"], consent)})
         to_settings(config)
     except OmegaConfBaseException as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gspo.config.checks import changed, samples_ahead
+from gspo.config.unread_options import changed
 from gspo.data.samples import ScoredResponse, all_same
 from gspo.tracking.rounding import (
     LARGEST_MISMATCH,
@@ -51,7 +51,7 @@ def warnings(s: Settings) -> list[str]:
             "for all weights; an adapter learns with about ten times as much (docs/algorithms.md)"
         )
     uncorrected = s.policy.old_logprobs == "step_start" and s.correction.name == "none"
-    if samples_ahead(s) and s.objective.ratio_to == "old" and uncorrected:
+    if s.rollout.samples_ahead and s.objective.ratio_to == "old" and uncorrected:
         lines.append(
             f"rollout.staleness={s.rollout.staleness}, "
             f"rollout.token_budget={s.rollout.token_budget} with policy.old_logprobs=step_start: "
@@ -164,7 +164,7 @@ def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
     mismatch = metrics.get("mismatch/logp_abs", 0.0)
     if mismatch <= LARGEST_MISMATCH:
         return []
-    if samples_ahead(s):
+    if s.rollout.samples_ahead:
         remedy = (
             f"responses wait for rollout.staleness={s.rollout.staleness} steps: "
             "lower it, or lower optim.lr"

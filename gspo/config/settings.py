@@ -50,8 +50,9 @@ from gspo.io.ranges import (
 )
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.settings import HFModel, StandIn, TinyDense, TinyMoE
-from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.problem_sampler import Grouped, Uniform
+from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
 from gspo.tasks.adapters.open_env import OpenEnv
 from gspo.tasks.adapters.text_games import TextGames
 from gspo.tasks.adapters.vf_environments import VfEnvironments

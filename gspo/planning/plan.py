@@ -4,10 +4,9 @@ For example, for Qwen3-30B-A3B on 16 GPUs, each GPU holds a sixteenth of the wei
 gradients and of AdamW's two moments (7.6 + 7.6 + 15.3 GB). It all-gathers a layer's weights while
 that layer computes, and keeps the activations of a micro-batch.
 
-gspo.planning.memory measures the memory. Times come from a roofline: arithmetic at 40 % of the
-GPU's peak, memory at 60 % of its bandwidth, and kernel launches as measured on an H200
-(gspo.planning.hardware). The plan assumes that nothing overlaps and that every response has the
-maximum length. So a time is right to a factor of two, and its parts show the bottleneck.
+gspo.planning.memory measures the memory, gspo.planning.engine_estimate estimates the engine, and
+gspo.planning.times the seconds. The plan assumes that nothing overlaps and that every response has
+the maximum length. So a time is right to a factor of two, and its parts show the bottleneck.
 """
 
 from __future__ import annotations
@@ -19,33 +18,25 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from gspo.config.checks import check_processes, samples_ahead, shares_weights
+from gspo.config.checks import check_processes
 from gspo.config.settings import Settings
 from gspo.io.errors import SettingError
-from gspo.model.cost import forward_flops
-from gspo.planning.hardware import (
-    ARITHMETIC,
-    DENSE_LAYER,
-    GB,
-    MEMORY,
-    MOE_LAYER,
-    RESERVE,
-    Hardware,
-    Launches,
-)
+from gspo.planning.engine_estimate import EngineEstimate, engine_estimate
+from gspo.planning.hardware import GB, RESERVE, Hardware
 from gspo.planning.memory import Measured, Work, measure
 from gspo.planning.models import config_of
+from gspo.planning.times import (
+    exchange_times,
+    launches_of,
+    passes_of,
+    rollout_times,
+    traffic_of,
+    update_times,
+)
 
-BYTES = {"float32": 4, "bfloat16": 2}
 DEFAULT_PROMPT_TOKENS = 512  # if neither the settings nor the user give a number
 MAX_TEMPLATE_TOKENS = 32  # maximum tokens of a chat template around an observation; Qwen3's has 18
 MAX_RANKS = 1024
-# bytes for each logit of the next token while it is sampled: probabilities, their order, sums
-LOGIT_BYTES = 24.0
-# time of a float32 product relative to a bfloat16 product; without TF32 it is larger
-FLOAT32_SLOWDOWN = 8
-BETWEEN_COPIES = "gradients between copies"
-TO_EXPERTS = "tokens to their experts and back"
 ACTIVATIONS = "activations and gathered weights"
 # bytes of the two 8-bit moments relative to those of a float32 weight; 256 values share a scale
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256) / 4
@@ -210,126 +201,6 @@ def response_tokens(settings: Settings, config: PretrainedConfig, prompt: int) -
     return min(tokens, positions - prompt) if positions else tokens
 
 
-@dataclass
-class EngineEstimate:
-    """The sampling engine of a GPU, or the GPU's part of it: memory in bytes and responses."""
-
-    weights: float  # in addition to the trainer's weights
-    cache: float  # KV cache of the responses that are sampled at once
-    logits: float
-    resident: float  # stays in memory while the trainer works
-    per_token: float  # KV cache of a token, in one engine
-    engines: float  # GPUs that share one engine
-    rows: float  # count: responses that one engine samples in a step
-    at_once: float  # count: responses that are sampled at once
-    read: float  # weights that are read for each token, on one GPU
-    # copy of the trainer's weights with a merged LoRA adapter, while the engine samples with them
-    merged: float
-
-
-def engine_estimate(
-    settings: Settings,
-    config: PretrainedConfig,
-    measured: Measured,
-    work: Work,
-    responses: int,
-    hardware: Hardware,
-) -> EngineEstimate:
-    """Return the estimate of a run's engine, for `responses` responses per GPU and step.
-
-    Raises ValueError if vLLM's share of a GPU is too small for a response.
-    """
-    rollout = settings.rollout
-    text = config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = BYTES[rollout.dtype]
-    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
-    per_response = (work.prompt + work.response) * per_token
-    all_weights = float(measured.parameters * itemsize)
-    at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
-    weights = 0.0
-    cache = 0.0
-    logits = 0.0
-    resident = 0.0
-    merged = 0.0
-    gpus = 1
-    if rollout.name in ("vllm", "vllm_server"):
-        gpus = rollout.tensor_parallel_size
-        weights_per_gpu = all_weights / gpus
-        share = rollout.gpu_memory * hardware.memory * GB
-        if share < weights_per_gpu + per_response / gpus:
-            raise SettingError(
-                "rollout.gpu_memory",
-                rollout.gpu_memory,
-                f"of {hardware.memory:g} GB holds no response beside the engine's "
-                f"weights of {weights_per_gpu / GB:.1f} GB",
-            )
-        at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
-        if rollout.name == "vllm":  # a server has as many GPUs of its own
-            weights = weights_per_gpu
-            cache = share - weights
-            # vLLM allocates its share at once, and keeps it unless it may sleep
-            resident = 0.0 if rollout.sleep else share
-    else:
-        if shares_weights(settings) and work.shard_size == 1 and not rollout.overlap:
-            merged = float(measured.merged)
-        else:
-            weights = all_weights
-        cache = at_once * per_response
-        if settings.task.environments():
-            cache *= 2  # between two turns, the rows are copied into a new cache
-        logits = at_once * text.vocab_size * LOGIT_BYTES
-        resident = weights + cache + logits if rollout.overlap else weights
-    return EngineEstimate(
-        weights=weights,
-        cache=cache,
-        logits=logits,
-        resident=resident,
-        per_token=per_token,
-        engines=gpus,
-        rows=responses * gpus,
-        at_once=at_once,
-        read=all_weights / gpus,
-        merged=merged,
-    )
-
-
-@dataclass
-class Passes:
-    """The passes of a rank in a step: numbers of micro-batches, and of optimizer updates."""
-
-    learning: int
-    scoring: int
-    updates: int
-
-
-def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEstimate) -> Passes:
-    """Count the passes of a step. `responses` is the number of a rank's responses.
-
-    Every epoch learns from each response once. The log-probs of the old policy and of the reference
-    policy are scored. The old policy's pass is skipped if the engine has just computed the same
-    log-probs with the trainer's weights (PolicySettings.skips_old_pass).
-    """
-    runs_in_trainer = settings.rollout.name == "local" and not engine.weights
-    skips_old_pass = settings.policy.skips_old_pass(
-        exact_engine=runs_in_trainer and settings.policy.precision == "float32",
-        samples_ahead=samples_ahead(settings),
-        correction=settings.correction.name,
-        critic=settings.advantage.needs_values,
-    )
-    scored_policies = 0 if skips_old_pass else 1
-    if settings.kl.needs_reference:
-        scored_policies += 1
-    epochs = settings.trainer.epochs
-    minibatches = settings.trainer.minibatches
-    return Passes(
-        learning=epochs * minibatches * math.ceil(responses / minibatches / work.rows),
-        scoring=scored_policies * math.ceil(responses / work.scored),
-        updates=epochs * minibatches,
-    )
-
-
 def phases(
     settings: Settings, measured: Measured, engine: EngineEstimate
 ) -> dict[str, dict[str, float]]:
@@ -352,103 +223,6 @@ def phases(
         "old log-probs": training | {ACTIVATIONS: float(measured.scoring)},
         "update": training | update,
     }
-
-
-def traffic_of(
-    settings: Settings, measured: Measured, work: Work, passes: Passes
-) -> dict[str, float]:
-    """Return the bytes that a GPU exchanges with other GPUs in a step, by purpose."""
-    if work.ranks == 1:
-        return {}
-    if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
-        return {BETWEEN_COPIES: 2.0 * passes.updates * measured.trained}
-    traffic = {
-        "weights gathered to learn": float(passes.learning * measured.all_gathered),
-        "weights gathered to score": float(passes.scoring * measured.all_gathered_scoring),
-        "gradients": float(passes.learning * measured.reduced),
-        # all-gathered in float32, then rounded
-        "weights for the engine": 4.0 * measured.parameters,
-    }
-    if work.experts > 1:
-        tokens = (
-            passes.learning * measured.all_to_all + passes.scoring * measured.all_to_all_scoring
-        )
-        traffic[TO_EXPERTS] = float(tokens)
-    if work.shard_size < work.ranks:
-        traffic[BETWEEN_COPIES] = float(passes.learning * measured.reduced_between)
-    return traffic
-
-
-def update_times(
-    config: PretrainedConfig, measured: Measured, work: Work, passes: Passes, hardware: Hardware
-) -> dict[str, float]:
-    """Return the seconds of a step's passes in the trainer.
-
-    The result is empty if the number of parameters per token is unknown.
-    """
-    if not measured.active:
-        return {}
-    lengths = torch.tensor([work.prompt + work.response])
-    forward = forward_flops(config, measured.active, lengths)
-    seconds = forward / (hardware.flops * 1e12 * ARITHMETIC)
-    if work.precision != torch.bfloat16:
-        seconds *= FLOAT32_SLOWDOWN
-    # A backward pass costs two forward passes, or one with LoRA. Checkpointing repeats a forward.
-    forwards = 2 if work.lora.rank else 3
-    if work.checkpointing:
-        forwards += 1
-    layers = config.num_hidden_layers
-    launches = launches_of(measured)
-    return {
-        "update: arithmetic": passes.learning * work.rows * forwards * seconds,
-        "update: kernels launched": passes.learning * layers * launches.learning,
-        "old log-probs: arithmetic": passes.scoring * work.scored * seconds,
-        "old log-probs: kernels launched": passes.scoring * layers * launches.scoring,
-    }
-
-
-def launches_of(measured: Measured) -> Launches:
-    """Return the seconds of a layer's kernel launches. An MoE layer has more of them."""
-    is_moe = measured.active is not None and measured.active < measured.parameters
-    return MOE_LAYER if is_moe else DENSE_LAYER
-
-
-def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) -> dict[str, float]:
-    """Return the seconds of a GPU's traffic with other GPUs.
-
-    Gradients between copies of the weights go between all ranks, and tokens between the ranks that
-    share a layer's experts. All other traffic stays within a copy of the weights.
-    """
-    if not traffic:
-        return {}
-    group_sizes = {BETWEEN_COPIES: work.ranks, TO_EXPERTS: work.experts}
-    seconds = 0.0
-    for name, nbytes in traffic.items():
-        gpus = group_sizes.get(name, work.shard_size)
-        seconds += nbytes / (hardware.bandwidth_between(gpus) * GB)
-    return {"exchange between GPUs": seconds}
-
-
-def rollout_times(
-    measured: Measured, work: Work, engine: EngineEstimate, hardware: Hardware
-) -> dict[str, float]:
-    """Return the seconds in which a step's responses are sampled.
-
-    For every token, the engine reads the weights and the KV cache. Of an MoE model it reads the
-    experts that the tokens of `at_once` responses can reach.
-    """
-    waves = math.ceil(engine.rows / engine.at_once)
-    mean_tokens = work.prompt + work.response / 2
-    cache = engine.at_once * mean_tokens * engine.per_token / engine.engines
-    share = 1.0
-    if measured.active:
-        share = min(1.0, engine.at_once * measured.active / measured.parameters)
-    nbytes = waves * work.response * (engine.read * share + cache)
-    times = {"rollout: weights and cache read": nbytes / (hardware.bandwidth * GB * MEMORY)}
-    if measured.active:
-        flops = 2.0 * measured.active * engine.rows * work.response / engine.engines
-        times["rollout: arithmetic"] = flops / (hardware.flops * 1e12 * ARITHMETIC)
-    return times
 
 
 def advice(run_plan: Plan) -> list[str]:

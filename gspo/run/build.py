@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gspo.config.checks import check_training_set, samples_ahead
+from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
@@ -23,11 +23,12 @@ from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm_server import VLLMServerEngine, check_server
-from gspo.rollout.settings import RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import RolloutSource
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending
 from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
+from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
 from gspo.run.entry_point import stop_signal
 from gspo.run.event_files import check_event_files
 from gspo.run.inputs import check_inputs, inputs_of
@@ -165,7 +166,7 @@ def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs
 
     Return None if nothing needs it: responses are trained on at the step that sampled them, or
     policy.old_logprobs=step_start."""
-    if not samples_ahead(settings) or settings.policy.old_logprobs == "step_start":
+    if not settings.rollout.samples_ahead or settings.policy.old_logprobs == "step_start":
         return None
     return BehaviourLogprobs(
         sampled, settings.trainer.micro_batch_size, settings.policy.routing_replay == "r3"

@@ -21,7 +21,7 @@ from gspo.io.ranges import outside_code, ranged
 from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import Answer, held_out
 from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
-from gspo.tasks.benchmarks.records_file import DataRow
+from gspo.tasks.benchmarks.data_row import DataRow
 
 COLUMNS = ("prompt", "family", "rating")
 MAX_TRIAL_ROWS = 100  # the trial uses a row among the first rows

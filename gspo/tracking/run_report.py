@@ -9,9 +9,7 @@ of a run that is under way or was killed.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,15 @@ import yaml
 from gspo.io import untrusted
 from gspo.io.files import CONTINUATIONS_FILE, read_events, read_status, replace_text
 from gspo.io.rows import read_rows
-from gspo.tracking.collapse import best, collapse, is_finite, levels
+from gspo.tracking.collapse import best, collapse, is_finite
+from gspo.tracking.curves import curves
 from gspo.tracking.episodes import reward, turns_of
-from gspo.tracking.metrics import HELD_OUT_MEANS, Metric, custom_metrics, lookup, stderr_of
+from gspo.tracking.metrics import HELD_OUT_MEANS, custom_metrics, stderr_of
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.pages import TEMPLATES, fill
 from gspo.tracking.rounding import floor_of_run, mismatch_of_run
 
 PAGE = "report.html"
-# Each metric, and whether its axis is logarithmic. Metrics that a run does not have are left out.
-CURVES = (
-    ("reward/mean", False),
-    ("policy/entropy", False),
-    ("optim/grad_norm", True),
-    ("clip/token_active", True),
-    ("routing/consistency", False),
-    ("length/mean", False),
-    ("length/truncated", False),
-    ("mismatch/k3", True),
-    ("ratio/ess_token", False),
-    ("group/zero_variance", False),
-    ("episode/turns", False),
-    ("episode/environment_tokens", False),
-)
 RESPONSES = 3  # the number of best responses that are shown, and of worst responses
 SECONDS = {
     "time/rollout_s": "sampling",
@@ -146,8 +130,6 @@ def _subtitle(folder: Path, settings: dict, problems: list[str]) -> str:
     return ", ".join(words)
 
 
-# ---------------------------------------------------------------------------------------------
-# words
 def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     """Return sentences about the run's course and results."""
     batches = [row for row in rows if row["step"] > 0]
@@ -319,107 +301,3 @@ def _operations(path: Path) -> list[tuple[str, ...]]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-
-
-# ---------------------------------------------------------------------------------------------
-# curves
-@dataclass(frozen=True)
-class Curve:
-    """A metric over the steps, as the template draws it.
-
-    Coordinates are in the units of an SVG picture of size WIDTH x HEIGHT."""
-
-    WIDTH = 330
-    HEIGHT = 170
-    # the axes
-    LEFT = 56
-    RIGHT = 322
-    TOP = 24
-    BOTTOM = 152
-
-    name: str
-    about: str
-    last: int  # step
-    ticks: list[tuple[float, str]]  # y coordinates of the grid's lines, and their values
-    points: str  # of the line, as an SVG attribute
-    smooth: str  # the same for the smoothed curve, empty without one
-    # coordinates of points that are drawn as dots: held-out scores, or a curve's only point
-    dots: list[tuple[float, float]]
-    # 95 % intervals of held-out scores: x, and the y coordinates of both ends
-    errors: list[tuple[float, float, float]]
-    collapse: tuple[float, int] | None  # x coordinate and step of the collapse
-    is_log: bool
-
-
-def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
-    """Return one curve per metric that the run has.
-
-    Held-out scores come after the other curves, and the user's own metrics last. `custom` has the
-    definitions of the user's metrics."""
-    recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
-    names = [(name, log) for name, log in CURVES if name in recorded]
-    for family in (HELD_OUT_MEANS, "custom/*"):
-        names += [(name, False) for name in sorted(fnmatch.filter(recorded, family))]
-    return [
-        curve(rows, custom.get(name) or replace(lookup(name), name=name), log)
-        for name, log in names
-    ]
-
-
-def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
-    """Return the curve of one metric.
-
-    The reward also has its smoothed curve and its collapse. A held-out score has dots with 95 %
-    intervals over its problems, on an axis from 0."""
-    rows = [row for row in rows if is_finite(row.get(metric.name))]
-    steps = [row["step"] for row in rows]
-    values = [row[metric.name] for row in rows]
-    log = log and min(values) > 0
-    drawn = [math.log10(value) if log else value for value in values]
-    low = min(drawn)
-    high = max(drawn)
-    last = max(*steps, 1)
-    is_score = fnmatch.fnmatchcase(metric.name, HELD_OUT_MEANS)
-    intervals: list[tuple[int, float, float]] = []  # step, and both ends of the interval
-    if is_score:
-        stderr = stderr_of(metric.name)
-        for row, value in zip(rows, values, strict=True):
-            half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
-            intervals.append((row["step"], max(0.0, value - half), value + half))
-        low = min(0.0, low)
-        high = max([high, *(top for _, _, top in intervals)])
-
-    def x(step: int) -> float:
-        return round(Curve.LEFT + (Curve.RIGHT - Curve.LEFT) * step / last, 1)
-
-    def y(value: float) -> float:
-        # a metric that never changes is in the middle
-        share = (high - value) / (high - low) if high > low else 0.5
-        return round(Curve.TOP + (Curve.BOTTOM - Curve.TOP) * share, 1)
-
-    def line(series: list[float]) -> str:
-        return " ".join(f"{x(step)},{y(value)}" for step, value in zip(steps, series, strict=True))
-
-    grid = [low, (low + high) / 2, high] if high > low else [low]
-    smooth = ""
-    collapse_mark = None
-    if metric.name == "reward/mean":
-        smooth = line(levels(values)[0].tolist())
-        collapse_index = collapse(values)
-        if collapse_index is not None:
-            step = steps[collapse_index]
-            collapse_mark = (x(step), step)
-    unit = f" [{metric.unit}]" if metric.unit else ""
-    dots = [(x(step), y(value)) for step, value in zip(steps, drawn, strict=True)]
-    return Curve(
-        name=metric.name,
-        about=f"{metric.name}: {metric.meaning}{unit}",
-        last=last,
-        ticks=[(y(value), f"{10**value if log else value:.3g}") for value in grid],
-        points=line(drawn),
-        smooth=smooth,
-        dots=dots if is_score or len(rows) == 1 else [],
-        errors=[(x(step), y(bottom), y(top)) for step, bottom, top in intervals if top > bottom],
-        collapse=collapse_mark,
-        is_log=log,
-    )

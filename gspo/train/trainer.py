@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
@@ -44,6 +44,7 @@ from gspo.train.checkpoint import TrainState
 from gspo.train.credit import assign_credit, without_truncated
 from gspo.train.extensions import Extensions, TrainedStep
 from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_inputs, loss_terms
+from gspo.train.minibatches import local_rows, split_into_minibatches
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
@@ -168,15 +169,10 @@ class Trainer:
         # the rows of each mini-batch, epoch by epoch
         rollout_batch = pack(rollout.responses, self.policy.pad_id)
         group_sizes = [len(group) for group in rollout.groups]
-        all_rows_N = torch.arange(len(rollout_batch))
-        groups = all_rows_N.split(group_sizes)
-        epochs = [self.minibatches(groups, step, epoch) for epoch in range(self.settings.epochs)]
-        # the rows that this rank passes through the model: a share of every mini-batch
-        local_rows = []
-        for rows_N in epochs[0]:
-            share = self.ranks.shard_rows(len(rows_N))
-            local_rows.append(rows_N[share])
-        local_rows_N = torch.cat(local_rows).sort().values
+        num_minibatches = self.settings.minibatches
+        num_epochs = self.settings.epochs
+        epochs = split_into_minibatches(group_sizes, num_minibatches, num_epochs, self.seed, step)
+        local_rows_N = local_rows(epochs[0], self.ranks)
 
         # log-probs under the old policy, then advantages
         with accumulator.timed("time/old_logprobs_s"):
@@ -189,7 +185,7 @@ class Trainer:
 
         # one update per mini-batch
         minibatches = list(chain.from_iterable(epochs))
-        planned = self.settings.minibatches * self.settings.epochs
+        planned = num_minibatches * num_epochs
         accumulator.count("optim/missing_updates", planned - len(minibatches))
         for number, rows_N in enumerate(minibatches, start=1):
             minibatch = batch.rows(rows_N)
@@ -211,7 +207,7 @@ class Trainer:
         train_s = time.perf_counter() - started
         # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
-        passes = self.old_policy.passes + update_passes * self.settings.epochs
+        passes = self.old_policy.passes + update_passes * num_epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
@@ -223,18 +219,6 @@ class Trainer:
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         trained = TrainedStep(step, batch, rollout.responses, metrics)
         return metrics | self.extensions.measure(trained)
-
-    def minibatches(self, groups: Sequence[Tensor], step: int, epoch: int) -> list[Tensor]:
-        """Return the rows of each mini-batch of an epoch: whole groups, in a new random order."""
-        order = permutation(len(groups), self.seed, "minibatches", step, epoch)
-        # fewer if too many groups could not be graded
-        count = min(self.settings.minibatches, len(groups))
-        splits = torch.from_numpy(order).tensor_split(count)
-        minibatches = []
-        for split in splits:
-            rows = [groups[i] for i in split]
-            minibatches.append(torch.cat(rows))
-        return minibatches
 
     @torch.no_grad()
     def add_advantages(

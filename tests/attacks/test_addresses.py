@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from commands import SMALL, train
 from composing import settings
 from gspo.config.load import addresses, resumed_settings, write_settings
-from gspo.rollout.engines import vllm_server, weights_folder
+from gspo.rollout.engines import vllm_client, weights_folder
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.server_guard import (
     KEY_FILE,
@@ -28,9 +28,10 @@ from gspo.rollout.engines.server_guard import (
     signature,
     write_key,
 )
-from gspo.rollout.engines.vllm_server import VLLMServerClient, check_server, max_requests
+from gspo.rollout.engines.vllm_client import VLLMServerClient, max_requests
+from gspo.rollout.engines.vllm_server import check_server
 from gspo.rollout.engines.weights_folder import EngineFolder, running_servers
-from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_settings import VLLMServerRollout
 from gspo.run.directory import settings_and_checkpoint
 from refusals import refuses
 
@@ -351,7 +352,7 @@ def test_answers_of_something_else_are_one_line(monkeypatch):
     ):
         said = refusal(content, lambda server: server.generate([[1]], [{}]))
         assert said.startswith("the vLLM server at ADDRESS answers otherwise than vLLM does: ")
-    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", vllm_server.MAX_UNVERIFIED_BYTES + 1)
+    monkeypatch.setattr(vllm_client, "MAX_ANSWER_BYTES", vllm_client.MAX_UNVERIFIED_BYTES + 1)
     said = refusal([b" " * 2**20] * 64)
     assert said == "the vLLM server at ADDRESS answers /x with more than 65,537 bytes"
 

@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
-from gspo.rollout.engines.vllm_server import RequestRefused, VLLMServerClient, VLLMServerEngine
+from gspo.rollout.engines.vllm_client import RequestRefused, VLLMServerClient
+from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.engines.weights_folder import running_servers
-from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_settings import VLLMServerRollout
 from outside_engines import GREEDY, SERVER, sampled, whole_policy
 from served import free_url, served
 

@@ -22,7 +22,7 @@ from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.engines.weights_folder import PREFIX
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 psutil = pytest.importorskip("psutil")

@@ -21,7 +21,8 @@ from gspo.evaluation.evaluate import EvaluationSet
 from gspo.model.loading import save
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
-from gspo.rollout.settings import ENGINE_FIELDS, RolloutSettings, VLLMRollout, VLLMServerRollout
+from gspo.rollout.settings import ENGINE_FIELDS, RolloutSettings
+from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 from refusals import refuses

@@ -22,8 +22,8 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
-from gspo.rollout.settings import VLLMRollout
 from gspo.rollout.sources.sampler_logprobs import check_engine
+from gspo.rollout.vllm_settings import VLLMRollout
 
 SECONDS = 500  # two engines start on a busy machine
 MODEL = TinyMoE(hidden=64, layers=2, heads=2, experts=8, experts_per_token=2, expert_width=16)

@@ -8,7 +8,7 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.external import OutsideEngine
 from gspo.rollout.engines.vllm_host import Completion
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 
 
 class Drawn(OutsideEngine):

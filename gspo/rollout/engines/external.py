@@ -29,7 +29,7 @@ from gspo.rollout.engines.pending_requests import PendingRequests, fill
 from gspo.rollout.engines.requests import Row, SamplingRequest
 from gspo.rollout.engines.vllm_host import Completion
 from gspo.rollout.engines.weights_folder import WeightsFolder
-from gspo.rollout.settings import OutsideRollout
+from gspo.rollout.vllm_settings import OutsideRollout
 
 P = ParamSpec("P")
 T = TypeVar("T")

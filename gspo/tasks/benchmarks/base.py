@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order
-from gspo.tasks.benchmarks.records_file import DataRow, Source
+from gspo.tasks.benchmarks.data_row import DataRow
+from gspo.tasks.benchmarks.records_file import Source
 
 # Replacements for problems with too long prompts have indices from here on. The index modulo this
 # number keeps their epoch small.

@@ -17,6 +17,7 @@ from gspo.io.ranges import choice, ranged
 from gspo.rewards.code.grader import Asserts, StdinCase
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, TESTLIB, OutputRule
 from gspo.tasks.benchmarks.base import Item
+from gspo.tasks.benchmarks.data_row import DataRow, writable
 from gspo.tasks.benchmarks.programs import (
     EXPERT,
     MAX_PARSED_CHARS,
@@ -25,7 +26,6 @@ from gspo.tasks.benchmarks.programs import (
     Tests,
     parsed,
 )
-from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 MAX_RATING = 10_000  # the best of all people have 4,000
 EVALPLUS_MAX_NEW_TOKENS = 768  # evalplus/provider/base.py

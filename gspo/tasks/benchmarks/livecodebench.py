@@ -31,8 +31,8 @@ from typing import Any, ClassVar
 from gspo.io.errors import RowError, SettingError
 from gspo.rewards.code.grader import FunctionCase, StdinCase
 from gspo.tasks.benchmarks.base import Item
+from gspo.tasks.benchmarks.data_row import DataRow, writable
 from gspo.tasks.benchmarks.programs import EXPERT, READ_STDIN, CodeBenchmark, Tests
-from gspo.tasks.benchmarks.records_file import DataRow, writable
 
 # decompressed tests of a record; a few kB of zlib can hold gigabytes
 MAX_DECOMPRESSED_BYTES = 1 << 28

@@ -27,7 +27,7 @@ from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.tasks.base import Answer
 from gspo.tasks.benchmarks.base import Benchmark, Item
-from gspo.tasks.benchmarks.records_file import DataRow
+from gspo.tasks.benchmarks.data_row import DataRow
 
 WORDINGS = {
     "boxed": "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",

@@ -12,8 +12,9 @@ from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.memory import measure
-from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, TO_EXPERTS, advice, plan
+from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, advice, plan
 from gspo.planning.scaling import efficiency, smallest, strong, weak
+from gspo.planning.times import TO_EXPERTS
 from recorded_measurements import measurement, record, recorded
 from refusals import refuses
 

@@ -10,7 +10,7 @@ from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submis
 from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, OutputRule, accepts
 from gspo.rewards.sandbox.values import same_output
 from gspo.tasks.benchmarks.code_sets import RatedPrograms, output_rule
-from gspo.tasks.benchmarks.records_file import DataRow
+from gspo.tasks.benchmarks.data_row import DataRow
 from refusals import refuses
 
 CHECK = "def check(input, expected, output):\n    a, b = map(int, output.split())\n    return a + b == int(input)\n"

@@ -10,7 +10,7 @@ import pytest
 from builders import sample
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 from refusals import refuses
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8

@@ -26,7 +26,7 @@ from gspo.rollout.engines import vllm_worker
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 from outside_engines import agreement, gap
 from refusals import refuses
 
@@ -376,7 +376,7 @@ TRAINER = """
 import time
 from gspo.model.settings import TinyDense
 from gspo.model.policy import Policy
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 from gspo.rollout.engines.vllm import VLLMEngine
 engine = VLLMEngine(Policy(*TinyDense(heads=2).make()), VLLMRollout())
 print("ready", flush=True)

@@ -21,7 +21,7 @@ from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
-from gspo.rollout.settings import VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout
 from outside_engines import MODEL, STOPS, agreement, gap, letters_end_turns
 
 pytestmark = pytest.mark.vllm

@@ -101,7 +101,7 @@ def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
 
 
 def test_vllms_process_does_not_take_itself_for_a_rank(monkeypatch):
-    from gspo.rollout.engines.vllm import own_environment
+    from gspo.rollout.engines.vllm_environment import own_environment
 
     launcher = {
         "RANK": "1",

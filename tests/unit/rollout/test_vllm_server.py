@@ -14,7 +14,7 @@ from gspo.rollout.engines import external
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
-from gspo.rollout.settings import VLLMServerRollout
+from gspo.rollout.vllm_settings import VLLMServerRollout
 from outside_engines import (
     GREEDY,
     SAMPLED,

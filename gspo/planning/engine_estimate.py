@@ -1,0 +1,101 @@
+"""The sampling engine's part of a plan: its memory, and the responses that it samples at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from gspo.config.settings import Settings
+from gspo.io.errors import SettingError
+from gspo.planning.hardware import GB, Hardware
+from gspo.planning.memory import Measured, Work
+
+BYTES = {"float32": 4, "bfloat16": 2}
+# bytes for each logit of the next token while it is sampled: probabilities, their order, sums
+LOGIT_BYTES = 24.0
+
+
+@dataclass
+class EngineEstimate:
+    """The sampling engine of a GPU, or the GPU's part of it: memory in bytes and responses."""
+
+    weights: float  # in addition to the trainer's weights
+    cache: float  # KV cache of the responses that are sampled at once
+    logits: float
+    resident: float  # stays in memory while the trainer works
+    per_token: float  # KV cache of a token, in one engine
+    engines: float  # GPUs that share one engine
+    rows: float  # count: responses that one engine samples in a step
+    at_once: float  # count: responses that are sampled at once
+    read: float  # weights that are read for each token, on one GPU
+    # copy of the trainer's weights with a merged LoRA adapter, while the engine samples with them
+    merged: float
+
+
+def engine_estimate(
+    settings: Settings,
+    config: PretrainedConfig,
+    measured: Measured,
+    work: Work,
+    responses: int,
+    hardware: Hardware,
+) -> EngineEstimate:
+    """Return the estimate of a run's engine, for `responses` responses per GPU and step.
+
+    Raises ValueError if vLLM's share of a GPU is too small for a response.
+    """
+    rollout = settings.rollout
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = BYTES[rollout.dtype]
+    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
+    per_response = (work.prompt + work.response) * per_token
+    all_weights = float(measured.parameters * itemsize)
+    at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
+    weights = 0.0
+    cache = 0.0
+    logits = 0.0
+    resident = 0.0
+    merged = 0.0
+    gpus = 1
+    if rollout.name in ("vllm", "vllm_server"):
+        gpus = rollout.tensor_parallel_size
+        weights_per_gpu = all_weights / gpus
+        share = rollout.gpu_memory * hardware.memory * GB
+        if share < weights_per_gpu + per_response / gpus:
+            raise SettingError(
+                "rollout.gpu_memory",
+                rollout.gpu_memory,
+                f"of {hardware.memory:g} GB holds no response beside the engine's "
+                f"weights of {weights_per_gpu / GB:.1f} GB",
+            )
+        at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
+        if rollout.name == "vllm":  # a server has as many GPUs of its own
+            weights = weights_per_gpu
+            cache = share - weights
+            # vLLM allocates its share at once, and keeps it unless it may sleep
+            resident = 0.0 if rollout.sleep else share
+    else:
+        if rollout.shares_weights and work.shard_size == 1 and not rollout.overlap:
+            merged = float(measured.merged)
+        else:
+            weights = all_weights
+        cache = at_once * per_response
+        if settings.task.environments():
+            cache *= 2  # between two turns, the rows are copied into a new cache
+        logits = at_once * text.vocab_size * LOGIT_BYTES
+        resident = weights + cache + logits if rollout.overlap else weights
+    return EngineEstimate(
+        weights=weights,
+        cache=cache,
+        logits=logits,
+        resident=resident,
+        per_token=per_token,
+        engines=gpus,
+        rows=responses * gpus,
+        at_once=at_once,
+        read=all_weights / gpus,
+        merged=merged,
+    )
