@@ -1,9 +1,8 @@
 """Advantage estimators: from rewards to the advantage of every token of a response.
 
-An estimator reads the reward of every token, the mask, and the group of every response. A group is
-the set of responses to a problem. Usually only the last token of a response has a reward: the
-verifier's, minus any KL penalty. The estimator returns an advantage for every token. Settings can
-whiten the advantages over the batch and then clip them.
+An estimator reads the reward of every token, the mask, and the group of every response, and returns
+an advantage for every token. A group is the set of responses to a problem. Usually only the last
+token has a reward: the verifier's, minus any KL penalty. Settings can whiten or clip the advantages.
 
 Shape suffixes: B responses, T response tokens, K turns of an episode, N selected responses.
 """
