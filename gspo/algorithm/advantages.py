@@ -2,7 +2,7 @@
 
 An estimator reads the reward of every token, the mask, and the group of every response, and returns
 an advantage for every token. A group is the set of responses to a problem. Usually only the last
-token has a reward: the verifier's, minus any KL penalty. Settings can whiten or clip the advantages.
+token has a reward: the verifier's, minus any KL penalty. Settings can whiten or clip advantages.
 
 Shape suffixes: B responses, T response tokens, K turns of an episode, N selected responses.
 """
