@@ -198,15 +198,15 @@ def straight(tmp_path_factory):
 @pytest.mark.parametrize(
     ("several", "moment"),
     [
-        (TWO, "rollout.some_token"),
         (TWO, "update.gradient_clipped"),
-        (TWO, "update.first_minibatch_done"),
         (SHARD, "rollout.some_token"),
-        (SHARD, "update.in_a_layer"),
-        (SHARD, "update.backward"),
-        (SHARD, "update.first_minibatch_done"),
         (SHARD, "checkpoint.some_files"),
         (EXPERTS, "update.in_a_layer"),
+        pytest.param(TWO, "rollout.some_token", marks=pytest.mark.daily),
+        pytest.param(TWO, "update.first_minibatch_done", marks=pytest.mark.daily),
+        pytest.param(SHARD, "update.in_a_layer", marks=pytest.mark.daily),
+        pytest.param(SHARD, "update.backward", marks=pytest.mark.daily),
+        pytest.param(SHARD, "update.first_minibatch_done", marks=pytest.mark.daily),
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1].split("=")[1],
 )

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from builders import small_policy
+from daily import daily_but
 from families import other_family
 from gspo.model.loading import load, save
 from gspo.model.settings import TinyDense, TinyMoE
@@ -34,7 +35,10 @@ def folder(request, tmp_path):
     return tmp_path / "model"
 
 
-every_model = pytest.mark.parametrize("folder", MODELS, indirect=True)
+# a dense model and a MoE at every change, the others once a day
+every_model = pytest.mark.parametrize(
+    "folder", daily_but(MODELS, "tied, dense", "mixtral"), indirect=True
+)
 one_model = pytest.mark.parametrize("folder", ["olmoe"], indirect=True)
 
 
@@ -45,9 +49,17 @@ def spread(folder, ranks, size=0, experts=1):
     return sharded_files.load_sharded(str(folder), "sdpa", shards, "cpu", torch.float32)
 
 
+ONCE_A_DAY = [(2, 0, 1), (4, 2, 1), (2, 0, 2), (4, 0, 2)]
+
+
 @every_model
 @pytest.mark.parametrize(
-    ("count", "size", "dealt"), [(2, 0, 1), (3, 0, 1), (4, 2, 1), (2, 0, 2), (4, 0, 2), (4, 2, 2)]
+    ("count", "size", "dealt"),
+    [
+        (3, 0, 1),
+        (4, 2, 2),
+        *(pytest.param(*numbers, marks=pytest.mark.daily) for numbers in ONCE_A_DAY),
+    ],
 )
 def test_each_rank_reads_its_rows(folder, count, size, dealt):
     """`dealt` ranks have different experts; a dense model has none to deal."""
@@ -83,7 +95,15 @@ def test_each_rank_reads_its_rows(folder, count, size, dealt):
 
 
 @every_model
-@pytest.mark.parametrize(("count", "dealt"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("count", "dealt"),
+    [
+        (3, 1),
+        (2, 2),
+        pytest.param(1, 1, marks=pytest.mark.daily),
+        pytest.param(2, 1, marks=pytest.mark.daily),
+    ],
+)
 def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dealt, tmp_path):
     written = tmp_path / "written"
     written.mkdir()

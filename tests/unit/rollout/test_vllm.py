@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 import psutil
 
+from daily import daily_but
 from gspo.data.pack import pack
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
@@ -82,7 +83,7 @@ def engines():
         engine.close()
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=daily_but(ENGINES, "moe-own", "dense-in"))
 def engine(request, engines) -> VLLMEngine:
     return engines(request.param)
 

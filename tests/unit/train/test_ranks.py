@@ -250,7 +250,26 @@ ROUNDED = {  # the case, settings of the policy, and by how much gradients may d
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", SPREAD)
+@pytest.mark.parametrize(
+    "case",
+    daily_but(
+        SPREAD,
+        "gspo",
+        "more ranks than a mini-batch has groups",
+        "r3",
+        "kl in the reward",
+        "critic",
+        "dynamic sampling",
+        "stale, beside the training",
+        "partial rollouts",
+        "two copies, some ranks idle",
+        "four ranks, r2",
+        "layers computed again, load balance",
+        "experts dealt to two, r3",
+        "experts dealt to two of four, r2",
+        "experts dealt to two, critic",
+    ),
+)
 def test_ranks_that_share_out_the_weights_train_as_one_process_does(case):
     make, count, size, settings = SPREAD[case]
     if "old_pass" in make.keywords:  # an engine with a copy of the weights cannot spare that pass
@@ -268,7 +287,9 @@ def trained_spread(make, ranks: Ranks, size: int, **settings) -> tuple[list, lis
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ROUNDED)
+@pytest.mark.parametrize(
+    "case", daily_but(ROUNDED, "moe, layers computed again", "moe, experts dealt")
+)
 def test_spread_weights_are_multiplied_in_bfloat16_by_our_own_forward(case):
     """As many ranks with the whole model each give the same numbers. Another number of ranks does
     not: it forms other micro-batches, whose rounding in bfloat16 is wider than GSPO's clip range.
