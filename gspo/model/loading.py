@@ -234,6 +234,8 @@ def one_line(path: str) -> Generator[None]:
     check_source(path)
     try:
         yield
+    except SettingError:  # a refusal of ours, which names its own setting
+        raise
     # for an odd configuration transformers raises exceptions of many types
     except Exception as error:
         if "trust_remote_code" in str(error):

@@ -304,7 +304,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
 # ------------------------------------------------------------------------------------------------------------
 # refused
 REFUSED = {
-    "none": ("2 processes with parallel.mode=none: say parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
+    "none": ("parallel.mode=none: there are 2 processes; say parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
     "settings": (
         "rank 1 was started with other settings than rank 0: optim.lr: 0.002 against 0.001",
         [],
@@ -372,7 +372,7 @@ def test_several_processes_without_torchrun_are_refused(tmp_path):
     done = forked.run(command(*TWO), cwd=tmp_path, env=environment())
     assert (
         done.returncode == 2
-        and "parallel.mode=replicate with one process: start the processes by" in done.stderr
+        and "parallel.mode=replicate: there is one process; start the processes by" in done.stderr
     )
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = forked.run(command(*SHARD), cwd=tmp_path, env=environment() | alone)
