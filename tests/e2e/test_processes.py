@@ -378,7 +378,7 @@ def test_several_processes_without_torchrun_are_refused(tmp_path):
     done = forked.run(command(*SHARD), cwd=tmp_path, env=environment() | alone)
     assert (
         done.returncode == 2
-        and "parallel.mode=shard with one process: there is nothing to spread" in done.stderr
+        and "parallel.mode=shard: with one process, there is nothing to spread" in done.stderr
     )
 
 
