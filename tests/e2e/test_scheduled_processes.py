@@ -50,7 +50,7 @@ def test_a_job_with_two_tasks_is_one_run_and_a_signal_to_one_of_them_queues_it_a
     deadline = time.monotonic() + 180
     while not any(len(read_rows(path)) > 4 for path in files.glob("*/metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+        time.sleep(0.5)
     os.kill(tasks_of(files)[1], signal.SIGUSR2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
