@@ -866,6 +866,13 @@ def test_an_unknown_key_is_refused_by_every_entry_point(name):
         to_dataclass(config)
 
 
+def test_sample_without_a_run_says_that_it_needs_one():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("sample")
+    with refuses("run", problem="name a run directory"):
+        to_dataclass(config)
+
+
 @pytest.mark.parametrize("text, key", [("foo: 1", "foo"), ("optim: {lrs: 1}", "optim.lrs")])
 def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, key):
     (tmp_path / "preset").mkdir()
