@@ -64,6 +64,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in RUN_COMMANDS:
+            refuse_several_runs(name, words)
             words = [f"run={word}" if is_path_word(word) else word for word in words]
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
@@ -75,6 +76,16 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         main()
 
     return command
+
+
+def refuse_several_runs(command: str, words: list[str]) -> None:
+    """Raise ValueError if the command line names more than one run directory."""
+    paths = [word for word in words if is_path_word(word)]
+    if paths:
+        paths += [word.removeprefix("run=") for word in words if word.startswith("run=")]
+    if len(paths) > 1:
+        names = ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
+        raise ValueError(f"{command} takes one run, and {len(paths)} are given: {names}")
 
 
 def is_path_word(word: str) -> bool:
@@ -111,7 +122,8 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
             raise ValueError(
-                f"{word}: settings have no dashes and an equals sign, {option}{setting}"
+                f"{word}: settings are written without dashes, with an equals sign: "
+                f"{option}{setting}"
             )
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gspo.cli import option_files
-from gspo.cli.option_files import CONF, SWEEPS
+from gspo.cli.option_files import CONF, SWEEPS, refuse_several_runs
 
 
 def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
@@ -34,3 +34,12 @@ composed("train", print)()
     assert done.returncode == 0, done.stderr
     places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["run=a", "b", "k=2"], ["a", "b/c", "d"]])
+def test_several_runs_are_refused_where_one_is_taken(words):
+    with pytest.raises(ValueError, match="^evaluate takes one run, and [23] are given: ") as caught:
+        refuse_several_runs("evaluate", words)
+    assert "\n" not in str(caught.value)
+    refuse_several_runs("evaluate", ["a", "k=2", "-m", "rollout=vllm"])
+    refuse_several_runs("evaluate", ["run=a", "step=1"])

@@ -139,7 +139,8 @@ def test_an_option_is_found_whatever_its_case(word, answer):
 )
 def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answer):
     with pytest.raises(
-        ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"
+        ValueError,
+        match=f"^{word}: settings are written without dashes, with an equals sign: {answer}$",
     ):
         refuse_dashes([word])
     refuse_dashes(["-m", "--multirun", "--config-name=x", "--help", "-cn", "steps=3"])
