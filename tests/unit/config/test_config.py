@@ -803,7 +803,7 @@ def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
         key, _, value = override.partition("=")
         with refuses(key, value, "only steps, checkpoint, tracking"):
             resumed_settings(tmp_path, [override])
-    with pytest.raises(ValueError, match=r"no settings.yaml"):
+    with pytest.raises(ValueError, match=r"does not exist"):
         resumed_settings(tmp_path / "nowhere", [])
 
 
