@@ -14,6 +14,7 @@ the user's own may begin with `defaults: ["my_pkg.losses:Mine"]`. A hash of the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.objectives import Objective
-from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema
+from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema, wrong_type
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
 from gspo.io.errors import SettingError
@@ -205,9 +206,15 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
         return entry
     values = {"path": entry} if isinstance(entry, str) else entry
     is_mapping = OmegaConf.is_dict(values) or isinstance(values, dict)
-    if not is_mapping or not isinstance(values.get("path"), str):
+    if not is_mapping:
+        raise SettingError(key, entry, f"say where the class is, {key}=my_pkg.extras:Gap")
+    if not isinstance(values.get("path"), str):
+        # Hydra replaces key=MODULE:NAME by the mapping of the settings beside it
+        typed = [word.removeprefix(f"{key}=") for word in sys.argv if word.startswith(f"{key}=")]
+        path = typed[-1] if typed else "my_pkg.extras:Gap"
+        beside = "".join(f" beside {key}.{name}" for name in list(values)[:1])
         raise SettingError(
-            key, entry, f"say where the class is, {key}=my_pkg.extras:Gap or {key}.path=..."
+            key, problem="no class is given", remedy=f"write {key}.path={path}{beside}"
         )
     return with_values(load_class(values["path"], group, key), values, key)
 
@@ -227,7 +234,8 @@ def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictCon
     try:
         return merged(node, values)
     except OmegaConfBaseException as error:
-        raise SettingError(key, problem=str(error).splitlines()[0]) from None
+        mistake = wrong_type(error, f"{key}.")
+        raise mistake or SettingError(key, problem=str(error).splitlines()[0]) from None
 
 
 # -------------------------------------------------------------------------------------------------
