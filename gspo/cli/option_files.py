@@ -102,7 +102,7 @@ def help_of(name: str, words: list[str]) -> str:
         template = Template(config.hydra.help.template)
         with open_dict(config):
             del config["hydra"]
-        return template.substitute(CONFIG=OmegaConf.to_yaml(config))
+        return template.substitute(CONFIG=OmegaConf.to_yaml(config)).rstrip()
 
 
 def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:

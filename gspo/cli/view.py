@@ -37,6 +37,7 @@ from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
+from gspo.io.tables import counted
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import VIEWS
 
@@ -115,7 +116,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
             )
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE_SECONDS)
-    print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
+    print(f"{counted(len(page.sent), 'run')} of {', '.join(page.studies())}")
     colours = palette(max(MIN_COLOURS, len(page.sent)))
     os.environ["TRACKIO_COLOR_PALETTE"] = ",".join(colours)
     server = serve()

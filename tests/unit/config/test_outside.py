@@ -182,6 +182,7 @@ def test_metrics_and_callbacks_have_names_and_settings():
             "task=rows task.reward=no.where:f",
             "task.reward=no.where:f: there is no source file of the module no.where",
         ),
+        ("task=rows task.reward=my_reward:f", "module my_reward in "),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(override, text):
