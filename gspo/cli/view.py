@@ -3,7 +3,7 @@
     gspo view runs/STUDY
     gspo view runs/STUDY runs/OTHER in=terminal
 
-The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install '.[view]' or
+The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install -e '.[view]' or
 `make view RUNS=runs/STUDY`. A study is a project of the page. Runs can be grouped by arm (Group by:
 Group) or by any setting, and the x axis can be chosen. New rows appear within seconds. Ctrl-C ends
 it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
@@ -106,7 +106,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         from trackio import SQLiteStorage
     except ImportError:
         raise ValueError(
-            "the page needs trackio: make view, or pip install '.[view]'; or say in=terminal"
+            "the page needs trackio: make view, or pip install -e '.[view]'; or say in=terminal"
         ) from None
     page = Page(SQLiteStorage)
     while not page.update(paths):
