@@ -37,6 +37,8 @@ def folder_of(name: str) -> Path:
 
 RUN_COMMANDS = ("sample", "evaluate")  # commands that also accept a run directory without run=
 MULTIRUN = ("-m", "--multirun")
+# options of Hydra whose value is the next word
+OPTIONS_WITH_VALUE = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")
 CONF = folder_of("conf")
 SWEEPS = folder_of("sweeps")
 
@@ -64,8 +66,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in RUN_COMMANDS:
-            refuse_several_runs(name, words)
-            words = [f"run={word}" if is_path_word(word) else word for word in words]
+            words = with_run(name, words)
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
         options = {word for word in words if word.startswith("-")}
@@ -78,14 +79,29 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     return command
 
 
-def refuse_several_runs(command: str, words: list[str]) -> None:
-    """Raise ValueError if the command line names more than one run directory."""
-    paths = [word for word in words if is_path_word(word)]
+def with_run(command: str, words: list[str]) -> list[str]:
+    """Return the words with run= before the path of the run directory.
+
+    Raises ValueError if they name more than one run.
+
+    >>> with_run("evaluate", ["runs/STUDY/RUN", "-cd", "mine", "k=2"])
+    ['run=runs/STUDY/RUN', '-cd', 'mine', 'k=2']
+    """
+    previous_words = ["", *words]
+    result = []
+    paths = []
+    for word, previous in zip(words, previous_words, strict=False):
+        if previous not in OPTIONS_WITH_VALUE and is_path_word(word):
+            paths.append(word)
+            result.append(f"run={word}")
+        else:
+            result.append(word)
     if paths:
         paths += [word.removeprefix("run=") for word in words if word.startswith("run=")]
     if len(paths) > 1:
         names = ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
         raise ValueError(f"{command} takes one run, and {len(paths)} are given: {names}")
+    return result
 
 
 def is_path_word(word: str) -> bool:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gspo.cli import option_files
-from gspo.cli.option_files import CONF, SWEEPS, refuse_several_runs
+from gspo.cli.option_files import CONF, SWEEPS, with_run
 
 
 def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
@@ -39,7 +39,8 @@ composed("train", print)()
 @pytest.mark.parametrize("words", [["a", "b"], ["run=a", "b", "k=2"], ["a", "b/c", "d"]])
 def test_several_runs_are_refused_where_one_is_taken(words):
     with pytest.raises(ValueError, match=r"^evaluate takes one run, and \d are given: ") as caught:
-        refuse_several_runs("evaluate", words)
+        with_run("evaluate", words)
     assert "\n" not in str(caught.value)
-    refuse_several_runs("evaluate", ["a", "k=2", "-m", "rollout=vllm"])
-    refuse_several_runs("evaluate", ["run=a", "step=1"])
+    for one in (["run=a", "step=1"], ["-cd", "b", "run=a"]):
+        assert with_run("evaluate", one) == one
+    assert with_run("evaluate", ["a", "-m", "k=2"]) == ["run=a", "-m", "k=2"]
