@@ -360,8 +360,9 @@ def no_such_file(error: MissingConfigException) -> str:
     Hydra's message lists the folders that were searched."""
     folders = re.findall(r"path=file://(.+)", str(error))
     names = [file.stem for folder in folders for file in Path(folder).glob("*.yaml")]
-    nearest_name = f"; the nearest is {nearest(error.missing_cfg_file or '', names)}"
-    return f"-cn {error.missing_cfg_file}: there is no such file{nearest_name if names else ''}"
+    name = error.missing_cfg_file or ""
+    text = f"-cn {name}: there is no such file"
+    return f"{text}; the nearest is {nearest(name, names)}" if names else text
 
 
 def wrong_type(error: OmegaConfBaseException, prefix: str = "") -> SettingError | None:

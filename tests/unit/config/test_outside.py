@@ -157,6 +157,7 @@ def test_metrics_and_callbacks_have_names_and_settings():
             "metrics.a.tokens=3",
             "metrics.a: no class is given; write metrics.a.path=my_pkg.extras:Gap beside metrics.a.t",
         ),
+        ("metrics.a.path=3", "metrics.a.path=3: name it as MODULE:NAME"),
         ("metrics.a=3", "metrics.a=3: say where the class is, metrics.a=my_pkg.extras:Gap"),
         (
             "metrics.a.path=own_package.extras:Long metrics.a.tokens=many",
@@ -193,9 +194,12 @@ def test_what_does_not_fit_is_refused_in_a_line(override, text):
 def test_a_class_beside_its_settings_is_answered_with_the_form_that_works(monkeypatch):
     words = ["metrics.a=own_package.extras:Long", "metrics.a.tokens=3"]
     monkeypatch.setattr("sys.argv", ["gspo train", *words])
-    with refuses("metrics.a", problem="write metrics.a.path=own_package.extras:Long beside"):
-        chosen(*words)
-    assert chosen(words[0].replace("=", ".path="), words[1]).metrics["a"].tokens == 3
+    for order in (words, words[::-1]):
+        with refuses("metrics.a", problem="write metrics.a.path=own_package.extras:Long beside"):
+            chosen(*order)
+    words[0] = "metrics.a.path=own_package.extras:Long"
+    monkeypatch.setattr("sys.argv", ["gspo train", *words])
+    assert chosen(*words).metrics["a"].tokens == 3
 
 
 # ---- the source is part of the settings
