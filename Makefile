@@ -49,7 +49,10 @@ setup-peer: $(PEER_VENV)/.installed
 # Python compiles a module when it is first imported; for all 14,000 of them pip would take as long again.
 INSTALL := python -m pip install --disable-pip-version-check --no-compile
 HASHED := --quiet --require-hashes --no-deps
+MINIMUM := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 define begin # $(1): an environment's folder
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MINIMUM)".split("."))))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is $$($(PYTHON) -V 2>/dev/null || echo missing), and $(MINIMUM) or newer is needed: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "1 of 4: the environment $(1)"
 	@$(PYTHON) -m venv $(1) && date +%s >$(1)/.began
 endef
@@ -58,8 +61,8 @@ define install # $(1): an environment's folder   $(2): its file of requirements
 	@echo "2 of 4: the $$(grep -c '==' $(2)) packages of $(2); with a fast network one or two minutes"
 	@$(1)/bin/$(INSTALL) $(HASHED) -r $(1)/setuptools.txt
 	@$(1)/bin/$(INSTALL) $(HASHED) --no-build-isolation -r $(2)
-	@echo "3 of 4: $(TORCH), .2 GB for CPUs, 3 GB with CUDA (TORCH_INDEX chooses)"
-	@$(1)/bin/$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@echo "3 of 4: $(TORCH), .2 GB for CPUs, 3 GB with CUDA (TORCH_INDEX chooses); pip prints nothing meanwhile"
+	@$(1)/bin/$(INSTALL) --quiet "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 endef
 define done # $(1): an environment's folder
 	@echo "installed into $(1) in $$(( $$(date +%s) - $$(cat $(1)/.began) )) s"
@@ -75,6 +78,7 @@ $(VENV)/.installed: pyproject.toml uv.lock
 	@$(BIN)/$(INSTALL) --quiet --no-deps --no-build-isolation -e .
 	@$(BIN)/gspo train --help >/dev/null
 	$(call done,$(VENV))
+	@echo "next: $(BIN)/gspo train experiment=micro_moe objective=gspo_tiny    (90 seconds on one CPU core)"
 
 # Its packages come beside the installed ones, in versions that fit them: uv.lock has all of them together.
 $(VENV)/.viewer: $(VENV)/.installed

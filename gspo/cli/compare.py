@@ -38,7 +38,7 @@ from gspo.analysis.load import Run
 from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
-from gspo.io.tables import text_table
+from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import best as peak_of
 from gspo.tracking.metrics import HELD_OUT_MEANS, stderr_of
 
@@ -203,7 +203,7 @@ def list_of_runs(runs: list[Run]) -> list[str]:
         last_reward = interval(reward(run).tail(WINDOW))
         results = [str(run.seed), batches(run), last_reward, best(run), ended(run)]
         rows.append([*(setting(run, key) for key in keys), *results])
-    return [f"{len(runs)} runs (all=true: everything of every run)", "", *aligned(rows)]
+    return [f"{counted(len(runs), 'run')} (all=true: everything of every run)", "", *aligned(rows)]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

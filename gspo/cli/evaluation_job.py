@@ -28,7 +28,7 @@ from gspo.evaluation.resumable import (
 )
 from gspo.io import ownership
 from gspo.io.errors import SettingError
-from gspo.io.files import refuse_links
+from gspo.io.files import check_run_directory, refuse_links
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
@@ -257,6 +257,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     """Return a run's checkpoint as the subject, on benchmarks or on the run's task.
 
     It samples in the precision of the run's own evaluations."""
+    check_run_directory(Path(command.run))
     if not command.out:
         refuse_links(Path(command.run), ("evaluations",))
     settings, checkpoint = settings_and_checkpoint(

@@ -37,6 +37,8 @@ def folder_of(name: str) -> Path:
 
 RUN_COMMANDS = ("sample", "evaluate")  # commands that also accept a run directory without run=
 MULTIRUN = ("-m", "--multirun")
+# options of Hydra whose value is the next word
+OPTIONS_WITH_VALUE = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")
 CONF = folder_of("conf")
 SWEEPS = folder_of("sweeps")
 
@@ -64,7 +66,7 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         refuse_folders(sys.argv[1:])
         words = list(map(quoted, multirun_first(sys.argv[1:])))
         if name in RUN_COMMANDS:
-            words = [f"run={word}" if is_path_word(word) else word for word in words]
+            words = with_run(name, words)
         if any(word.startswith("resume=") for word in words):
             words = list(map(of_any_option, words))
         options = {word for word in words if word.startswith("-")}
@@ -75,6 +77,31 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
         main()
 
     return command
+
+
+def with_run(command: str, words: list[str]) -> list[str]:
+    """Return the words with run= before the path of the run directory.
+
+    Raises ValueError if they name more than one run.
+
+    >>> with_run("evaluate", ["runs/STUDY/RUN", "-cd", "mine", "k=2"])
+    ['run=runs/STUDY/RUN', '-cd', 'mine', 'k=2']
+    """
+    previous_words = ["", *words]
+    result = []
+    paths = []
+    for word, previous in zip(words, previous_words, strict=False):
+        if previous not in OPTIONS_WITH_VALUE and is_path_word(word):
+            paths.append(word)
+            result.append(f"run={word}")
+        else:
+            result.append(word)
+    if paths:
+        paths += [word.removeprefix("run=") for word in words if word.startswith("run=")]
+    if len(paths) > 1:
+        names = ", ".join(paths[:2]) + (", ..." if len(paths) > 2 else "")
+        raise ValueError(f"{command} takes one run, and {len(paths)} are given: {names}")
+    return result
 
 
 def is_path_word(word: str) -> bool:
@@ -91,7 +118,7 @@ def help_of(name: str, words: list[str]) -> str:
         template = Template(config.hydra.help.template)
         with open_dict(config):
             del config["hydra"]
-        return template.substitute(CONFIG=OmegaConf.to_yaml(config))
+        return template.substitute(CONFIG=OmegaConf.to_yaml(config)).rstrip()
 
 
 def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
@@ -111,7 +138,8 @@ def refuse_dashes(words: list[str], options: Sequence[str] = ()) -> None:
                 setting = f"{setting}={value or '...'}"
             option = f"{condition.removesuffix(')')} " if condition else ""
             raise ValueError(
-                f"{word}: settings have no dashes and an equals sign, {option}{setting}"
+                f"{word}: settings are written without dashes, with an equals sign: "
+                f"{option}{setting}"
             )
 
 

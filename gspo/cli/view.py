@@ -3,7 +3,7 @@
     gspo view runs/STUDY
     gspo view runs/STUDY runs/OTHER in=terminal
 
-The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install '.[view]' or
+The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install -e '.[view]' or
 `make view RUNS=runs/STUDY`. A study is a project of the page. Runs can be grouped by arm (Group by:
 Group) or by any setting, and the x axis can be chosen. New rows appear within seconds. Ctrl-C ends
 it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
@@ -37,6 +37,7 @@ from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
+from gspo.io.tables import counted
 from gspo.run.entry_point import command_line
 from gspo.tracking.views import VIEWS
 
@@ -105,7 +106,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         from trackio import SQLiteStorage
     except ImportError:
         raise ValueError(
-            "the page needs trackio: make view, or pip install '.[view]'; or say in=terminal"
+            "the page needs trackio: make view, or pip install -e '.[view]'; or say in=terminal"
         ) from None
     page = Page(SQLiteStorage)
     while not page.update(paths):
@@ -115,7 +116,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
             )
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE_SECONDS)
-    print(f"{len(page.sent)} runs of {', '.join(page.studies())}")
+    print(f"{counted(len(page.sent), 'run')} of {', '.join(page.studies())}")
     colours = palette(max(MIN_COLOURS, len(page.sent)))
     os.environ["TRACKIO_COLOR_PALETTE"] = ",".join(colours)
     server = serve()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from gspo.io.errors import SettingError
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
@@ -14,6 +12,8 @@ from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
 from gspo.rollout.settings import check_engine_alone
 from gspo.tracking.settings import MODES
+
+NAME_A_RUN = "name a run directory, such as runs/STUDY/RUN"
 
 
 @dataclass
@@ -92,10 +92,16 @@ class EvaluateCommand(Truncation):
             )
         self.refuse_greedy(self.temperature)
         check_stop(self.stop, "stop")
-        if bool(self.run) == (self.model is not None):
-            given = "both are given" if self.run else "neither is given"
+        if not self.run and self.model is None:
             raise SettingError(
-                "run", self.run, given, remedy="say either run=RUN or model=hf model.path=..."
+                "run", problem="is not given", remedy=f"{NAME_A_RUN}, or model=hf model.path=..."
+            )
+        if self.run and self.model is not None:
+            raise SettingError(
+                "run",
+                self.run,
+                "a model is given too",
+                remedy="say either run=RUN or model=hf model.path=...",
             )
         if not self.run and not self.tasks:
             raise SettingError(
@@ -169,7 +175,7 @@ class BenchmarkCommand(Ranged):
 class SampleCommand(Truncation):
     """The settings of `gspo sample`."""
 
-    run: str = MISSING
+    run: str = ""
     step: int = ranged(-1, least=-1)  # the step of the checkpoint; -1: the newest one
     set: str = "train"  # train | one of the task's evaluation sets
     first: int = ranged(0, least=0)  # the index of the first problem
@@ -187,6 +193,8 @@ class SampleCommand(Truncation):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.run:
+            raise SettingError("run", problem="is not given", remedy=NAME_A_RUN)
         self.refuse_greedy(self.temperature)
         if self.rollout:
             instead = {

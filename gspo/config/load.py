@@ -45,7 +45,7 @@ from gspo.config.user_code import (
     with_outside_parts,
 )
 from gspo.io.errors import SettingError
-from gspo.io.files import replace_text
+from gspo.io.files import check_run_directory, replace_text
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.ranges import fields_with
 from gspo.io.untrusted import read_yaml
@@ -183,9 +183,8 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
+    check_run_directory(folder)
     path = folder / "settings.yaml"
-    if not path.exists():
-        raise ValueError(f"{folder} is not a run directory: it has no settings.yaml")
     config = OmegaConf.structured(Settings)
     content = literal(read_yaml(path))
     code_paths = recorded_code_paths(content)

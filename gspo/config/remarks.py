@@ -90,10 +90,10 @@ def nothing_to_learn(
         if s.reward.truncated is None:
             earned = "the reward function sees no end of theirs"
         else:
-            earned = f"each earned {s.reward.truncated:g} unasked"
+            earned = f"each earned {s.reward.truncated:g} without a call of the reward function"
         lines.append(
             f"{truncated_share:.1%} of the responses were cut off at "
-            f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise it"
+            f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise the limit"
         )
     has_reward_function = bool(getattr(s.task, "reward", ""))  # the user's
     rewards = [r.reward for r in responses]

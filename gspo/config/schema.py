@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -23,7 +24,12 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
 from gspo.config.settings import CHOICES, Settings
@@ -40,6 +46,12 @@ SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
 NO_SUCH_SETTING = "there is no such setting"
 # if at least this share of the letters is equal, the nearest key is assumed to be meant
 MIN_SIMILARITY = 0.6
+# by a part of OmegaConf's message: the type that a setting must have
+TYPES = {
+    "could not be converted to Float": "a number",
+    "could not be converted to Integer": "a whole number",
+    "is not a valid bool": "true or false",
+}
 # option groups of `gspo train` that are not fields of Settings
 GROUPS_BESIDE_SETTINGS = ("experiment", "preset", "arm", "cut")
 # all schemas, by the paths that option files in conf/ refer to
@@ -262,11 +274,7 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
         if ours:
             return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"here it is {ours}")
     if is_of_a_run and f"{group}.{name}" not in settings:
-        options = [
-            f"{group}={option}"
-            for option, kind in CHOICES.get(group, {}).items()
-            if name in {field.name for field in fields(kind)}
-        ]
+        options = options_with(group, name)
         if options:
             remedy = f"{group}.{name} is a setting of {', '.join(options)}"
             return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
@@ -289,6 +297,15 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
     return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
 
 
+def options_with(group: str, name: str) -> list[str]:
+    """Return the options of a group that have a setting, as `group=option`."""
+    return [
+        f"{group}={option}"
+        for option, kind in CHOICES.get(group, {}).items()
+        if name in {field.name for field in fields(kind)}
+    ]
+
+
 def as_typed(key: str) -> str:
     """Return a key that Hydra does not know as the command line has it.
 
@@ -304,6 +321,8 @@ def plain_words(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         return _no_option(error, error.options)
     text = str(error)
+    if isinstance(error, MissingConfigException) and text.startswith("Cannot find primary config"):
+        return no_such_file(error)
     unparsed = re.match(r"(?s)Error parsing override '(.*?)'\n", text)
     if unparsed:
         return f"{unparsed[1]!r} is no setting: write KEY=VALUE, without blanks around the ="
@@ -313,7 +332,7 @@ def plain_words(error: BaseException) -> str:
     existing = re.match(r"Could not append to config. An item is already at '(.+?)'", text)
     if existing:
         return f"+{existing[1]}: this is a setting already; give it without +"
-    option_file = re.match(r"In '[^']+': ", text)
+    option_file = re.match(r"In '([^']+)': ", text)
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -324,9 +343,55 @@ def plain_words(error: BaseException) -> str:
                     settings = settings_of(root.hydra, "hydra.")
                 else:
                     settings = settings_of(root)
-                return f"{option_file[0] if option_file else ''}{no_such_setting(key, settings)}"
+                if option_file:
+                    misfit = file_of_another_option(option_file[1], key, root)
+                    return misfit or f"{option_file[0]}{no_such_setting(key, settings)}"
+                return str(no_such_setting(key, settings))
+        if isinstance(cause, ValidationError) and cause.full_key:
+            mistake = wrong_type(cause)
+            return f"{option_file[0] if option_file else ''}{mistake}" if mistake else ""
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def no_such_file(error: MissingConfigException) -> str:
+    """Say in words that -cn NAME names no file, with the nearest name of a file that there is.
+
+    Hydra's message lists the folders that were searched."""
+    folders = re.findall(r"path=file://(.+)", str(error))
+    names = [file.stem for folder in folders for file in Path(folder).glob("*.yaml")]
+    name = error.missing_cfg_file or ""
+    text = f"-cn {name}: there is no such file"
+    return f"{text}; the nearest is {nearest(name, names)}" if names else text
+
+
+def wrong_type(error: OmegaConfBaseException, prefix: str = "") -> SettingError | None:
+    """Return the error of a value of another type than its setting's, None for another error.
+
+    `prefix` comes before the setting's key."""
+    line = str(error).splitlines()[0]
+    value = re.match(r"Value '(.*?)' (of type|is not)", line)
+    for pattern, words in TYPES.items():
+        if value and pattern in line:
+            return SettingError(f"{prefix}{error.full_key}", value[1], f"must be {words}")
+    return None
+
+
+def file_of_another_option(file: str, key: str, root: Any) -> str:
+    """Say that an option file sets a setting that the chosen option of a group lacks, or return "".
+
+    For example, `experiment/micro_moe` sets task.max_operands, which task=rows does not have."""
+    chosen_group, _, chosen_option = file.partition("/")
+    group, _, name = key.partition(".")
+    options = options_with(group, name)
+    option = OmegaConf.select(root, f"{group}.name")
+    if chosen_group not in GROUPS_BESIDE_SETTINGS or not options or option is None:
+        return ""
+    trial = " (cut=tiny for a trial)" if chosen_group == "experiment" else ""
+    return (
+        f"{chosen_group}={chosen_option} sets {key} for {' or '.join(options)} and does not fit "
+        f"{group}={option}: leave {chosen_group}= out{trial}"
+    )
 
 
 def _no_option(error: MissingConfigException, found_options: Sequence[str]) -> str:

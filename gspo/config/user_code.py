@@ -14,6 +14,7 @@ the user's own may begin with `defaults: ["my_pkg.losses:Mine"]`. A hash of the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.objectives import Objective
-from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema
+from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema, wrong_type
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
 from gspo.io.errors import SettingError
 from gspo.io.ranges import fields_with
-from gspo.io.user_code import import_object, is_path, sources
+from gspo.io.user_code import EXAMPLE, import_object, is_path, sources
 from gspo.tasks.base import Task
 from gspo.train.extensions import Callback, CustomMetric
 
@@ -203,13 +204,28 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
     Raises ValueError, naming the key, if the class or a value does not fit."""
     if OmegaConf.is_config(entry) and is_dataclass(OmegaConf.get_type(entry)):
         return entry
-    values = {"path": entry} if isinstance(entry, str) else entry
-    is_mapping = OmegaConf.is_dict(values) or isinstance(values, dict)
-    if not is_mapping or not isinstance(values.get("path"), str):
+    typed = [word.lstrip("+") for word in sys.argv[1:]]
+    settings = [word.partition("=")[0] for word in typed if word.startswith(f"{key}.")]
+    if isinstance(entry, str):
+        # Hydra has replaced the settings by the class
+        if settings:
+            raise SettingError(key, entry, remedy=f"write {key}.path={entry} beside {settings[0]}")
+        return with_values(load_class(entry, group, key), {"path": entry}, key)
+    values = entry
+    if not (OmegaConf.is_dict(values) or isinstance(values, dict)):
+        raise SettingError(key, entry, f"say where the class is, {key}=my_pkg.extras:Gap")
+    path = values.get("path")
+    if path is None:
+        # Hydra has replaced the class by the settings
+        classes = [word.partition("=")[2] for word in typed if word.startswith(f"{key}=")]
+        path = classes[-1] if classes else "my_pkg.extras:Gap"
+        beside = "".join(f" beside {key}.{name}" for name in list(values)[:1])
         raise SettingError(
-            key, entry, f"say where the class is, {key}=my_pkg.extras:Gap or {key}.path=..."
+            key, problem="no class is given", remedy=f"write {key}.path={path}{beside}"
         )
-    return with_values(load_class(values["path"], group, key), values, key)
+    if not isinstance(path, str):
+        raise SettingError(f"{key}.path", path, remedy=EXAMPLE)
+    return with_values(load_class(path, group, key), values, key)
 
 
 def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictConfig:
@@ -227,7 +243,8 @@ def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictCon
     try:
         return merged(node, values)
     except OmegaConfBaseException as error:
-        raise SettingError(key, problem=str(error).splitlines()[0]) from None
+        mistake = wrong_type(error, f"{key}.")
+        raise mistake or SettingError(key, problem=str(error).splitlines()[0]) from None
 
 
 # -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import TextIO
 
 from gspo.io import untrusted
 
+SETTINGS_FILE = "settings.yaml"
 STATUS_FILE = "status.json"
 LOCK_FILE = ".lock"
 RUN_STATES = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
@@ -37,6 +38,8 @@ W_AND_B_LINKS = ("latest-run", "debug.log", "debug-internal.log", "debug-core.lo
 UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
 # an older temporary file belongs to a process that was killed
 ABANDONED_SECONDS = 60.0
+# a message names so many runs of a study
+MAX_NAMED_RUNS = 3
 
 
 def read_events(path: Path) -> list[dict]:
@@ -54,6 +57,28 @@ def read_events(path: Path) -> list[dict]:
     except FileNotFoundError:
         return []
     return events
+
+
+def check_run_directory(folder: Path) -> None:
+    """Raise ValueError if a path is not a run directory: it has no settings.yaml.
+
+    The message names runs in the folder if it is that of a study."""
+    if (folder / SETTINGS_FILE).exists():
+        return
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist: name a run directory, such as runs/STUDY/RUN")
+    problem = f"{folder} is not a run directory: it has no {SETTINGS_FILE}"
+    if not folder.is_dir():
+        problem = f"{folder} is not a run directory"
+        if (folder.parent / SETTINGS_FILE).exists():
+            problem += f": name its folder, {folder.parent}"
+        raise ValueError(problem)
+    runs = sorted(file.parent for file in folder.glob(f"*/{SETTINGS_FILE}"))
+    if runs:
+        names = ", ".join(map(str, runs[:MAX_NAMED_RUNS]))
+        more = ", ..." if len(runs) > MAX_NAMED_RUNS else ""
+        problem += f"; name one of its runs: {names}{more}"
+    raise ValueError(problem)
 
 
 def replace_text(path: Path, text: str) -> None:

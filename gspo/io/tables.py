@@ -27,3 +27,8 @@ def pad_columns(rows: Sequence[Sequence[str]], right_aligned: bool = False) -> l
 def text_table(rows: Sequence[Sequence[str]], right_aligned: bool = False) -> list[str]:
     """Return the rows as lines for a terminal, with two spaces between the columns."""
     return ["  ".join(cells).rstrip() for cells in pad_columns(rows, right_aligned)]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 run, 2 runs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

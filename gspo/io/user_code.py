@@ -107,7 +107,14 @@ def source_files(path: str, key: str) -> dict[str, Path]:
     search_current_folder()
     source = _source(module)
     if source is None:
-        raise SettingError(key, path, f"there is no source file of the module {module}")
+        folder = Path.cwd()
+        files = [file.name for file in folder.glob("*.py")]
+        raise SettingError(
+            key,
+            path,
+            f"there is no source file of the module {module} in {folder}",
+            f"the nearest file is {nearest(f'{module}.py', files)}" if files else "",
+        )
     outermost = module.partition(".")[0]
     depth = module.count(".") + (1 if source.is_package else 0)
     root = source.file.parents[depth]

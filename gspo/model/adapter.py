@@ -191,7 +191,7 @@ def installed() -> ModuleType:
         raise SettingError(
             "policy.lora",
             problem=f"needs {error.name}, which is not installed",
-            remedy="pip install 'gspo[lora]'",
+            remedy="pip install -e '.[lora]'",
         ) from None
     return peft
 

@@ -92,7 +92,7 @@ class RunDirectory:
             if difference:
                 raise ValueError(f"{folder} was made with other settings: {difference}")
             if not (settings.resume or in_sweep):
-                print(f"{folder} is there already ({how}): this command goes on with it")
+                print(f"{folder} is there already ({how}): this command resumes it")
         return directory
 
     # ----------------------------------------------------------------------------- access and log

@@ -54,5 +54,5 @@ def check_event_files(settings: Settings) -> None:
             "tracking.tensorboard",
             True,
             "needs the package tensorboard",
-            remedy="pip install 'gspo[tensorboard]', or leave it out",
+            remedy="pip install -e '.[tensorboard]', or leave it out",
         )

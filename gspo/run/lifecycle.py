@@ -160,7 +160,7 @@ def attempt(
     if how != "rolled back":
         # a sweep prints one command for all of its runs
         upload = f"; to upload it: {sync}" if sync and alone else ""
-        again = "; the same command goes on with it" if how == "stopped" else ""
+        again = "; the same command resumes it" if how == "stopped" else ""
         print(f"{folder}: {how} at step {trainer.state.step}/{settings.steps}{again}{upload}")
         print(directory.stability_report(), end="")
         print(f"more in {folder / PAGE}")

@@ -17,7 +17,7 @@ from typing import Any
 from gspo.io import escaping, untrusted
 from gspo.io.files import locked, read_status
 from gspo.io.ownership import is_own_file
-from gspo.io.tables import text_table
+from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import collapse, levels
 
 # in a study's folder: one line per start of a sweep, and one per job that failed
@@ -283,10 +283,9 @@ def table(runs: list[Job]) -> str:
     collapsed = sum(job.collapsed is not None for job in runs)
     if collapsed:
         states += f"; {collapsed} of them collapsed"
-    last = (
-        f"{len(runs)} runs (rewards are smoothed): {states}; "
-        f"left with {parallel} at a time: {clock}"
-    )
+    last = f"{counted(len(runs), 'run')} (rewards are smoothed): {states}"
+    if any(job.state in UNFINISHED for job in runs):
+        last += f"; left with {parallel} at a time: {clock}"
     return "\n".join([*lines, last])
 
 
@@ -314,5 +313,10 @@ def forecast(planned: list[dict]) -> str:
     lines = text_table(rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
-    others = f"those not {' or '.join(ended)} are started" if ended else "all are started"
-    return "\n".join([*lines, f"{len(planned)} jobs: {states}; without dry_run=true {others}"])
+    others = "all are started"
+    if ended:
+        others = f"those not {' or '.join(ended)} are started"
+    elif len(planned) == 1:
+        others = "it is started"
+    number = counted(len(planned), "job")
+    return "\n".join([*lines, f"{number}: {states}; without dry_run=true {others}"])

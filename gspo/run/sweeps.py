@@ -124,6 +124,8 @@ class WriteManifest(Callback):
         if is_follower():
             return
         job = HydraConfig.get()
+        if job.mode != RunMode.MULTIRUN:
+            return
         number = job.job.num
         overrides = list(job.overrides.task)
         result = job_return._return_value  # a JobResult, or an error of Hydra's own
@@ -131,7 +133,7 @@ class WriteManifest(Callback):
             unfinished = result.unfinished
         else:
             unfinished = {"reason": explain(result)}
-        if job.mode == RunMode.MULTIRUN and unfinished:
+        if unfinished:
             run = self.planned[number]["run"] if number < len(self.planned) else ""
             entry = {"run": run or _name(config, overrides)} | unfinished
             append_entry(Path(config.runs) / config.study, entry)

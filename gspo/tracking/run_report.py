@@ -16,7 +16,13 @@ from typing import Any
 import yaml
 
 from gspo.io import untrusted
-from gspo.io.files import CONTINUATIONS_FILE, read_events, read_status, replace_text
+from gspo.io.files import (
+    CONTINUATIONS_FILE,
+    check_run_directory,
+    read_events,
+    read_status,
+    replace_text,
+)
 from gspo.io.rows import read_rows
 from gspo.tracking.collapse import best, collapse, is_finite
 from gspo.tracking.curves import curves
@@ -43,10 +49,7 @@ def write_page(folder: Path) -> Path:
     """Write the page of a run directory, and return its path.
 
     Raises ValueError if `folder` is no run directory."""
-    if not (folder / "settings.yaml").exists():
-        raise ValueError(
-            f"{folder} has no settings.yaml: name a run directory, such as runs/STUDY/RUN"
-        )
+    check_run_directory(folder)
     replace_text(folder / PAGE, page(folder))
     return folder / PAGE
 

@@ -51,7 +51,7 @@ def check_optimizer(settings: OptimSettings, device: str) -> None:
             "optim.name",
             settings.name,
             "bitsandbytes is not installed",
-            remedy="pip install 'gspo[eight_bit]'",
+            remedy="pip install -e '.[eight_bit]'",
         )
     if settings.name == "paged_adamw_8bit" and not device.startswith("cuda"):
         raise SettingError(

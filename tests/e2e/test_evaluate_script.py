@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -61,8 +62,8 @@ def test_benchmarks_are_option_files_with_their_own_settings():
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        ([], ("run", "", "say either run=RUN or model=hf")),
-        (["run=x", "model=hf"], ("run", "x", "both")),
+        ([], ("run", ANY, "name a run directory, such as runs/STUDY/RUN, or model=hf")),
+        (["run=x", "model=hf"], ("run", "x", "a model is given too")),
         (["model=hf"], ("benchmark", [], "benchmark=[...]")),
         (["run=x", "temperature=0"], ("k", 4, "with temperature=0")),
         (["run=x", "k=0"], ("k", 0)),

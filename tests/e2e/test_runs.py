@@ -46,6 +46,7 @@ def straight(tmp_path_factory) -> Path:
     done = train(folder, *SMALL)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "finished at step 12/12" in done.stdout and "wandb sync runs/small/" in done.stdout
+    assert "UserWarning" not in done.stderr
     return only_run(folder)
 
 

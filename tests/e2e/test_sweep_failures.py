@@ -28,7 +28,7 @@ def test_every_study_of_a_sweep_has_its_plan_and_its_failures_end_in_exit_code_1
     assert done.returncode == 1 and "4 of the jobs did not finish" in done.stderr, done.stderr[
         -3000:
     ]
-    assert done.stderr.count("objective=gspo has one advantage per response, advantage=gae") == 4
+    assert done.stderr.count("objective=gspo: has one advantage per response, advantage=gae") == 4
     assert "one, two: 2 of 2 runs, 4 of 4 steps" in done.stdout, "the longer of steps=1,2 is made"
     for name in ("one", "two"):
         found = jobs(tmp_path / "runs" / name)

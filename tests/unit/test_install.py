@@ -3,6 +3,8 @@ theirs.
 """
 
 import re
+import shutil
+import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, version
 from itertools import chain
@@ -149,3 +151,23 @@ def test_the_vllm_environment_has_what_the_project_names_with_an_older_numpy():
         name = canonicalize_name(requirement.name)
         assert VLLM_CPU[name] in requirement.specifier, requirement
         assert name == "numpy" or VLLM_CPU[name] == LOCKED[name], name
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "uv.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "old_python"
+    # the program for -c compares the version, and -V prints it
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.1\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={old}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    minimum = PROJECT["requires-python"].removeprefix(">=")
+    said = f"error: {old} is Python 3.9.1, and {minimum} or newer is needed: make PYTHON="
+    assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
+    assert done.stdout == "" and not (tmp_path / ".venv").exists()

@@ -23,7 +23,7 @@ from gspo.tasks.adapters.seeded_games import CannotBegin, SeededGames, invalid
 from gspo.tasks.environments.player import readable
 from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
-INSTALL = 'pip install "gspo[openenv]"'
+INSTALL = 'pip install -e ".[openenv]"'
 CONNECT_SECONDS = 10.0
 MAX_MESSAGE_MB = 8.0  # of one message of the server
 RESERVED = ("seed", "episode_id")  # arguments of `reset` that the user cannot set

@@ -33,7 +33,7 @@ from gspo.io.user_code import import_object
 from gspo.tasks.adapters.seeded_games import SeededGames, invalid
 from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
-INSTALL = 'pip install "gspo[gymnasium]"'
+INSTALL = 'pip install -e ".[gymnasium]"'
 TAG = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 # terminal codes of a text with a background colour
 BACKGROUND = re.compile(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)

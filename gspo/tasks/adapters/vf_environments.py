@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gspo.tasks.adapters.vf_rollout import Loaded
 
 LOADER = "load_environment"
-INSTALL = 'pip install "gspo[vf]"'
+INSTALL = 'pip install -e ".[vf]"'
 IDENTITY_COLUMNS = ("prompt", "answer", "info")  # rows with the same values are one problem
 
 

@@ -109,7 +109,7 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-INSTALL = 'pip install "gspo[gym]"'
+INSTALL = 'pip install -e ".[gym]"'
 
 
 @dataclass(frozen=True, eq=False)

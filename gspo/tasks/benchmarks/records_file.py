@@ -4,7 +4,7 @@ Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder, the fil
 with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), in the order
 of their names. If there are none, all files are read whose names do not begin with another split
 ("math500.jsonl"). The Hugging Face hub needs the package datasets, which comes with pip install
-"gspo[hub]".
+-e ".[hub]".
 
 Every fault of a file raises a ValueError that names the setting, the file, the line and the key. A
 file may come from an untrusted source. Its unpacked size is therefore bounded, and each record is
@@ -28,7 +28,7 @@ from gspo.tasks.benchmarks.data_row import DataRow, checked
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
-INSTALL = 'pip install "gspo[hub]"'
+INSTALL = 'pip install -e ".[hub]"'
 MAX_BYTES = 1 << 28  # of a line, of a JSON list, and of a batch of Parquet rows
 MAX_LINES = 1 << 22  # of a file
 # unpacked size / size of a compressed file; texts have 3 to 20

@@ -115,6 +115,7 @@ def test_the_help_of_every_command_has_the_same_parts(tmp_path, kind):
         assert f"gspo {' '.join(words)}" in examples, words
         table = re.split(r"\n== (?:Options|Settings)[ \w]* \(.*=.*\) ==\n\n", done.stdout)
         assert len(table) >= 2 and table[1].strip(), words
+        assert "Hydra" not in done.stdout, words
 
 
 def test_a_figure_speaks_of_the_command_that_was_typed(monkeypatch, capsys, tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gspo.cli import option_files
-from gspo.cli.option_files import CONF, SWEEPS
+from gspo.cli.option_files import CONF, SWEEPS, with_run
 
 
 def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
@@ -34,3 +34,13 @@ composed("train", print)()
     assert done.returncode == 0, done.stderr
     places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["run=a", "b", "k=2"], ["a", "b/c", "d"]])
+def test_several_runs_are_refused_where_one_is_taken(words):
+    with pytest.raises(ValueError, match=r"^evaluate takes one run, and \d are given: ") as caught:
+        with_run("evaluate", words)
+    assert "\n" not in str(caught.value)
+    for one in (["run=a", "step=1"], ["-cd", "b", "run=a"]):
+        assert with_run("evaluate", one) == one
+    assert with_run("evaluate", ["a", "-m", "k=2"]) == ["run=a", "-m", "k=2"]

@@ -803,7 +803,7 @@ def test_resume_changes_only_what_the_numbers_do_not_depend_on(tmp_path):
         key, _, value = override.partition("=")
         with refuses(key, value, "only steps, checkpoint, tracking"):
             resumed_settings(tmp_path, [override])
-    with pytest.raises(ValueError, match=r"no settings.yaml"):
+    with pytest.raises(ValueError, match=r"does not exist"):
         resumed_settings(tmp_path / "nowhere", [])
 
 
@@ -863,6 +863,13 @@ def test_an_unknown_key_is_refused_by_every_entry_point(name):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(name, overrides=["+run=x"] * (name == "benchmark") + ["+foo=1"])
     with refuses("run" if name == "benchmark" else "foo", problem="the nearest is"):
+        to_dataclass(config)
+
+
+def test_sample_without_a_run_says_that_it_needs_one():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("sample")
+    with refuses("run", problem="name a run directory"):
         to_dataclass(config)
 
 

@@ -146,7 +146,7 @@ def test_metrics_and_callbacks_have_names_and_settings():
         (f"objective={COPY} objective.clip_low=2", "objective.clip_low=2.0: must lie in (0, 1)"),
         (
             f"objective={COPY} objective.clip_low=wide",
-            "Value 'wide' of type 'str' could not be converted to Float",
+            "objective.clip_low=wide: must be a number",
         ),
         (f"objective={COPY} objective.name=other", "objective.name=other: cannot be changed"),
         (
@@ -155,7 +155,13 @@ def test_metrics_and_callbacks_have_names_and_settings():
         ),
         (
             "metrics.a.tokens=3",
-            "say where the class is, metrics.a=my_pkg.extras:Gap or metrics.a.path=...",
+            "metrics.a: no class is given; write metrics.a.path=my_pkg.extras:Gap beside metrics.a.t",
+        ),
+        ("metrics.a.path=3", "metrics.a.path=3: name it as MODULE:NAME"),
+        ("metrics.a=3", "metrics.a=3: say where the class is, metrics.a=my_pkg.extras:Gap"),
+        (
+            "metrics.a.path=own_package.extras:Long metrics.a.tokens=many",
+            "metrics.a.tokens=many: must be a whole number",
         ),
         (
             "metrics.a.path=own_package.extras:Long metrics.a.tokns=3",
@@ -177,11 +183,23 @@ def test_metrics_and_callbacks_have_names_and_settings():
             "task=rows task.reward=no.where:f",
             "task.reward=no.where:f: there is no source file of the module no.where",
         ),
+        ("task=rows task.reward=my_reward:f", "module my_reward in "),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(override, text):
     said = refusal(*override.split())
     assert text in said and "\n" not in said and len(said) < 400
+
+
+def test_a_class_beside_its_settings_is_answered_with_the_form_that_works(monkeypatch):
+    words = ["metrics.a=own_package.extras:Long", "metrics.a.tokens=3"]
+    monkeypatch.setattr("sys.argv", ["gspo train", *words])
+    for order in (words, words[::-1]):
+        with refuses("metrics.a", problem="write metrics.a.path=own_package.extras:Long beside"):
+            chosen(*order)
+    words[0] = "metrics.a.path=own_package.extras:Long"
+    monkeypatch.setattr("sys.argv", ["gspo train", *words])
+    assert chosen(*words).metrics["a"].tokens == 3
 
 
 # ---- the source is part of the settings

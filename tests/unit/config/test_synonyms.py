@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, is_dataclass
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 
 from gspo.cli.option_files import (
@@ -139,7 +140,8 @@ def test_an_option_is_found_whatever_its_case(word, answer):
 )
 def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answer):
     with pytest.raises(
-        ValueError, match=f"^{word}: settings have no dashes and an equals sign, {answer}$"
+        ValueError,
+        match=f"^{word}: settings are written without dashes, with an equals sign: {answer}$",
     ):
         refuse_dashes([word])
     refuse_dashes(["-m", "--multirun", "--config-name=x", "--help", "-cn", "steps=3"])
@@ -180,7 +182,32 @@ def test_every_option_that_is_answered_is_one(group, theirs, ours):
     [
         ("optim.lr", "'optim.lr' is no setting: write KEY=VALUE, without blanks around the ="),
         ("optim.lr=1e-4,1e-3", "optim.lr=1e-4,1e-3: several values make a sweep, which needs -m"),
+        ("optim.lr=abc", "optim.lr=abc: must be a number"),
+        ("steps=1.5", "steps=1.5: must be a whole number"),
+        ("optim={lr: abc}", "optim.lr=abc: must be a number"),
+        ("dry_run=abc", "dry_run=abc: must be true or false"),
     ],
 )
 def test_hydras_own_words_are_not_shown(word, said):
     assert refused(word) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "chosen"),
+    [
+        (["task=rows"], "task.max_operands for task=math", "task=rows"),
+        (["model=tiny_dense"], "model.experts for model=tiny_moe or model=stand_in", "tiny_dense"),
+    ],
+)
+def test_an_experiment_that_does_not_fit_another_option_is_named(words, key, chosen):
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception) as caught:
+        compose("train", overrides=["experiment=micro_moe", *words])
+    text = explain(caught.value)
+    assert text.startswith(f"experiment=micro_moe sets {key} and does not fit ")
+    assert text.endswith(f"{chosen}: leave experiment= out (cut=tiny for a trial)")
+
+
+def test_a_name_of_no_file_is_answered_with_the_nearest():
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception) as caught:
+        compose("trian")
+    assert explain(caught.value) == "-cn trian: there is no such file; the nearest is train"

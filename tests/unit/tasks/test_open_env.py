@@ -40,7 +40,7 @@ def test_bad_settings_are_refused_by_name(settings, refusal):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
-    with refuses("task", "openenv", 'pip install "gspo[openenv]"'):
+    with refuses("task", "openenv", 'pip install -e ".[openenv]"'):
         OpenEnv(url=URL).problem(1, "train", 0)
 
 

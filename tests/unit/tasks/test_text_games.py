@@ -168,7 +168,7 @@ def test_a_step_of_the_older_interface_is_refused():
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with refuses("task.id", "FrozenLake-v1", 'pip install "gspo[gymnasium]"'):
+    with refuses("task.id", "FrozenLake-v1", 'pip install -e ".[gymnasium]"'):
         TextGames(id="FrozenLake-v1").problem(1, "train", 0)
 
 

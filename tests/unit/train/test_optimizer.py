@@ -17,9 +17,7 @@ from ranked import ranked
 from refusals import refuses
 from trainers import steps, trainer, weights
 
-there = pytest.mark.skipif(
-    not find_spec("bitsandbytes"), reason="bitsandbytes is not installed: gspo[eight_bit]"
-)
+there = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 WIDE = TinyDense(hidden=64, layers=2, heads=2, width=128)  # most tensors have 4096 numbers and more
 
 
@@ -115,5 +113,5 @@ def test_pages_need_a_gpu():
 
 @pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is installed")
 def test_it_is_refused_where_bitsandbytes_is_not_installed():
-    with refuses("optim.name", "adamw_8bit", "bitsandbytes is not installed; pip install 'gspo["):
+    with refuses("optim.name", "adamw_8bit", "bitsandbytes is not installed; pip install -e '.["):
         eight_bit()
