@@ -270,7 +270,7 @@ def test_what_scaling_does_not_go_with_is_refused(settings, refusal):
         BenchmarkCommand(**settings)
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 def test_one_command_measures_one_process_beside_two(tmp_path):
     sizes = [
         "size.prompts=4",

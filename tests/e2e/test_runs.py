@@ -313,7 +313,7 @@ def test_a_sweep_finishes_its_good_jobs_and_names_the_bad_one(tmp_path):
     for _ in range(2):
         done = train(tmp_path, *[o for o in grid if o != "rollout.group_size=4"])
         assert (
-            done.returncode == 1 and "rollout.group_size=1 leaves" in done.stderr.splitlines()[-1]
+            done.returncode == 1 and "rollout.group_size=1: leaves" in done.stderr.splitlines()[-1]
         )
     assert [row["step"] for row in read_rows(only_run(tmp_path) / "metrics.jsonl")] == [0, 1, 2]
     assert "has reached step 2 already" in done.stdout
