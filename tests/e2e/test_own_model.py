@@ -135,7 +135,7 @@ FIRST = {"length/truncated": 0.0, "group/zero_variance": 1.0, "reward/mean": 0.0
             {"length/truncated": 0.988, "group/zero_variance": 0.95, "reward/mean": 0.01},
             False,
             [],
-            ["98.8% .*max_new_tokens=4096.*raise it"],
+            ["98.8% .*max_new_tokens=4096.*raise the limit"],
         ),
         (
             {"length/truncated": 1.0},
