@@ -83,10 +83,12 @@ class OpenEnv(SeededGames):
         try:
             async with asyncio.timeout(self.step_seconds + CONNECT_SECONDS):
                 return await session.begin(seed)
+        except SettingError as error:  # the observation lacks what a setting names
+            raise CannotBegin(error.key, error.value, error.problem, error.remedy) from error
         # unreachable, refused, or an answer that the client cannot read
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise CannotBegin(f"{self.key}.url={self.url}: {reason}") from error
+            raise CannotBegin(f"{self.key}.url", self.url, reason) from error
         finally:
             with suppress(Exception):  # the server forgets a session that cannot be closed
                 async with asyncio.timeout(CONNECT_SECONDS):

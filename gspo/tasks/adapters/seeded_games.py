@@ -6,11 +6,12 @@ from functools import cached_property
 
 from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
+from gspo.io.errors import SettingError
 from gspo.tasks.base import SingleSet, check_split
 from gspo.tasks.environments.protocol import EnvironmentTask, Outcome
 
 
-class CannotBegin(ValueError):
+class CannotBegin(SettingError):
     """Raised if a game cannot begin now. It may begin later."""
 
 
