@@ -66,7 +66,7 @@ def study(tmp_path_factory):
 def test_the_page_shows_the_runs_and_their_curves(study, page):
     (run,) = (study / "runs" / "small").glob("gspo*-*")
     with Viewer(study, "runs") as viewer:
-        assert "1 runs of small" in viewer.said[0]
+        assert "1 run of small" in viewer.said[0]
         page.goto(viewer.address)
         page.get_by_text(run.name).first.wait_for(timeout=60_000)
         page.locator(CURVE).first.wait_for(timeout=60_000)

@@ -184,7 +184,8 @@ def test_whatever_a_server_answers_to_reset_is_one_line(kind):
         task = OpenEnv(url=address, text="prompt", step_seconds=2.0)
         with pytest.raises(SettingError) as caught:
             task.problem(1, "train", 0)
-        assert (caught.value.key, caught.value.value) == ("task.url", address)
+        wrong = ("task.text", "prompt") if kind == "no data" else ("task.url", address)
+        assert (caught.value.key, caught.value.value) == wrong
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
