@@ -161,7 +161,7 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path):
     old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.1\n')
     old.chmod(0o755)
     done = subprocess.run(
-        ["make", "setup", f"PYTHON={old}"],
+        ["make", "--no-print-directory", "setup", f"PYTHON={old}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
