@@ -143,6 +143,7 @@ def dots(
     colour: str,
     marker: str = "o",
     size: float = 5,
+    *,
     edge: float = 0.5,
     zorder: float = 2,
 ) -> None:

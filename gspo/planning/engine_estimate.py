@@ -43,7 +43,7 @@ def engine_estimate(
 ) -> EngineEstimate:
     """Return the estimate of a run's engine, for `responses` responses per GPU and step.
 
-    Raises ValueError if vLLM's share of a GPU is too small for a response.
+    Raises SettingError if vLLM's share of a GPU is too small for a response.
     """
     rollout = settings.rollout
     text = config.get_text_config()
@@ -68,7 +68,7 @@ def engine_estimate(
             raise SettingError(
                 "rollout.gpu_memory",
                 rollout.gpu_memory,
-                f"of {hardware.memory:g} GB holds no response beside the engine's "
+                f"this share of {hardware.memory:g} GB holds no response beside the engine's "
                 f"weights of {weights_per_gpu / GB:.1f} GB",
             )
         at_once = int(min(at_once * gpus, (share - weights_per_gpu) * gpus / per_response))
