@@ -185,7 +185,7 @@ test-cpus: setup
 		$(PYTEST) -n 2 tests/unit/train
 
 lint: setup
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/ty check --quiet --python $(VENV)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/ty check --no-progress --python $(VENV)
 
 clean:
 	rm -rf figures .pytest_cache .ruff_cache
