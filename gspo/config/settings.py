@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +234,15 @@ class Settings(Ranged):
 
         If no option is recorded, return the objective's name."""
         return self.options.get("objective", self.objective.name)
+
+
+# the groups of settings that the loss of a step depends on
+LOSS_GROUPS = ("objective", "advantage", "kl", "correction", "reward", "trainer", "policy")
+
+
+def loss_settings(settings: Settings) -> dict[str, Any]:
+    """Return the groups of settings that the loss of a step depends on, ready for JSON."""
+    return {group: asdict(getattr(settings, group)) for group in LOSS_GROUPS}
 
 
 # ------------------------------------------------------------------------------------ hash of a run

@@ -57,6 +57,9 @@ OURS: dict[str, tuple[str, ...]] = {
         "max_async_level", "async_ratio", "off_policy_steps", "max_staleness",
         "max_off_policy_steps",
     ),
+    "tracking.record_every": (
+        "rollout.record", "record", "record_every", "save_debug_rollout_data", "enable_token_export",
+    ),
     "trainer.minibatches": (
         "ppo_mini_batch_size", "mini_batch_size", "num_minibatches", "num_mini_batches",
         "steps_per_generation", "minibatches",

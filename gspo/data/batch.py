@@ -138,11 +138,11 @@ class TokenBatch:
 
     def split(self, size: int) -> list[Self]:
         """Cut the batch into micro-batches of at most `size` rows."""
-        order_B = self.order()
-        return self._cut(order_B, size)
+        return [self.rows(rows_N) for rows_N in self.split_rows(size)]
 
-    def _cut(self, order_B: Tensor, size: int) -> list[Self]:
-        return [self.rows(rows_N) for rows_N in order_B.split(size)]
+    def split_rows(self, size: int) -> list[Tensor]:
+        """Return the row indices of each micro-batch."""
+        return list(self.order().split(size))
 
     def order(self, last_B: Tensor | None = None) -> Tensor:
         """Return the row indices [B] in an order that suits micro-batches.
@@ -224,15 +224,14 @@ class TrainBatch(OldPolicyBatch):
     adv_BT: Tensor  # advantages
     critic: Critic | None = None  # None for advantages without a critic
 
-    def split(self, size: int) -> list[Self]:
-        """Cut the batch into micro-batches of at most `size` rows.
+    def split_rows(self, size: int) -> list[Tensor]:
+        """Return the row indices of each micro-batch.
 
         Rows whose advantages are all 0 come last. Micro-batches of such rows alone need no backward
         pass.
         """
         without_gradient_B = ~self.adv_BT.any(1)
-        order_B = self.order(without_gradient_B)
-        return self._cut(order_B, size)
+        return list(self.order(without_gradient_B).split(size))
 
 
 def contents_of(batch: TokenBatch) -> dict[str, Any]:

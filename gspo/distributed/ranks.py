@@ -60,6 +60,10 @@ class Ranks:
         """Return the values of all ranks, ordered by rank."""
         return [value]
 
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks to rank 0, and None to the others."""
+        return [value]
+
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
         # the other ranks' values do not travel
@@ -133,6 +137,13 @@ class DistributedRanks(Ranks):
         with ranks_lost():
             dist.all_gather_object(values, value, group=self.group)
         values[self.rank] = value  # the object itself, not a copy
+        return values
+
+    def gather(self, value: T) -> list[T] | None:
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with ranks_lost():
+            target = dist.get_global_rank(self.group, 0)
+            dist.gather_object(value, values, dst=target, group=self.group)
         return values
 
     def scatter(self, values: Sequence[T] | None) -> T:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gspo.config.checks import check_training_set
-from gspo.config.settings import Settings
+from gspo.config.settings import Settings, folder_of, loss_settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.io.errors import SettingError
@@ -45,6 +45,7 @@ from gspo.tracking.tracker import PAUSE, Progress
 from gspo.train.checkpoint import load_optimizer
 from gspo.train.extensions import Extensions
 from gspo.train.optimizer import check_optimizer
+from gspo.train.recorder import Recorder, StepRecorder
 from gspo.train.trainer import Trainer
 
 # how long the other ranks wait for rank 0's cold start
@@ -145,6 +146,7 @@ def trainer_on_engine(
         reference=reference,
         extensions=Extensions(settings.metrics, settings.callbacks),
         ranks=ranks,
+        recorder=make_recorder(settings, policy, ranks),
     )
     check_same_weights(policy, ranks)
     if checkpoint:
@@ -159,6 +161,24 @@ def trainer_on_engine(
         # raises before anything is written
         with_room(evaluation_set, engine, settings.rollout.longest_limit)
     return trainer
+
+
+def make_recorder(settings: Settings, policy: Policy, ranks: Ranks) -> Recorder:
+    """Return the recorder of a run's steps."""
+    tracking = settings.tracking
+    if not (tracking.record_every or tracking.record_last):
+        return Recorder()
+    return StepRecorder(
+        folder_of(settings),
+        settings.label(),
+        policy,
+        settings.algorithm(),
+        loss_settings(settings),
+        ranks,
+        every=tracking.record_every,
+        last=tracking.record_last,
+        experts=tracking.record_experts,
+    )
 
 
 def behaviour_logprobs(settings: Settings, sampled: Policy) -> BehaviourLogprobs | None:

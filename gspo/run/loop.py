@@ -29,6 +29,7 @@ from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import Rollout
 from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory
+from gspo.run.old_records import delete_old_records
 from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
 from gspo.tracking.tracker import PAUSE, Progress, Tracker
@@ -93,6 +94,10 @@ class TrainingLoop:
         except EngineEnded:
             self.save_last_step()
             raise
+        except RuntimeError as error:
+            # the step that could not be completed, which may show why
+            self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
+            raise
         finally:
             self.progress.close()
             self.writer.close()
@@ -146,6 +151,8 @@ class TrainingLoop:
             self.warn_once("truncated", step, cut_off_pays(settings, responses))
         if step == min(10, settings.steps):  # by now the learning rate has begun to rise
             warn(warnings_after(settings, metrics))
+        if settings.tracking.record_last:
+            delete_old_records(self.directory.path, step, settings.tracking, self.monitor)
         if rollout:
             clipped = metrics.get("clip/token_active", 0.0)
             self.progress(step, reward=metrics["reward/mean"], clipped=clipped)

@@ -525,6 +525,7 @@ METRICS = [
         "s",
         "waiting for the previous checkpoint (written in the background)",
     ),
+    Metric("time/record_s", "s", "recording the step for `gspo replay`; its passes are in train_s"),
     Metric("throughput/rollout_tokens", "tokens/s", "generated tokens per second of generation"),
     Metric("throughput/train_tokens", "tokens/s", "trained tokens per second of training"),
     Metric(

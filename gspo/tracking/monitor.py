@@ -105,6 +105,9 @@ class Monitor:
         self.active: set[str] = set()
         self.steps = 0
         self.fallen_steps = 0
+        # the first steps of the falls that the monitor has reported, and of a present fall
+        self.falls: list[int] = []
+        self.fall_began = 0  # 0: the reward is not low
         self.steps_at_zero = 0  # the number of latest steps in a row with a reward of 0
         # The last step with good weights: they sampled the next step's rollouts, and these had a
         # smoothed reward above 0.9 x the largest so far.
@@ -159,8 +162,11 @@ class Monitor:
             if self.level.is_healthy():
                 self.last_healthy_step = step - 1
         self.fallen_steps = self.fallen_steps + 1 if self.level.fallen() else 0
+        if self.fallen_steps <= 1:
+            self.fall_began = step if self.fallen_steps else 0
         if self.fallen_steps != STEPS_FALLEN:
             return []
+        self.falls.append(self.fall_began)
         now = self.level.now
         peak = self.level.peak
         text = (

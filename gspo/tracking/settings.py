@@ -27,6 +27,14 @@ class TrackingSettings(Ranged, key="tracking"):
     finish_timeout: float = ranged(300.0, least=0)
     # steps between saved rollout batches; the first and the last are always saved
     rollouts_every: int = ranged(10, least=1)
+    # record every so many steps for `gspo replay`: token IDs, log-probs, advantages, clips, experts
+    # (docs/replay.md); 0: none
+    record_every: int = ranged(0, least=0)
+    # also keep the records of so many last steps: at the end of the run, and before each fall of the
+    # reward. Every step is then recorded, and older records are deleted; 0: none
+    record_last: int = ranged(0, least=0)
+    # whether records hold the experts of MoE models, which are most of their bytes
+    record_experts: bool = True
     # responses of a saved batch that are also shown as a W&B table
     table_rows: int = ranged(16, least=1)
     # upload checkpoints to W&B too. Otherwise W&B gets only their paths.
@@ -43,6 +51,12 @@ class TrackingSettings(Ranged, key="tracking"):
         bad_tags = [tag for tag in self.tags if not 1 <= len(tag) <= 64]
         if bad_tags:
             raise SettingError("tracking.tags", bad_tags, "W&B takes tags of 1 to 64 characters")
+        if not self.record_experts and not (self.record_every or self.record_last):
+            raise SettingError(
+                "tracking.record_experts",
+                False,
+                "without tracking.record_every or tracking.record_last, nothing is recorded",
+            )
         if self.upload_checkpoints and self.wandb == "disabled":
             raise SettingError(
                 "tracking.upload_checkpoints",

@@ -29,7 +29,7 @@ from gspo.tracking.wandb_choice import About, chosen_mode
 
 log = logging.getLogger(__name__)
 # folders of a run whose entries are named after steps
-STEP_FOLDERS = ("rollouts", "checkpoints", "evaluations")
+STEP_FOLDERS = ("rollouts", "checkpoints", "evaluations", "steps")
 
 
 class RowsElsewhere(Protocol):
@@ -208,10 +208,11 @@ def _write_lines(path: Path, rows: list[dict]) -> None:
 def _step(path: Path) -> int:
     """Return the step in the name of a run's file or folder, -1 for any other name.
 
-    The names are step_000008.jsonl (rollouts), step_000008 (a checkpoint), and
-    step_000008-28211d79a6 (an evaluation of the checkpoint). Unfinished folders have other names.
+    The names are step_000008.jsonl (rollouts), step_000008 (a checkpoint),
+    step_000008-28211d79a6 (an evaluation of the checkpoint), step_000008.safetensors (the record of
+    a step) and step_000008.html (its page). Unfinished folders have other names.
     """
-    name = re.fullmatch(r"step_(\d+)(\.jsonl|-\w+)?", path.name)
+    name = re.fullmatch(r"step_(\d+)(\.jsonl|\.safetensors|\.html|-\w+)?", path.name)
     return int(name[1]) if name else -1
 
 

@@ -246,7 +246,7 @@ VIEWS = (
             ("Time of a step", (
                 _panel("time/: rollout_s environment_s score_s behaviour_s waited_s"),
                 _panel("time/: train_s old_logprobs_s diagnostics_s"),
-                _panel("time/: sync_s monitor_s checkpoint_s eval_s"),
+                _panel("time/: sync_s monitor_s checkpoint_s eval_s record_s"),
             )),
             ("Dropped and refilled", (
                 _panel("compute/dropped_tokens"), _panel("filter/: zero_variance surplus filled"),

@@ -26,6 +26,43 @@ from gspo.train.accumulator import MetricAccumulator
 from gspo.train.settings import Algorithm
 
 
+@torch.no_grad()
+def add_advantages(
+    old_batch: OldPolicyBatch,
+    values_BT: Tensor | None,
+    rollout: Rollout,
+    algorithm: Algorithm,
+    kl_coefficient: float,
+    mask_truncated: bool,
+    running: RunningMoments,
+    accumulator: MetricAccumulator,
+) -> tuple[TrainBatch, float]:
+    """Add advantages, and leave truncated responses out of the loss if `mask_truncated`.
+
+    Returns the batch and the KL to the reference policy in nats per token, which adapts the KL
+    coefficient. It is 0 without a KL term."""
+    batch = assign_credit(
+        old_batch,
+        values_BT,
+        rollout,
+        algorithm=algorithm,
+        kl_coefficient=kl_coefficient,
+        running=running,
+        accumulator=accumulator,
+    )
+    kl = algorithm.kl
+    measured_kl = 0.0
+    if kl.needs_reference and batch.ref_logp_BT is not None:
+        kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
+        tokens = batch.mask_BT.sum()
+        measured_kl = float(kl_BT.sum() / tokens)
+        accumulator.mean("kl/ref", measured_kl)
+        accumulator.mean("kl/coef", kl_coefficient)
+    if mask_truncated:
+        batch = without_truncated(batch, rollout.responses, accumulator)
+    return batch, measured_kl
+
+
 def assign_credit(
     batch: OldPolicyBatch,
     values_BT: Tensor | None,

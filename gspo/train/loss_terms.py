@@ -17,9 +17,10 @@ from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
-from gspo.algorithm.objectives import LossInputs, Objective
+from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.data.batch import TrainBatch
+from gspo.data.step_record import ACTIVE, BOUNDED, DUAL, OUTSIDE
 from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
 from gspo.model.forward.outputs import PolicyOutput
@@ -266,3 +267,12 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         ref_logp_BT=batch.ref_logp_BT,
         lengths_B=real_BT.sum(-1),
     )
+
+
+def clip_bits(outputs: LossOutputs) -> Tensor:
+    """Return the clip masks of an objective as a sum of bits: uint8 [B, T]."""
+    bits_BT = ACTIVE * outputs.active_BT.byte() + OUTSIDE * outputs.outside_BT.byte()
+    bits_BT = bits_BT + BOUNDED * outputs.bounded_BT.byte()
+    if outputs.dual_BT is not None:
+        bits_BT = bits_BT + DUAL * outputs.dual_BT.byte()
+    return bits_BT

@@ -20,20 +20,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.kl import KLCoefficient
-from gspo.data.batch import OldPolicyBatch, TrainBatch
+from gspo.data.batch import TrainBatch
 from gspo.data.pack import pack
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
-from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import clip_grad_norm
 from gspo.rollout.engines.engine_process import EngineEnded
@@ -41,12 +41,14 @@ from gspo.rollout.sources.base import Rollout, RolloutSource
 from gspo.train import diagnostics, flops, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
-from gspo.train.credit import assign_credit, without_truncated
+from gspo.train.credit import add_advantages
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_inputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_terms
+from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
 from gspo.train.minibatches import local_rows, split_into_minibatches
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
+from gspo.train.recorder import Recorder
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 
 
@@ -54,7 +56,8 @@ class Trainer:
     """Trains a policy by an algorithm.
 
     `reference` is the policy to which a KL term is measured. `extensions` are the user's own
-    metrics and callbacks. `ranks` are the processes that train the policy together.
+    metrics and callbacks. `ranks` are the processes that train the policy together. `recorder`
+    records steps for a later replay.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Trainer:
         reference: Policy | None = None,
         extensions: Extensions | None = None,
         ranks: Ranks | None = None,
+        recorder: Recorder | None = None,
     ):
         if algorithm.kl.needs_reference and not reference:
             raise SettingError(
@@ -86,6 +90,7 @@ class Trainer:
         self.seed = seed
         self.extensions = extensions or Extensions({}, {})
         self.ranks = ranks or Ranks()
+        self.recorder = recorder or Recorder()
         self.policy_settings = policy_settings
         # The first ratios of a step must be 1 if they divide by log-probs of the weights that the
         # step begins with, computed by the trainer or by the engine.
@@ -165,6 +170,7 @@ class Trainer:
         """Train on a batch of scored groups, and return the step's metrics."""
         started = time.perf_counter()
         accumulator = MetricAccumulator()
+        self.recorder.start(step, self.loss_state())
 
         # the rows of each mini-batch, epoch by epoch
         rollout_batch = pack(rollout.responses, self.policy.pad_id)
@@ -179,9 +185,19 @@ class Trainer:
             old_batch, values_BT = self.old_policy.add(
                 rollout_batch, rollout.responses, local_rows_N, self.ranks, accumulator
             )
-        batch, measured_kl = self.add_advantages(old_batch, values_BT, rollout, accumulator)
+        batch, measured_kl = add_advantages(
+            old_batch,
+            values_BT,
+            rollout,
+            self.algorithm,
+            self.coefficient.value,
+            self.settings.mask_truncated,
+            self.state.rewards,
+            accumulator,
+        )
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
+        self.recorder.add_batch(batch, rollout)
 
         # one update per mini-batch
         minibatches = list(chain.from_iterable(epochs))
@@ -190,6 +206,7 @@ class Trainer:
         for number, rows_N in enumerate(minibatches, start=1):
             minibatch = batch.rows(rows_N)
             is_local_B = torch.isin(rows_N, local_rows_N)
+            self.recorder.begin_update(number, rows_N[is_local_B])
             self.update(minibatch, is_local_B, number, accumulator)
 
         # after the updates, which used the coefficients that are logged
@@ -218,40 +235,27 @@ class Trainer:
         metrics |= costs
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         trained = TrainedStep(step, batch, rollout.responses, metrics)
-        return metrics | self.extensions.measure(trained)
+        metrics |= self.extensions.measure(trained)
+        return metrics | self.recorder.finish(metrics)
 
-    @torch.no_grad()
-    def add_advantages(
-        self,
-        old_batch: OldPolicyBatch,
-        values_BT: Tensor | None,
-        rollout: Rollout,
-        accumulator: MetricAccumulator,
-    ) -> tuple[TrainBatch, float]:
-        """Add advantages, and leave truncated responses out of the loss if the settings say so.
+    def loss_state(self) -> dict[str, Any]:
+        """Return the numbers beside settings that the loss of the next step depends on.
 
-        Returns the batch and the KL to the reference policy in nats per token, which adapts the KL
-        coefficient. It is 0 without a KL term."""
-        batch = assign_credit(
-            old_batch,
-            values_BT,
-            rollout,
-            algorithm=self.algorithm,
-            kl_coefficient=self.coefficient.value,
-            running=self.state.rewards,
-            accumulator=accumulator,
-        )
-        kl = self.algorithm.kl
-        measured_kl = 0.0
-        if kl.needs_reference and batch.ref_logp_BT is not None:
-            kl_BT = kl.estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT)
-            tokens = batch.mask_BT.sum()
-            measured_kl = float(kl_BT.sum() / tokens)
-            accumulator.mean("kl/ref", measured_kl)
-            accumulator.mean("kl/coef", self.coefficient.value)
-        if self.settings.mask_truncated:
-            batch = without_truncated(batch, rollout.responses, accumulator)
-        return batch, measured_kl
+        kl_coef               the coefficient of the KL term
+        entropy_coef          the state of the entropy bonus, see EntropyTerm; None without bonus
+        rewards               the moments of all rewards before the step
+        starts_at_old_policy  whether the first update's ratios are 1 by definition
+        skips_old_pass        whether the engine's log-probs stand for those of the old policy
+        experts               the number of experts of each MoE layer; 0: a dense model
+        """
+        return {
+            "kl_coef": self.coefficient.value,
+            "entropy_coef": self.entropy.state() if self.entropy else None,
+            "rewards": asdict(self.state.rewards),
+            "starts_at_old_policy": self.starts_at_old_policy,
+            "skips_old_pass": self.old_policy.is_skipped,
+            "experts": self.policy.routing.experts if self.policy.routing.layers else 0,
+        }
 
     # ----------------------------------------------------------------------------------------------
     # the update
@@ -267,13 +271,17 @@ class Trainer:
 
         The loss is normalised by the counts of the whole mini-batch, over all ranks."""
         totals = Totals.of(batch.mask_BT)
+        objective = self.algorithm.objective
+        engine_is_old = self.policy_settings.old_logprobs == "engine"
+        experts = self.policy.routing.experts
         local = batch
         if not is_local_B.all():
             local = batch.rows(is_local_B) if is_local_B.any() else None
         loads_LE = None
         if self.settings.router_aux_loss_coef:
             loads_LE = routing.old_loads(local, self.policy, self.ranks)
-        micros = local.split(self.settings.micro_batch_size) if local else []
+        splits = local.split_rows(self.settings.micro_batch_size) if local else []
+        micros = [local.rows(split_N) for split_N in splits] if local else []
         # if all advantages are 0 the gradient is exactly 0
         every_row = self.every_row or not batch.adv_BT.any()
         needs_backward = [every_row or bool(micro.adv_BT.any()) for micro in micros]
@@ -286,7 +294,9 @@ class Trainer:
                 with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
                     output = self.policy.forward(micros[i])
                     if minibatch == 1 and self.starts_at_old_policy:
-                        micro = self.start_at_old_policy(output, micro, accumulator)
+                        micro = start_at_old_policy(
+                            output, micro, objective, engine_is_old, accumulator
+                        )
                     loss = torch.zeros((), device=self.policy.device)
                     inputs = TermInputs(output, micro, totals, minibatch, accumulator)
                     for term in self.terms:
@@ -296,7 +306,10 @@ class Trainer:
                 share = len(micro) / len(batch)
                 accumulator.mean("optim/loss", loss.detach(), share)
                 with accumulator.timed("time/diagnostics_s"):
-                    self.measure_pass(output, micro, minibatch, accumulator)
+                    measure_pass(output, micro, minibatch, objective, experts, accumulator)
+                    if self.old_policy.is_skipped and minibatch == 1:
+                        compare_with_engine(output, micro, self.old_policy.comparison, accumulator)
+                self.recorder.add_pass(splits[i], output, micro)
         if self.entropy:
             self.entropy.end_update(totals, self.ranks)
         self.step_optimizer(accumulator)
@@ -336,48 +349,6 @@ class Trainer:
                 f"the gradients of {self.state.skipped} updates in a row were not finite "
                 f"(optim.max_skipped={self.optim.max_skipped})"
             )
-
-    @torch.no_grad()
-    def start_at_old_policy(
-        self, output: PolicyOutput, micro: TrainBatch, accumulator: MetricAccumulator
-    ) -> TrainBatch:
-        """Measure the effect of rounding on the first ratios, then make them exactly 1.
-
-        The policy still is the old policy in the first mini-batch, and this pass has just computed
-        its log-probs. The log-probs of the pass under the old policy differ from these by rounding
-        alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
-        log-probs as its old log-probs. With policy.old_logprobs=engine the ratio is to the engine,
-        and the micro-batch stays as it is.
-        """
-        inputs = loss_inputs(output, micro)
-        diagnostics.rounding_floor(self.algorithm.objective, inputs, accumulator)
-        if self.policy_settings.old_logprobs == "engine":
-            return micro
-        logp_BT = output.logp_BT.detach()
-        return micro.with_old_results(logp_BT, micro.experts_BSLK)
-
-    @torch.no_grad()
-    def measure_pass(
-        self,
-        output: PolicyOutput,
-        micro: TrainBatch,
-        minibatch: int,
-        accumulator: MetricAccumulator,
-    ) -> None:
-        """Measure the update's forward pass."""
-        # the policy still is the old policy in the first mini-batch
-        if self.old_policy.is_skipped and minibatch == 1:
-            sampled = micro.with_all_sampled()
-            sampled = sampled.with_old_results(output.logp_BT, output.experts_BSLK)
-            self.old_policy.comparison.measure(sampled, accumulator)
-        bound = self.algorithm.objective.log_ratio_bound
-        diagnostics.ratios(output.logp_BT, micro, bound, accumulator)
-        if output.entropy_BT is not None:
-            diagnostics.entropy(output.entropy_BT, micro, accumulator)
-        experts = self.policy.routing.experts
-        routing.measure_update(
-            output.experts_BSLK, micro.experts_BSLK, micro, experts, minibatch, accumulator
-        )
 
     # ----------------------------------------------------------------------------------------------
     # after the updates

@@ -23,6 +23,7 @@ from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import REFILL, Uniform
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
+from gspo.train.credit import add_advantages
 from gspo.train.settings import OptimSettings
 from gspo.train.trainer import Trainer
 from refusals import refuses
@@ -149,7 +150,15 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
     rows = torch.arange(len(batch))
     old = t.old_policy.add(batch, rollout.responses, rows, t.ranks, MetricAccumulator())
-    batch, _ = t.add_advantages(*old, rollout, MetricAccumulator())
+    batch, _ = add_advantages(
+        *old,
+        rollout,
+        t.algorithm,
+        t.coefficient.value,
+        t.settings.mask_truncated,
+        t.state.rewards,
+        MetricAccumulator(),
+    )
     by_hand = [2 / 3, -1 / 3, -1 / 3, 1 / 2, -1 / 2, 1 / 2, -1 / 2]
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
     row = t.train_step(1, rollout)

@@ -1,0 +1,380 @@
+"""The record of a training step: a file with all that the step's loss was computed from.
+
+Another program can compute the loss again from it, under any objective, without the model
+(gspo.train.replay). The file is `steps/step_000123.safetensors` in a run directory. It holds
+arrays, and a header in JSON under the key "gspo" of the metadata that safetensors files have.
+docs/replay.md describes the layout.
+
+The field names of `StepRecord` are the names of the arrays. The arrays of update 2 are
+`update_2.rows`, `update_2.logp`, ... Tokens stand row after row, without padding.
+
+Dimensions: B responses, which are the rows, N response tokens, M all tokens (of each row its prompt,
+then its response), L MoE layers, K experts per token. Of an update: b rows and n response tokens.
+
+This module does not import torch, so pages, figures and tests can read records on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+from numpy import ndarray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from gspo.io.files import replace_bytes
+from gspo.io.untrusted import Unreadable, is_step, open_plain_file, parse_json
+
+VERSION = 1
+METADATA_KEY = "gspo"
+FOLDER = "steps"
+MAX_RECORD_BYTES = 16 << 30
+MAX_HEADER_CHARS = 64 << 20
+MAX_ROWS = 1_000_000
+MAX_UPDATES = 10_000
+MAX_NAMED_STEPS = 5  # a message names so many recorded steps
+
+# bits of RecordedUpdate.clipped, see gspo.algorithm.objectives.base.LossOutputs
+ACTIVE = 1
+OUTSIDE = 2
+BOUNDED = 4
+DUAL = 8
+
+Arrays = TypeVar("Arrays", "StepRecord", "RecordedUpdate")
+
+
+def array(dtypes: str, dimensions: str, required: bool = True) -> Any:
+    """Declare an array of a record: its permitted dtypes, and a letter for each dimension."""
+    layout = {"dtypes": dtypes.split(), "dimensions": dimensions}
+    if required:
+        return field(metadata=layout)
+    return field(default=None, metadata=layout)
+
+
+@dataclass(kw_only=True)
+class RecordedUpdate:
+    """The arrays of an update, over the rows of its mini-batch."""
+
+    rows: ndarray = array("int32", "b")  # the rows of the mini-batch
+    # log-probs under the weights before this update, which are the weights after the updates before
+    logp: ndarray = array("float32", "n")
+    # LossOutputs.weight_BT: the factor of A grad log pi in the gradient, 0 if it is clipped
+    weight: ndarray = array("float32", "n")
+    clipped: ndarray = array("uint8", "n")  # a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    entropy: ndarray | None = array("float32", "n", required=False)  # nats
+    values: ndarray | None = array("float32", "n", required=False)  # the critic's
+    # the experts that the routers chose at the position that predicts the token
+    experts: ndarray | None = array("int8 int16", "nLK", required=False)
+
+
+@dataclass(kw_only=True)
+class Header:
+    """The header of a record."""
+
+    step: int
+    version: int = VERSION
+    source: str = "gspo"  # the framework that trained the step
+    label: str = ""  # the run in words
+    complete: bool = (
+        True  # False: the step ended with an error, and the last updates may be missing
+    )
+    error: str = ""  # that error
+    limit: int = 0  # the largest number of response tokens at this step
+    # the groups of settings that the loss depends on: objective, advantage, kl, correction, reward,
+    # trainer, policy
+    settings: dict[str, Any] = field(default_factory=dict)
+    # the coefficients and moments at the start of the step, see gspo.train.recorder
+    state: dict[str, Any] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)  # [B]
+    finish_reasons: list[str] = field(default_factory=list)  # [B]
+    verdicts: list[str] = field(default_factory=list)  # [B]
+    # [author, tokens, reward] of each turn of an episode, by row
+    turns: dict[str, list[list[Any]]] = field(default_factory=dict)
+    vocabulary: dict[str, str] = field(
+        default_factory=dict
+    )  # the text of each token ID that occurs
+    metrics: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """The record of a step."""
+
+    header: Header
+    updates: list[RecordedUpdate] = field(default_factory=list)
+    prompt_lengths: ndarray = array("int32", "B")
+    response_lengths: ndarray = array("int32", "B")
+    groups: ndarray = array("int32", "B")  # the index of each row's group: 0, 0, ..., 1, 1, ...
+    problems: ndarray = array("int64", "B")  # the index of each row's problem in the task
+    samples: ndarray = array("int32", "B")  # the index of each row in its group as it was sampled
+    policy_steps: ndarray = array("int32", "B")  # the step whose weights sampled the row
+    rewards: ndarray = array("float64", "B")  # the verifier's
+    token_ids: ndarray = array("int32", "M")
+    trained: ndarray = array("bool", "N")  # the tokens in the loss
+    sampled: ndarray = array("bool", "N")  # the policy's tokens; the environment wrote the others
+    engine_logp: ndarray = array("float32", "N")  # log-probs as the engine reported them
+    old_logp: ndarray = array("float32", "N")  # log-probs under the old policy
+    advantages: ndarray = array("float32", "N")
+    ref_logp: ndarray | None = array("float32", "N", required=False)  # of the reference policy
+    correction: ndarray | None = array("float32", "N", required=False)  # of the engine's mismatch
+    old_values: ndarray | None = array("float32", "N", required=False)  # the critic's at the start
+    returns: ndarray | None = array("float32", "N", required=False)  # which the critic learns
+    # experts at every position, -1 if none was recorded there
+    engine_experts: ndarray | None = array("int8 int16", "MLK", required=False)
+    old_experts: ndarray | None = array("int8 int16", "MLK", required=False)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def ends(self) -> ndarray:
+        """The end of each row among the response tokens: int64 [B]."""
+        return np.cumsum(self.response_lengths, dtype=np.int64)
+
+    def tokens_of(self, row: int) -> slice:
+        """Return the positions of a row's tokens among the N response tokens."""
+        end = int(self.ends[row])
+        return slice(end - int(self.response_lengths[row]), end)
+
+    def prompt_and_response(self, row: int) -> tuple[ndarray, ndarray]:
+        """Return the token IDs of a row's prompt, and those of its response."""
+        lengths = self.prompt_lengths.astype(np.int64) + self.response_lengths
+        begin = int(lengths[:row].sum())
+        middle = begin + int(self.prompt_lengths[row])
+        end = begin + int(lengths[row])
+        return self.token_ids[begin:middle], self.token_ids[middle:end]
+
+
+def record_file(run: Path, step: int) -> Path:
+    """Return the path of a step's record in a run directory."""
+    return run / FOLDER / f"step_{step:06d}.safetensors"
+
+
+def recorded_steps(run: Path) -> list[int]:
+    """Return the recorded steps of a run directory in ascending order."""
+    names = [path.stem.removeprefix("step_") for path in (run / FOLDER).glob("step_*.safetensors")]
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 12)
+
+
+def find_record(run: Path, step: int) -> Path:
+    """Return the path of a step's record.
+
+    Raises ValueError if the step was not recorded, and names the nearest steps that were."""
+    path = record_file(run, step)
+    if path.exists():
+        return path
+    steps = recorded_steps(run)
+    if not steps:
+        raise ValueError(
+            f"{run} has no record of a step: train with tracking.record_every=N or "
+            "tracking.record_last=K"
+        )
+    nearest = sorted(steps, key=lambda recorded: (abs(recorded - step), recorded))
+    names = ", ".join(map(str, nearest[:MAX_NAMED_STEPS]))
+    raise ValueError(f"{run} has no record of step {step}; the nearest recorded steps are {names}")
+
+
+# --------------------------------------------------------------------------------------------------
+# writing
+def write_record(path: Path, record: StepRecord) -> int:
+    """Write a record atomically, and return the size of the file in bytes."""
+    arrays = _arrays_of(record, "")
+    for number, update in enumerate(record.updates, start=1):
+        arrays |= _arrays_of(update, f"update_{number}.")
+    header = json.dumps(asdict(record.header), allow_nan=False, default=_plain)
+    content = save(arrays, {METADATA_KEY: header})
+    path.parent.mkdir(exist_ok=True)
+    replace_bytes(path, content)
+    return len(content)
+
+
+def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndarray]:
+    """Return the arrays of a record or an update by their names in the file."""
+    arrays = {}
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if f.metadata and value is not None:
+            dtypes = f.metadata["dtypes"]
+            if value.dtype not in dtypes:
+                value = value.astype(dtypes[-1])
+            arrays[f"{prefix}{f.name}"] = np.ascontiguousarray(value)
+    return arrays
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON does not know as one that it knows."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value)
+
+
+def smallest_experts(experts: ndarray) -> ndarray:
+    """Return experts as int8 if all their numbers fit."""
+    fits = experts.size == 0 or experts.max() <= np.iinfo(np.int8).max
+    return experts.astype(np.int8) if fits else experts
+
+
+# --------------------------------------------------------------------------------------------------
+# reading
+def read_record(path: Path) -> StepRecord:
+    """Read a record that someone else may have written.
+
+    Raises Unreadable if it is damaged or too large, if another version wrote it, or if its parts
+    contradict each other. Log-probs, advantages and rewards may be infinite or NaN: then the run
+    had such numbers."""
+    with open_plain_file(path) as file:
+        size = file.seek(0, 2)
+    if size > MAX_RECORD_BYTES:
+        raise Unreadable(
+            f"{path} is larger than {MAX_RECORD_BYTES:,} bytes, the most that is read of it"
+        )
+    try:
+        with safe_open(path, framework="np") as file:
+            header = _read_header(file.metadata() or {})
+            names = set(file.keys())
+            arrays = {name: file.get_tensor(name) for name in names}
+        record = _to_record(header, arrays)
+        _check_rows(record)
+    except (SafetensorError, ValueError, TypeError, OverflowError) as error:
+        raise Unreadable(f"{path} is no record of a step: {error}") from None
+    return record
+
+
+def _read_header(metadata: Mapping[str, str]) -> Header:
+    """Return the header of a file's metadata. Raises ValueError for another version or type."""
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        raise ValueError("it is another safetensors file")
+    if len(text) > MAX_HEADER_CHARS:
+        raise ValueError(f"its header has more than {MAX_HEADER_CHARS:,} characters")
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError("its header is no mapping")
+    version = content.get("version")
+    if version != VERSION:
+        raise ValueError(f"it has version {str(version)[:20]}, and version {VERSION} is read here")
+    kinds = get_type_hints(Header)
+    values = {}
+    for f in fields(Header):
+        if f.name not in content:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise ValueError(f"its header has no {f.name}")
+            continue
+        value = content[f.name]
+        if not has_type(value, kinds[f.name]):
+            raise ValueError(f"{f.name} in its header is {str(value)[:40]!r}")
+        values[f.name] = value
+    header = Header(**values)
+    if not is_step(header.step):
+        raise ValueError(f"its step is {header.step}")
+    return header
+
+
+def has_type(value: object, kind: Any) -> bool:
+    """Return whether a value of JSON has a type such as dict[str, list[int]] or float | None."""
+    if kind is Any:
+        return True
+    origin = get_origin(kind)
+    arguments = get_args(kind)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            has_type(item, arguments[1]) for item in value.values()
+        )
+    if origin is list:
+        return isinstance(value, list) and all(has_type(item, arguments[0]) for item in value)
+    if arguments:  # a union
+        return any(has_type(value, argument) for argument in arguments)
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
+
+
+def _to_record(header: Header, arrays: dict[str, ndarray]) -> StepRecord:
+    """Make a record of its arrays. Raises ValueError for a missing, unknown or misshapen array."""
+    sizes: dict[str, int] = {}
+    parts = _checked(StepRecord, arrays, "", sizes)
+    updates = []
+    while arrays and len(updates) < MAX_UPDATES:
+        prefix = f"update_{len(updates) + 1}."
+        # b and n differ from update to update
+        update_sizes = {name: sizes[name] for name in "LK" if name in sizes}
+        update_arrays = _checked(RecordedUpdate, arrays, prefix, update_sizes)
+        sizes |= {name: update_sizes[name] for name in "LK" if name in update_sizes}
+        updates.append(RecordedUpdate(**update_arrays))
+    if arrays:
+        raise ValueError(f"it has an unknown array {min(arrays)[:40]!r}")
+    return StepRecord(header=header, updates=updates, **parts)
+
+
+def _checked(
+    kind: type[Arrays], arrays: dict[str, ndarray], prefix: str, sizes: dict[str, int]
+) -> dict[str, ndarray]:
+    """Take the arrays of a record or an update out of `arrays`.
+
+    `sizes` has the known size of each dimension, and gets those of new dimensions. Raises
+    ValueError for an array that is missing, or has another dtype or shape."""
+    parts = {}
+    for f in fields(kind):
+        if not f.metadata:
+            continue
+        name = f"{prefix}{f.name}"
+        value = arrays.pop(name, None)
+        if value is None:
+            if f.default is MISSING:
+                raise ValueError(f"the array {name} is missing")
+            continue
+        dimensions = f.metadata["dimensions"]
+        if str(value.dtype) not in f.metadata["dtypes"] or value.ndim != len(dimensions):
+            raise ValueError(f"the array {name} is {value.dtype} with shape {value.shape}")
+        for dimension, size in zip(dimensions, value.shape, strict=True):
+            if sizes.setdefault(dimension, size) != size:
+                raise ValueError(f"the array {name} has shape {value.shape}, but {sizes} is known")
+        parts[f.name] = value
+    return parts
+
+
+def _check_rows(record: StepRecord) -> None:
+    """Raise ValueError if lengths, groups, rows or the header's lists contradict each other."""
+    header = record.header
+    rows = len(record)
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"it has {rows} responses")
+    for name in ("tasks", "finish_reasons", "verdicts"):
+        if len(getattr(header, name)) != rows:
+            raise ValueError(f"it has {rows} responses, but {len(getattr(header, name))} {name}")
+    lengths = record.response_lengths.astype(np.int64)
+    prompt_lengths = record.prompt_lengths.astype(np.int64)
+    if lengths.min() < 1 or prompt_lengths.min() < 1:
+        raise ValueError("a prompt or a response has no token")
+    if lengths.sum() != len(record.trained):
+        raise ValueError(f"its responses have {lengths.sum()} tokens, not {len(record.trained)}")
+    if lengths.sum() + prompt_lengths.sum() != len(record.token_ids):
+        raise ValueError("the lengths of its prompts do not add up")
+    if record.token_ids.min() < 0:
+        raise ValueError("it has a negative token ID")
+    if (record.trained & ~record.sampled).any():
+        raise ValueError("it trains on tokens that the policy did not write")
+    steps_of_groups = np.diff(record.groups, prepend=0)
+    if record.groups[0] != 0 or not np.isin(steps_of_groups, (0, 1)).all():
+        raise ValueError("its responses are not sorted by group")
+    for number, update in enumerate(record.updates, start=1):
+        if len(update.rows) and not 0 <= update.rows.min() <= update.rows.max() < rows:
+            raise ValueError(f"update {number} has rows beyond the {rows} responses")
+        if len(np.unique(update.rows)) != len(update.rows):
+            raise ValueError(f"update {number} has a row twice")
+        if lengths[update.rows].sum() != len(update.logp):
+            raise ValueError(f"update {number} has {len(update.logp)} tokens for its rows")
+    for row, turns in header.turns.items():
+        if not row.isdecimal() or len(row) > 9 or int(row) >= rows:
+            raise ValueError(f"it has turns of a row {row[:20]!r}")
+        for turn in turns:
+            known = len(turn) == 3 and turn[0] in ("policy", "environment")
+            if not known or type(turn[1]) is not int or type(turn[2]) not in (int, float):
+                raise ValueError(f"it has a turn {str(turn)[:40]}")
+        if sum(turn[1] for turn in turns) != lengths[int(row)] or min(t[1] for t in turns) < 0:
+            raise ValueError(f"the turns of row {row} do not add up")

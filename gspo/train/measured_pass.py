@@ -1,0 +1,72 @@
+"""Measures the forward pass of a micro-batch in an update, for the trainer and for a replay.
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gspo.algorithm.objectives import Objective
+from gspo.data.batch import TrainBatch
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.train import diagnostics, routing
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.engine_comparison import EngineComparison
+from gspo.train.loss_terms import loss_inputs
+
+
+@torch.no_grad()
+def start_at_old_policy(
+    output: PolicyOutput,
+    micro: TrainBatch,
+    objective: Objective,
+    engine_is_old: bool,
+    accumulator: MetricAccumulator,
+) -> TrainBatch:
+    """Measure the effect of rounding on the first ratios, then make them exactly 1.
+
+    The policy still is the old policy in the first mini-batch, and this pass has just computed
+    its log-probs. The log-probs of the pass under the old policy differ from these by rounding
+    alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
+    log-probs as its old log-probs. With policy.old_logprobs=engine (`engine_is_old`) the ratio is
+    to the engine, and the micro-batch stays as it is.
+    """
+    diagnostics.rounding_floor(objective, loss_inputs(output, micro), accumulator)
+    if engine_is_old:
+        return micro
+    return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)
+
+
+@torch.no_grad()
+def measure_pass(
+    output: PolicyOutput,
+    micro: TrainBatch,
+    minibatch: int,
+    objective: Objective,
+    experts: int,
+    accumulator: MetricAccumulator,
+) -> None:
+    """Measure ratios, entropy and routing of an update's forward pass.
+
+    `minibatch` counts from 1, and `experts` is the number of experts of each MoE layer.
+    """
+    diagnostics.ratios(output.logp_BT, micro, objective.log_ratio_bound, accumulator)
+    if output.entropy_BT is not None:
+        diagnostics.entropy(output.entropy_BT, micro, accumulator)
+    routing.measure_update(
+        output.experts_BSLK, micro.experts_BSLK, micro, experts, minibatch, accumulator
+    )
+
+
+@torch.no_grad()
+def compare_with_engine(
+    output: PolicyOutput,
+    micro: TrainBatch,
+    comparison: EngineComparison,
+    accumulator: MetricAccumulator,
+) -> None:
+    """Compare the engine with a pass of the first mini-batch, in which the policy is still old."""
+    sampled = micro.with_all_sampled()
+    sampled = sampled.with_old_results(output.logp_BT, output.experts_BSLK)
+    comparison.measure(sampled, accumulator)

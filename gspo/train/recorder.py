@@ -1,0 +1,287 @@
+"""Collects all that a training step's loss is computed from, and writes it as a record.
+
+The trainer calls a recorder at the start of a step, before the updates, in each update, and at the
+end of the step. Recording changes no number of the run. With
+several ranks each rank collects its local rows, and rank 0 writes the rows of all.
+
+gspo.data.step_record has the layout of the file. gspo.train.replay computes the loss from it.
+
+Shape suffixes: B responses, T response tokens, S all tokens, N row indices, L MoE layers, K experts
+per token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from gspo.data.batch import TrainBatch, wait_for_copies
+from gspo.data.samples import ScoredResponse
+from gspo.data.step_record import (
+    Header,
+    RecordedUpdate,
+    StepRecord,
+    record_file,
+    smallest_experts,
+    write_record,
+)
+from gspo.distributed.ranks import Ranks
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.model.policy import Policy
+from gspo.rollout.sources.base import Rollout
+from gspo.train.loss_terms import clip_bits, loss_inputs
+from gspo.train.routing import predicting
+from gspo.train.settings import Algorithm
+
+# the arrays of a row by the number of the update and the name of the array
+RowArrays = dict[tuple[int, int], dict[str, ndarray]]
+
+
+class Recorder:
+    """The recorder of a run that records no steps. Its methods do nothing."""
+
+    def start(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin the record of a step if it is due. `state` is Trainer.loss_state."""
+
+    def add_batch(self, batch: TrainBatch, rollout: Rollout) -> None:
+        """Add the batch of the step, before its updates."""
+
+    def begin_update(self, number: int, rows_N: Tensor) -> None:
+        """Begin an update, counted from 1. `rows_N` are this rank's rows in the step's batch."""
+
+    def add_pass(self, indices_N: Tensor, output: PolicyOutput, micro: TrainBatch) -> None:
+        """Add the forward pass of a micro-batch in the update.
+
+        `indices_N` are the micro-batch's rows among the rows of `begin_update`. Output and
+        micro-batch are on the policy's device."""
+
+    def finish(self, metrics: Mapping[str, float], error: str = "") -> dict[str, float]:
+        """Write the record, and return the metric of the time that recording took.
+
+        `error` is the reason why the step ended before its last update."""
+        return {}
+
+
+class StepRecorder(Recorder):
+    """The recorder of a run that records steps.
+
+    every    steps from a record to the next; 0: none but the last steps
+    last     also record all other steps; the run's loop deletes all but the last of them
+    experts  record the experts of MoE models
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        label: str,
+        policy: Policy,
+        algorithm: Algorithm,
+        settings: Mapping[str, Any],
+        ranks: Ranks,
+        *,
+        every: int,
+        last: int = 0,
+        experts: bool = True,
+    ):
+        self.run = run
+        self.label = label
+        self.policy = policy
+        self.objective = algorithm.objective
+        self.settings = dict(settings)  # the groups of settings that the loss depends on
+        self.ranks = ranks
+        self.every = every
+        self.last = last
+        self.experts = experts
+        self.vocabulary: dict[int, str] = {}  # the text of token IDs
+        self.step = 0  # the step that is being recorded; 0: none
+        self.seconds = 0.0  # that recording it has taken so far
+
+    def start(self, step: int, state: Mapping[str, Any]) -> None:
+        self.step = 0
+        if not self.last and not (self.every and step % self.every == 0):
+            return
+        self.step = step
+        self.seconds = 0.0
+        self.state = dict(state)
+        self.batch: TrainBatch | None = None
+        self.rollout: Rollout | None = None
+        self.update = 0
+        self.update_rows_N = torch.zeros(0, dtype=torch.int64)
+        self.passes: list[tuple[int, Tensor, dict[str, Tensor]]] = []
+
+    def add_batch(self, batch: TrainBatch, rollout: Rollout) -> None:
+        if self.step:
+            self.batch = batch
+            self.rollout = rollout
+
+    def begin_update(self, number: int, rows_N: Tensor) -> None:
+        self.update = number
+        self.update_rows_N = rows_N
+
+    @torch.no_grad()
+    def add_pass(self, indices_N: Tensor, output: PolicyOutput, micro: TrainBatch) -> None:
+        if not self.step:
+            return
+        started = time.perf_counter()
+        clips = self.objective(loss_inputs(output, micro))
+        shape = output.logp_BT.shape
+        tensors = {
+            "logp": output.logp_BT,
+            "weight": clips.weight_BT.float().expand(shape),
+            "clipped": clip_bits(clips).expand(shape),
+        }
+        if output.entropy_BT is not None:
+            tensors["entropy"] = output.entropy_BT
+        if output.values_BT is not None:
+            tensors["values"] = output.values_BT
+        if output.experts_BSLK is not None and self.experts:
+            tensors["experts"] = predicting(output.experts_BSLK, micro)
+        copies = {
+            name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()
+        }
+        self.passes.append((self.update, self.update_rows_N[indices_N], copies))
+        self.seconds += time.perf_counter() - started
+
+    def finish(self, metrics: Mapping[str, float], error: str = "") -> dict[str, float]:
+        started = time.perf_counter()
+        step = self.step
+        self.step = 0
+        if not step or self.batch is None or self.rollout is None:
+            return {}
+        wait_for_copies(self.policy.device)
+        local = self._local_rows(self.batch)
+        # the other ranks may have ended after an error
+        of_ranks: list[RowArrays] | None = [local] if error else self.ranks.gather(local)
+        if of_ranks is not None and self.ranks.rank == 0:
+            rows: RowArrays = {}
+            for part in of_ranks:
+                rows |= part
+            header = Header(
+                step=step,
+                label=self.label,
+                complete=not error,
+                error=error,
+                limit=self.rollout.limit,
+                settings=self.settings,
+                state=self.state,
+                metrics={name: finite(value) for name, value in metrics.items()},
+            )
+            record = to_record(header, self.batch, self.rollout.groups, rows)
+            header.vocabulary = self._texts(record.token_ids)
+            write_record(record_file(self.run, step), record)
+        # the tensors of a step are large
+        self.batch = None
+        self.rollout = None
+        self.passes = []
+        self.seconds += time.perf_counter() - started
+        return {"time/record_s": self.seconds}
+
+    def _local_rows(self, batch: TrainBatch) -> RowArrays:
+        """Return the arrays of this rank's rows, without padding.
+
+        The old policy's experts belong to update 0, before the first."""
+        real_BT = batch.attention_BS[:, batch.prompt_width :]
+        lengths = real_BT.sum(-1).tolist()
+        rows: RowArrays = {}
+        local_rows: set[int] = set()
+        for update, rows_N, tensors in self.passes:
+            for i, row in enumerate(rows_N.tolist()):
+                local_rows.add(row)
+                rows[update, row] = {
+                    name: tensor[i, : lengths[row]].numpy() for name, tensor in tensors.items()
+                }
+        if batch.experts_BSLK is not None and self.experts:
+            for row in local_rows:
+                experts_SLK = batch.experts_BSLK[row][batch.attention_BS[row]]
+                rows[0, row] = {"old_experts": experts_SLK.numpy()}
+        return rows
+
+    def _texts(self, token_ids: ndarray) -> dict[str, str]:
+        """Return the text of each token that occurs."""
+        distinct_ids = np.unique(token_ids).tolist()
+        for token in distinct_ids:
+            if token not in self.vocabulary:
+                self.vocabulary[token] = str(self.policy.tokenizer.decode([token]))
+        return {str(token): self.vocabulary[token] for token in distinct_ids}
+
+
+def to_record(
+    header: Header, batch: TrainBatch, groups: Sequence[list[ScoredResponse]], rows: RowArrays
+) -> StepRecord:
+    """Return the record of a step, with the passes of the rows of all ranks."""
+    responses = [r for group in groups for r in group]
+    group_sizes = [len(group) for group in groups]
+    header.tasks = [r.problem.task for r in responses]
+    header.finish_reasons = [r.finish_reason for r in responses]
+    header.verdicts = [r.score.verdict for r in responses]
+    header.turns = {
+        str(row): [[turn.author, turn.tokens, turn.reward] for turn in r.turns]
+        for row, r in enumerate(responses)
+        if r.turns
+    }
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+
+    def of_tokens(x_BT: Tensor | None) -> ndarray | None:
+        return None if x_BT is None else x_BT[real_BT].numpy()
+
+    engine_experts = None
+    if batch.engine_experts_BSLK is not None:
+        engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
+    has_old_experts = all((0, row) in rows for row in range(len(responses)))
+    old_experts = None
+    if has_old_experts:
+        experts_of_rows = [rows[0, row]["old_experts"] for row in range(len(responses))]
+        old_experts = smallest_experts(np.concatenate(experts_of_rows))
+    critic = batch.critic
+    return StepRecord(
+        header=header,
+        updates=updates_of(rows),
+        prompt_lengths=np.array([len(r.prompt_ids) for r in responses], np.int32),
+        response_lengths=np.array([len(r.token_ids) for r in responses], np.int32),
+        groups=np.repeat(np.arange(len(groups), dtype=np.int32), group_sizes),
+        problems=np.array([r.problem.index for r in responses], np.int64),
+        samples=np.array([r.sample for r in responses], np.int32),
+        policy_steps=np.array([r.policy_step for r in responses], np.int32),
+        rewards=np.array([r.reward for r in responses], np.float64),
+        token_ids=batch.tokens_BS[batch.attention_BS].numpy().astype(np.int32),
+        trained=batch.mask_BT[real_BT].numpy(),
+        sampled=batch.sampled_BT[real_BT].numpy(),
+        engine_logp=batch.engine_logp_BT[real_BT].numpy(),
+        old_logp=batch.old_logp_BT[real_BT].numpy(),
+        advantages=batch.adv_BT[real_BT].numpy(),
+        ref_logp=of_tokens(batch.ref_logp_BT),
+        correction=of_tokens(batch.correction_BT),
+        old_values=of_tokens(critic.old_values_BT if critic else None),
+        returns=of_tokens(critic.returns_BT if critic else None),
+        engine_experts=engine_experts,
+        old_experts=old_experts,
+    )
+
+
+def updates_of(rows: RowArrays) -> list[RecordedUpdate]:
+    """Return the updates of a step, with their rows in ascending order."""
+    rows_by_update: dict[int, list[int]] = {}
+    for number, row in sorted(rows):
+        if number > 0:
+            rows_by_update.setdefault(number, []).append(row)
+    updates = []
+    for number, numbers_of_rows in rows_by_update.items():
+        parts = [rows[number, row] for row in numbers_of_rows]
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if "experts" in arrays:
+            arrays["experts"] = smallest_experts(arrays["experts"])
+        updates.append(RecordedUpdate(rows=np.array(numbers_of_rows, np.int32), **arrays))
+    return updates
+
+
+def finite(value: float) -> float | None:
+    """Return a metric as JSON holds it: None stands for a number that is not finite."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,341 @@
+"""Computes the loss of a recorded step again, without the model, under any objective.
+
+The recorded log-probs take the place of the model. Everything else is the code of the trainer, so a
+replay under the recorded objective gives the step's metrics again, up to the rounding of sums. Under
+another objective it says what that objective would have done with the same responses at the same
+weights. The weights of the second update on are those to which the recorded objective had led.
+
+    record = read_record(find_record(Path("runs/STUDY/RUN"), 123))
+    replayed = replay(record, Algorithm(GRPO(...)), TrainerSettings(), PolicySettings())
+    replayed.metrics["clip/token_active"]
+
+The balancing loss of routers (trainer.router_aux_loss_coef) needs probabilities that no record
+holds, so it is left out.
+
+Shape suffixes: B responses, T response tokens, S all tokens, N flattened tokens, L MoE layers, K
+experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from gspo.algorithm.aggregation import Totals
+from gspo.algorithm.entropy import EntropyCoefficient
+from gspo.algorithm.kl import KLCoefficient
+from gspo.algorithm.reward_shaping import RunningMoments
+from gspo.data.batch import NOT_RECORDED, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
+from gspo.data.pack import pack
+from gspo.data.problems import Problem
+from gspo.data.samples import Score, ScoredResponse, Turn
+from gspo.data.step_record import RecordedUpdate, StepRecord
+from gspo.distributed.ranks import Ranks
+from gspo.io.errors import SettingError
+from gspo.model.forward.outputs import PolicyOutput
+from gspo.rollout.sources.base import Rollout
+from gspo.train import diagnostics
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.credit import add_advantages
+from gspo.train.engine_comparison import EngineComparison
+from gspo.train.loss_terms import EntropyTerm, Term, TermInputs, clip_bits, loss_inputs, loss_terms
+from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
+from gspo.train.settings import Algorithm, PolicySettings, TrainerSettings
+
+
+@dataclass
+class ReplayedUpdate:
+    """An update of a replayed step. Its arrays are over the n response tokens of its rows."""
+
+    rows: ndarray  # the rows of the mini-batch
+    log_ratio: ndarray  # log pi / pi_old of every token, 0 outside the loss
+    weight: ndarray  # LossOutputs.weight_BT: the factor of A grad log pi, 0 if it is clipped
+    clipped: ndarray  # uint8, a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    gradient: ndarray  # the derivative of the loss by the log-prob of every token
+
+
+@dataclass
+class ReplayedStep:
+    """A step as it was replayed under an objective."""
+
+    metrics: dict[str, float]
+    updates: list[ReplayedUpdate]
+    advantages: ndarray  # over the response tokens of all rows
+    correction: ndarray | None  # the same, of the mismatch of engine and trainer
+
+
+def replay(
+    record: StepRecord,
+    algorithm: Algorithm,
+    settings: TrainerSettings,
+    policy_settings: PolicySettings,
+    *,
+    recorded_kl: bool = True,
+    recorded_advantages: bool = False,
+) -> ReplayedStep:
+    """Compute the loss of a recorded step.
+
+    recorded_kl          the KL term and the entropy bonus are the run's, so their coefficients are
+                         those that the run had reached
+    recorded_advantages  take the advantages of the record instead of computing them from rewards
+
+    Raises ValueError if the objective needs tensors that the record does not hold."""
+    accumulator = MetricAccumulator()
+    engine_is_old = policy_settings.old_logprobs == "engine"
+    check_record(record, algorithm, settings, engine_is_old)
+    state = record.header.state
+    coefficient = KLCoefficient(algorithm.kl)
+    if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
+        coefficient.value = float(state["kl_coef"])
+    entropy = entropy_term(record, settings, recorded_kl)
+
+    groups = groups_of(record)
+    rollout = Rollout(groups, rollout_s=0.0, score_s=0.0, limit=record.header.limit)
+    rollout_batch = to_rollout_batch(record, rollout)
+    comparison = EngineComparison(routes_floor=0.0)
+    skips_old_pass = bool(state.get("skips_old_pass"))
+    old_batch = add_old_policy(record, rollout_batch, algorithm, engine_is_old, accumulator)
+    if not skips_old_pass and not engine_is_old:
+        comparison.measure(old_batch, accumulator)
+    values_BT = of_tokens(record.old_values, old_batch)
+    if recorded_advantages:
+        adv_BT = required(record.advantages, old_batch)
+        batch = old_batch.with_advantages(adv_BT)
+        diagnostics.advantages(adv_BT, batch.mask_BT, accumulator)
+    else:
+        batch, _ = add_advantages(
+            old_batch,
+            values_BT,
+            rollout,
+            algorithm,
+            coefficient.value,
+            settings.mask_truncated,
+            RunningMoments(**state.get("rewards", {})),
+            accumulator,
+        )
+
+    terms = loss_terms(algorithm, replace(settings, router_aux_loss_coef=0.0), coefficient, entropy)
+    updates = []
+    for number, update in enumerate(record.updates, start=1):
+        minibatch = batch.rows(torch.from_numpy(update.rows).long())
+        output = recorded_output(update, minibatch)
+        if (
+            number == 1
+            and state.get("starts_at_old_policy")
+            and algorithm.objective.ratio_to == "old"
+        ):
+            minibatch = start_at_old_policy(
+                output, minibatch, algorithm.objective, engine_is_old, accumulator
+            )
+        updates.append(
+            replay_update(update, minibatch, output, number, terms, algorithm, accumulator)
+        )
+        experts = int(state.get("experts", 0))
+        measure_pass(output, minibatch, number, algorithm.objective, experts, accumulator)
+        if skips_old_pass and number == 1:
+            compare_with_engine(output, minibatch, comparison, accumulator)
+        if entropy:
+            entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
+    correction = None
+    if batch.correction_BT is not None:
+        correction = flat(batch.correction_BT, batch)
+    metrics = accumulator.result()
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch), correction)
+
+
+def check_record(
+    record: StepRecord, algorithm: Algorithm, settings: TrainerSettings, engine_is_old: bool
+) -> None:
+    """Raise ValueError if the record lacks tensors that the loss needs."""
+    if algorithm.kl.needs_reference and record.ref_logp is None:
+        raise SettingError(
+            "kl",
+            algorithm.kl.name,
+            "needs log-probs of the reference policy, which this record does not hold",
+            remedy="set kl=none",
+        )
+    has_values = record.old_values is not None
+    has_values = has_values and all(update.values is not None for update in record.updates)
+    if algorithm.advantage.needs_values and not has_values:
+        raise SettingError(
+            "advantage",
+            algorithm.advantage.name,
+            "needs the values of a critic, which this record does not hold",
+        )
+    if settings.entropy_coefficient() and any(u.entropy is None for u in record.updates):
+        raise SettingError(
+            "trainer.entropy_coef",
+            settings.entropy_coef,
+            "needs the entropy of every token, which this record does not hold",
+        )
+    recorded = record.header.settings.get("policy", {}).get("old_logprobs")
+    if recorded == "engine" and not engine_is_old:
+        raise SettingError(
+            "policy.old_logprobs",
+            "step_start",
+            "this record holds the engine's log-probs as those of the old policy",
+            remedy="leave it out",
+        )
+
+
+def entropy_term(
+    record: StepRecord, settings: TrainerSettings, recorded_kl: bool
+) -> EntropyTerm | None:
+    """Return the entropy bonus, with the coefficient that the run had reached if it is the run's."""
+    coefficient: EntropyCoefficient | None = settings.entropy_coefficient()
+    if not coefficient:
+        return None
+    term = EntropyTerm(coefficient, settings.aggregation)
+    recorded = record.header.state.get("entropy_coef")
+    if recorded_kl and recorded:
+        term.load_state(recorded)
+    return term
+
+
+# --------------------------------------------------------------------------------------------------
+# from the record to batches
+def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
+    """Return the responses of a record, group by group. They have no texts."""
+    header = record.header
+    positions_of_rows = np.cumsum(record.prompt_lengths.astype(np.int64) + record.response_lengths)
+    groups: list[list[ScoredResponse]] = []
+    for row in range(len(record)):
+        prompt_ids, token_ids = record.prompt_and_response(row)
+        turns = [Turn(*turn[:2], "", turn[2]) for turn in header.turns.get(str(row), [])]
+        experts = None
+        if record.engine_experts is not None:
+            end = int(positions_of_rows[row])
+            begin = end - len(prompt_ids) - len(token_ids)
+            experts = record.engine_experts[begin:end].astype(np.int16)
+        response = ScoredResponse(
+            problem=Problem(header.tasks[row], int(record.problems[row]), "", None),
+            sample=int(record.samples[row]),
+            prompt_ids=prompt_ids.tolist(),
+            token_ids=token_ids.tolist(),
+            logprobs=record.engine_logp[record.tokens_of(row)],
+            finish_reason=header.finish_reasons[row],
+            text="",
+            policy_step=int(record.policy_steps[row]),
+            experts=experts,
+            turns=turns,
+            score=Score(float(record.rewards[row]), header.verdicts[row]),
+        )
+        if record.groups[row] == len(groups):
+            groups.append([])
+        groups[-1].append(response)
+    return groups
+
+
+def to_rollout_batch(record: StepRecord, rollout: Rollout) -> RolloutBatch:
+    """Pack the responses of a record.
+
+    The mask has all tokens that the policy wrote, as before the trainer leaves responses out."""
+    batch = pack(rollout.responses, pad_id=0)
+    sampled_BT = required(record.sampled, batch)
+    return replace(batch, mask_BT=sampled_BT, sampled_BT=sampled_BT.clone())
+
+
+def add_old_policy(
+    record: StepRecord,
+    batch: RolloutBatch,
+    algorithm: Algorithm,
+    engine_is_old: bool,
+    accumulator: MetricAccumulator,
+) -> OldPolicyBatch:
+    """Add the recorded results of the passes before the updates, as OldPolicyPass does."""
+    old_logp_BT = batch.engine_logp_BT if engine_is_old else required(record.old_logp, batch)
+    ref_logp_BT = of_tokens(record.ref_logp, batch)
+    if ref_logp_BT is not None:
+        diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
+    correction_BT = None
+    if algorithm.correction.name != "none":
+        correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+        diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
+    experts_BSLK = None
+    if record.old_experts is not None:
+        shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])
+        experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
+        experts_BSLK[batch.attention_BS] = torch.from_numpy(record.old_experts).short()
+    return batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+
+
+def of_tokens(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
+    """Return an array over the response tokens of all rows as a tensor [B, T, ...], 0 at padding."""
+    return None if x is None else required(x, batch)
+
+
+def required(x: ndarray, batch: TokenBatch) -> Tensor:
+    """Do the same as `of_tokens` for an array that exists."""
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    x_N = torch.from_numpy(x)
+    x_BT = torch.zeros((*real_BT.shape, *x.shape[1:]), dtype=x_N.dtype)
+    x_BT[real_BT] = x_N
+    return x_BT
+
+
+def flat(x_BT: Tensor, batch: TokenBatch) -> ndarray:
+    """Return the entries of the response tokens, row after row."""
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    return x_BT.detach().expand(real_BT.shape)[real_BT].numpy()
+
+
+def recorded_output(update: RecordedUpdate, minibatch: TrainBatch) -> PolicyOutput:
+    """Return the recorded results of an update's forward pass, as leaves of a new graph."""
+    logp_BT = required(update.logp, minibatch).requires_grad_()
+    entropy_BT = of_tokens(update.entropy, minibatch)
+    values_BT = of_tokens(update.values, minibatch)
+    for leaf_BT in (entropy_BT, values_BT):
+        if leaf_BT is not None:
+            leaf_BT.requires_grad_()
+    experts_BSLK = None
+    if update.experts is not None:
+        experts_BTLK = required(update.experts, minibatch).short()
+        shape = (*minibatch.tokens_BS.shape, *experts_BTLK.shape[2:])
+        experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
+        # the position before a token predicts it
+        experts_BSLK[:, minibatch.prompt_width - 1 : -1] = experts_BTLK
+    return PolicyOutput(logp_BT, entropy_BT, experts_BSLK, values_BT)
+
+
+# --------------------------------------------------------------------------------------------------
+# the update
+def replay_update(
+    update: RecordedUpdate,
+    minibatch: TrainBatch,
+    output: PolicyOutput,
+    number: int,
+    terms: Sequence[Term],
+    algorithm: Algorithm,
+    accumulator: MetricAccumulator,
+) -> ReplayedUpdate:
+    """Compute the loss of an update, and its gradient by the log-probs."""
+    totals = Totals.of(minibatch.mask_BT)
+    loss = torch.zeros(())
+    inputs = TermInputs(output, minibatch, totals, number, accumulator)
+    for term in terms:
+        loss = loss + term(inputs)
+    accumulator.mean("optim/loss", loss.detach())
+    gradient_BT = torch.zeros_like(output.logp_BT)
+    if loss.requires_grad:
+        (computed_BT,) = torch.autograd.grad(loss, [output.logp_BT], allow_unused=True)
+        if computed_BT is not None:
+            gradient_BT = computed_BT
+    with torch.no_grad():
+        tensors = loss_inputs(output, minibatch)
+        outputs = algorithm.objective(tensors)
+        log_ratio_BT = output.logp_BT - minibatch.old_logp_BT
+        log_ratio_BT = torch.where(minibatch.mask_BT, log_ratio_BT, 0.0)
+        weight_BT = torch.where(minibatch.mask_BT, outputs.weight_BT.float(), 0.0)
+    return ReplayedUpdate(
+        rows=update.rows,
+        log_ratio=flat(log_ratio_BT, minibatch),
+        weight=flat(weight_BT, minibatch),
+        clipped=flat(clip_bits(outputs), minibatch),
+        gradient=flat(gradient_BT, minibatch),
+    )
