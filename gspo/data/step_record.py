@@ -162,13 +162,15 @@ def recorded_steps(run: Path) -> list[int]:
 
 
 def find_record(run: Path, step: int) -> Path:
-    """Return the path of a step's record.
+    """Return the path of a step's record. Step -1 is the last that was recorded.
 
     Raises ValueError if the step was not recorded, and names the nearest steps that were."""
+    steps = recorded_steps(run)
+    if step < 0 and steps:
+        step = steps[-1]
     path = record_file(run, step)
     if path.exists():
         return path
-    steps = recorded_steps(run)
     if not steps:
         raise ValueError(
             f"{run} has no record of a step: train with tracking.record_every=N or "
@@ -188,7 +190,7 @@ def write_record(path: Path, record: StepRecord) -> int:
         arrays |= _arrays_of(update, f"update_{number}.")
     header = json.dumps(asdict(record.header), allow_nan=False, default=_plain)
     content = save(arrays, {METADATA_KEY: header})
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(path, content)
     return len(content)
 
