@@ -21,6 +21,7 @@ and the entropy bonus are options too. docs/replay.md explains the numbers.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -103,6 +104,8 @@ def replay_step() -> None:
         print("\n".join(["", *cosine_lines(columns)]))
     if options.responses:
         print("\n".join(["", *response_lines(record, columns, options.responses)]))
+    if options.model:
+        print("\n".join(["", *model_lines(options, path, record, columns, row)]))
     if row and columns[0].name.endswith(RECORDED):
         print("\n".join(["", *agreement_lines(record, columns[0], row)]))
     if options.out:
@@ -219,6 +222,8 @@ def cosine_lines(columns: Sequence[Column]) -> list[str]:
     from gspo.train.replay_comparison import cosines
 
     whole, *by_update = cosines(columns[0].replayed, columns[1].replayed)
+    if math.isnan(whole):
+        return ["a gradient is 0, so there is no angle between the two"]
     lines = [f"cosine between the two gradients: {whole:.4f}"]
     if len(by_update) > 1:
         listed = ", ".join(f"{value:.4f}" for value in by_update)
@@ -270,6 +275,33 @@ def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | N
     lines = [f"the replay differs from the run in {counted(len(agreed.differing), 'metric')}:"]
     for name, value, recorded in agreed.differing[:MAX_CAUSES]:
         lines.append(f"  {name}: {value:.6g} here, {recorded:.6g} in the run")
+    return lines
+
+
+def model_lines(
+    options: Options,
+    path: Path,
+    record: StepRecord,
+    columns: Sequence[Column],
+    row: dict[str, float | None],
+) -> list[str]:
+    """Replay the step with the model under each column's settings, and return a table."""
+    if not (path / SETTINGS_FILE).exists():
+        raise SettingError("model", True, "a record by itself has no checkpoint: name its run")
+    from gspo.run.model_replay import parameter_cosine, replay_with_model
+
+    step = record.header.step
+    trust = options.allow_outside_code
+    replayed = [replay_with_model(path, step, column.settings, trust) for column in columns]
+    rows = [["with the model", *(column.name for column in columns), "the run"]]
+    for name in ("optim/grad_norm", "optim/grad_norm_max", *SHOWN):
+        values = [*(result.metrics.get(name) for result in replayed), row.get(name)]
+        if any(value is not None for value in values[:-1]):
+            rows.append([name, *("-" if value is None else f"{value:.6g}" for value in values)])
+    lines = text_table(rows, right_aligned=True)
+    if len(replayed) == 2:
+        cosine = parameter_cosine(*replayed)
+        lines.append(f"cosine between the parameter gradients of the first update: {cosine:.4f}")
     return lines
 
 

@@ -301,7 +301,7 @@ def _to_record(header: Header, arrays: dict[str, ndarray]) -> StepRecord:
     sizes: dict[str, int] = {}
     parts = _checked(StepRecord, arrays, "", sizes)
     updates = []
-    while arrays and len(updates) < MAX_UPDATES:
+    while f"update_{len(updates) + 1}.rows" in arrays and len(updates) < MAX_UPDATES:
         prefix = f"update_{len(updates) + 1}."
         # b and n differ from update to update
         update_sizes = {name: sizes[name] for name in "LK" if name in sizes}
