@@ -178,7 +178,8 @@ def replays(
             recorded_kl=asdict(settings.kl) == asdict(recorded.kl),
             recorded_advantages=not record.header.settings and same_advantage,
         )
-        columns.append(Column(settings.objective_option(), settings, result))
+        name = " ".join(overrides) or settings.objective_option()
+        columns.append(Column(escape_line(name), settings, result))
     return columns
 
 
@@ -295,6 +296,9 @@ def model_lines(
     replayed = [replay_with_model(path, step, column.settings, trust) for column in columns]
     rows = [["with the model", *(column.name for column in columns), "the run"]]
     for name in ("optim/grad_norm", "optim/grad_norm_max", *SHOWN):
+        # the engine's log-probs are those of the record, so there is nothing to compare
+        if name.startswith("mismatch/"):
+            continue
         values = [*(result.metrics.get(name) for result in replayed), row.get(name)]
         if any(value is not None for value in values[:-1]):
             rows.append([name, *("-" if value is None else f"{value:.6g}" for value in values)])

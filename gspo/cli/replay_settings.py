@@ -25,8 +25,10 @@ from gspo.config.schema import literal, merged, to_dataclass
 from gspo.config.settings import CHOICES, CLASS_PATH, Settings, dotted
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
 from gspo.data.step_record import Header
+from gspo.io.arguments import NO_SUCH_OPTION, nearest
 from gspo.io.errors import SettingError
 
+OWN_OPTIONS = ("step", "model", "page", "responses", "out", "allow_outside_code")
 GROUPS = ("objective", "advantage", "kl", "correction")
 AGGREGATION = "trainer.aggregation"
 # settings beside the groups that a replay may change
@@ -132,6 +134,9 @@ def refuse_unless_changeable(word: str) -> None:
     if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable(key):
         return
     choices = ", ".join([*GROUPS, "preset", *CHANGEABLE])
+    if key.partition(".")[0] not in [field.name for field in fields(Settings)]:
+        near = nearest(key, [*GROUPS, "preset", *OWN_OPTIONS])
+        raise SettingError(word, problem=NO_SUCH_OPTION, remedy=f"the nearest is {near}=")
     raise SettingError(
         key,
         value,
