@@ -88,6 +88,13 @@ def replay(
     accumulator = MetricAccumulator()
     engine_is_old = policy_settings.old_logprobs == "engine"
     check_record(record, algorithm, settings, engine_is_old)
+    if not recorded_advantages and np.isnan(record.rewards).any():
+        raise SettingError(
+            "advantage",
+            algorithm.advantage.name,
+            "needs rewards, which this record does not hold",
+            remedy="take the recorded advantages",
+        )
     state = record.header.state
     coefficient = KLCoefficient(algorithm.kl)
     if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
@@ -173,6 +180,13 @@ def check_record(
             "trainer.entropy_coef",
             settings.entropy_coef,
             "needs the entropy of every token, which this record does not hold",
+        )
+    if record.header.source != "gspo" and algorithm.correction.name != "none":
+        raise SettingError(
+            "correction",
+            algorithm.correction.name,
+            "the old policy of this record is the engine, so there is nothing to correct",
+            remedy="set correction=none",
         )
     recorded = record.header.settings.get("policy", {}).get("old_logprobs")
     if recorded == "engine" and not engine_is_old:
