@@ -179,10 +179,11 @@ def _framework_of(file: Path) -> str:
         return ROLL
     if has({"prompt", "completion"}) and isinstance(keys["prompt"], list):
         return MS_SWIFT
-    raise Unreadable(
-        f"{file} is no dump that is known: its first row has the keys "
-        f"{', '.join(key[:40] for key in list(keys)[:10]) or 'of no JSON object'}"
+    names = [repr(key[:40]) for key in list(keys)[:10]]
+    contents = (
+        f"its first row has the keys {', '.join(names)}" if names else "it has no rows in JSON"
     )
+    raise Unreadable(f"{file} is no dump that is known: {contents}")
 
 
 def _pickle_message(file: Path) -> str:

@@ -53,10 +53,8 @@ FLAG_TYPES = frozenset([bool, int, float])
 NO_JSON = "no JSON object"
 NOT_TRAINED = "no trained token"
 
-# grpo_sync.py skips the pass at the start of the step if the ratio is forced to 1
-NO_TRAINER_LOGP = (
-    "prev_logprobs are 0 everywhere, because loss_fn.force_on_policy_ratio skips the pass"
-)
+# in NeMo-RL's grpo_sync.py
+NO_PASS = "prev_logprobs are 0 everywhere, because loss_fn.force_on_policy_ratio skips the pass"
 NEMO_NOTE = (
     "NeMo-RL does not save the log-probs of its updates. The log-probs at the start of the step "
     "take their place, so the ratios show the gap of trainer and engine alone."
@@ -133,7 +131,7 @@ def _read_rows(dump: Dump, read_row: Callable[[dict[str, Any]], Row | None]) -> 
     if not any(row.in_loss for row in result.rows):
         raise Unreadable(f"{dump.files[0]} has no row with a token in the loss")
     if dump.framework == NEMO_RL and not any(row.trainer_logp.any() for row in result.rows):
-        raise Unreadable(f"{dump.files[0]}: {NO_TRAINER_LOGP}")
+        raise Unreadable(f"{dump.files[0]}: {NO_PASS}")
     return result
 
 
@@ -161,11 +159,8 @@ def _nemo_row(content: dict[str, Any]) -> Row | None:
     if "input_lengths" in content:
         length = _only(content["input_lengths"])
         if type(length) is not int or not 0 <= length <= len(token_ids):
-            raise ValueError(f"input_lengths is {str(length)[:40]}")
-    in_loss = True
-    if "sample_loss_mask" in content:
-        sample_mask = _number(_only(content["sample_loss_mask"]), "sample_loss_mask")
-        in_loss = sample_mask != 0
+            raise ValueError(f"input_lengths is {str(length)[:40]!r}")
+    sample_mask = _number(_only(content.get("sample_loss_mask", 1)), "sample_loss_mask")
     rewards = content.get("filtered_rewards") or content.get("rewards")
     return _row(
         token_ids[:length],
@@ -176,7 +171,7 @@ def _nemo_row(content: dict[str, Any]) -> Row | None:
         entropy=None,
         reward=_number(_only(rewards), "rewards"),
         task=NEMO_RL,
-        in_loss=in_loss,
+        in_loss=sample_mask != 0,
     )
 
 
@@ -210,7 +205,7 @@ def _prime_row(content: dict[str, Any]) -> Row | None:
     first = int(trained.argmax()) if length else 0
     env_name = content.get("env_name") or PRIME_RL
     if not isinstance(env_name, str):
-        raise ValueError(f"env_name is {str(env_name)[:40]}")
+        raise ValueError(f"env_name is {str(env_name)[:40]!r}")
     return _row(
         token_ids,
         trained,
@@ -386,7 +381,7 @@ def _notes(dump: Dump, result: Rows, group_sizes: ndarray) -> list[str]:
             f"{single} of {len(group_sizes)} groups have a single row, because no other row has "
             "the same prompt. Only the recorded advantages are right for them."
         )
-    other_ranks = sorted(set(dump.files[0].parent.glob(RANK_FILES)) - set(dump.files))
+    other_ranks = set(dump.files[0].parent.glob(RANK_FILES)) - set(dump.files)
     if dump.framework == PRIME_RL and other_ranks:
         notes.append(
             f"{len(other_ranks)} files of other ranks were not read: name the folder to read all."
