@@ -33,7 +33,6 @@ VERL = "verl"
 TRL = "trl"
 MS_SWIFT = "ms-swift"
 ROLL = "roll"
-TEXT_ONLY = (VERL, TRL, MS_SWIFT, ROLL)
 
 # prime-rl's rows have about 400 characters per token, so this holds 150,000 tokens
 MAX_LINE_BYTES = 64 << 20
@@ -200,10 +199,13 @@ def _pickle_message(file: Path) -> str:
 
 
 def text_only_message(dump: Dump) -> str:
-    """Return the reason why a dump without token IDs needs a model."""
+    """Return the reason why a dump without token IDs is not read as it is."""
+    remedy = "so it cannot be replayed"
+    if dump.framework in (VERL, TRL):
+        remedy = "so set model=PATH to score the texts"
     return (
         f"{dump.files[0]} is a dump of {dump.framework}: it has texts, but no token IDs and no "
-        "log-probs; set model=PATH to score the texts"
+        f"log-probs, {remedy}"
     )
 
 

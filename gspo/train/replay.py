@@ -95,6 +95,10 @@ def replay(
             "needs rewards, which this record does not hold",
             remedy="take the recorded advantages",
         )
+    if recorded_advantages and np.isnan(record.advantages).all():
+        raise SettingError(
+            "advantage", problem="this record holds no advantages, so compute them from the rewards"
+        )
     state = record.header.state
     coefficient = KLCoefficient(algorithm.kl)
     if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
@@ -107,7 +111,9 @@ def replay(
     comparison = EngineComparison(routes_floor=0.0)
     skips_old_pass = bool(state.get("skips_old_pass"))
     old_batch = add_old_policy(record, rollout_batch, algorithm, engine_is_old, accumulator)
-    if not skips_old_pass and not engine_is_old:
+    # a dump of texts has no log-probs of the engine
+    knows_engine = not np.isnan(record.engine_logp).all()
+    if knows_engine and not skips_old_pass and not engine_is_old:
         comparison.measure(old_batch, accumulator)
     values_BT = of_tokens(record.old_values, old_batch)
     if recorded_advantages:
@@ -144,7 +150,7 @@ def replay(
         )
         experts = int(state.get("experts", 0))
         measure_pass(output, minibatch, number, algorithm.objective, experts, accumulator)
-        if skips_old_pass and number == 1:
+        if knows_engine and skips_old_pass and number == 1:
             compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
             entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
@@ -185,7 +191,7 @@ def check_record(
         raise SettingError(
             "correction",
             algorithm.correction.name,
-            "the old policy of this record is the engine, so there is nothing to correct",
+            "this record does not tell the old policy from the engine, so nothing can be corrected",
             remedy="set correction=none",
         )
     recorded = record.header.settings.get("policy", {}).get("old_logprobs")
