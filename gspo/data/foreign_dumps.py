@@ -96,7 +96,8 @@ def _steps_of(folder: Path) -> dict[int | None, list[Path]]:
             return {_step_of(rank_files[0]): rank_files}
     for name in SUBFOLDERS:
         subfolder = folder / name
-        if not subfolder.is_dir():
+        # a link may lead out of the folder
+        if not subfolder.is_dir() or (name and subfolder.is_symlink()):
             continue
         entries = []
         for entry in subfolder.iterdir():
@@ -106,6 +107,8 @@ def _steps_of(folder: Path) -> dict[int | None, list[Path]]:
         entries.sort()
         steps: dict[int | None, list[Path]] = {}
         for entry in entries:
+            if entry.is_symlink():
+                continue
             if PRIME_RL_FOLDER.fullmatch(entry.name) and entry.is_dir():
                 rank_files = sorted(entry.glob(RANK_FILES))
                 if rank_files:

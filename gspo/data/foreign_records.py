@@ -6,9 +6,10 @@ The layouts were read in the frameworks' sources: NVIDIA-NeMo/RL, algorithms/grp
 001f1935), algorithms/grpo.py (002cdc27), utils/logger.py (0275e758), algorithms/loss_functions.py
 (005a098a), and PrimeIntellect-ai/prime-rl, trainer/rl/token_export.py and train.py (004274ec).
 
-In both, log-prob i belongs to token i, and the loss skips the first token. Both train a token if it
-is in the mask. The first trained token begins the response, and the last one ends it. Untrained
-tokens in between are the environment's. Rows with equal prompts are a group.
+In both, log-prob i belongs to token i, and the first token has none. Both train a token if it is in
+the mask. The first trained token begins the response, and the last one ends it. Untrained tokens in
+between are the environment's. Rows with equal prompts are a group. NeMo-RL counts steps from 1. A
+step is a rollout batch in both. prime-rl makes a single update of it.
 
 Neither dump holds how an update clipped, nor the log-probs of the old policy. The old policy of a
 record is the engine: in prime-rl the objective's ratio is trainer / engine. The updates of NeMo-RL
@@ -205,7 +206,7 @@ def _in_policy_loss(losses: Any, length: int) -> ndarray:
 def _row(token_ids: ndarray, trained: ndarray, **values: Any) -> Row | None:
     """Return a row with the arrays of its response, None if no token is trained."""
     trained = trained.copy()
-    # the first token has no log-prob, and both losses skip it
+    # the first token has no log-prob
     trained[:1] = False
     positions = np.flatnonzero(trained)
     if len(positions) == 0:

@@ -214,6 +214,12 @@ def test_links_pipes_and_huge_steps_are_refused(tmp_path):
     assert "is a link" in refused(tmp_path / NAME)
     os.mkfifo(tmp_path / "train_data_step2.jsonl")
     assert "no plain file" in refused(tmp_path / "train_data_step2.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    written(tmp_path / "elsewhere", PRIME, name="rank_0.jsonl")
+    (tmp_path / "dump").mkdir()
+    for name in ("step_1", "token_exports"):
+        (tmp_path / "dump" / name).symlink_to(tmp_path / "elsewhere")
+    assert "has no dump" in refused(tmp_path / "dump")
     huge = written(tmp_path, NEMO, name="train_data_step99999999.jsonl")
     assert "too large" in refused(huge)
 
