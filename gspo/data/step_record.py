@@ -64,8 +64,9 @@ class RecordedUpdate:
     # log-probs under the weights before this update, which are the weights after the updates before
     logp: ndarray = array("float32", "n")
     # LossOutputs.weight_BT: the factor of A grad log pi in the gradient, 0 if it is clipped
-    weight: ndarray = array("float32", "n")
-    clipped: ndarray = array("uint8", "n")  # a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    weight: ndarray | None = array("float32", "n", required=False)
+    # a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    clipped: ndarray | None = array("uint8", "n", required=False)
     entropy: ndarray | None = array("float32", "n", required=False)  # nats
     values: ndarray | None = array("float32", "n", required=False)  # the critic's
     # the experts that the routers chose at the position that predicts the token
@@ -99,6 +100,8 @@ class Header:
         default_factory=dict
     )  # the text of each token ID that occurs
     metrics: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
+    # sentences on what another framework's dump did not hold, see gspo.data.foreign_records
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
