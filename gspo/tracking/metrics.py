@@ -299,8 +299,8 @@ METRICS = [
     Metric(
         "mismatch/sync_residual",
         "share",
-        "mean |y - x| / mean |x| of the recorded tokens, medians over responses. A stale tensor "
-        "shows here first if engine and trainer compute in float32",
+        "mean |y - x| / mean |x| of the recorded tokens (y, x: sync_slope). A stale tensor shows "
+        "here first if engine and trainer compute in float32",
     ),
     Metric(
         "mismatch/weight_token_*",
