@@ -48,9 +48,15 @@ ROUNDING_FACTOR = 4.0
 MIN_ROUNDING = 2e-6
 QUIET = 0.25
 NOISY = 0.75
-# In bfloat16 the check fails if the slope of y on x is so many standard errors below MIN_SLOPE.
-MIN_SLOPE = 0.8
-STANDARD_ERRORS = 4.0
+# In bfloat16 the check fails if the slope of y on x is below MAX_SLOPE and STANDARD_ERRORS standard
+# errors below 1. In 75 complete loads the largest distance from 1 was 4 standard errors: sequences of
+# equal prompts are not independent either (experiments/LOG.md, 2026-11-27).
+MAX_SLOPE = 0.8
+STANDARD_ERRORS = 8.0
+# With fewer sequences the standard error is not known well.
+MIN_SEQUENCES = 8
+# Nor is it if |x| is below this share of |engine - trainer|: rounding could then remove all of y.
+MIN_CHANGE = 0.1
 
 
 @dataclass
@@ -229,12 +235,16 @@ class HandoverCheck:
                     f"its log-probs changed by {residual:.2g} nats otherwise than the "
                     f"trainer's, at most {limit:.2g} is rounding"
                 )
-        if self.rounds == "bfloat16" and change.trainer_change > 0:
+        is_measurable = (
+            len(self.prompts) >= MIN_SEQUENCES
+            and change.trainer_change > MIN_CHANGE * self.rounding
+        )
+        if self.rounds == "bfloat16" and is_measurable:
             highest = change.slope + STANDARD_ERRORS * change.slope_stderr
-            if highest < MIN_SLOPE:
+            if change.slope < MAX_SLOPE and highest < 1:
                 return (
                     f"its log-probs changed by {change.slope:.2f} +- {change.slope_stderr:.2f} of "
-                    f"the trainer's change (rollout.dtype=bfloat16, at least {MIN_SLOPE} expected)"
+                    "the trainer's change (rollout.dtype=bfloat16)"
                 )
         return ""
 
