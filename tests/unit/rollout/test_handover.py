@@ -7,6 +7,7 @@ import torch
 
 from builders import problems, small_policy
 from gspo.data.samples import Response
+from gspo.model.sharding.dtensors import local_tensor
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.sources.handover import (
@@ -15,6 +16,8 @@ from gspo.rollout.sources.handover import (
     rounded_to_bfloat16,
     sequence_gap,
 )
+from outside_engines import spread_policy
+from ranked import ranked
 from trainers import gap_trainer, steps
 
 RATE = 1e-3  # of an update: log-probs change by far less than the tolerance of check_engine
@@ -199,3 +202,32 @@ def test_a_trainer_reports_the_share_and_samples_the_same_responses(more, monkey
         assert ours.keys() - new == others.keys()
         for name in others.keys() - changing:
             assert ours[name] == others[name] or math.isnan(ours[name]), name
+
+
+@pytest.mark.distributed
+def test_two_ranks_with_shards_hear_of_the_stale_engine_of_one():
+    def told(ranks):
+        policy = spread_policy(ranks)
+        before = [local_tensor(p.detach()).clone() for p in policy.model.parameters()]
+        engine = LocalEngine(policy, dtype=torch.bfloat16, ranks=ranks)
+        check = HandoverCheck(engine, "bfloat16")
+        check.record(ranks.unshard(rollout(engine)))
+        for p, old in zip(policy.model.parameters(), before, strict=True):
+            assert torch.equal(local_tensor(p.detach()), old), "every bit is restored"
+        slopes = []
+        for step in (1, 2):
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.05)
+            tensors = [(name, tensor.clone()) for name, tensor in policy.named_tensors()]
+            if step == 1 or ranks.rank == 0:
+                engine.load_weights(tensors)
+            try:
+                slopes.append(check.check(step)["mismatch/sync_slope"])
+            except RuntimeError as error:
+                slopes.append(str(error))
+        return slopes
+
+    first, second = ranked(2, told)
+    assert first == second
+    assert 0.8 < first[0] < 1.2 and "after step 2 the engine has not got all" in first[1]
