@@ -113,20 +113,25 @@ def rounded_to_bfloat16(model: nn.Module) -> Generator[None]:
     """Round the float32 weights to bfloat16 inside the block, and restore every bit afterwards.
 
     bfloat16 has the upper 16 bits of float32. The bits that rounding changes are kept as a number of
-    16 bits. Numbers halfway between two neighbours are rounded away from 0, and not to the even
-    neighbour, so that this number always fits."""
+    16 bits. This number always fits, because numbers halfway between two neighbours are rounded away
+    from 0, and not to the even neighbour."""
     parameters = [p for p in model.parameters() if p.dtype == torch.float32]
     bits_of_weights = [local_tensor(p.detach()).view(torch.int32) for p in parameters]
     lost_bits = []
     try:
         for bits in bits_of_weights:
-            rounded = (bits + 0x8000) & -0x10000
-            lost_bits.append((bits - rounded).to(torch.int16))
-            bits.copy_(rounded)
+            lost_bits.append((bits - rounded_bits(bits)).to(torch.int16))
+            bits.copy_(rounded_bits(bits))
         yield
     finally:
+        # right also for a weight that an exception left unrounded
         for bits, lost in zip(bits_of_weights, lost_bits, strict=False):
-            bits.add_(lost)
+            bits.copy_(rounded_bits(bits) + lost)
+
+
+def rounded_bits(bits: Tensor) -> Tensor:
+    """Return the bits of float32 numbers after rounding them to bfloat16."""
+    return (bits + 0x8000) & -0x10000
 
 
 class HandoverCheck:
@@ -152,14 +157,13 @@ class HandoverCheck:
         self.is_done = False  # whether `record` was called
 
     def record(self, groups: Sequence[Sequence[Response]]) -> None:
-        """Record the first response of each group, with the log-probs under the present weights.
+        """Record up to MAX_SEQUENCES responses and their log-probs under the present weights.
 
-        All ranks record the same responses. It does nothing at later calls, or if the engine shares
-        the policy's tensors."""
+        The first response of each group comes first. All ranks record the same responses. Later
+        calls do nothing, and neither does a call for an engine that shares the policy's tensors."""
         if self.is_done or self.engine.shares_weights:
             return
         self.is_done = True
-        # the first response of each group, then the second of each, and so on
         by_sample = sorted((i, n) for n, group in enumerate(groups) for i in range(len(group)))
         responses = [groups[n][i] for i, n in by_sample[:MAX_SEQUENCES]]
         prompts = [r.prompt_ids[-MAX_PROMPT_TOKENS:] for r in responses]
@@ -207,7 +211,7 @@ class HandoverCheck:
         numbers = (change.slope, change.slope_stderr, change.trainer_change, change.residual)
         ranks = self.engine.ranks
         changes = [LogprobChange(*values) for values in ranks.all_gather(numbers)]
-        faults = [fault for fault in ranks.all_gather(fault) if fault]
+        faults = [message for message in ranks.all_gather(fault) if message]
         if faults:
             raise RuntimeError(
                 f"after step {step} the engine has not got all of the trainer's weights: "
@@ -232,8 +236,8 @@ class HandoverCheck:
             limit = ROUNDING_FACTOR * self.rounding + MIN_ROUNDING
             if residual > limit:
                 return (
-                    f"its log-probs changed by {residual:.2g} nats otherwise than the "
-                    f"trainer's, at most {limit:.2g} is rounding"
+                    f"the changes of its log-probs differ from the trainer's by {residual:.2g} "
+                    f"nats, of which at most {limit:.2g} is rounding"
                 )
         is_measurable = (
             len(self.prompts) >= MIN_SEQUENCES
