@@ -8,6 +8,8 @@
     gspo replay runs/STUDY/RUN step=123 objective=grpo page=true
     gspo replay runs/STUDY/RUN step=123 objective=grpo model=true
     gspo replay step_000123.safetensors objective=grpo            a record by itself
+    gspo replay train_data_step7.jsonl objective=gspo             a dump of NeMo-RL or prime-rl
+    gspo replay rollout_data_dir step=7 objective=gspo model=DIR  texts of verl or TRL, scored
 
 A run records steps with tracking.record_every=N or tracking.record_last=K. The replay prints clip
 fractions, effective sample sizes, the cosine between the gradients by the log-probs, and the
@@ -28,8 +30,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from gspo.cli import replay_settings
 from gspo.config.settings import Settings
+from gspo.data.foreign_records import read_dump
 from gspo.data.step_record import StepRecord, find_record, read_record
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
@@ -65,10 +70,15 @@ MAX_CAUSES = 5  # a message names so many metrics that differ
 class Options:
     """The options of this command, besides settings of `gspo train`."""
 
-    paths: tuple[str, ...] = option((), "a run directory, or a record")
+    paths: tuple[str, ...] = option((), "a run directory, a record, or another framework's dump")
     step: int = option(-1, "the recorded step; -1: the last", least=-1)
     responses: int = option(8, "print so many responses", least=0)
-    model: bool = option(False, "also compute the gradient of the parameters, from a checkpoint")
+    model: str = option(
+        "",
+        "true: also compute the gradient of the parameters, from the run's checkpoint. A path or a "
+        "name: the model that scores a dump of texts",
+    )
+    old_model: str = option("", "the model that scores a dump of texts as the old policy")
     page: bool = option(False, "write a page with the tokens of all responses")
     out: str = option("", "write the numbers to this JSON file")
     allow_outside_code: bool = option(
@@ -104,7 +114,7 @@ def replay_step() -> None:
         print("\n".join(["", *cosine_lines(columns)]))
     if options.responses:
         print("\n".join(["", *response_lines(record, columns, options.responses)]))
-    if options.model:
+    if options.model == "true":
         print("\n".join(["", *model_lines(options, path, record, columns, row)]))
     if row and columns[0].name.endswith(RECORDED):
         print("\n".join(["", *agreement_lines(record, columns[0], row)]))
@@ -134,17 +144,28 @@ RECORDED = " (recorded)"
 def read(options: Options) -> tuple[Path, StepRecord, dict[str, float | None]]:
     """Return the path, its record, and the step's row of metrics, empty if there is none."""
     path = Path(options.paths[0])
-    if not (path / SETTINGS_FILE).exists():
-        if not path.exists():
-            raise SettingError("PATH", str(path), "does not exist")
+    if not path.exists():
+        raise SettingError("PATH", str(path), "does not exist")
+    if (path / SETTINGS_FILE).exists():
+        record = read_record(find_record(path, options.step))
+        step = record.header.step
+        rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] == step]
+        return path, record, rows[0] if rows else record.header.metrics
+    if path.suffix == ".safetensors":
         if options.step >= 0:
             raise SettingError("step", options.step, f"{path} is the record of a single step")
         record = read_record(path)
         return path, record, record.header.metrics
-    file = find_record(path, options.step)
-    record = read_record(file)
-    rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] == record.header.step]
-    return path, record, rows[0] if rows else record.header.metrics
+    step_of_dump = options.step if options.step >= 0 else None
+    if options.model in ("", "true"):
+        return path, read_dump(path, step_of_dump), {}
+    # these import PyTorch, which takes seconds
+    from gspo.run.policies import plain_policy
+    from gspo.train.scored_dump import score_dump
+
+    policy = plain_policy(options.model)
+    old_policy = plain_policy(options.old_model) if options.old_model else None
+    return path, score_dump(path, step_of_dump, policy, old_policy), {}
 
 
 def replays(
@@ -157,11 +178,12 @@ def replays(
         recorded = replay_settings.of_run(path, trust)
     else:
         recorded = replay_settings.of_header(record.header, trust)
-    # these import PyTorch, which takes seconds
+    # it imports PyTorch, which takes seconds
     from gspo.train.replay import replay
 
     columns = []
-    if record.header.settings:
+    is_own = record.header.source == "gspo"
+    if is_own:
         name = recorded.objective_option() + RECORDED
         result = replay(record, recorded.algorithm(), recorded.trainer, recorded.policy)
         columns.append(Column(name, recorded, result))
@@ -169,14 +191,18 @@ def replays(
         settings, notes = replay_settings.changed(recorded, overrides, complete=is_run)
         for note in notes:
             print(f"note: {note}")
-        same_advantage = asdict(settings.advantage) == asdict(recorded.advantage)
+        # a dump of another framework has no settings, but perhaps advantages
+        keeps_advantages = not is_own and not np.isnan(record.advantages).all()
+        keeps_advantages = keeps_advantages and not any(
+            w.startswith("advantage") for w in overrides
+        )
         result = replay(
             record,
             settings.algorithm(),
             settings.trainer,
             settings.policy,
             recorded_kl=asdict(settings.kl) == asdict(recorded.kl),
-            recorded_advantages=not record.header.settings and same_advantage,
+            recorded_advantages=keeps_advantages,
         )
         name = " ".join(overrides) or settings.objective_option()
         columns.append(Column(escape_line(name), settings, result))
@@ -194,10 +220,10 @@ def heading(path: Path, record: StepRecord) -> str:
         f"{int(record.trained.sum()):,} tokens in the loss",
         counted(len(record.updates), "update"),
     ]
-    text = ", ".join(parts)
+    lines = [", ".join(parts), *(f"note: {escape_line(note)}" for note in header.notes)]
     if not header.complete:
-        text += f"\nthe step did not end: {escape_line(header.error)}"
-    return text
+        lines.append(f"the step did not end: {escape_line(header.error)}")
+    return "\n".join(lines)
 
 
 def table(record: StepRecord, columns: Sequence[Column]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.cli.option_files import CONF, quoted, refuse_dashes
@@ -28,7 +29,7 @@ from gspo.data.step_record import Header
 from gspo.io.arguments import NO_SUCH_OPTION, nearest
 from gspo.io.errors import SettingError
 
-OWN_OPTIONS = ("step", "model", "page", "responses", "out", "allow_outside_code")
+OWN_OPTIONS = ("step", "model", "old_model", "page", "responses", "out", "allow_outside_code")
 GROUPS = ("objective", "advantage", "kl", "correction")
 AGGREGATION = "trainer.aggregation"
 # settings beside the groups that a replay may change
@@ -79,7 +80,11 @@ def of_header(header: Header, trust: bool) -> Settings:
                 raise SettingError(f"{group}.name", name, f"is unknown here; there are {options}")
             with open_dict(config):
                 config[group] = node
-    return to_dataclass(with_outside_parts(merged(config, content)))
+    try:
+        return to_dataclass(with_outside_parts(merged(config, content)))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the record's settings are unknown here: {reason}") from None
 
 
 def composed(words: Sequence[str]) -> DictConfig:

@@ -93,7 +93,7 @@ def replay(
             "advantage",
             algorithm.advantage.name,
             "needs rewards, which this record does not hold",
-            remedy="take the recorded advantages",
+            remedy="leave advantage=... out, so that the recorded advantages are taken",
         )
     if recorded_advantages and np.isnan(record.advantages).all():
         raise SettingError(
