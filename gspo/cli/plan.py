@@ -132,7 +132,25 @@ def lines_of(plan: Plan) -> list[str]:
     )
     for name, time in plan.times.items():
         lines.append(f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}")
-    return [*lines, f"  most goes to {plan.bottleneck}"]
+    lines.append(f"  most goes to {plan.bottleneck}")
+    if plan.record_bytes:
+        lines += ["", record_text(plan)]
+    return lines
+
+
+def record_text(plan: Plan) -> str:
+    """Return the size of the records of steps in words."""
+    tracking = plan.settings.tracking
+    size = plan.record_bytes
+    text = f"the record of a step takes up to {size / GB:.2g} GB"
+    if tracking.record_last:
+        text += f", the last {tracking.record_last} together {tracking.record_last * size / GB:.2g}"
+    if tracking.record_every:
+        count = plan.settings.steps // tracking.record_every
+        text += f", the {count} of all {plan.settings.steps} steps {count * size / GB:.2g}"
+    if tracking.record_experts and plan.measured.experts:
+        text += "; without experts (tracking.record_experts=false) it takes far less"
+    return text
 
 
 def hardware_text(plan: Plan) -> str:

@@ -25,6 +25,7 @@ from gspo.planning.engine_estimate import EngineEstimate, engine_estimate
 from gspo.planning.hardware import GB, RESERVE, Hardware
 from gspo.planning.memory import Measured, Work, measure
 from gspo.planning.models import config_of
+from gspo.planning.records import record_bytes
 from gspo.planning.times import (
     exchange_times,
     launches_of,
@@ -55,6 +56,7 @@ class Plan:
     phases: dict[str, dict[str, float]]  # bytes in the GPU's memory by phase and purpose
     traffic: dict[str, float]  # bytes that the GPU exchanges with other GPUs in a step
     times: dict[str, float]  # seconds of a step
+    record_bytes: int = 0  # of the record of a step on disk; 0: no step is recorded
 
     @property
     def peak(self) -> tuple[str, float]:
@@ -140,6 +142,9 @@ def plan(
         phases=phases(settings, measured, engine),
         traffic=traffic,
         times=times,
+        record_bytes=record_bytes(
+            settings, config, work, rollout.prompts_per_step * rollout.group_size
+        ),
     )
 
 

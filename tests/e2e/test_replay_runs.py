@@ -118,7 +118,7 @@ def test_a_preset_says_what_it_cannot_change(run, replay):
         (["step=5"], "no record of step 5; the nearest recorded steps are 4, 7, 8, 9"),
         (["trainer.minibatches=8"], "trainer.minibatches=8: a record holds the responses"),
         (["objectve=grpo"], "objectve=grpo: there is no such option; the nearest is objective="),
-        (["advantage=gae"], "advantage=gae: "),
+        (["advantage=gae", "objective=ppo"], "advantage=gae: needs the values of a critic"),
         (["objective.clip_low=2"], "objective.clip_low=2"),
         (["preset=none_such"], "preset=none_such: there is no such preset"),
         (["objective=none_such"], "none_such"),
@@ -144,7 +144,7 @@ def test_a_record_by_itself(run, replay, tmp_path):
         ("objective", {"name": "new"}, "objective.name=new: is unknown here"),
         ("objective", {"name": "x", "class_path": "evil:Loss"}, "allow_outside_code=true"),
         ("objective", "gspo", "must be a mapping"),
-        ("objective", {"name": "gspo", "clip_low": "${oc.env:HOME}"}, "clip_low"),
+        ("objective", {"name": "gspo", "clip_low": "${oc.env:HOME}"}, "settings are unknown"),
         ("kl", {"name": "loss", "coef": 1, "more": 2}, "more"),
     ):
         changed = header | {"settings": header["settings"] | {group: content}}

@@ -12,7 +12,9 @@ from gspo.cli import plan as command
 from gspo.cli.plan import composed_settings, lines_of, with_options
 from gspo.planning.hardware import GB, RESERVE, hardware
 from gspo.planning.memory import measure
+from gspo.planning.models import config_of
 from gspo.planning.plan import ACTIVATIONS, MAX_TEMPLATE_TOKENS, advice, plan
+from gspo.planning.records import record_bytes
 from gspo.planning.scaling import efficiency, smallest, strong, weak
 from gspo.planning.times import TO_EXPERTS
 from recorded_measurements import measurement, record, recorded
@@ -537,3 +539,18 @@ def test_a_recorded_measurement_is_what_is_measured(words):
         measured = planned(*words).measured
     assert measured in recorded().values()
     assert planned(*words).measured == measured
+
+
+def test_the_size_of_records_is_said():
+    made = planned(*LARGE, "parallel.ranks=64", "steps=100", "tracking.record_last=5")
+    choices = 48 * 8
+    response = (2 + 12) + (12 + 1) + choices + (4 + 2 * choices)
+    by_hand = 8192 * (7680 * response + made.work.prompt * (4 + 2 * choices))
+    assert made.record_bytes == by_hand
+    (line,) = [line for line in lines_of(made) if "record of a step" in line]
+    assert f"up to {by_hand / GB:.2g} GB, the last 5 together {5 * by_hand / GB:.2g}" in line
+    assert "record_experts=false" in line
+    made.settings.tracking.record_experts = False
+    without = record_bytes(made.settings, config_of(made.settings.model), made.work, 8192)
+    assert without == 8192 * (7680 * 31 + made.work.prompt * 4)
+    assert planned(*SMALL).record_bytes == 0
