@@ -184,7 +184,7 @@ def _content(
         "changed": changed_experts(record, passes),
     }
     for name, values in shared.items():
-        if values is not None:
+        if values is not None and np.isfinite(values).any():
             arrays.add_half(name, values)
             scales[name] = color_scale([values])
     for number, view in enumerate(views):
@@ -209,8 +209,11 @@ def _content(
         for key, (title, about, one_sign) in QUANTITIES.items()
         if key in scales
     ]
+    bits = [int(np.bitwise_or.reduce(view.clipped)) for view in views]
     return {
-        "step": record.header.step,
+        "clip_bits": int(np.bitwise_or.reduce(bits)),
+        "has_untrained": bool((record.sampled & ~record.trained).any()),
+        "has_written": bool((~record.sampled).any()),
         "views": [view.name for view in views],
         "quantities": quantities,
         "clip_words": {str(bit): words for bit, words in CLIP_WORDS.items()},
@@ -319,4 +322,3 @@ def _objective_words(objective: object) -> str:
     ]
     words = f"Objective of the run: {_word(objective.get('name'))}"
     return f"{words}, with {', '.join(settings)}." if settings else f"{words}."
-

@@ -441,11 +441,12 @@
       parts.push(element("span", `${title}: ${about}.`), legendOf("token shade-5", "not clipped"));
     }
     for (const [bit, mark, shade] of CLIP_MARKS) {
+      if (!(content.clip_bits & bit)) continue;
       const color = key === "clip" ? ` shade-${shade}` : "";
       parts.push(legendOf(`token ${mark}${color}`, content.clip_words[bit]));
     }
-    parts.push(legendOf("token untrained", "the policy's, out of the loss"));
-    parts.push(legendOf("token written", "written by the environment"));
+    if (content.has_untrained) parts.push(legendOf("token untrained", "the policy's, out of the loss"));
+    if (content.has_written) parts.push(legendOf("token written", "written by the environment"));
     byId("legend").replaceChildren(...parts);
   }
 
