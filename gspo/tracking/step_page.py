@@ -8,7 +8,8 @@ The numbers stand in the page as base64 of arrays in little-endian order. A page
 of these encodings:
 
     uint8, uint16, uint32   as they are
-    half                    float16, which the script multiplies by `scale`
+    half                    float16, which the script multiplies by `scale`; numbers keep three
+                            digits if they are larger than 1e-9 of the largest
     constant                float32, a number per response or pass, if all its tokens have the same
 
 All else stands in the page as JSON. The script inserts texts as text, never as markup.

@@ -93,3 +93,17 @@ def step_record(
 def write_step(run, record: StepRecord) -> None:
     """Write a record into a run directory."""
     write_record(record_file(run, record.header.step), record)
+
+
+def make_episode(record: StepRecord, row: int) -> None:
+    """Make a row of at least four tokens an episode, whose second and third token are the
+    environment's, and whose last token is out of the loss."""
+    begin, end = record.tokens_of(row).start, record.tokens_of(row).stop
+    record.header.turns[str(row)] = [
+        ["policy", 1, 0.0],
+        ["environment", 2, 0.0],
+        ["policy", end - begin - 3, 0.5],
+    ]
+    record.sampled[begin + 1 : begin + 3] = False
+    record.trained[begin + 1 : begin + 3] = False
+    record.trained[end - 1] = False

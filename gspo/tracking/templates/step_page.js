@@ -481,33 +481,38 @@
     if (!(flags & SAMPLED)) author = "written by the environment";
     else if (!(flags & TRAINED)) author = "out of the loss";
     const update = state.pass === null ? "no update" : `update ${passes.updates[state.pass]}`;
-    const shared = element("p");
-    shared.append(
+    const shared = [
       numberOf("token", `${token + 1} of ${rows.tokens[state.row]}`),
       numberOf("text", visible(index).replaceAll("\n", "")),
       numberOf("token id", String(content.token_ids[index])),
       numberOf("", `${update}, ${author}`),
-    );
+    ];
     for (const quantity of quantities) {
       if (numbers[quantity.key]) {
-        shared.append(numberOf(quantity.title, format(valueOf(quantity.key, 0, token))));
+        shared.push(numberOf(quantity.title, format(valueOf(quantity.key, 0, token))));
       }
     }
     const lines = views.map((name, view) => {
-      const line = element("p");
-      if (views.length > 1) line.append(numberOf("", name));
+      const parts = views.length > 1 ? [numberOf("", name)] : [];
       for (const key of ["weight", "advantage"]) {
-        line.append(numberOf(key, format(valueOf(key, view, token))));
+        parts.push(numberOf(key, format(valueOf(key, view, token))));
       }
       for (const { key, title } of quantities) {
         if (key === "pull" || key === "gradient") {
-          line.append(numberOf(title, format(valueOf(key, view, token))));
+          parts.push(numberOf(title, format(valueOf(key, view, token))));
         }
       }
-      line.append(numberOf("", clipWords(valueOf("clip", view, token))));
-      return line;
+      const words = clipWords(valueOf("clip", view, token));
+      if (words) parts.push(numberOf("", words));
+      return lineOfNumbers(parts);
     });
-    byId("numbers").replaceChildren(shared, ...lines);
+    byId("numbers").replaceChildren(lineOfNumbers(shared), ...lines);
+  }
+
+  function lineOfNumbers(parts) {
+    const line = element("p");
+    parts.forEach((part, i) => line.append(part, i < parts.length - 1 ? ", " : ""));
+    return line;
   }
 
   function numberOf(name, value) {
