@@ -54,6 +54,11 @@ COMMANDS = {
     "report": Command(
         "gspo.cli.report", "Write the reports of runs, HTML pages.", "runs/STUDY/RUN"
     ),
+    "replay": Command(
+        "gspo.cli.replay",
+        "Compute the loss of a recorded step again, under any objective.",
+        f"{RUN} step=123 objective=grpo",
+    ),
     "compare": Command(
         "gspo.cli.compare",
         "Compare runs, or two evaluations, in the terminal.",

@@ -238,11 +238,16 @@ class Settings(Ranged):
 
 # the groups of settings that the loss of a step depends on
 LOSS_GROUPS = ("objective", "advantage", "kl", "correction", "reward", "trainer", "policy")
+CLASS_PATH = "class_path"  # the key of the path of the user's own class, beside its settings
 
 
 def loss_settings(settings: Settings) -> dict[str, Any]:
     """Return the groups of settings that the loss of a step depends on, ready for JSON."""
-    return {group: asdict(getattr(settings, group)) for group in LOSS_GROUPS}
+    groups = {group: asdict(getattr(settings, group)) for group in LOSS_GROUPS}
+    for group, code in settings.outside.items():
+        if group in groups:
+            groups[group][CLASS_PATH] = code["path"]
+    return groups
 
 
 # ------------------------------------------------------------------------------------ hash of a run

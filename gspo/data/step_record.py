@@ -64,8 +64,9 @@ class RecordedUpdate:
     # log-probs under the weights before this update, which are the weights after the updates before
     logp: ndarray = array("float32", "n")
     # LossOutputs.weight_BT: the factor of A grad log pi in the gradient, 0 if it is clipped
-    weight: ndarray = array("float32", "n")
-    clipped: ndarray = array("uint8", "n")  # a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    weight: ndarray | None = array("float32", "n", required=False)
+    # a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    clipped: ndarray | None = array("uint8", "n", required=False)
     entropy: ndarray | None = array("float32", "n", required=False)  # nats
     values: ndarray | None = array("float32", "n", required=False)  # the critic's
     # the experts that the routers chose at the position that predicts the token
@@ -99,6 +100,8 @@ class Header:
         default_factory=dict
     )  # the text of each token ID that occurs
     metrics: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
+    # sentences on what another framework's dump did not hold, see gspo.data.foreign_records
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -162,13 +165,15 @@ def recorded_steps(run: Path) -> list[int]:
 
 
 def find_record(run: Path, step: int) -> Path:
-    """Return the path of a step's record.
+    """Return the path of a step's record. Step -1 is the last that was recorded.
 
     Raises ValueError if the step was not recorded, and names the nearest steps that were."""
+    steps = recorded_steps(run)
+    if step < 0 and steps:
+        step = steps[-1]
     path = record_file(run, step)
     if path.exists():
         return path
-    steps = recorded_steps(run)
     if not steps:
         raise ValueError(
             f"{run} has no record of a step: train with tracking.record_every=N or "
@@ -188,7 +193,7 @@ def write_record(path: Path, record: StepRecord) -> int:
         arrays |= _arrays_of(update, f"update_{number}.")
     header = json.dumps(asdict(record.header), allow_nan=False, default=_plain)
     content = save(arrays, {METADATA_KEY: header})
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(path, content)
     return len(content)
 
@@ -299,7 +304,7 @@ def _to_record(header: Header, arrays: dict[str, ndarray]) -> StepRecord:
     sizes: dict[str, int] = {}
     parts = _checked(StepRecord, arrays, "", sizes)
     updates = []
-    while arrays and len(updates) < MAX_UPDATES:
+    while f"update_{len(updates) + 1}.rows" in arrays and len(updates) < MAX_UPDATES:
         prefix = f"update_{len(updates) + 1}."
         # b and n differ from update to update
         update_sizes = {name: sizes[name] for name in "LK" if name in sizes}

@@ -116,7 +116,9 @@ def path_inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_lines(path: Path, factor: int = 1) -> Iterator[bytes]:
+def read_lines(
+    path: Path, factor: int = 1, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[bytes]:
     """Yield the lines of a file with their line ends. `factor` multiplies MAX_ROWS_FILE_BYTES."""
     max_bytes = factor * MAX_ROWS_FILE_BYTES
     with open_plain_file(path) as file:
@@ -124,9 +126,9 @@ def read_lines(path: Path, factor: int = 1) -> Iterator[bytes]:
             raise Unreadable(
                 f"{path} is larger than {max_bytes:,} bytes, the most that is read of it"
             )
-        for line in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
-            if len(line) > MAX_LINE_BYTES:
-                raise Unreadable(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
+        for line in iter(partial(file.readline, max_line_bytes + 1), b""):
+            if len(line) > max_line_bytes:
+                raise Unreadable(f"{path} has a line of more than {max_line_bytes:,} bytes")
             yield line
 
 

@@ -18,7 +18,7 @@ from gspo.evaluation.resumable import fingerprint
 from gspo.io.errors import SettingError
 from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
-from gspo.model.settings import POSITIONS
+from gspo.model.settings import POSITIONS, HFModel
 from gspo.model.value_head import ValueHead
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
 
@@ -110,6 +110,12 @@ def open_reference(
         shards=shards,
         initial_weights_digest="" if has_refreshed or shards else fingerprint(model),
     )
+
+
+def plain_policy(path: str) -> Policy:
+    """Open any causal language model, a folder or a name on the hub, at temperature 1."""
+    model, tokenizer = HFModel(path=path).make()
+    return Policy(model.to(usable_device("auto", "device")), tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ weights

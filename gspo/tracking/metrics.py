@@ -286,6 +286,22 @@ METRICS = [
         "nats",
         "mean min(|l|, 1) of a few tokens sampled after the weights reached the engine",
     ),
+    # The hand-over of weights, on recorded tokens. x and y are the changes of the trainer's and of
+    # the engine's log-prob of a token since the previous load of weights.
+    Metric(
+        "mismatch/sync_slope",
+        "share",
+        "share of the last update that reached the engine, sum(x y) / sum(x^2): x and y are the "
+        "changes of the trainer's and of the engine's log-prob of a recorded token. 1: all "
+        "weights arrived, 0: none",
+    ),
+    Metric("mismatch/sync_slope_stderr", "share", "standard error of sync_slope"),
+    Metric(
+        "mismatch/sync_residual",
+        "share",
+        "mean |y - x| / mean |x| of the recorded tokens (y, x: sync_slope). A stale tensor shows "
+        "here first if engine and trainer compute in float32",
+    ),
     Metric(
         "mismatch/weight_token_*",
         "weight",

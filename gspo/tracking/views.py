@@ -186,6 +186,7 @@ VIEWS = (
                 _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
                 _panel("mismatch/logp_abs_max", log=True), _panel("mismatch/beyond_2"),
                 _panel("mismatch/after_sync", log=True),
+                _panel("mismatch/: sync_slope sync_slope_stderr sync_residual"),
             )),
             ("Responses", (
                 _panel("mismatch/sequence_log_abs", log=True),

@@ -174,7 +174,7 @@ class StepRecorder(Recorder):
                 state=self.state,
                 metrics={name: finite(value) for name, value in metrics.items()},
             )
-            record = to_record(header, self.batch, self.rollout.groups, rows)
+            record = to_record(header, self.batch, self.rollout.groups, rows, self.experts)
             header.vocabulary = self._texts(record.token_ids)
             write_record(record_file(self.run, step), record)
         # the tensors of a step are large
@@ -214,7 +214,11 @@ class StepRecorder(Recorder):
 
 
 def to_record(
-    header: Header, batch: TrainBatch, groups: Sequence[list[ScoredResponse]], rows: RowArrays
+    header: Header,
+    batch: TrainBatch,
+    groups: Sequence[list[ScoredResponse]],
+    rows: RowArrays,
+    with_experts: bool,
 ) -> StepRecord:
     """Return the record of a step, with the passes of the rows of all ranks."""
     responses = [r for group in groups for r in group]
@@ -233,7 +237,7 @@ def to_record(
         return None if x_BT is None else x_BT[real_BT].numpy()
 
     engine_experts = None
-    if batch.engine_experts_BSLK is not None:
+    if batch.engine_experts_BSLK is not None and with_experts:
         engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
     has_old_experts = all((0, row) in rows for row in range(len(responses)))
     old_experts = None

@@ -88,6 +88,17 @@ def replay(
     accumulator = MetricAccumulator()
     engine_is_old = policy_settings.old_logprobs == "engine"
     check_record(record, algorithm, settings, engine_is_old)
+    if not recorded_advantages and np.isnan(record.rewards).any():
+        raise SettingError(
+            "advantage",
+            algorithm.advantage.name,
+            "needs rewards, which this record does not hold",
+            remedy="leave advantage=... out, so that the recorded advantages are taken",
+        )
+    if recorded_advantages and np.isnan(record.advantages).all():
+        raise SettingError(
+            "advantage", problem="this record holds no advantages, so compute them from the rewards"
+        )
     state = record.header.state
     coefficient = KLCoefficient(algorithm.kl)
     if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
@@ -100,7 +111,9 @@ def replay(
     comparison = EngineComparison(routes_floor=0.0)
     skips_old_pass = bool(state.get("skips_old_pass"))
     old_batch = add_old_policy(record, rollout_batch, algorithm, engine_is_old, accumulator)
-    if not skips_old_pass and not engine_is_old:
+    # a dump of texts has no log-probs of the engine
+    knows_engine = not np.isnan(record.engine_logp).all()
+    if knows_engine and not skips_old_pass and not engine_is_old:
         comparison.measure(old_batch, accumulator)
     values_BT = of_tokens(record.old_values, old_batch)
     if recorded_advantages:
@@ -137,7 +150,7 @@ def replay(
         )
         experts = int(state.get("experts", 0))
         measure_pass(output, minibatch, number, algorithm.objective, experts, accumulator)
-        if skips_old_pass and number == 1:
+        if knows_engine and skips_old_pass and number == 1:
             compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
             entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
@@ -173,6 +186,13 @@ def check_record(
             "trainer.entropy_coef",
             settings.entropy_coef,
             "needs the entropy of every token, which this record does not hold",
+        )
+    if record.header.source != "gspo" and algorithm.correction.name != "none":
+        raise SettingError(
+            "correction",
+            algorithm.correction.name,
+            "this record does not tell the old policy from the engine, so nothing can be corrected",
+            remedy="set correction=none",
         )
     recorded = record.header.settings.get("policy", {}).get("old_logprobs")
     if recorded == "engine" and not engine_is_old:

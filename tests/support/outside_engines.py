@@ -22,6 +22,7 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
+from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.sources.sampler_logprobs import check_engine
 from gspo.rollout.vllm_settings import VLLMRollout
 
@@ -122,13 +123,16 @@ def story(engine, experts: bool = False) -> list[list[list[int]]]:
     """Tokens before and after the weights change, and those of episodes at the end; each time
     engine and policy are compared."""
     found = []
+    handover = HandoverCheck(engine, "nothing")
     for step in range(3):
         if step:
             update(engine.policy)
             engine.load_weights(engine.policy.named_tensors())
+            assert 0.999 < handover.check(step)["mismatch/sync_slope"] < 1.001
         assert check_engine(engine, problems()[:2], 1e-5, step) is not None
         for sampling in (GREEDY, SAMPLED):
             responses = sampled(engine, sampling, experts)
+            handover.record([[r] for r in responses])
             found.append([r.token_ids for r in responses])
             if experts:
                 check_routes(responses, MODEL.layers, MODEL.experts_per_token, MODEL.experts)

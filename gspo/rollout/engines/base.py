@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from gspo.data.pack import layout
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
@@ -26,6 +27,8 @@ from gspo.rollout.engines.requests import (
 
 T = TypeVar("T")
 Groups = list[list[Response]]
+# so many rows of given tokens pass through the model at once
+SCORED_ROWS = 16
 # called with responses that have ended while others are still being sampled
 OnFinished = Callable[[list[Response]], None]
 
@@ -33,6 +36,21 @@ OnFinished = Callable[[list[Response]], None]
 def grouped(items: list[T], group_size: int) -> list[list[T]]:
     """Cut a list of responses or episodes into groups of `group_size`."""
     return [items[i : i + group_size] for i in range(0, len(items), group_size)]
+
+
+def policy_logprobs(
+    policy: Policy, prompts: list[list[int]], responses: list[list[int]]
+) -> list[list[float]]:
+    """Return the policy's log-probs of given response tokens at temperature 1, row by row."""
+    batch = layout(prompts, responses, policy.pad_id)
+    temperature = policy.temperature
+    policy.temperature = 1.0
+    try:
+        logp_BT = policy.score(batch, SCORED_ROWS).logp_BT
+    finally:
+        policy.temperature = temperature
+    rows = zip(logp_BT.tolist(), responses, strict=True)
+    return [logprobs[: len(response)] for logprobs, response in rows]
 
 
 class Engine(ABC):
@@ -183,6 +201,14 @@ class Engine(ABC):
 
         Each block of `rows_per_prefix` rows has the same prefix. `on_ended` is called with the
         indices of rows that are filled, once for every row."""
+
+    def logprobs_of(
+        self, prompts: list[list[int]], responses: list[list[int]]
+    ) -> list[list[float]] | None:
+        """Return the engine's log-probs of given response tokens at temperature 1, row by row.
+
+        Returns None if the engine cannot compute them. All ranks must call this together."""
+        return None
 
     @abstractmethod
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

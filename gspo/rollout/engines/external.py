@@ -205,6 +205,33 @@ class OutsideEngine(Engine, Generic[SettingsT]):
                 row.experts.append(sampled.experts)
         on_ended(list(range(len(rows))))
 
+    def logprobs_of(
+        self, prompts: list[list[int]], responses: list[list[int]]
+    ) -> list[list[float]] | None:
+        """Return the engine's log-probs of given response tokens at temperature 1, row by row.
+
+        vLLM reports the log-probs of a prompt's tokens at temperature 1, whatever its mode of
+        log-probs is. For such a request it does not read its prefix cache."""
+        self.wake()
+        calls = Calls()
+        sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        sequences_by_rank = self.sharers.all_gather(sequences)
+        logprobs_by_rank = None
+        if self.sharers.rank == 0:
+            logprobs_by_rank = calls(self._logprobs_for_sharers, sequences_by_rank)
+        self._agree(calls)
+        logprobs = self.sharers.scatter(logprobs_by_rank)
+        rows = zip(logprobs, responses, strict=True)
+        return [values[len(values) - len(response) :] for values, response in rows]
+
+    def _logprobs_for_sharers(
+        self, sequences_by_rank: list[list[list[int]]]
+    ) -> list[list[list[float]]]:
+        """Return the log-probs of the sequences of all sharers, rank by rank."""
+        sequences = [sequence for rank in sequences_by_rank for sequence in rank]
+        logprobs = iter(self._ask("prompt_logprobs", sequences))
+        return [[next(logprobs) for _ in rank] for rank in sequences_by_rank]
+
     def stream(
         self, request: SamplingRequest, on_finished: OnFinished | None = None
     ) -> Iterator[Groups]:

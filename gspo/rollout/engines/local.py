@@ -24,7 +24,7 @@ from gspo.data.batch import runs_ahead, to_cpu, to_device
 from gspo.data.seeding import uniform_rows
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
-from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.base import Engine, policy_logprobs
 from gspo.rollout.engines.decode import CachedRows, DecodeOutput, Decoder, NetworkDecoder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
@@ -82,6 +82,12 @@ class LocalEngine(Engine):
         if not self.shares_weights:
             self.sampler.load_tensors(named_tensors)
             self._quantize()
+
+    def logprobs_of(
+        self, prompts: list[list[int]], responses: list[list[int]]
+    ) -> list[list[float]]:
+        """Return the log-probs of given response tokens at temperature 1, row by row."""
+        return policy_logprobs(self.sampler, prompts, responses)
 
     def close(self) -> None:
         """Do nothing: the tensors are freed with the object."""

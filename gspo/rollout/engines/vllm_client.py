@@ -32,7 +32,7 @@ from gspo.rollout.engines.server_guard import (
     server_address,
     signature,
 )
-from gspo.rollout.engines.vllm_host import Completion
+from gspo.rollout.engines.vllm_host import PROMPT_LOGPROBS, Completion
 
 CONNECT_SECONDS = 30.0
 # A machine that is gone sends nothing, so the kernel probes whether it still answers.
@@ -156,6 +156,27 @@ class VLLMServerClient:
             for request_id, completion in zip(request_ids, completions, strict=True):
                 completion.experts = decode_experts(experts[request_id])
         return completions
+
+    def prompt_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Return the log-probs of the tokens of each sequence, from the second token on."""
+        num_threads = min(len(sequences), max_requests())
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="request") as threads:
+            return list(threads.map(self._prompt_logprobs_of_one, sequences))
+
+    def _prompt_logprobs_of_one(self, sequence: list[int]) -> list[float]:
+        request = {
+            "request_id": self._new_id(),
+            "token_ids": sequence,
+            "sampling_params": PROMPT_LOGPROBS,
+        }
+        answer = self.call("/inference/v1/generate", request)
+        try:
+            tokens = zip(answer["prompt_logprobs"][1:], sequence[1:], strict=True)
+            return [float(of_token[str(token)]["logprob"]) for of_token, token in tokens]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineEnded(
+                f"{self.name} answers otherwise than vLLM does: {type(error).__name__} {error}"
+            ) from None
 
     def add(
         self, request_ids: list[str], prompts: list[list[int]], params: list[dict[str, Any]]

@@ -18,6 +18,10 @@ import torch
 
 from gspo.rollout.engines.engine_process import wait_readable
 
+# The arguments of SamplingParams that let vLLM return the log-probs of a prompt's own tokens. It
+# must sample a token too.
+PROMPT_LOGPROBS = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+
 
 @dataclass
 class Completion:
@@ -65,6 +69,21 @@ class LLMHost:
             return [to_completion(output, None) for output in outputs]
         pairs = zip(outputs, self._routes(outputs), strict=True)
         return [to_completion(output, experts) for output, experts in pairs]
+
+    def prompt_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Return the log-probs of the tokens of each sequence, from the second token on."""
+        from vllm import SamplingParams
+
+        inputs = [{"prompt_token_ids": sequence} for sequence in sequences]
+        outputs = self.llm.generate(inputs, SamplingParams(**PROMPT_LOGPROBS), use_tqdm=False)
+        if self.routes and self.on_cpu:
+            self.llm.collective_rpc("pop_routes")  # nobody asks for the experts of these requests
+        return [
+            [of_token[token].logprob for of_token, token in zip(by_token[1:], ids[1:], strict=True)]
+            for by_token, ids in zip(
+                [output.prompt_logprobs for output in outputs], sequences, strict=True
+            )
+        ]
 
     def add(
         self, request_ids: list[str], prompts: list[list[int]], params: list[dict[str, Any]]

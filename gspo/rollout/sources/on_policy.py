@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from gspo.data.problems import Problem
 from gspo.data.samples import Response, ScoredResponse, all_same
 from gspo.rollout.engines.base import Engine
@@ -21,6 +23,7 @@ from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks
 from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.rollout.sources.base import NothingGraded, PendingRollouts, Rollout
+from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.sources.problem_sampler import Sampler, TrainingProblems, Uniform
 from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs, check_engine
 from gspo.tasks.base import Task
@@ -61,6 +64,7 @@ class OnPolicySource:
         # the step after which the trainer had the weights that the engine has now
         self.policy_step = 0
         self.synced: dict[str, float] = {}  # metrics of loading those weights into the engine
+        self.handover = HandoverCheck(engine, rounds(engine, settings))
         max_prompt_tokens, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
@@ -102,6 +106,7 @@ class OnPolicySource:
             routing = self.engine.policy.routing
             check_routes(rollout.responses, routing.layers, routing.top_k, routing.experts)
         self.keep_behaviour_logprobs(rollout.responses, rollout)
+        self.handover.record(rollout.groups)
         self.engine.rest()
         return rollout
 
@@ -143,6 +148,7 @@ class OnPolicySource:
         precision = str(self.engine.policy.precision).removeprefix("torch.")
         difference = check_engine(self.engine, problems, self.settings.tolerance(precision), step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
+        self.synced |= self.handover.check(step)
 
     def sample_round(self, step: int, refill: int = 0) -> Rollout:
         """Sample and score groups for the `prompts_per_step` problems of a round.
@@ -210,6 +216,17 @@ class OnPolicySource:
     def close(self) -> None:
         """Close the engine."""
         self.engine.close()
+
+
+def rounds(engine: Engine, settings: RolloutSettings) -> str:
+    """Return how the engine's numbers differ from the trainer's, in the words of HandoverCheck."""
+    policy = engine.policy
+    if policy.precision != torch.float32 or settings.quantization != "none":
+        return "otherwise"
+    if settings.dtype == "float32":
+        return "nothing"
+    # an adapter is merged into the weights before they are rounded, and not in the trainer
+    return "otherwise" if policy.adapter else settings.dtype
 
 
 class DynamicSource(OnPolicySource):

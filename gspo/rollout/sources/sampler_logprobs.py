@@ -79,7 +79,8 @@ def check_engine(
     """Compare the engine's log-probs with the trainer's on a few sampled tokens.
 
     It follows each load of weights. It detects a weight that did not arrive, and a cache of the
-    previous weights, before they show in a reward.
+    previous weights, if that changes log-probs by more than `tolerance`. Smaller changes are left
+    to gspo.rollout.sources.handover.
 
     Returns the mean of min(|difference|, 1) over the tokens, in nats. It is bounded because in
     bfloat16 a single token whose router chooses otherwise can differ by 20 nats. Each rank checks

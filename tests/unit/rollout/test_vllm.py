@@ -27,6 +27,7 @@ from gspo.rollout.engines import vllm_worker
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
+from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.vllm_settings import VLLMRollout
 from outside_engines import agreement, gap
 from refusals import refuses
@@ -295,6 +296,56 @@ def test_a_sync_must_clear_the_prefix_cache(engines, name, monkeypatch):
     assert_in_step(engine)
 
 
+def handed_over(engine: VLLMEngine, rounds: str) -> HandoverCheck:
+    """The check after an update whose weights have all arrived."""
+    check = HandoverCheck(engine, rounds)
+    check.record([[r] for r in run(engine, Sampling(1.0, 40), group_size=6)])
+    perturb(engine.policy, 2e-3, 20)
+    engine.load_weights(engine.policy.named_tensors())
+    metrics = check.check(1)
+    assert abs(metrics["mismatch/sync_slope"] - 1) < (0.001 if rounds == "nothing" else 0.3)
+    perturb(engine.policy, 2e-3, 21)
+    return check
+
+
+@pytest.mark.parametrize(
+    "withheld", ["model.layers.1.self_attn.o_proj.weight", "model.norm.weight"]
+)
+def test_a_tensor_that_is_withheld_is_told_at_its_sync(engines, withheld, monkeypatch):
+    engine = engines("moe-own")
+    check = handed_over(engine, "nothing")
+    matching = engine._matching
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            engine, "_matching", lambda *a: ((n, t) for n, t in matching(*a) if n != withheld)
+        )
+        engine.load_weights(engine.policy.named_tensors())
+    with pytest.raises(RuntimeError, match="after step 2 the engine has not got all"):
+        check.check(2)
+    engine.load_weights(engine.policy.named_tensors())
+    assert_in_step(engine)
+    # no experts of the requests of the check are left over
+    assert agreement(engine.policy, run(engine, Sampling(1.0, 20), experts=True)) > 0.999
+
+
+def test_a_single_stale_expert_is_told_and_in_lower_precision_a_stale_engine(engines, lower):
+    engine = engines("moe-in")
+    name = "model.layers.1.mlp.experts.down_proj"
+    old = dict(engine.policy.named_tensors())[name].clone()
+    check = handed_over(engine, "nothing")
+    tensors = dict(engine.policy.named_tensors())
+    stale = tensors[name].clone()
+    stale[3] = old[3]
+    engine.load_weights((tensors | {name: stale}).items())
+    with pytest.raises(RuntimeError, match="after step 2 the engine has not got all"):
+        check.check(2)
+    engine.load_weights(engine.policy.named_tensors())
+    check = handed_over(lower, "bfloat16")
+    with pytest.raises(RuntimeError, match="after step 2 the engine has not got all"):
+        check.check(2)
+    lower.load_weights(lower.policy.named_tensors())
+
+
 @pytest.mark.parametrize("step", ["forget_packing", "pack_head"])
 def test_a_sync_must_pack_experts_and_output_layer_again(engines, step, monkeypatch):
     engine = engines("moe-in")
@@ -379,6 +430,7 @@ from gspo.model.settings import TinyDense
 from gspo.model.policy import Policy
 from gspo.rollout.vllm_settings import VLLMRollout
 from gspo.rollout.engines.vllm import VLLMEngine
+from gspo.rollout.sources.handover import HandoverCheck
 engine = VLLMEngine(Policy(*TinyDense(heads=2).make()), VLLMRollout())
 print("ready", flush=True)
 time.sleep(600)

@@ -1,0 +1,200 @@
+"""The settings under which `gspo replay` computes a loss: those of the run, with changes.
+
+The command line may choose another objective, advantage, KL term or correction, or a preset, and
+change their settings. Everything that a record cannot tell anew is refused, such as the number of
+mini-batches: its log-probs are those of the updates that the run made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from gspo.algorithm.aggregation import Aggregation
+from gspo.cli.option_files import CONF, quoted, refuse_dashes
+from gspo.config.checks import check
+from gspo.config.load import read_settings, register_schemas, resolve
+from gspo.config.schema import literal, merged, to_dataclass
+from gspo.config.settings import CHOICES, CLASS_PATH, Settings, dotted
+from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
+from gspo.data.step_record import Header
+from gspo.io.arguments import NO_SUCH_OPTION, nearest
+from gspo.io.errors import SettingError
+
+OWN_OPTIONS = ("step", "model", "old_model", "page", "responses", "out", "allow_outside_code")
+GROUPS = ("objective", "advantage", "kl", "correction")
+AGGREGATION = "trainer.aggregation"
+# settings beside the groups that a replay may change
+CHANGEABLE = (
+    "reward",
+    AGGREGATION,
+    "trainer.mask_truncated",
+    "trainer.entropy_coef",
+    "trainer.entropy_target",
+    "trainer.entropy_coef_delta",
+    "trainer.entropy_coef_min",
+    "trainer.entropy_coef_max",
+    "policy.old_logprobs",
+)
+
+
+def of_run(run: Path, trust: bool) -> Settings:
+    """Return the settings of a run directory. `trust` permits to import the code that it names."""
+    return read_settings(run, trust=trust)
+
+
+def of_header(header: Header, trust: bool) -> Settings:
+    """Return the settings that the header of a record without run directory holds.
+
+    Settings that it lacks are the defaults. Raises ValueError for settings that are unknown here,
+    and for code of the user's own without `trust`."""
+    config = composed([])
+    content = literal(header.settings)
+    for group, value in content.items():
+        if not isinstance(value, dict):
+            raise SettingError(group, str(value)[:40], "must be a mapping")
+        outside = value.pop(CLASS_PATH, "")
+        if group in CHOICES:
+            name = value.get("name")
+            if outside:
+                if not trust:
+                    raise SettingError(
+                        group,
+                        outside,
+                        "the record names code from outside this package",
+                        remedy="read that code, then say allow_outside_code=true",
+                    )
+                node = class_schema(load_class(outside, group, group), group)
+            elif isinstance(name, str) and name in CHOICES[group]:
+                node = OmegaConf.structured(CHOICES[group][name])
+            else:
+                options = ", ".join(CHOICES[group])
+                raise SettingError(f"{group}.name", name, f"is unknown here; there are {options}")
+            with open_dict(config):
+                config[group] = node
+    try:
+        return to_dataclass(with_outside_parts(merged(config, content)))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the record's settings are unknown here: {reason}") from None
+
+
+def composed(words: Sequence[str]) -> DictConfig:
+    """Compose the settings of `gspo train` with these words."""
+    register_schemas()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=[quoted(word) for word in words])
+
+
+def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[Settings, list[str]]:
+    """Return the settings with the changes of the command line, and notes about its preset.
+
+    `complete` says that all other settings are the run's too, so they are checked together."""
+    refuse_dashes(list(words))
+    for word in words:
+        refuse_unless_changeable(word)
+    preset_keys = keys_of_preset(words)
+    keys = [word.partition("=")[0].lstrip("+") for word in words] + preset_keys
+    chosen = {key for key in keys if key in GROUPS}
+    options = [f"{group}={option_of(recorded, group)}" for group in GROUPS if group not in chosen]
+    source = to_dataclass(with_outside_parts(composed([*options, *words])))
+    settings = copy.deepcopy(recorded)
+    for group in chosen:
+        setattr(settings, group, getattr(source, group))
+        settings.options[group] = option_name_of(words, group, getattr(source, group))
+    ignored = []
+    for key in keys:
+        if key in chosen or key == "preset" or key.partition(".")[0] in chosen:
+            continue
+        if is_changeable(key) or key.partition(".")[0] in GROUPS:
+            copy_setting(settings, source, key)
+        else:
+            ignored.append(key)
+    has_aggregation = any(key.startswith(AGGREGATION) for key in keys)
+    if "objective" in chosen and not has_aggregation:
+        settings.trainer.aggregation = Aggregation(rows=settings.trainer.aggregation.rows)
+    settings.outside = outside_code(settings)
+    resolve(settings)
+    if complete:
+        check(settings)
+    notes = []
+    if ignored:
+        names = ", ".join(ignored)
+        notes.append(f"the preset also sets {names}; a replay keeps what the run had")
+    return settings, notes
+
+
+def refuse_unless_changeable(word: str) -> None:
+    """Raise ValueError for a word that a replay cannot follow."""
+    key, _, value = word.partition("=")
+    key = key.lstrip("+")
+    if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable(key):
+        return
+    choices = ", ".join([*GROUPS, "preset", *CHANGEABLE])
+    if key.partition(".")[0] not in [field.name for field in fields(Settings)]:
+        near = nearest(key, [*GROUPS, "preset", *OWN_OPTIONS])
+        raise SettingError(word, problem=NO_SUCH_OPTION, remedy=f"the nearest is {near}=")
+    raise SettingError(
+        key,
+        value,
+        "a record holds the responses and log-probs of the run, so a replay cannot change this",
+        remedy=f"choose from {choices}",
+    )
+
+
+def is_changeable(key: str) -> bool:
+    """Return whether a replay may change a setting beside the groups."""
+    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
+
+
+def keys_of_preset(words: Sequence[str]) -> list[str]:
+    """Return the groups and the dotted settings that the preset on the command line sets."""
+    names = [word.removeprefix("preset=") for word in words if word.startswith("preset=")]
+    if not names:
+        return []
+    file = CONF / "preset" / f"{names[-1]}.yaml"
+    if not file.exists():
+        options = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml")))
+        raise SettingError("preset", names[-1], f"there is no such preset; there are {options}")
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys = []
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, dict):
+            keys += [key.removeprefix("override /") for key in entry]
+    return keys + list(dotted(content))
+
+
+def option_of(recorded: Settings, group: str) -> str:
+    """Return the option with the fields of a run's group: its class's own, or the user's class."""
+    outside = recorded.outside.get(group)
+    return outside["path"] if outside else getattr(recorded, group).name
+
+
+def option_name_of(words: Sequence[str], group: str, part: Any) -> str:
+    """Return the option that the command line chose for a group, or the name of its class."""
+    names = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
+    return names[-1] if names else part.name
+
+
+def copy_setting(target: Any, source: Any, key: str) -> None:
+    """Copy a setting with a dotted key from one tree of settings to another."""
+    name, _, rest = key.partition(".")
+    value = getattr(source, name)
+    if not rest or not is_dataclass(value):
+        setattr(target, name, value)
+        return
+    part = getattr(target, name)
+    if "." in rest:
+        copy_setting(part, value, rest)
+        return
+    if rest not in [field.name for field in fields(part)]:
+        raise SettingError(key, problem="the run's option has no such setting")
+    setattr(target, name, replace(part, **{rest: getattr(value, rest)}))

@@ -1,0 +1,323 @@
+"""A replay of a recorded step gives the run's metrics and gradients, and those of other objectives."""
+
+import copy
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from games import Echoes
+from gspo.algorithm.advantages import GAE, GroupMean, TurnNormalized
+from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.corrections import TIS
+from gspo.algorithm.kl import KLInLoss, KLInReward
+from gspo.algorithm.objectives import CISPO, GMPO, GRPO, GSPO, PPO, SAPO, GSPOToken, Reinforce
+from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.data.pack import pack
+from gspo.data.step_record import find_record, read_record, record_file
+from gspo.io.errors import SettingError
+from gspo.model.settings import LoraSettings, TinyDense
+from gspo.rollout.settings import RolloutSettings
+from gspo.train.recorder import StepRecorder
+from gspo.train.replay import replay
+from gspo.train.replay_comparison import (
+    agreement,
+    cosines,
+    effective_responses,
+    gradient_norm,
+    response_weights,
+)
+from gspo.train.settings import Algorithm, PolicySettings
+from ranked import ranked
+from trainers import gap_trainer, steps, trainer, weights
+
+DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
+MEAN = Aggregation("seq-mean-token-mean")
+NARROW = GSPO(clip_low=1e-3, clip_high=1e-3)
+EPISODES = RolloutSettings(
+    prompts_per_step=4, group_size=4, max_new_tokens=24, stop=list("aeiouxXG59|")
+)
+FEW = RolloutSettings(prompts_per_step=4, group_size=4, max_new_tokens=10)
+
+# each records and replays something that the others do not
+CASES = {
+    "gspo": partial(trainer, NARROW, old_pass="auto"),
+    "gspo, dense, engine skipped": partial(trainer, NARROW, model=DENSE, old_pass="auto"),
+    "grpo, dual clip, kl in the loss": partial(
+        trainer,
+        GRPO(clip_low=0.02, clip_high=0.02, dual_clip=1.1),
+        parts={"kl": KLInLoss(coef=0.1, aggregation=MEAN)},
+    ),
+    "grpo, kl in the reward": partial(trainer, GRPO(), parts={"kl": KLInReward(coef=0.05)}),
+    "ppo, critic": partial(trainer, PPO(), parts={"advantage": GAE()}, epochs=2),
+    "cispo, correction, rounding engine": partial(
+        gap_trainer, CISPO(), parts={"correction": TIS()}, dtype="bfloat16"
+    ),
+    "gspo, r2": partial(trainer, NARROW, replay="r2"),
+    "grpo, r3": partial(gap_trainer, GRPO(), replay="r3", dtype="bfloat16"),
+    "gspo_token, episodes": partial(
+        trainer,
+        GSPOToken(clip_low=1e-3, clip_high=1e-3),
+        model=DENSE,
+        rollout=EPISODES,
+        task=Echoes(),
+        parts={"advantage": TurnNormalized(), "reward": RewardShaping(turns="each")},
+        minibatches=2,
+    ),
+    "grpo, lora": partial(
+        trainer, GRPO(), model=DENSE, lora=LoraSettings(rank=4, alpha=8), old_pass="auto"
+    ),
+    "gmpo, truncated masked, running moments": partial(
+        trainer,
+        GMPO(),
+        model=DENSE,
+        mask_truncated=True,
+        parts={"reward": RewardShaping(shift="running", scale="running", overlong_cache=4)},
+    ),
+    "sapo, entropy bonus": partial(
+        trainer, SAPO(), model=DENSE, entropy_coef=0.01, entropy_target=3.0
+    ),
+    "grpo, stale, behaviour": partial(
+        gap_trainer, GRPO(), model=DENSE, old="behaviour", staleness=1
+    ),
+    "gspo, old log-probs of the engine": partial(
+        gap_trainer, NARROW, model=DENSE, old="engine", dtype="bfloat16"
+    ),
+}
+# metrics that a record cannot tell: of responses that are not trained on, of the model, of time
+NOT_IN_A_RECORD = (
+    "compute/", "filter/", "group/", "length/", "reward/", "staleness/", "throughput/", "time/",
+    "verdict/", "optim/", "episode/", "routing/consistency_after_step", "mismatch/after_sync",
+    "mismatch/sync_",
+)  # fmt: skip
+
+
+def record(t, run: Path, **options) -> None:
+    """Let a trainer record its steps."""
+    settings = {
+        "objective": asdict(t.algorithm.objective),
+        "policy": asdict(t.policy_settings),
+    }
+    t.recorder = StepRecorder(
+        run, "test", t.policy, t.algorithm, settings, t.ranks, **{"every": 1} | options
+    )
+
+
+def replayed(t, run: Path, step: int):
+    """Return a step's record and its replay under the trainer's own settings."""
+    recorded = read_record(find_record(run, step))
+    return recorded, replay(recorded, t.algorithm, t.settings, t.policy_settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_replay_gives_the_metrics_of_the_run(case, tmp_path):
+    t = CASES[case]()
+    record(t, tmp_path)
+    rows = steps(t, 3)
+    row = rows[2]
+    recorded, again = replayed(t, tmp_path, 3)
+    agreed = agreement(again.metrics, row)
+    assert not agreed.differing
+    missing = [
+        name for name in row if name not in again.metrics and not name.startswith(NOT_IN_A_RECORD)
+    ]
+    # with the engine's log-probs as the old policy's, a record has no others to compare them with
+    if "old log-probs of the engine" in case:
+        missing = [name for name in missing if not name.startswith("mismatch/")]
+    assert missing == ["routing/balance"] * ("routing/balance" in row)
+    assert agreed.compared > 40
+    # token by token: advantages, clips and weights are those of the run
+    assert np.allclose(again.advantages, recorded.advantages, atol=1e-6)
+    for update, own in zip(again.updates, recorded.updates, strict=True):
+        trained = np.concatenate([recorded.trained[recorded.tokens_of(r)] for r in own.rows])
+        assert np.array_equal(update.clipped[trained], own.clipped[trained])
+        assert np.allclose(update.weight[trained], own.weight[trained], rtol=1e-6, atol=1e-7)
+    assert len(recorded.updates) == t.settings.minibatches * t.settings.epochs
+
+
+def test_recording_changes_nothing(tmp_path):
+    plain = trainer(NARROW)
+    recording = trainer(NARROW)
+    record(recording, tmp_path)
+    rows = [steps(t, 2) for t in (plain, recording)]
+    for a, b in zip(*rows, strict=True):
+        assert {n: v for n, v in a.items() if not n.startswith(("time/", "thr", "compute/s"))} == {
+            n: v for n, v in b.items() if not n.startswith(("time/", "thr", "compute/s"))
+        }
+    assert all(map(torch.equal, weights(plain), weights(recording)))
+    assert "time/record_s" not in rows[0][0] and rows[1][0]["time/record_s"] > 0
+
+
+def test_the_gradient_by_the_log_probs_is_the_one_that_reaches_the_model(tmp_path):
+    """The chain rule: parameter gradients are the Jacobian of the log-probs times this gradient."""
+    t = trainer(GRPO(clip_low=0.02, clip_high=0.02), model=DENSE, minibatches=1, max_grad_norm=1e9)
+    record(t, tmp_path)
+    policy = copy.deepcopy(t.policy.model)
+    (row,) = steps(t, 1)
+    recorded, again = replayed(t, tmp_path, 1)
+    t.policy.model.load_state_dict(policy.state_dict())
+    rollout = trainer(GRPO(), model=DENSE).source.next(1)
+    batch = pack(rollout.responses, t.policy.pad_id)
+    rows_N = torch.from_numpy(again.updates[0].rows).long()
+    batch = batch.rows(rows_N)
+    logp_BT = t.policy.forward(batch).logp_BT
+    gradient_BT = torch.zeros_like(logp_BT)
+    gradient_BT[batch.mask_BT] = torch.from_numpy(again.updates[0].gradient)
+    (logp_BT * gradient_BT).sum().backward()
+    squares = [p.grad.double().square().sum() for p in t.policy.parameters() if p.grad is not None]
+    assert float(sum(squares).sqrt()) == pytest.approx(row["optim/grad_norm"], rel=1e-4)
+    assert Totals.of(batch.mask_BT).sequences == len(recorded)
+
+
+def test_another_objective_is_computed_from_the_same_responses(tmp_path):
+    """GSPO's record under GRPO: the numbers of hand-written formulas on the recorded log-probs."""
+    t = trainer(NARROW, model=DENSE)
+    record(t, tmp_path)
+    steps(t, 2)
+    recorded = read_record(find_record(tmp_path, 2))
+    grpo = Algorithm(GRPO(clip_low=0.01, clip_high=0.01), GroupMean())
+    other = replay(recorded, grpo, t.settings, t.policy_settings)
+    own = replay(recorded, t.algorithm, t.settings, t.policy_settings)
+
+    rewards = recorded.rewards
+    means = np.array([rewards[recorded.groups == g].mean() for g in recorded.groups])
+    advantages = np.repeat(rewards - means, recorded.response_lengths)
+    assert np.allclose(other.advantages, advantages, atol=1e-6)
+    clipped = 0
+    tokens = 0
+    loss_sum = 0.0
+    for number, update in enumerate(recorded.updates, start=1):
+        positions = np.concatenate(
+            [np.arange(*recorded.tokens_of(r).indices(10**9)) for r in update.rows]
+        )
+        old = update.logp if number == 1 else recorded.old_logp[positions]
+        ratio = np.exp(update.logp.astype(float) - old)
+        a = advantages[positions]
+        surrogate = np.minimum(ratio * a, ratio.clip(0.99, 1.01) * a)
+        lengths = recorded.response_lengths[update.rows]
+        response_means = np.add.reduceat(surrogate, np.cumsum(lengths) - lengths) / lengths
+        loss_sum -= response_means.mean()
+        clipped += (ratio.clip(0.99, 1.01) * a < ratio * a).sum()
+        tokens += len(a)
+    assert clipped > 0
+    assert other.metrics["clip/token_active"] == pytest.approx(clipped / tokens)
+    assert other.metrics["optim/loss"] == pytest.approx(loss_sum / 4, abs=1e-6)
+    whole, *by_update = cosines(own, other)
+    assert len(by_update) == 4 and -1 <= whole < 0.999
+    # the first update's ratios are 1 under either objective; advantages differ by group factors
+    assert by_update[0] > 0.9
+
+
+def test_equal_gradients_have_the_cosine_one_and_shares_add_up(tmp_path):
+    t = trainer(NARROW, model=DENSE)
+    record(t, tmp_path)
+    steps(t, 2)
+    recorded, own = replayed(t, tmp_path, 2)
+    assert cosines(own, own) == pytest.approx([1.0] * 5)
+    weights_of_rows = response_weights(recorded, own)
+    assert weights_of_rows.share.sum() == pytest.approx(1)
+    assert 1 <= effective_responses(weights_of_rows.share) <= len(recorded)
+    assert effective_responses(np.zeros(3)) == 0
+    active = own.metrics["clip/token_active"]
+    lengths = recorded.response_lengths
+    assert (weights_of_rows.clipped * lengths).sum() / lengths.sum() == pytest.approx(active)
+    assert gradient_norm(own) > 0
+
+
+def test_ranks_write_the_record_of_all_rows(tmp_path):
+    one = trainer(NARROW)
+    record(one, tmp_path / "one")
+    steps(one, 1)
+
+    def work(ranks):
+        t = trainer(NARROW, ranks=ranks, engine_ranks=ranks.new_group())
+        record(t, tmp_path / "two")
+        steps(t, 1)
+
+    ranked(2, work)
+    a, b = (read_record(find_record(tmp_path / name, 1)) for name in ("one", "two"))
+    assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.groups, b.groups)
+    assert np.array_equal(a.old_experts, b.old_experts)
+    for mine, other in zip(a.updates, b.updates, strict=True):
+        assert np.array_equal(mine.rows, other.rows)
+        assert mine.logp.shape == other.logp.shape and mine.experts.shape == other.experts.shape
+    assert np.allclose(a.updates[0].logp, b.updates[0].logp, atol=1e-5)
+    again = replay(b, one.algorithm, one.settings, one.policy_settings)
+    assert not agreement(again.metrics, b.header.metrics).differing
+
+
+def test_which_steps_are_recorded(tmp_path):
+    t = trainer(NARROW, model=DENSE, rollout=FEW)
+    record(t, tmp_path, every=2)
+    steps(t, 4)
+    assert [record_file(tmp_path, step).exists() for step in range(1, 5)] == [False, True] * 2
+    with pytest.raises(
+        ValueError, match="no record of step 3; the nearest recorded steps are 2, 4"
+    ):
+        find_record(tmp_path, 3)
+    with pytest.raises(ValueError, match=r"tracking\.record_every"):
+        find_record(tmp_path / "none", 3)
+
+
+def test_a_step_that_fails_leaves_what_it_had(tmp_path):
+    t = trainer(NARROW, model=DENSE, rollout=FEW)
+    record(t, tmp_path)
+    t.optim = replace(t.optim, max_skipped=0)
+    t.train_step(1, t.source.next(1))
+    rollout = t.source.next(2)
+    for parameter in t.policy.parameters():
+        parameter.data.mul_(float("nan"))
+    with pytest.raises(RuntimeError, match="not finite") as failed:
+        t.train_step(2, rollout)
+    t.recorder.finish({}, str(failed.value))
+    recorded = read_record(find_record(tmp_path, 2))
+    assert not recorded.header.complete and "not finite" in recorded.header.error
+    assert len(recorded.updates) == 1 and np.isnan(recorded.updates[0].logp).any()
+
+
+def test_experts_can_be_left_out(tmp_path):
+    t = trainer(NARROW)
+    record(t, tmp_path, experts=False)
+    rows = steps(t, 1)
+    recorded, again = replayed(t, tmp_path, 1)
+    assert recorded.old_experts is None and recorded.updates[0].experts is None
+    assert not agreement(again.metrics, rows[0]).differing
+    assert "routing/consistency" not in again.metrics
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "key"),
+    [
+        (Algorithm(GRPO(), kl=KLInLoss(coef=0.1, aggregation=MEAN)), {}, "kl"),
+        (Algorithm(PPO(), GAE()), {}, "advantage"),
+    ],
+)
+def test_tensors_that_a_record_lacks_are_named(algorithm, settings, key, tmp_path):
+    t = trainer(NARROW, model=DENSE, rollout=FEW)
+    record(t, tmp_path)
+    steps(t, 1)
+    recorded = read_record(find_record(tmp_path, 1))
+    with pytest.raises(SettingError) as refused:
+        replay(recorded, algorithm, replace(t.settings, **settings), t.policy_settings)
+    assert refused.value.key == key
+
+
+def test_a_record_without_old_log_probs_cannot_be_replayed_with_them(tmp_path):
+    t = gap_trainer(NARROW, model=DENSE, old="engine", dtype="bfloat16")
+    record(t, tmp_path)
+    steps(t, 1)
+    recorded = read_record(find_record(tmp_path, 1))
+    with pytest.raises(SettingError) as refused:
+        replay(recorded, t.algorithm, t.settings, PolicySettings())
+    assert refused.value.key == "policy.old_logprobs"
+
+
+def test_reinforce_has_no_ratio_to_replay(tmp_path):
+    t = trainer(Reinforce(), model=DENSE, rollout=FEW, minibatches=1)
+    record(t, tmp_path)
+    (row,) = steps(t, 1)
+    _, again = replayed(t, tmp_path, 1)
+    assert not agreement(again.metrics, row).differing
