@@ -138,12 +138,17 @@ def _add_responses(section: RecordedSteps, record: StepRecord, page: Path) -> No
                 ", ".join(words),
                 f"{record.rewards[row]:.4g}",
                 f"{record.response_lengths[row]:,}",
-                f"{numbers.clipped[row]:.1%}",
-                f"{numbers.weight[row]:.1%}",
-                "" if np.isnan(mismatch[row]) else f"{mismatch[row]:.3g}",
+                _known(numbers.clipped[row], ".1%"),
+                _known(numbers.weight[row], ".1%"),
+                _known(mismatch[row], ".3g"),
             )
         )
         section.excerpts.append(_excerpt(record, passes, view, log_ratio, scale, row))
+
+
+def _known(value: float, form: str) -> str:
+    """Return a number as text, "" if it is not known."""
+    return "" if np.isnan(value) else format(float(value), form)
 
 
 def _highest(values: ndarray) -> list[int]:
@@ -185,7 +190,8 @@ def _excerpt(
                 bits = int(view.clipped[position])
                 words.append(f"weight {view.weights[position]:.4g}")
                 words.append(f"advantage {view.advantages[first_token + i]:.4g}")
-                words.append(clip_words(bits))
+                if view.knows_clips:
+                    words.append(clip_words(bits))
                 classes += [mark for bit, mark in CLIP_CLASSES.items() if bits & bit][:1]
         tokens.append((" ".join(classes), ", ".join(words), visible(text)))
     title = f"response {row}: reward {record.rewards[row]:.4g}, {len(token_ids):,} tokens"

@@ -55,6 +55,7 @@ HALF_TOP = 2.0**15  # the largest number of an array is at most this when it is 
 MAX_VIEWS = 2
 MAX_WORD_CHARS = 100  # of names and values in the page's first lines, and of verdicts
 MAX_CLIP_SETTINGS = 20
+MAX_NOTES = 20
 TRAINED = 1  # bits of the array `flags`
 SAMPLED = 2
 KEY_METRICS = {
@@ -84,12 +85,14 @@ def page_file(run: Path, step: int) -> Path:
 def write_step_page(run: Path, step: int) -> Path:
     """Write the page of a recorded step beside its record, and return the page's path.
 
+    Step -1 is the last that was recorded.
     Raises ValueError if the step was not recorded, and Unreadable if the record is damaged."""
     if (run / FOLDER).is_symlink():
         raise Unreadable(not_plain(run / FOLDER))
     record = read_record(find_record(run, step))
-    path = page_file(run, step)
-    replace_text(path, step_page(record, [recorded_view(record)], f"{run.name}, step {step}"))
+    path = page_file(run, record.header.step)
+    title = f"{run.name}, step {record.header.step}"
+    replace_text(path, step_page(record, [recorded_view(record)], title))
     return path
 
 
@@ -146,7 +149,8 @@ class _Arrays:
         largest = float(sizes.max()) if len(sizes) else 0.0
         # a power of two, which changes no digit
         scale = 2.0 ** math.ceil(math.log2(largest / HALF_TOP)) if largest else 1.0
-        self.add(name, (values / scale).astype(np.float16), "half", scale)
+        scaled = np.divide(values, scale, dtype=np.float64)
+        self.add(name, scaled.astype(np.float16), "half", scale)
 
     def add_rows(self, name: str, values: ndarray) -> None:
         """Add numbers of tokens that may be constant in each response."""
@@ -191,11 +195,13 @@ def _content(
     for number, view in enumerate(views):
         arrays.add_passes(f"weight_{number}", view.weights)
         arrays.add_rows(f"advantage_{number}", view.advantages)
-        arrays.add(f"clip_{number}", view.clipped, "uint8")
+        if view.knows_clips:
+            arrays.add(f"clip_{number}", view.clipped, "uint8")
+            scales["clip"] = None
         if view.gradients is not None:
             arrays.add_half(f"gradient_{number}", view.gradients)
-    scales["clip"] = None
-    scales["pull"] = color_scale([view.pulls for view in views])
+    if any(np.isfinite(view.pulls).any() for view in views):
+        scales["pull"] = color_scale([view.pulls for view in views])
     gradients = [view.gradients for view in views if view.gradients is not None]
     if len(gradients) == len(views):
         scales["gradient"] = color_scale(gradients)
@@ -306,6 +312,7 @@ def _about(record: StepRecord, views: Sequence[View]) -> list[str]:
     ]
     if metrics:
         lines.append(f"Metrics of the recorded step: {', '.join(metrics)}.")
+    lines += [escape(note[: 5 * MAX_WORD_CHARS]) for note in header.notes[:MAX_NOTES]]
     if not header.complete:
         error = escape(header.error[: 5 * MAX_WORD_CHARS]) or "an error that was not recorded"
         lines.append(f"The record is not complete. The step ended with: {error}")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from gspo.data.step_record import ACTIVE, BOUNDED, DUAL, OUTSIDE, StepRecord
-from gspo.io.escaping import escape
+from gspo.io.escaping import escape, escape_line
 
 MAX_TOKEN_CHARS = 200  # of a token's text that is shown
 MAX_NAME_CHARS = 100  # of a view's name
@@ -37,22 +37,30 @@ class View:
 
     name: str
     advantages: ndarray  # over the N response tokens
-    # the following have an array per update, over the n tokens of its rows
-    weights: list[ndarray]  # the factor of A grad log pi
-    clipped: list[ndarray]  # uint8, a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
+    # The following have an array per update, over the n tokens of its rows. None: not known
+    weights: list[ndarray] | None  # the factor of A grad log pi
+    clipped: list[ndarray] | None  # uint8, a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
     gradients: list[ndarray] | None = None  # the derivative of the loss by the log-prob
 
 
 def recorded_view(record: StepRecord) -> View:
-    """Return the view of the objective that trained the step."""
+    """Return the view of the objective that trained the step.
+
+    A record from another framework may have neither weights nor clips."""
     objective = record.header.settings.get("objective")
     name = objective.get("name") if isinstance(objective, dict) else None
     return View(
         name=str(name or "recorded objective"),
         advantages=record.advantages,
-        weights=[update.weight for update in record.updates],
-        clipped=[update.clipped for update in record.updates],
+        weights=_complete([update.weight for update in record.updates]),
+        clipped=_complete([update.clipped for update in record.updates]),
     )
+
+
+def _complete(arrays: Sequence[ndarray | None]) -> list[ndarray] | None:
+    """Return the arrays of all updates, None if an update has none."""
+    known = [values for values in arrays if values is not None]
+    return known if len(known) == len(arrays) else None
 
 
 class Passes:
@@ -86,7 +94,8 @@ def log_ratios(record: StepRecord, passes: Passes) -> ndarray:
 
     It is 0 in the first update if the ratio is 1 there by definition."""
     logp = concatenate([update.logp for update in record.updates])
-    log_ratio = logp - record.old_logp[passes.tokens]
+    with np.errstate(invalid="ignore"):  # infinite log-probs
+        log_ratio = logp - record.old_logp[passes.tokens]
     if record.header.state.get("starts_at_old_policy") and not _engine_is_old(record):
         first = record.updates[0].logp.size if record.updates else 0
         log_ratio[:first] = 0.0
@@ -104,7 +113,9 @@ def mismatches(record: StepRecord, passes: Passes) -> ndarray:
         if record.updates:
             first = record.updates[0].logp
             trainer_logp[passes.tokens[: len(first)]] = first
-    return np.where(record.sampled, trainer_logp - record.engine_logp, np.float32(np.nan))
+    with np.errstate(invalid="ignore"):  # infinite log-probs
+        mismatch = trainer_logp - record.engine_logp
+    return np.where(record.sampled, mismatch, np.float32(np.nan))
 
 
 def _engine_is_old(record: StepRecord) -> bool:
@@ -169,12 +180,17 @@ class ViewTokens:
 
     def __init__(self, record: StepRecord, passes: Passes, view: View):
         trained = record.trained[passes.tokens]
-        self.name = escape(view.name)[:MAX_NAME_CHARS]
+        self.name = escape_line(view.name[:MAX_NAME_CHARS])
         nan = np.float32(np.nan)
         self.advantages = np.where(record.trained, view.advantages, nan)  # [N]
-        self.weights = np.where(trained, concatenate(view.weights), nan)  # [P]
-        clipped = concatenate(view.clipped).astype(np.uint8)
-        self.clipped = np.where(trained, clipped, np.uint8(0))  # [P]
+        self.weights = np.full(len(trained), nan)  # [P]
+        if view.weights is not None:
+            self.weights = np.where(trained, concatenate(view.weights), nan)
+        self.knows_clips = view.clipped is not None
+        self.clipped = np.zeros(len(trained), np.uint8)  # [P]
+        if view.clipped is not None:
+            clipped = concatenate(view.clipped).astype(np.uint8)
+            self.clipped = np.where(trained, clipped, np.uint8(0))
         with np.errstate(invalid="ignore", over="ignore"):
             self.pulls = self.weights * self.advantages[passes.tokens]  # advantage x weight: [P]
         self.gradients: ndarray | None = None
@@ -186,7 +202,7 @@ class ViewTokens:
 # numbers of responses
 @dataclass
 class RowNumbers:
-    """The numbers of each response under a view. Each array is float64 [B]."""
+    """The numbers of each response under a view. Each array is float64 [B], NaN if not known."""
 
     clipped: ndarray  # the clipped share of its tokens in the loss, over all its passes
     weight: ndarray  # its share in the sum of |advantage x weight|, or of |gradient| if it is known
@@ -202,10 +218,13 @@ def row_numbers(record: StepRecord, passes: Passes, tokens: ViewTokens) -> RowNu
     pulls = np.abs(tokens.pulls if tokens.gradients is None else tokens.gradients)
     finite_pulls = np.where(np.isfinite(pulls), pulls, 0.0).astype(np.float64)
     sums = np.bincount(passes.rows_of_tokens, finite_pulls, rows)
-    return RowNumbers(
-        clipped=clipped_counts / np.maximum(trained_counts, 1),
-        weight=sums / (sums.sum() or 1.0),
-    )
+    clipped = clipped_counts / np.maximum(trained_counts, 1)
+    weight = sums / (sums.sum() or 1.0)
+    if not tokens.knows_clips:
+        clipped[:] = np.nan
+    if np.isnan(pulls).all():
+        weight[:] = np.nan
+    return RowNumbers(clipped, weight)
 
 
 def largest_mismatches(record: StepRecord, mismatch: ndarray) -> ndarray:

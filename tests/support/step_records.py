@@ -11,6 +11,7 @@ from gspo.data.step_record import (
     record_file,
     write_record,
 )
+from spoiled_runs import ESCAPE, MARKUP
 
 GROUP_SIZE = 4
 
@@ -107,3 +108,20 @@ def make_episode(record: StepRecord, row: int) -> None:
     record.sampled[begin + 1 : begin + 3] = False
     record.trained[begin + 1 : begin + 3] = False
     record.trained[end - 1] = False
+
+
+def hostile_record() -> StepRecord:
+    """A record all of whose texts try to act on the reader."""
+    record = step_record(rows=4, length=6, updates=1, words=8)
+    bad = f'{ESCAPE}{MARKUP}</script><script>alert(2)</script><!--\' onerror="x" {{{{ 7 * 7 }}}}'
+    bad += "<img src=x onerror=alert(3)>"
+    texts = (bad, "\u2028\u2029", "\u202eabc", "\ud83d", "x" * 10_000, "", "\n", '"\\')
+    header = record.header
+    header.vocabulary = {str(token): text for token, text in enumerate(texts)}
+    header.label = header.error = header.source = bad
+    header.complete = False
+    header.tasks, header.verdicts, header.finish_reasons = [bad] * 4, [bad] * 4, [bad] * 4
+    header.settings = {"objective": {"name": bad, bad: bad, "list": [bad]}, "policy": [bad]}
+    header.metrics = {"reward/mean": None, bad: 1.0}
+    header.notes = [bad]
+    return record

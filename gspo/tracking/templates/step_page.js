@@ -29,7 +29,7 @@
     row: 0,
     pass: null, // null: no update had the row
     quantity: quantities[0],
-    sort: views.length ? "clipped_0" : "row",
+    sort: "clipped_0",
     descending: true,
     order: [],
     token: 0,
@@ -149,14 +149,14 @@
   }
 
   function format(value) {
-    if (typeof value === "string") return value;
+    if (typeof value === "string") return value === "nan" ? "–" : value;
     if (Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
     return String(Number(value.toPrecision(4)));
   }
 
   function percent(value) {
-    return typeof value === "string" ? value : (100 * value).toFixed(1) + " %";
+    return typeof value === "string" ? format(value) : (100 * value).toFixed(1) + " %";
   }
 
   // ------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@
     title: "largest mismatch",
     about: "largest |trainer's minus engine's log-prob| of its tokens",
     values: rows.mismatch,
-    show: (value) => (value === "nan" ? "–" : format(value)),
+    show: format,
   });
 
   // Compare two values of a column. Numbers that are not finite are words, and come last.

@@ -17,7 +17,7 @@ from gspo.tracking.step_tokens import Passes, color_scale, shade
 from pages import Page
 from recorded_runs import HEALTHY, write
 from spoiled_runs import ESCAPE, MARKUP
-from step_records import make_episode, step_record, write_step
+from step_records import hostile_record, make_episode, step_record, write_step
 
 HALF = 2.0**-11  # the relative error of float16
 
@@ -211,6 +211,23 @@ def test_quantities_that_a_record_lacks_are_not_offered():
     assert "gradient" in [quantity["key"] for quantity in content["quantities"]]
 
 
+def test_a_record_of_another_framework_may_know_neither_weights_nor_clips(tmp_path):
+    record = step_record(notes=["It has no <weights>."], vocabulary={})
+    for update in record.updates:
+        update.weight = update.clipped = None
+    page = page_of(record)
+    content = content_of(page)
+    keys = [quantity["key"] for quantity in content["quantities"]]
+    assert keys == ["log_ratio", "entropy", "mismatch"] and "clip_0" not in content["encodings"]
+    assert set(content["rows"]["clipped"][0] + content["rows"]["weight"][0]) == {"nan"}
+    assert content["texts"][0] == f"⟨{content['token_ids'][0]}⟩"
+    assert "It has no <weights>." in " ".join(Page(page).words)
+    folder = write(tmp_path, "gspo", HEALTHY)
+    write_step(folder, record)
+    words = " ".join(Page(run_report.write_page(folder).read_text()).words)
+    assert "a large mismatch" in words and "nan" not in words.split("Recorded steps")[1]
+
+
 def test_two_views_share_a_scale():
     record = step_record()
     view = recorded_view(record)
@@ -273,25 +290,6 @@ def test_the_page_allows_its_own_script_and_nothing_else():
     assert "unsafe" not in policy and "http" not in policy and "style=" not in page
     for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch("):
         assert word not in scripts[0]
-
-
-def hostile_record():
-    record = step_record(rows=4, length=6, updates=1, words=8)
-    bad = ESCAPE + MARKUP + '</script><script>alert(2)</script><!--\' onerror="x" {{ 7 * 7 }}'
-    record.header.vocabulary = dict(
-        enumerate_texts(bad, "\u2028\u2029", "\u202eabc", "\ud83d", "x" * 10_000, "", "\n", '"\\')
-    )
-    header = record.header
-    header.label = header.error = header.source = bad
-    header.complete = False
-    header.tasks, header.verdicts, header.finish_reasons = [bad] * 4, [bad] * 4, [bad] * 4
-    header.settings = {"objective": {"name": bad, bad: bad, "list": [bad]}, "policy": [bad]}
-    header.metrics = {"reward/mean": None, bad: 1.0}
-    return record
-
-
-def enumerate_texts(*texts):
-    return [(str(i), text) for i, text in enumerate(texts)]
 
 
 def test_a_hostile_record_is_inert():
