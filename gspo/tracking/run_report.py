@@ -9,7 +9,7 @@ of a run that is under way or was killed.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from gspo.tracking.metrics import HELD_OUT_MEANS, custom_metrics, stderr_of
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.pages import TEMPLATES, fill
 from gspo.tracking.rounding import floor_of_run, mismatch_of_run
+from gspo.tracking.step_excerpts import recorded_section, write_newest_pages
 
 PAGE = "report.html"
 RESPONSES = 3  # the number of best responses that are shown, and of worst responses
@@ -46,21 +47,24 @@ SECONDS = {
 
 
 def write_page(folder: Path) -> Path:
-    """Write the page of a run directory, and return its path.
+    """Write the page of a run directory and those of its newest recorded steps.
 
-    Raises ValueError if `folder` is no run directory."""
+    Returns the path of the run's page. Raises ValueError if `folder` is no run directory."""
     check_run_directory(folder)
-    replace_text(folder / PAGE, page(folder))
+    problems: list[str] = []
+    write_newest_pages(folder, _read, problems)
+    replace_text(folder / PAGE, page(folder, problems))
     return folder / PAGE
 
 
-def page(folder: Path) -> str:
+def page(folder: Path, known_problems: Sequence[str] = ()) -> str:
     """Return the page's HTML.
 
+    `known_problems` are reasons why other pages could not be written, which this page tells.
     Raises ValueError if the settings cannot be read. The page names other files that cannot be
     read."""
     settings = untrusted.read_yaml(folder / "settings.yaml")
-    problems: list[str] = []  # why files could not be read
+    problems = list(known_problems)  # why files could not be read
     rows = _read(read_rows, folder / "metrics.jsonl", problems) or []
     events = _read(read_events, folder / "monitor.jsonl", problems) or []
     custom = _read(custom_metrics, folder, problems) or {}
@@ -80,11 +84,14 @@ def page(folder: Path) -> str:
         "turns_of": turns_of,
         "reward": reward,
         "cost": _cost(rows),
+        "recorded": recorded_section(folder, _read, problems),
         "profiles": _profiles(folder / "profile", problems),
         "settings": yaml.safe_dump(settings, sort_keys=False),
     }
     story = _story(settings, rows, status) + _continuations(folder, problems)
-    values["story"] = story + [f"A file is left out: {problem}" for problem in problems]
+    values["story"] = story + [
+        f"A file is left out: {problem}" for problem in dict.fromkeys(problems)
+    ]
     title = f"{_value(settings, 'study')}: {folder.name}"
     return fill(TEMPLATES / "run_report.html.j2", title, values)
 

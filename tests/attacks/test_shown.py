@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from gspo.io.escaping import (
     escape_markdown,
 )
 from gspo.tracking.pages import fill
+from gspo.tracking.step_page import recorded_view, step_page
 from spoiled_runs import ESCAPE, MARKUP, ROOT
+from step_records import hostile_record
 
 EVERY = [chr(number) for number in range(sys.maxunicode + 1)]
 
@@ -155,6 +158,22 @@ def test_a_page_runs_and_fetches_nothing(tmp_path):
         "the browser takes our style"
     )
     assert page.index("Content-Security-Policy") < page.index("<style>")
+
+
+def test_the_page_of_a_step_runs_our_script_alone():
+    record = hostile_record()
+    page = step_page(record, [recorded_view(record)] * 2, MARKUP + ESCAPE)
+    assert not UNSAFE_CHARACTERS.search(page)
+    assert "<script>alert" not in page and "<!--" not in page and "<img" not in page
+    policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    # all other scripts are data, of types that no browser runs
+    (program,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    types = re.findall("<script ([^>]*)>", page)
+    assert all(t.startswith(('type="text/plain"', 'type="application/json"')) for t in types)
+    digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "script-src" not in to_html("another page", [])
 
 
 def test_a_value_that_a_template_lacks_is_an_error(tmp_path):

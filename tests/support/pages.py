@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 class Page(HTMLParser):
     """Its text and whether its elements are closed in order."""
 
-    VOID = ("meta", "br", "line", "polyline")
+    VOID = ("meta", "br", "input", "line", "polyline")
 
     def __init__(self, text: str):
         super().__init__()
