@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gspo.cli import replay_settings
-from gspo.config.settings import Settings
+from gspo.config.settings import UNSAFE_IN_NAMES, Settings
 from gspo.data.foreign_records import read_dump
-from gspo.data.step_record import StepRecord, find_record, read_record
+from gspo.data.step_record import StepRecord, find_record, read_record, record_file
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
@@ -43,6 +43,7 @@ from gspo.io.files import SETTINGS_FILE, replace_text
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
 from gspo.run.entry_point import command_line
+from gspo.tracking.step_page import View, step_page
 
 if TYPE_CHECKING:
     from gspo.train.replay import ReplayedStep
@@ -63,6 +64,7 @@ SHOWN = {
     "kl/ref_k3": "KL to the reference (k3), nats",
     "policy/entropy": "entropy, nats",
 }
+MAX_NAME_CHARS = 60  # of the words of a command line in the name of a page
 MAX_CAUSES = 5  # a message names so many metrics that differ
 
 
@@ -118,6 +120,8 @@ def replay_step() -> None:
         print("\n".join(["", *model_lines(options, path, record, columns, row)]))
     if row and columns[0].name.endswith(RECORDED):
         print("\n".join(["", *agreement_lines(record, columns[0], row)]))
+    if options.page:
+        print(f"\n{write_replay_page(path, record, columns)}")
     if options.out:
         replace_text(Path(options.out), json.dumps(numbers(record, columns), indent=1))
 
@@ -269,7 +273,7 @@ def response_lines(record: StepRecord, columns: Sequence[Column], count: int) ->
     rows = [
         ["response", "group", "reward", "tokens", "mean log-ratio"]
         + [f"{column.name}: share" for column in columns]
-        + ["clipped" for _ in columns]
+        + [f"{column.name}: clipped" for column in columns]
     ]
     for row in (-largest).argsort(kind="stable")[:count].tolist():
         rows.append(
@@ -333,6 +337,32 @@ def model_lines(
         cosine = parameter_cosine(*replayed)
         lines.append(f"cosine between the parameter gradients of the first update: {cosine:.4f}")
     return lines
+
+
+def write_replay_page(path: Path, record: StepRecord, columns: Sequence[Column]) -> Path:
+    """Write the page of the tokens, and return its path.
+
+    It is beside the record of a run, or in this folder for a record by itself. The name tells what
+    the recorded objective is compared with."""
+    step = record.header.step
+    views = [
+        View(
+            column.name,
+            column.replayed.advantages,
+            [update.weight for update in column.replayed.updates],
+            [update.clipped for update in column.replayed.updates],
+            [update.gradient for update in column.replayed.updates],
+        )
+        for column in columns
+    ]
+    is_run = (path / SETTINGS_FILE).exists()
+    others = [column.name for column in columns if not column.name.endswith(RECORDED)]
+    ending = "".join(f"-{UNSAFE_IN_NAMES.sub('_', name)[:MAX_NAME_CHARS]}" for name in others)
+    file = Path(f"{path.stem}-step_{step:06d}{ending}.html")
+    if is_run:
+        file = record_file(path, step).with_name(f"step_{step:06d}{ending}.html")
+    replace_text(file, step_page(record, views, f"{path.name}, step {step}"))
+    return file
 
 
 def numbers(record: StepRecord, columns: Sequence[Column]) -> dict:

@@ -212,7 +212,7 @@ def _step(path: Path) -> int:
     step_000008-28211d79a6 (an evaluation of the checkpoint), step_000008.safetensors (the record of
     a step) and step_000008.html (its page). Unfinished folders have other names.
     """
-    name = re.fullmatch(r"step_(\d+)(\.jsonl|\.safetensors|\.html|-\w+)?", path.name)
+    name = re.fullmatch(r"step_(\d+)(-[\w.+-]+)?(\.jsonl|\.safetensors|\.html)?", path.name)
     return int(name[1]) if name else -1
 
 

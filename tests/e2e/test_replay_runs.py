@@ -132,6 +132,19 @@ def test_what_cannot_be_replayed_is_one_line(words, message, run, replay):
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
+def test_the_pages_of_a_step(run, replay, tmp_path, monkeypatch):
+    assert replay(run, "step=9", "page=true")[1].endswith(f"{run}/steps/step_000009.html\n")
+    _, text, _ = replay(run, "step=9", "objective=grpo", "page=true")
+    page = run / "steps" / "step_000009-objective_grpo.html"
+    assert text.endswith(f"{page}\n")
+    assert "gspo (recorded) and objective=grpo" in page.read_text()
+    assert recorded_steps(run) == [4, 7, 8, 9]
+    # the run's own page has links to the pages of its last records
+    assert "steps/step_000009.html" in (run / "report.html").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert replay(record_file(run, 8), "page=true")[1].endswith("\nstep_000008-step_000008.html\n")
+
+
 def test_a_record_by_itself(run, replay, tmp_path):
     path = tmp_path / "step.safetensors"
     shutil.copy(record_file(run, 9), path)
