@@ -4,7 +4,7 @@
     gspo replay runs/STUDY/RUN step=123 objective=grpo            side by side with another
     gspo replay runs/STUDY/RUN step=123 objective.clip_high=0.28
     gspo replay runs/STUDY/RUN step=123 preset=verl_grpo
-    gspo replay runs/STUDY/RUN step=123 objective=my_losses:Mine
+    gspo replay runs/STUDY/RUN step=123 objective=my_losses:Soft
     gspo replay runs/STUDY/RUN step=123 objective=grpo page=true
     gspo replay runs/STUDY/RUN step=123 objective=grpo model=true
     gspo replay step_000123.safetensors objective=grpo            a record by itself

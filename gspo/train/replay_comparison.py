@@ -17,6 +17,7 @@ from gspo.train.replay import ReplayedStep
 # Sums in another order differ by this much at most, relative to the number or absolutely.
 RELATIVE_TOLERANCE = 1e-4
 ABSOLUTE_TOLERANCE = 1e-6
+SMALL_METRIC = 1e-3  # the difference of a smaller metric is taken relative to this
 
 
 @dataclass
@@ -115,8 +116,8 @@ def agreement(replayed: Mapping[str, float], row: Mapping[str, float | None]) ->
             continue
         compared += 1
         difference = abs(value - recorded)
-        relative = difference / max(abs(recorded), ABSOLUTE_TOLERANCE)
-        if difference > ABSOLUTE_TOLERANCE and relative > largest:
+        relative = difference / max(abs(recorded), SMALL_METRIC)
+        if relative > largest:
             largest = relative
             largest_name = name
         if not difference <= ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * abs(recorded):

@@ -34,6 +34,8 @@ from gspo.cli import (
     main,
     option_files,
     plan,
+    replay,
+    replay_settings,
     report,
     serve,
     sweep_status,
@@ -192,7 +194,15 @@ def is_planned(words: list[str]) -> None:
     plan.composed_settings(plan.with_counts(others)[0])
 
 
+def can_be_replayed(words: list[str]) -> None:
+    _, overrides = replay.with_options(words)
+    for word in overrides:
+        replay_settings.refuse_unless_changeable(word)
+    replay_settings.composed(overrides)
+
+
 OTHERS = {
+    "replay": can_be_replayed,
     "evaluate": lambda words: composes("evaluate", evaluate.with_benchmarks(words)),
     "sample": lambda words: composes("sample", words),
     "benchmark": lambda words: composes("benchmark", words),
