@@ -121,6 +121,8 @@ class StepRecord:
     engine_logp: ndarray = array("float32", "N")  # log-probs as the engine reported them
     old_logp: ndarray = array("float32", "N")  # log-probs under the old policy
     advantages: ndarray = array("float32", "N")
+    # log-probs under the weights after the last update
+    after_logp: ndarray | None = array("float32", "N", required=False)
     ref_logp: ndarray | None = array("float32", "N", required=False)  # of the reference policy
     correction: ndarray | None = array("float32", "N", required=False)  # of the engine's mismatch
     old_values: ndarray | None = array("float32", "N", required=False)  # the critic's at the start
