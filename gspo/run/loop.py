@@ -95,8 +95,9 @@ class TrainingLoop:
             self.save_last_step()
             raise
         except RuntimeError as error:
-            # the step that could not be completed, which may show why
-            self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
+            # the step that could not be completed may show why; a full disk must not hide the error
+            with suppress(OSError):
+                self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
             raise
         finally:
             self.progress.close()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.config.settings import Settings
+from gspo.config.settings import LOSS_GROUPS, Settings
 from gspo.data.step_record import StepRecord, find_record, read_record, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
@@ -145,6 +145,10 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         other_trainer = build(other, policy, reference, source)
         other_trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
         other_trainer.state = trainer.state
+        if changed.kl == settings.kl:
+            other_trainer.coefficient.value = trainer.coefficient.value
+        if other_trainer.entropy and trainer.entropy:
+            other_trainer.entropy.load_state(trainer.entropy.state())
         trainer = other_trainer
     record = read_record(find_record(run, step))
     metrics = trainer.train_step(step, recorded_rollout(record))
@@ -153,8 +157,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
 
 def loss_parts(settings: Settings) -> dict[str, Any]:
     """Return the settings of the algorithm and of the trainer."""
-    names = ("objective", "advantage", "kl", "correction", "reward", "trainer", "policy")
-    return {name: getattr(settings, name) for name in names}
+    return {name: getattr(settings, name) for name in LOSS_GROUPS}
 
 
 def build(

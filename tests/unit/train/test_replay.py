@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from daily import daily_but
 from games import Echoes
 from gspo.algorithm.advantages import GAE, GroupMean, TurnNormalized
 from gspo.algorithm.aggregation import Aggregation, Totals
@@ -112,7 +113,19 @@ def replayed(t, run: Path, step: int):
     return recorded, replay(recorded, t.algorithm, t.settings, t.policy_settings)
 
 
-@pytest.mark.parametrize("case", CASES)
+EVERY_CHANGE = [
+    "gspo",
+    "gspo, dense, engine skipped",
+    "grpo, dual clip, kl in the loss",
+    "ppo, critic",
+    "cispo, correction, rounding engine",
+    "gspo, r2",
+    "gspo_token, episodes",
+    "grpo, stale, behaviour",
+]
+
+
+@pytest.mark.parametrize("case", daily_but(CASES, *EVERY_CHANGE))
 def test_a_replay_gives_the_metrics_of_the_run(case, tmp_path):
     t = CASES[case]()
     record(t, tmp_path)
