@@ -224,6 +224,9 @@ def state_of(pid: int) -> tuple[Any, ...]:
         return ()
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        # on a busy machine a killed process lives on for a moment, with the signal pending
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        pending = [line for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
         limits = [
             resource.prlimit(pid, kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
         ]
@@ -234,7 +237,8 @@ def state_of(pid: int) -> tuple[Any, ...]:
         )
     except OSError:
         return ()
-    return (fields[0] if fields[0] in "TtZX" else "alive", tuple(limits), *scheduling)
+    state = fields[0] if fields[0] in "TtZX" else "alive"
+    return (state, *pending, tuple(limits), *scheduling)
 
 
 class Watch(threading.Thread):

@@ -97,12 +97,14 @@ def test_steps_after_a_checkpoint_are_replayed_on_the_way(run, replay, tmp_path)
 
 
 def test_one_can_bring_ones_own_loss(run, replay, tmp_path, monkeypatch):
-    (tmp_path / "my_losses.py").write_text(MINE)
+    (tmp_path / "replayed_losses.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    code, text, _ = replay(run, "step=9", "objective=my_losses:Mine", f"out={tmp_path}/out.json")
-    assert code == 0 and "objective=my_losses:Mine" in text
+    code, text, _ = replay(
+        run, "step=9", "objective=replayed_losses:Mine", f"out={tmp_path}/out.json"
+    )
+    assert code == 0 and "objective=replayed_losses:Mine" in text
     numbers = json.loads((tmp_path / "out.json").read_text())
-    assert set(numbers["replays"]) == {"gspo (recorded)", "objective=my_losses:Mine"}
+    assert set(numbers["replays"]) == {"gspo (recorded)", "objective=replayed_losses:Mine"}
     assert sum(numbers["replays"]["gspo (recorded)"]["response_share"]) == pytest.approx(1)
 
 

@@ -24,15 +24,17 @@ Shape suffixes: Q recorded sequences, N recorded response tokens of all sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gspo.data.samples import Response
 from gspo.model.sharding.dtensors import local_tensor
+from gspo.model.weights import input_embedding
 from gspo.rollout.engines.base import Engine, policy_logprobs
 
 # The recorded sequences are short. An engine computes all logits of a sequence at once, and must
@@ -96,6 +98,18 @@ def logprob_change(trainer_N: Tensor, engine_N: Tensor, sequence_N: Tensor) -> L
     )
 
 
+def is_token_lists(value: object, vocabulary: int) -> bool:
+    """Return whether a value of JSON is a short list of token sequences, none of them empty."""
+    if not isinstance(value, list) or len(value) > MAX_SEQUENCES:
+        return False
+    for tokens in value:
+        if not isinstance(tokens, list) or not 1 <= len(tokens) <= MAX_PROMPT_TOKENS:
+            return False
+        if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
+            return False
+    return True
+
+
 def sequence_gap(trainer_N: Tensor, engine_N: Tensor, sequence_N: Tensor, quantile: float) -> float:
     """Return a quantile over the sequences of their mean |engine - trainer|.
 
@@ -155,6 +169,10 @@ class HandoverCheck:
         self.engine_N = torch.empty(0)
         self.sequence_N = torch.empty(0)
         self.is_done = False  # whether `record` was called
+        # the metrics of the last load, which a resumed run logs again
+        self.metrics: dict[str, float] = {}
+        # the tokens are those of a checkpoint, and their log-probs have to be computed
+        self.is_restored = False
 
     def record(self, groups: Sequence[Sequence[Response]]) -> None:
         """Record up to MAX_SEQUENCES responses and their log-probs under the present weights.
@@ -180,14 +198,47 @@ class HandoverCheck:
                 self.responses.append(r.token_ids[:limit])
         if not self.prompts:
             return
+        if not self._measure_present():
+            self.prompts = []
+
+    def _measure_present(self) -> bool:
+        """Compute the log-probs from which the next load is measured.
+
+        Returns False if the engine cannot compute log-probs of given tokens."""
         logprobs = self._logprobs()
         if logprobs is None:
-            self.prompts = []
-            return
+            return False
         self.trainer_N, self.engine_N = logprobs
         lengths_Q = torch.tensor([len(response) for response in self.responses])
         self.sequence_N = torch.arange(len(lengths_Q)).repeat_interleave(lengths_Q)
         self.rounding = sequence_gap(*logprobs, self.sequence_N, NOISY)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the recorded tokens and the metrics of the last load, ready for JSON."""
+        if not self.prompts:
+            return {}
+        return {"prompts": self.prompts, "responses": self.responses, "metrics": self.metrics}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state`. The next `check` then has nothing to compare with.
+
+        A run without state records the first rollout after its resume. Raises ValueError if the
+        state holds no tokens of this model."""
+        if state:
+            vocabulary = len(input_embedding(self.engine.policy.model))
+            for name in ("prompts", "responses"):
+                if not is_token_lists(state.get(name), vocabulary):
+                    raise ValueError(f"the state of the hand-over check has no valid {name}")
+            if len(state["prompts"]) != len(state["responses"]):
+                raise ValueError("the state of the hand-over check has prompts without responses")
+            if not isinstance(state.get("metrics"), dict):
+                raise ValueError("the state of the hand-over check has no metrics")
+            self.prompts = state["prompts"]
+            self.responses = state["responses"]
+            self.metrics = state["metrics"]
+            self.is_done = True
+            self.is_restored = True
 
     def check(self, step: int) -> dict[str, float]:
         """Return the metrics of the load after this step, none before the recording.
@@ -196,6 +247,15 @@ class HandoverCheck:
         residual. Raises RuntimeError on all ranks if an engine has not got all weights."""
         if not self.prompts:
             return {}
+        if self.is_restored:
+            self.is_restored = False
+            self._measure_present()
+            return self.metrics
+        self.metrics = self._compare(step)
+        return self.metrics
+
+    def _compare(self, step: int) -> dict[str, float]:
+        """Compare the changes of engine and trainer since the previous load."""
         logprobs = self._logprobs()
         if logprobs is None:
             raise RuntimeError("the engine computed log-probs of given tokens before, but not now")

@@ -198,12 +198,15 @@ class OnPolicySource:
         return (self.seed, "rollout")
 
     def state(self) -> dict[str, Any]:
-        """Return the sampler's state, ready for JSON and often empty."""
-        return self.problems.state()
+        """Return the state of sampler and check of hand-overs, ready for JSON and often empty."""
+        state = self.problems.state()
+        handover = self.handover.state()
+        return state | {"handover": handover} if handover else state
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Restore the result of `state` after `step`, also if JSON has stored it meanwhile."""
         self.policy_step = step
+        self.handover.load_state(state.get("handover", {}))
         self.problems.load_state(state)
 
     def pending(self) -> PendingRollouts:

@@ -231,3 +231,25 @@ def test_two_ranks_with_shards_hear_of_the_stale_engine_of_one():
     first, second = ranked(2, told)
     assert first == second
     assert 0.8 < first[0] < 1.2 and "after step 2 the engine has not got all" in first[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": "x"}, "no valid prompts"),
+        ({"prompts": [[1.5]]}, "no valid prompts"),
+        ({"responses": [[10**9]]}, "no valid responses"),
+        ({"responses": [[]]}, "no valid responses"),
+        ({"responses": [[1]] * 33}, "no valid responses"),
+        ({"responses": [[1], [1]]}, "prompts without responses"),
+        ({"metrics": None}, "no metrics"),
+    ],
+)
+def test_a_state_of_another_checkpoint_is_refused(change, message):
+    check = HandoverCheck(LocalEngine(small_policy(), dtype=torch.bfloat16), "bfloat16")
+    state = {"prompts": [[1]], "responses": [[2]], "metrics": {}}
+    with pytest.raises(ValueError, match=message):
+        check.load_state(state | change)
+    check.load_state(state)
+    check.load_state({})
+    assert check.state() == state and check.check(1) == {}

@@ -266,7 +266,7 @@ EVERYTHING = {  # runs that together report every metric there is
     "an engine of its own, old responses": "objective=grpo_verl correction=mis rollout.staleness=2 "
     "rollout.dtype=bfloat16 rollout.max_prompt_tokens=100 trainer.router_aux_loss_coef=0.001 "
     "trainer.entropy_coef=0.001",
-    "episodes": "task=guessing rollout.max_new_tokens=30 cold_start.steps=200",
+    "episodes": "task=guessing rollout.max_new_tokens=30 cold_start.steps=200 tracking.record_every=2",
 }
 
 
