@@ -43,6 +43,7 @@ CHANGEABLE = (
     "trainer.entropy_coef_min",
     "trainer.entropy_coef_max",
     "policy.old_logprobs",
+    "allow_length_weighting",
 )
 
 
