@@ -26,8 +26,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy import ndarray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from gspo.io.files import replace_bytes
 from gspo.io.untrusted import Unreadable, is_step, open_plain_file, parse_json
@@ -138,6 +136,8 @@ class StepRecord:
     engine_logp: ndarray = array("float32", "N")  # log-probs as the engine reported them
     old_logp: ndarray = array("float32", "N")  # log-probs under the old policy
     advantages: ndarray = array("float32", "N")
+    # log-probs under the weights after the last update
+    after_logp: ndarray | None = array("float32", "N", required=False)
     ref_logp: ndarray | None = array("float32", "N", required=False)  # of the reference policy
     correction: ndarray | None = array("float32", "N", required=False)  # of the engine's mismatch
     old_values: ndarray | None = array("float32", "N", required=False)  # the critic's at the start
@@ -219,6 +219,8 @@ def read_step(run: Path, step: int) -> StepRecord:
 # writing
 def write_record(path: Path, record: StepRecord) -> int:
     """Write a record atomically, and return the size of the file in bytes."""
+    from safetensors.numpy import save  # commands that read no record do without it
+
     arrays = _arrays_of(record, "")
     for number, update in enumerate(record.updates, start=1):
         arrays |= _arrays_of(update, f"update_{number}.")
@@ -280,6 +282,8 @@ def read_record(path: Path) -> StepRecord:
     Raises Unreadable if it is damaged or too large, if another version wrote it, or if its parts
     contradict each other. Log-probs, advantages and rewards may be infinite or NaN: then the run
     had such numbers."""
+    from safetensors import SafetensorError, safe_open
+
     with open_plain_file(path) as file:
         size = file.seek(0, 2)
     if size > MAX_RECORD_BYTES:

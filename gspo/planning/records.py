@@ -29,6 +29,8 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work, respo
         token += 4
     if settings.correction.name != "none":
         token += 4
+    if tracking.record_after:
+        token += 4
     if has_critic:
         token += 2 * 4 + epochs * 4
     token_id = 4

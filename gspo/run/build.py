@@ -177,6 +177,7 @@ def make_recorder(settings: Settings, policy: Policy, ranks: Ranks) -> Recorder:
         every=tracking.record_every,
         last=tracking.record_last,
         experts=tracking.record_experts,
+        after=tracking.record_after,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo.config.settings import (
+    LOSS_GROUPS,
     Settings,
     has_recorded_entropy_bonus,
     has_recorded_kl_coefficient,
@@ -185,8 +186,7 @@ def check_fits(record: StepRecord, policy: Policy) -> None:
 
 def loss_parts(settings: Settings) -> dict[str, Any]:
     """Return the settings of the algorithm and of the trainer."""
-    names = ("objective", "advantage", "kl", "correction", "reward", "trainer", "policy")
-    return {name: getattr(settings, name) for name in names}
+    return {name: getattr(settings, name) for name in LOSS_GROUPS}
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Deletes records of steps that are neither due nor among the last steps."""
+"""Deletes records, and their pages, of steps that are neither due nor among the last steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from gspo.data.step_record import record_file, recorded_steps
 from gspo.tracking.monitor import Monitor
 from gspo.tracking.settings import TrackingSettings
+from gspo.tracking.step_page import page_file
 
 
 def delete_old_records(run: Path, step: int, settings: TrackingSettings, monitor: Monitor) -> None:
@@ -21,3 +22,4 @@ def delete_old_records(run: Path, step: int, settings: TrackingSettings, monitor
         is_among_last = any(end - settings.record_last < recorded <= end for end in ends)
         if not is_due and not is_among_last:
             record_file(run, recorded).unlink(missing_ok=True)
+            page_file(run, recorded).unlink(missing_ok=True)

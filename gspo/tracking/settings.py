@@ -35,6 +35,8 @@ class TrackingSettings(Ranged, key="tracking"):
     record_last: int = ranged(0, least=0)
     # whether records hold the experts of MoE models, which are most of their bytes
     record_experts: bool = True
+    # whether records hold log-probs after the last update too: a pass over all responses of the step
+    record_after: bool = False
     # responses of a saved batch that are also shown as a W&B table
     table_rows: int = ranged(16, least=1)
     # upload checkpoints to W&B too. Otherwise W&B gets only their paths.
@@ -51,12 +53,15 @@ class TrackingSettings(Ranged, key="tracking"):
         bad_tags = [tag for tag in self.tags if not 1 <= len(tag) <= 64]
         if bad_tags:
             raise SettingError("tracking.tags", bad_tags, "W&B takes tags of 1 to 64 characters")
-        if not self.record_experts and not (self.record_every or self.record_last):
-            raise SettingError(
-                "tracking.record_experts",
-                False,
-                "without tracking.record_every or tracking.record_last, nothing is recorded",
-            )
+        if not (self.record_every or self.record_last):
+            for name in ("record_experts", "record_after"):
+                value = getattr(self, name)
+                if value != getattr(TrackingSettings, name):
+                    raise SettingError(
+                        f"tracking.{name}",
+                        value,
+                        "without tracking.record_every or tracking.record_last, nothing is recorded",
+                    )
         if self.upload_checkpoints and self.wandb == "disabled":
             raise SettingError(
                 "tracking.upload_checkpoints",

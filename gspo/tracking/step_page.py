@@ -39,6 +39,7 @@ from gspo.tracking.step_tokens import (
     View,
     ViewTokens,
     changed_experts,
+    changes_of_step,
     color_scale,
     entropies,
     largest_mismatches,
@@ -68,6 +69,7 @@ KEY_METRICS = {
 # title, explanation, and whether the numbers have one sign
 QUANTITIES = {
     "log_ratio": ("log-ratio", "log-prob in the update minus the old log-prob", False),
+    "moved": ("log-ratio after the step", "log-prob after the last update minus the old", False),
     "clip": ("clipped", "the effect of the clip on the token's gradient", False),
     "pull": ("advantage × weight", "the factor of the gradient of the token's log-prob", False),
     "gradient": ("gradient", "the derivative of the whole loss by the token's log-prob", False),
@@ -184,6 +186,7 @@ def _content(
     scales: dict[str, float | None] = {}
     shared = {
         "log_ratio": log_ratios(record, passes),
+        "moved": changes_of_step(record, passes),
         "entropy": entropies(record, passes),
         "mismatch": mismatches(record, passes),
         "changed": changed_experts(record, passes),

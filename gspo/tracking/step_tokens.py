@@ -102,6 +102,17 @@ def log_ratios(record: StepRecord, passes: Passes) -> ndarray:
     return np.where(record.sampled[passes.tokens], log_ratio, np.float32(np.nan))
 
 
+def changes_of_step(record: StepRecord, passes: Passes) -> ndarray | None:
+    """Return the change of log-probs from the old policy to the policy after the last update.
+
+    The result is float32 [P], or None if the record has no log-probs after the last update."""
+    if record.after_logp is None:
+        return None
+    with np.errstate(invalid="ignore"):  # infinite log-probs
+        change = (record.after_logp - record.old_logp)[passes.tokens]
+    return np.where(record.sampled[passes.tokens], change, np.float32(np.nan))
+
+
 def mismatches(record: StepRecord, passes: Passes) -> ndarray:
     """Return the trainer's minus the engine's log-probs at the start of the step: float32 [N].
 

@@ -61,6 +61,9 @@ class Recorder:
         `indices_N` are the micro-batch's rows among the rows of `begin_update`. Output and
         micro-batch are on the policy's device."""
 
+    def end_updates(self, local_rows_N: Tensor, micro_batch_size: int) -> None:
+        """Compute what a record holds of the policy after the last update."""
+
     def finish(self, metrics: Mapping[str, float], error: str = "") -> dict[str, float]:
         """Write the record, and return the metric of the time that recording took.
 
@@ -74,6 +77,7 @@ class StepRecorder(Recorder):
     every    steps from a record to the next; 0: none but the last steps
     last     also record all other steps; the run's loop deletes all but the last of them
     experts  record the experts of MoE models
+    after    also record log-probs after the last update, which takes a pass over all responses
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class StepRecorder(Recorder):
         every: int,
         last: int = 0,
         experts: bool = True,
+        after: bool = False,
     ):
         self.run = run
         self.label = label
@@ -96,6 +101,7 @@ class StepRecorder(Recorder):
         self.every = every
         self.last = last
         self.experts = experts
+        self.after = after
         self.vocabulary: dict[int, str] = {}  # the text of token IDs
         self.step = 0  # the step that is being recorded; 0: none
         self.seconds = 0.0  # that recording it has taken so far
@@ -109,6 +115,7 @@ class StepRecorder(Recorder):
         self.state = dict(state)
         self.batch: TrainBatch | None = None
         self.rollout: Rollout | None = None
+        self.after_logp_BT: Tensor | None = None
         self.update = 0
         self.update_rows_N = torch.zeros(0, dtype=torch.int64)
         self.passes: list[tuple[int, Tensor, dict[str, Tensor]]] = []
@@ -149,6 +156,13 @@ class StepRecorder(Recorder):
         self.passes.append((self.update, self.update_rows_N[indices_N], copies))
         self.seconds += time.perf_counter() - started
 
+    def end_updates(self, local_rows_N: Tensor, micro_batch_size: int) -> None:
+        if self.step and self.after and self.batch is not None:
+            started = time.perf_counter()
+            scored = self.policy.score(self.batch, micro_batch_size, local_rows_N)
+            self.after_logp_BT = scored.logp_BT
+            self.seconds += time.perf_counter() - started
+
     def finish(self, metrics: Mapping[str, float], error: str = "") -> dict[str, float]:
         started = time.perf_counter()
         step = self.step
@@ -179,6 +193,7 @@ class StepRecorder(Recorder):
         # the tensors of a step are large
         self.batch = None
         self.rollout = None
+        self.after_logp_BT = None
         self.passes = []
         self.seconds += time.perf_counter() - started
         return {"time/record_s": self.seconds}
@@ -186,7 +201,7 @@ class StepRecorder(Recorder):
     def _local_rows(self, batch: TrainBatch) -> RowArrays:
         """Return the arrays of this rank's rows, without padding.
 
-        The old policy's experts belong to update 0, before the first."""
+        Update 0 stands for arrays of the whole step."""
         real_BT = batch.attention_BS[:, batch.prompt_width :]
         lengths = real_BT.sum(-1).tolist()
         rows: RowArrays = {}
@@ -197,10 +212,14 @@ class StepRecorder(Recorder):
                 rows[update, row] = {
                     name: tensor[i, : lengths[row]].numpy() for name, tensor in tensors.items()
                 }
-        if batch.experts_BSLK is not None and self.experts:
-            for row in local_rows:
+        for row in local_rows:
+            arrays = {}
+            if batch.experts_BSLK is not None and self.experts:
                 experts_SLK = batch.experts_BSLK[row][batch.attention_BS[row]]
-                rows[0, row] = {"old_experts": experts_SLK.numpy()}
+                arrays["old_experts"] = experts_SLK.numpy()
+            if self.after_logp_BT is not None:
+                arrays["after_logp"] = self.after_logp_BT[row, : lengths[row]].numpy()
+            rows[0, row] = arrays
         return rows
 
     def _texts(self, token_ids: ndarray) -> dict[str, str]:
@@ -238,11 +257,15 @@ def to_record(
     engine_experts = None
     if batch.engine_experts_BSLK is not None and with_experts:
         engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
-    has_old_experts = all((0, row) in rows for row in range(len(responses)))
-    old_experts = None
-    if has_old_experts:
-        experts_of_rows = [rows[0, row]["old_experts"] for row in range(len(responses))]
-        old_experts = smallest_experts(np.concatenate(experts_of_rows))
+
+    def of_rows(name: str) -> ndarray | None:
+        parts = [rows.get((0, row), {}).get(name) for row in range(len(responses))]
+        known = [part for part in parts if part is not None]
+        return np.concatenate(known) if len(known) == len(responses) else None
+
+    old_experts = of_rows("old_experts")
+    if old_experts is not None:
+        old_experts = smallest_experts(old_experts)
     critic = batch.critic
     return StepRecord(
         header=header,
@@ -266,6 +289,7 @@ def to_record(
         returns=of_tokens(critic.returns_BT if critic else None),
         engine_experts=engine_experts,
         old_experts=old_experts,
+        after_logp=of_rows("after_logp"),
     )
 
 

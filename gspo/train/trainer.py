@@ -208,6 +208,7 @@ class Trainer:
             is_local_B = torch.isin(rows_N, local_rows_N)
             self.recorder.begin_update(number, rows_N[is_local_B])
             self.update(minibatch, is_local_B, number, accumulator)
+        self.recorder.end_updates(local_rows_N, self.settings.micro_batch_size)
 
         # after the updates, which used the coefficients that are logged
         if self.algorithm.kl.needs_reference:

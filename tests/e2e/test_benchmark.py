@@ -95,6 +95,7 @@ def test_nested_settings_become_a_command_line():
 
 
 @pytest.mark.slow
+@pytest.mark.daily
 def test_the_command_measures_and_writes(tmp_path):
     sizes = [
         "size.prompts=4",

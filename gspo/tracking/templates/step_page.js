@@ -120,6 +120,7 @@
       tokens: numbersOf("tokens", middle, middle + rows.tokens[state.row]),
       flags: rowNumbers("flags"),
       log_ratio: passNumbers("log_ratio"),
+      moved: passNumbers("moved"),
       entropy: passNumbers("entropy"),
       changed: passNumbers("changed"),
       mismatch: rowNumbers("mismatch"),

@@ -45,8 +45,9 @@ def test_a_short_fall_keeps_nothing(tmp_path):
     assert kept(rewards, tmp_path, record_last=2) == [65, 66]
 
 
-def test_a_setting_without_effect_is_refused():
+@pytest.mark.parametrize(("name", "value"), [("record_experts", False), ("record_after", True)])
+def test_a_setting_without_effect_is_refused(name, value):
     with pytest.raises(SettingError) as refused:
-        TrackingSettings(record_experts=False)
-    assert refused.value.key == "tracking.record_experts"
-    TrackingSettings(record_experts=False, record_last=1)
+        TrackingSettings(**{name: value})
+    assert refused.value.key == f"tracking.{name}"
+    TrackingSettings(**{name: value}, record_last=1)

@@ -116,6 +116,7 @@ def again(run: SavedRun) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.daily
 def test_wandbs_agent_itself_starts_a_run_and_takes_it_up_again(tmp_path):
     with serving() as server:
         fixed = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from daily import daily_but
 from games import Echoes
 from gspo.algorithm.advantages import GAE, GroupMean, TurnNormalized
 from gspo.algorithm.aggregation import Aggregation, Totals
@@ -113,7 +114,19 @@ def replayed(t, run: Path, step: int):
     return recorded, replay(recorded, t.algorithm, t.settings, t.policy_settings)
 
 
-@pytest.mark.parametrize("case", CASES)
+EVERY_CHANGE = [
+    "gspo",
+    "gspo, dense, engine skipped",
+    "grpo, dual clip, kl in the loss",
+    "ppo, critic",
+    "cispo, correction, rounding engine",
+    "gspo, r2",
+    "gspo_token, episodes",
+    "grpo, stale, behaviour",
+]
+
+
+@pytest.mark.parametrize("case", daily_but(CASES, *EVERY_CHANGE))
 def test_a_replay_gives_the_metrics_of_the_run(case, tmp_path):
     t = CASES[case]()
     record(t, tmp_path)
@@ -277,6 +290,26 @@ def test_a_step_that_fails_leaves_what_it_had(tmp_path):
     recorded = read_record(find_record(tmp_path, 2))
     assert not recorded.header.complete and "not finite" in recorded.header.error
     assert len(recorded.updates) == 1 and np.isnan(recorded.updates[0].logp).any()
+
+
+def test_log_probs_after_the_last_update_can_be_recorded(tmp_path):
+    t = trainer(NARROW, replay="r2")
+    record(t, tmp_path / "after", after=True)
+    plain = trainer(NARROW, replay="r2")
+    rows = [steps(which, 1)[0] for which in (t, plain)]
+    assert rows[0]["optim/grad_norm"] == rows[1]["optim/grad_norm"]
+    assert all(map(torch.equal, weights(t), weights(plain)))
+    recorded = read_record(find_record(tmp_path / "after", 1))
+    (groups,) = [trainer(NARROW, replay="r2").source.next(1).groups]
+    batch = pack([r for group in groups for r in group], t.policy.pad_id)
+    replayed_BSLK = t.policy.score(batch, 8).experts_BSLK
+    assert replayed_BSLK is not None and recorded.after_logp is not None
+    # with r2 the pass goes through the old policy's experts, as the updates did
+    experts = torch.full_like(replayed_BSLK, -1)
+    experts[batch.attention_BS] = torch.from_numpy(recorded.old_experts).short()
+    logp_BT = t.policy.score(replace(batch, replay_BSLK=experts), 8).logp_BT
+    assert np.allclose(recorded.after_logp, logp_BT[batch.mask_BT].numpy(), atol=1e-5)
+    assert np.abs(recorded.after_logp - recorded.old_logp).max() > 1e-4
 
 
 def test_experts_can_be_left_out(tmp_path):

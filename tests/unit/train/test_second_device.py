@@ -31,7 +31,10 @@ WAITS = {
 OTHER_WAITS = {
     ("MoE", "rest of a step"): 2,  # also for the pass that measures routing after the last update
     ("R3", "rest of a step"): 2,
-    ("bfloat16, R2", "rest of a step"): 5,  # also for the check that the engine has the new weights
+    # once, the recording of tokens by which hand-overs are checked
+    ("bfloat16, R2", "a decoded token"): 5 / 9,
+    # also for the two checks that the engine has the new weights
+    ("bfloat16, R2", "rest of a step"): 7,
     ("critic and KL", "pass for the old policy"): 2,  # also for the reference's pass
     ("episodes", "a decoded token"): 6 / 9,  # for each of two turns
     ("stop strings", "a decoded token"): (9 + 1) / 9,  # they are looked for after every token
@@ -39,7 +42,7 @@ OTHER_WAITS = {
 }
 # The most operations for a decoded token and layer, drawing included, which on a GPU a CUDA graph
 # makes one order but for drawing; and for the first update of two micro-batches and layer.
-LAUNCHES = {"dense": (74, 780), "MoE": (84, 850)}
+LAUNCHES = {"dense": (74, 790), "MoE": (84, 860)}
 EVERY_CHANGE = ["MoE", "bfloat16, R2"]
 ONCE_A_DAY = [case for case in CASES if case not in EVERY_CHANGE]
 DETECTED = """
