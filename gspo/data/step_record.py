@@ -250,7 +250,7 @@ def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndar
 def _spelled(value: Any) -> Any:
     """Replace numbers that JSON cannot hold by their names: "inf", "-inf" and "nan".
 
-    A class of the user's own may have an infinite setting, and a coefficient may become infinite.
+    Settings of a run are finite, but an adaptive KL coefficient becomes NaN after a KL of NaN.
     """
     if isinstance(value, Mapping):
         return {key: _spelled(entry) for key, entry in value.items()}

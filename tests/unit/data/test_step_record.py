@@ -215,7 +215,7 @@ def test_a_record_under_the_name_of_another_step_is_refused(tmp_path):
 
 
 def test_infinite_settings_and_coefficients_are_written_by_name(tmp_path):
-    """A class of the user's own may have an infinite setting: the run must go on."""
+    """An adaptive KL coefficient is NaN after a KL of NaN: its record must not end the run."""
     record = example()
     record.header.settings = {"objective": {"bound": float("inf"), "list": [float("nan"), 1]}}
     record.header.state = {"kl_coef": float("nan"), "entropy_coef": None}
