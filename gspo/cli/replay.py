@@ -26,20 +26,25 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gspo.cli import replay_settings
-from gspo.config.settings import UNSAFE_IN_NAMES, Settings
+from gspo.config.settings import (
+    UNSAFE_IN_NAMES,
+    Settings,
+    has_recorded_entropy_bonus,
+    has_recorded_kl_coefficient,
+)
 from gspo.data.foreign_records import read_dump
-from gspo.data.step_record import StepRecord, find_record, read_record, record_file
+from gspo.data.step_record import FOLDER, StepRecord, read_record, read_step, record_file
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
-from gspo.io.files import SETTINGS_FILE, replace_text
+from gspo.io.files import SETTINGS_FILE, refuse_links, replace_text
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
 from gspo.run.entry_point import command_line
@@ -62,7 +67,9 @@ SHOWN = {
     "ratio/sequence_max": "largest sequence ratio",
     "mismatch/k3": "KL of engine and trainer (k3), nats",
     "kl/ref_k3": "KL to the reference (k3), nats",
+    "kl/coef": "coefficient of the KL term",
     "policy/entropy": "entropy, nats",
+    "policy/entropy_coef": "coefficient of the entropy bonus",
 }
 MAX_NAME_CHARS = 60  # of the words of a command line in the name of a page
 MAX_CAUSES = 5  # a message names so many metrics that differ
@@ -123,7 +130,8 @@ def replay_step() -> None:
     if options.page:
         print(f"\n{write_replay_page(path, record, columns)}")
     if options.out:
-        replace_text(Path(options.out), json.dumps(numbers(record, columns), indent=1))
+        content = finite_numbers(numbers(record, columns))
+        replace_text(Path(options.out), json.dumps(content, indent=1, allow_nan=False))
 
 
 def with_options(words: Sequence[str]) -> tuple[Options, list[str]]:
@@ -150,8 +158,17 @@ def read(options: Options) -> tuple[Path, StepRecord, dict[str, float | None]]:
     path = Path(options.paths[0])
     if not path.exists():
         raise SettingError("PATH", str(path), "does not exist")
+    is_own = (path / SETTINGS_FILE).exists() or path.suffix == ".safetensors"
+    if is_own and options.model not in ("", "true"):
+        raise SettingError(
+            "model", options.model, "only a dump of texts is scored with a model", "set model=true"
+        )
+    if options.old_model and (is_own or options.model in ("", "true")):
+        raise SettingError(
+            "old_model", options.old_model, "only a dump of texts is scored with models"
+        )
     if (path / SETTINGS_FILE).exists():
-        record = read_record(find_record(path, options.step))
+        record = read_step(path, options.step)
         step = record.header.step
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] == step]
         return path, record, rows[0] if rows else record.header.metrics
@@ -205,7 +222,8 @@ def replays(
             settings.algorithm(),
             settings.trainer,
             settings.policy,
-            recorded_kl=asdict(settings.kl) == asdict(recorded.kl),
+            recorded_kl=has_recorded_kl_coefficient(settings, recorded),
+            recorded_entropy=has_recorded_entropy_bonus(settings, recorded),
             recorded_advantages=keeps_advantages,
         )
         name = " ".join(overrides) or settings.objective_option()
@@ -254,7 +272,7 @@ def cosine_lines(columns: Sequence[Column]) -> list[str]:
 
     whole, *by_update = cosines(columns[0].replayed, columns[1].replayed)
     if math.isnan(whole):
-        return ["a gradient is 0, so there is no angle between the two"]
+        return ["a gradient is 0 or not finite, so there is no angle between the two"]
     lines = [f"cosine between the two gradients: {whole:.4f}"]
     if len(by_update) > 1:
         listed = ", ".join(f"{value:.4f}" for value in by_update)
@@ -293,11 +311,14 @@ def response_lines(record: StepRecord, columns: Sequence[Column], count: int) ->
 
 def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | None]) -> list[str]:
     """Say whether the replay under the recorded objective gives the run's metrics again."""
-    from gspo.train.replay_comparison import agreement
+    from gspo.train.replay_comparison import agreement, without_balance
 
-    agreed = agreement(column.replayed.metrics, row)
     if not record.header.complete:
         return ["the step did not end, so its metrics are not compared"]
+    balance_coef = column.settings.trainer.router_aux_loss_coef
+    agreed = agreement(column.replayed.metrics, without_balance(row, balance_coef))
+    if not agreed.compared:
+        return ["the run has no metrics of this step to compare with"]
     if not agreed.differing:
         farthest = ""
         if agreed.largest_name:
@@ -360,13 +381,23 @@ def write_replay_page(path: Path, record: StepRecord, columns: Sequence[Column])
     ending = "".join(f"-{UNSAFE_IN_NAMES.sub('_', name)[:MAX_NAME_CHARS]}" for name in others)
     file = Path(f"{path.stem}-step_{step:06d}{ending}.html")
     if is_run:
+        refuse_links(path, (FOLDER,))
         file = record_file(path, step).with_name(f"step_{step:06d}{ending}.html")
     replace_text(file, step_page(record, views, f"{path.name}, step {step}"))
     return file
 
 
+def finite_numbers(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by None, at any depth."""
+    if isinstance(value, dict):
+        return {key: finite_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [finite_numbers(entry) for entry in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
 def numbers(record: StepRecord, columns: Sequence[Column]) -> dict:
-    """Return the numbers of the comparison, ready for JSON."""
+    """Return the numbers of the comparison."""
     from gspo.train.replay_comparison import cosines, gradient_norm, response_weights
 
     content: dict = {"step": record.header.step, "replays": {}}

@@ -23,7 +23,7 @@ from gspo.cli.option_files import CONF, quoted, refuse_dashes
 from gspo.config.checks import check
 from gspo.config.load import read_settings, register_schemas, resolve
 from gspo.config.schema import literal, merged, to_dataclass
-from gspo.config.settings import CHOICES, CLASS_PATH, Settings, dotted
+from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings, dotted
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
 from gspo.data.step_record import Header
 from gspo.io.arguments import NO_SUCH_OPTION, nearest
@@ -43,6 +43,7 @@ CHANGEABLE = (
     "trainer.entropy_coef_min",
     "trainer.entropy_coef_max",
     "policy.old_logprobs",
+    "allow_length_weighting",
 )
 
 
@@ -55,10 +56,15 @@ def of_header(header: Header, trust: bool) -> Settings:
     """Return the settings that the header of a record without run directory holds.
 
     Settings that it lacks are the defaults. Raises ValueError for settings that are unknown here,
-    and for code of the user's own without `trust`."""
+    and for code of the user's own without `trust`. Only the groups that the loss depends on may
+    occur, because others name code too, such as metrics and callbacks."""
     config = composed([])
     content = literal(header.settings)
     for group, value in content.items():
+        if group not in LOSS_GROUPS:
+            raise SettingError(
+                group[:40], problem=f"the record has settings besides {', '.join(LOSS_GROUPS)}"
+            )
         if not isinstance(value, dict):
             raise SettingError(group, str(value)[:40], "must be a mapping")
         outside = value.pop(CLASS_PATH, "")

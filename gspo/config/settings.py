@@ -250,6 +250,17 @@ def loss_settings(settings: Settings) -> dict[str, Any]:
     return groups
 
 
+def has_recorded_kl_coefficient(settings: Settings, recorded: Settings) -> bool:
+    """Return whether the KL coefficient is the run's, so that the value it had reached counts."""
+    names = ("name", "coef", "target", "horizon")
+    return all(getattr(settings.kl, name) == getattr(recorded.kl, name) for name in names)
+
+
+def has_recorded_entropy_bonus(settings: Settings, recorded: Settings) -> bool:
+    """Return the same of the coefficient of the entropy bonus."""
+    return settings.trainer.entropy_coefficient() == recorded.trainer.entropy_coefficient()
+
+
 # ------------------------------------------------------------------------------------ hash of a run
 def settings_hash(settings: Settings) -> str:
     """Hash all settings that the run's numbers depend on, to ten hexadecimal digits."""

@@ -17,8 +17,10 @@ This module does not import torch, so pages, figures and tests can read records 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -35,6 +37,8 @@ MAX_RECORD_BYTES = 16 << 30
 MAX_HEADER_CHARS = 64 << 20
 MAX_ROWS = 1_000_000
 MAX_UPDATES = 10_000
+MAX_EXPERTS = 2**15  # of an MoE layer
+MAX_COUNT = 2**53  # of rewards
 MAX_NAMED_STEPS = 5  # a message names so many recorded steps
 
 # bits of RecordedUpdate.clipped, see gspo.algorithm.objectives.base.LossOutputs
@@ -44,6 +48,17 @@ BOUNDED = 4
 DUAL = 8
 
 Arrays = TypeVar("Arrays", "StepRecord", "RecordedUpdate")
+
+
+# of Header.state, see gspo.train.trainer.Trainer.loss_state
+STATE_TYPES: dict[str, Any] = {
+    "kl_coef": float | str | None,  # a name such as "inf" if it is not finite
+    "entropy_coef": list[float | None] | None,
+    "rewards": dict[str, float],
+    "starts_at_old_policy": bool,
+    "skips_old_pass": bool,
+    "experts": int,
+}
 
 
 def array(dtypes: str, dimensions: str, required: bool = True) -> Any:
@@ -134,10 +149,16 @@ class StepRecord:
     def __len__(self) -> int:
         return len(self.rewards)
 
-    @property
+    # these two are cached, because they are needed for each of many rows
+    @cached_property
     def ends(self) -> ndarray:
         """The end of each row among the response tokens: int64 [B]."""
         return np.cumsum(self.response_lengths, dtype=np.int64)
+
+    @cached_property
+    def ends_with_prompts(self) -> ndarray:
+        """The end of each row among all tokens: int64 [B]."""
+        return self.ends + np.cumsum(self.prompt_lengths, dtype=np.int64)
 
     def tokens_of(self, row: int) -> slice:
         """Return the positions of a row's tokens among the N response tokens."""
@@ -146,10 +167,9 @@ class StepRecord:
 
     def prompt_and_response(self, row: int) -> tuple[ndarray, ndarray]:
         """Return the token IDs of a row's prompt, and those of its response."""
-        lengths = self.prompt_lengths.astype(np.int64) + self.response_lengths
-        begin = int(lengths[:row].sum())
-        middle = begin + int(self.prompt_lengths[row])
-        end = begin + int(lengths[row])
+        end = int(self.ends_with_prompts[row])
+        middle = end - int(self.response_lengths[row])
+        begin = middle - int(self.prompt_lengths[row])
         return self.token_ids[begin:middle], self.token_ids[middle:end]
 
 
@@ -184,6 +204,17 @@ def find_record(run: Path, step: int) -> Path:
     raise ValueError(f"{run} has no record of step {step}; the nearest recorded steps are {names}")
 
 
+def read_step(run: Path, step: int) -> StepRecord:
+    """Read the record of a step of a run directory. Step -1 is the last that was recorded.
+
+    Raises ValueError if the step was not recorded, and if the file holds another step."""
+    path = find_record(run, step)
+    record = read_record(path)
+    if record_file(run, record.header.step) != path:
+        raise Unreadable(f"{path} is the record of step {record.header.step}")
+    return record
+
+
 # --------------------------------------------------------------------------------------------------
 # writing
 def write_record(path: Path, record: StepRecord) -> int:
@@ -193,11 +224,14 @@ def write_record(path: Path, record: StepRecord) -> int:
     arrays = _arrays_of(record, "")
     for number, update in enumerate(record.updates, start=1):
         arrays |= _arrays_of(update, f"update_{number}.")
-    header = json.dumps(asdict(record.header), allow_nan=False, default=_plain)
-    content = save(arrays, {METADATA_KEY: header})
+    content = asdict(record.header)
+    for name in ("settings", "state"):
+        content[name] = _spelled(content[name])
+    header = json.dumps(content, allow_nan=False, default=_plain)
+    file_content = save(arrays, {METADATA_KEY: header})
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, content)
-    return len(content)
+    replace_bytes(path, file_content)
+    return len(file_content)
 
 
 def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndarray]:
@@ -211,6 +245,20 @@ def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndar
                 value = value.astype(dtypes[-1])
             arrays[f"{prefix}{f.name}"] = np.ascontiguousarray(value)
     return arrays
+
+
+def _spelled(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by their names: "inf", "-inf" and "nan".
+
+    Settings of a run are finite, but an adaptive KL coefficient becomes NaN after a KL of NaN.
+    """
+    if isinstance(value, Mapping):
+        return {key: _spelled(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _plain(value: object) -> object:
@@ -281,7 +329,29 @@ def _read_header(metadata: Mapping[str, str]) -> Header:
     header = Header(**values)
     if not is_step(header.step):
         raise ValueError(f"its step is {header.step}")
+    _check_state(header.state)
     return header
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    """Raise ValueError for a state whose values have other types than those of Trainer.loss_state.
+
+    Other keys are permitted, and each key may be missing."""
+    for name, kind in STATE_TYPES.items():
+        if name in state and not has_type(state[name], kind):
+            raise ValueError(f"{name} in its state is {str(state[name])[:40]!r}")
+    if len(state.get("entropy_coef") or (None, None)) != 2:
+        raise ValueError("entropy_coef in its state has not two numbers")
+    moments = state.get("rewards", {})
+    if set(moments) - {"count", "mean", "squares"} or not 0 <= moments.get("count", 0) < MAX_COUNT:
+        raise ValueError(f"rewards in its state is {str(moments)[:40]!r}")
+    if not 0 <= state.get("experts", 0) <= MAX_EXPERTS:
+        raise ValueError(f"experts in its state is {state['experts']}")
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, (int, float)) and type(value) is not bool and math.isfinite(value)
 
 
 def has_type(value: object, kind: Any) -> bool:
@@ -368,22 +438,26 @@ def _check_rows(record: StepRecord) -> None:
         raise ValueError("it has a negative token ID")
     if (record.trained & ~record.sampled).any():
         raise ValueError("it trains on tokens that the policy did not write")
+    if not np.logical_or.reduceat(record.sampled, record.ends - lengths).all():
+        raise ValueError("it has a response without a token of the policy")
     steps_of_groups = np.diff(record.groups, prepend=0)
     if record.groups[0] != 0 or not np.isin(steps_of_groups, (0, 1)).all():
         raise ValueError("its responses are not sorted by group")
     for number, update in enumerate(record.updates, start=1):
-        if len(update.rows) and not 0 <= update.rows.min() <= update.rows.max() < rows:
+        if not len(update.rows):
+            raise ValueError(f"update {number} has no rows")
+        if not 0 <= update.rows.min() <= update.rows.max() < rows:
             raise ValueError(f"update {number} has rows beyond the {rows} responses")
         if len(np.unique(update.rows)) != len(update.rows):
             raise ValueError(f"update {number} has a row twice")
         if lengths[update.rows].sum() != len(update.logp):
             raise ValueError(f"update {number} has {len(update.logp)} tokens for its rows")
     for row, turns in header.turns.items():
-        if not row.isdecimal() or len(row) > 9 or int(row) >= rows:
+        if not (row.isascii() and row.isdecimal()) or len(row) > 9 or int(row) >= rows:
             raise ValueError(f"it has turns of a row {row[:20]!r}")
         for turn in turns:
             known = len(turn) == 3 and turn[0] in ("policy", "environment")
-            if not known or type(turn[1]) is not int or type(turn[2]) not in (int, float):
+            if not known or type(turn[1]) is not int or not _is_finite(turn[2]):
                 raise ValueError(f"it has a turn {str(turn)[:40]}")
         if sum(turn[1] for turn in turns) != lengths[int(row)] or min(t[1] for t in turns) < 0:
             raise ValueError(f"the turns of row {row} do not add up")

@@ -172,7 +172,6 @@ def make_recorder(settings: Settings, policy: Policy, ranks: Ranks) -> Recorder:
         folder_of(settings),
         settings.label(),
         policy,
-        settings.algorithm(),
         loss_settings(settings),
         ranks,
         every=tracking.record_every,

@@ -49,7 +49,7 @@ from gspo.tracking import run_report
 from gspo.tracking.metrics import CUSTOM
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.score import score
-from gspo.tracking.tracker import supersede
+from gspo.tracking.tracker import STEP_FOLDERS, supersede
 from gspo.train.checkpoint_files import check_belongs, damage, latest_checkpoint, read_state
 
 LOG = "train.log"
@@ -285,7 +285,8 @@ def exclusive(folder: Path, names: Collection[str] = ()) -> Generator[CreatedFil
             raise ValueError(
                 f"{folder} is being written by another process; wait for it, or stop it first"
             )
-        remove_unfinished(folder)
+        for name in ("", *STEP_FOLDERS):
+            remove_unfinished(folder / name)
         yield created_files
 
 

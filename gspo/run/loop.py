@@ -94,10 +94,8 @@ class TrainingLoop:
         except EngineEnded:
             self.save_last_step()
             raise
-        except RuntimeError as error:
-            # the step that could not be completed may show why; a full disk must not hide the error
-            with suppress(OSError):
-                self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            self.record_failed_step(error)
             raise
         finally:
             self.progress.close()
@@ -108,6 +106,16 @@ class TrainingLoop:
             how = "finished" if self.trainer.state.step == self.settings.steps else "stopped"
         self.directory.write_stability_report(how)
         return how
+
+    def record_failed_step(self, error: Exception) -> None:
+        """Write the record of the step that could not be completed, which may show why.
+
+        The error that ended the step is the one that the user must see, so a record that cannot be
+        written is only logged."""
+        try:
+            self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
+        except (OSError, RuntimeError, ValueError) as problem:
+            LOG.warning("the failed step could not be recorded: %s", problem)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return held-out metrics at the steps at which they are due, else nothing."""

@@ -20,10 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.config.settings import LOSS_GROUPS, Settings
-from gspo.data.step_record import StepRecord, find_record, read_record, recorded_steps
+from gspo.config.settings import (
+    LOSS_GROUPS,
+    Settings,
+    has_recorded_entropy_bonus,
+    has_recorded_kl_coefficient,
+)
+from gspo.data.step_record import StepRecord, read_step, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
+from gspo.model.weights import input_embedding
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts, Rollout
@@ -136,7 +142,8 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer, policy))
     for between in range(start + 1, step):
-        record = read_record(find_record(run, between))
+        record = read_step(run, between)
+        check_fits(record, policy)
         trainer.train_step(between, recorded_rollout(record))
     if loss_parts(changed) != loss_parts(settings):
         other = replace(settings)
@@ -145,14 +152,36 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         other_trainer = build(other, policy, reference, source)
         other_trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
         other_trainer.state = trainer.state
-        if changed.kl == settings.kl:
+        if has_recorded_kl_coefficient(other, settings):
             other_trainer.coefficient.value = trainer.coefficient.value
-        if other_trainer.entropy and trainer.entropy:
+        if (
+            other_trainer.entropy
+            and trainer.entropy
+            and has_recorded_entropy_bonus(other, settings)
+        ):
             other_trainer.entropy.load_state(trainer.entropy.state())
         trainer = other_trainer
-    record = read_record(find_record(run, step))
+    record = read_step(run, step)
+    check_fits(record, policy)
     metrics = trainer.train_step(step, recorded_rollout(record))
     return ModelReplay(metrics, trainer.first_gradient or [])
+
+
+def check_fits(record: StepRecord, policy: Policy) -> None:
+    """Raise ValueError for a record whose tokens or MoE layers the model does not have."""
+    vocabulary_size = len(input_embedding(policy.model))
+    largest_id = int(record.token_ids.max())
+    if largest_id >= vocabulary_size:
+        raise ValueError(
+            f"the record of step {record.header.step} has the token ID {largest_id}, and the model "
+            f"has {vocabulary_size} tokens"
+        )
+    layers = policy.routing.layers
+    if record.old_experts is not None and record.old_experts.shape[1] != layers:
+        raise ValueError(
+            f"the record of step {record.header.step} has experts of "
+            f"{record.old_experts.shape[1]} MoE layers, and the model has {layers}"
+        )
 
 
 def loss_parts(settings: Settings) -> dict[str, Any]:

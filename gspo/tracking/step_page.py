@@ -28,7 +28,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy import ndarray
 
-from gspo.data.step_record import FOLDER, StepRecord, find_record, read_record, record_file
+from gspo.data.step_record import FOLDER, StepRecord, read_step, record_file
 from gspo.io.escaping import escape, escape_line
 from gspo.io.files import replace_text
 from gspo.io.untrusted import Unreadable, not_plain
@@ -91,7 +91,7 @@ def write_step_page(run: Path, step: int) -> Path:
     Raises ValueError if the step was not recorded, and Unreadable if the record is damaged."""
     if (run / FOLDER).is_symlink():
         raise Unreadable(not_plain(run / FOLDER))
-    record = read_record(find_record(run, step))
+    record = read_step(run, step)
     path = page_file(run, record.header.step)
     title = f"{run.name}, step {record.header.step}"
     replace_text(path, step_page(record, [recorded_view(record)], title))

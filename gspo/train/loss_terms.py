@@ -40,6 +40,7 @@ class TermInputs:
     totals: Totals  # the counts of the whole optimizer step
     minibatch: int  # the number of the update in its step, from 1
     accumulator: MetricAccumulator
+    outputs: LossOutputs | None = None  # the objective's, which PolicyTerm adds
 
 
 class Term:
@@ -68,6 +69,7 @@ class PolicyTerm(Term):
         accumulator = inputs.accumulator
         tensors = loss_inputs(inputs.output, batch)
         outputs = self.objective(tensors)
+        inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
         loss_BT = corrected(outputs.loss_BT, batch)

@@ -34,12 +34,10 @@ from gspo.data.step_record import (
     write_record,
 )
 from gspo.distributed.ranks import Ranks
-from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
 from gspo.rollout.sources.base import Rollout
-from gspo.train.loss_terms import clip_bits, loss_inputs
+from gspo.train.loss_terms import TermInputs, clip_bits
 from gspo.train.routing import predicting
-from gspo.train.settings import Algorithm
 
 # the arrays of a row by the number of the update and the name of the array
 RowArrays = dict[tuple[int, int], dict[str, ndarray]]
@@ -57,8 +55,8 @@ class Recorder:
     def begin_update(self, number: int, rows_N: Tensor) -> None:
         """Begin an update, counted from 1. `rows_N` are this rank's rows in the step's batch."""
 
-    def add_pass(self, indices_N: Tensor, output: PolicyOutput, micro: TrainBatch) -> None:
-        """Add the forward pass of a micro-batch in the update.
+    def add_pass(self, indices_N: Tensor, inputs: TermInputs) -> None:
+        """Add the forward pass of a micro-batch in the update, with the objective's outputs.
 
         `indices_N` are the micro-batch's rows among the rows of `begin_update`. Output and
         micro-batch are on the policy's device."""
@@ -87,7 +85,6 @@ class StepRecorder(Recorder):
         run: Path,
         label: str,
         policy: Policy,
-        algorithm: Algorithm,
         settings: Mapping[str, Any],
         ranks: Ranks,
         *,
@@ -99,7 +96,6 @@ class StepRecorder(Recorder):
         self.run = run
         self.label = label
         self.policy = policy
-        self.objective = algorithm.objective
         self.settings = dict(settings)  # the groups of settings that the loss depends on
         self.ranks = ranks
         self.every = every
@@ -134,11 +130,14 @@ class StepRecorder(Recorder):
         self.update_rows_N = rows_N
 
     @torch.no_grad()
-    def add_pass(self, indices_N: Tensor, output: PolicyOutput, micro: TrainBatch) -> None:
-        if not self.step:
+    def add_pass(self, indices_N: Tensor, inputs: TermInputs) -> None:
+        # An objective of the user's own may count its calls or draw random numbers. So its outputs
+        # are taken from the loss, and it is not called again.
+        if not self.step or inputs.outputs is None:
             return
         started = time.perf_counter()
-        clips = self.objective(loss_inputs(output, micro))
+        output = inputs.output
+        clips = inputs.outputs
         shape = output.logp_BT.shape
         tensors = {
             "logp": output.logp_BT,
@@ -150,7 +149,7 @@ class StepRecorder(Recorder):
         if output.values_BT is not None:
             tensors["values"] = output.values_BT
         if output.experts_BSLK is not None and self.experts:
-            tensors["experts"] = predicting(output.experts_BSLK, micro)
+            tensors["experts"] = predicting(output.experts_BSLK, inputs.batch)
         copies = {
             name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()
         }

@@ -43,9 +43,13 @@ from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.credit import add_advantages
 from gspo.train.engine_comparison import EngineComparison
-from gspo.train.loss_terms import EntropyTerm, Term, TermInputs, clip_bits, loss_inputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, Term, TermInputs, clip_bits, loss_terms
 from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
 from gspo.train.settings import Algorithm, PolicySettings, TrainerSettings
+
+# tokens of a batch with its padding; more are refused if so few of them are tokens
+MAX_CELLS = 2**27
+MAX_PADDING_FACTOR = 50
 
 
 @dataclass
@@ -76,18 +80,20 @@ def replay(
     policy_settings: PolicySettings,
     *,
     recorded_kl: bool = True,
+    recorded_entropy: bool = True,
     recorded_advantages: bool = False,
 ) -> ReplayedStep:
     """Compute the loss of a recorded step.
 
-    recorded_kl          the KL term and the entropy bonus are the run's, so their coefficients are
-                         those that the run had reached
+    recorded_kl          the coefficient of the KL term is the run's, so it has the value that the
+                         run had reached
+    recorded_entropy     the same of the entropy bonus
     recorded_advantages  take the advantages of the record instead of computing them from rewards
 
     Raises ValueError if the objective needs tensors that the record does not hold."""
     accumulator = MetricAccumulator()
     engine_is_old = policy_settings.old_logprobs == "engine"
-    check_record(record, algorithm, settings, engine_is_old)
+    check_record(record, algorithm, settings, policy_settings.old_logprobs)
     if not recorded_advantages and np.isnan(record.rewards).any():
         raise SettingError(
             "advantage",
@@ -103,7 +109,7 @@ def replay(
     coefficient = KLCoefficient(algorithm.kl)
     if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
         coefficient.value = float(state["kl_coef"])
-    entropy = entropy_term(record, settings, recorded_kl)
+    entropy = entropy_term(record, settings, recorded_entropy)
 
     groups = groups_of(record)
     rollout = Rollout(groups, rollout_s=0.0, score_s=0.0, limit=record.header.limit)
@@ -145,9 +151,7 @@ def replay(
             minibatch = start_at_old_policy(
                 output, minibatch, algorithm.objective, engine_is_old, accumulator
             )
-        updates.append(
-            replay_update(update, minibatch, output, number, terms, algorithm, accumulator)
-        )
+        updates.append(replay_update(update, minibatch, output, number, terms, accumulator))
         experts = int(state.get("experts", 0))
         measure_pass(output, minibatch, number, algorithm.objective, experts, accumulator)
         if knows_engine and skips_old_pass and number == 1:
@@ -163,7 +167,7 @@ def replay(
 
 
 def check_record(
-    record: StepRecord, algorithm: Algorithm, settings: TrainerSettings, engine_is_old: bool
+    record: StepRecord, algorithm: Algorithm, settings: TrainerSettings, old_logprobs: str
 ) -> None:
     """Raise ValueError if the record lacks tensors that the loss needs."""
     if algorithm.kl.needs_reference and record.ref_logp is None:
@@ -195,17 +199,46 @@ def check_record(
             remedy="set correction=none",
         )
     recorded = record.header.settings.get("policy", {}).get("old_logprobs")
-    if recorded == "engine" and not engine_is_old:
+    # every record holds the engine's log-probs
+    if recorded and old_logprobs not in (recorded, "engine"):
         raise SettingError(
             "policy.old_logprobs",
-            "step_start",
-            "this record holds the engine's log-probs as those of the old policy",
-            remedy="leave it out",
+            old_logprobs,
+            f"this record holds the old policy's log-probs of policy.old_logprobs={recorded}",
+            remedy=f"set policy.old_logprobs={recorded} or engine",
+        )
+    check_experts(record)
+    check_padding(record)
+
+
+def check_experts(record: StepRecord) -> None:
+    """Raise ValueError for an expert beyond the number of experts that the header has."""
+    experts = int(record.header.state.get("experts", 0))
+    arrays = [record.old_experts, record.engine_experts, *(u.experts for u in record.updates)]
+    for array in arrays:
+        if array is None or array.size == 0:
+            continue
+        smallest = int(array.min())
+        largest = int(array.max())
+        if smallest < NOT_RECORDED or largest >= experts:
+            raise ValueError(f"the record has experts {smallest} to {largest} of {experts} experts")
+
+
+def check_padding(record: StepRecord) -> None:
+    """Raise ValueError if a batch of all rows would be padding almost everywhere.
+
+    A small file whose rows differ much in length could otherwise take all memory."""
+    width = int(record.prompt_lengths.max()) + int(record.response_lengths.max())
+    cells = len(record) * width
+    if cells > MAX_CELLS and cells > MAX_PADDING_FACTOR * len(record.token_ids):
+        raise ValueError(
+            f"the record has {len(record):,} rows of up to {width:,} tokens, but only "
+            f"{len(record.token_ids):,} tokens: such a batch is too large to replay"
         )
 
 
 def entropy_term(
-    record: StepRecord, settings: TrainerSettings, recorded_kl: bool
+    record: StepRecord, settings: TrainerSettings, is_recorded: bool
 ) -> EntropyTerm | None:
     """Return the entropy bonus, with the coefficient that the run had reached if it is the run's."""
     coefficient: EntropyCoefficient | None = settings.entropy_coefficient()
@@ -213,7 +246,7 @@ def entropy_term(
         return None
     term = EntropyTerm(coefficient, settings.aggregation)
     recorded = record.header.state.get("entropy_coef")
-    if recorded_kl and recorded:
+    if is_recorded and recorded:
         term.load_state(recorded)
     return term
 
@@ -331,7 +364,6 @@ def replay_update(
     output: PolicyOutput,
     number: int,
     terms: Sequence[Term],
-    algorithm: Algorithm,
     accumulator: MetricAccumulator,
 ) -> ReplayedUpdate:
     """Compute the loss of an update, and its gradient by the log-probs."""
@@ -347,8 +379,9 @@ def replay_update(
         if computed_BT is not None:
             gradient_BT = computed_BT
     with torch.no_grad():
-        tensors = loss_inputs(output, minibatch)
-        outputs = algorithm.objective(tensors)
+        outputs = inputs.outputs
+        if outputs is None:
+            raise ValueError("the loss has no policy term")
         log_ratio_BT = output.logp_BT - minibatch.old_logp_BT
         log_ratio_BT = torch.where(minibatch.mask_BT, log_ratio_BT, 0.0)
         weight_BT = torch.where(minibatch.mask_BT, outputs.weight_BT.float(), 0.0)

@@ -104,6 +104,19 @@ class Agreement:
     largest_name: str
 
 
+def without_balance(
+    row: Mapping[str, float | None], coefficient: float
+) -> Mapping[str, float | None]:
+    """Return a step's row with a loss that lacks the balancing loss of routers, as a replay's does.
+
+    `coefficient` is trainer.router_aux_loss_coef."""
+    loss = row.get("optim/loss")
+    balance = row.get("routing/balance")
+    if not coefficient or loss is None or balance is None:
+        return row
+    return {**row, "optim/loss": loss - coefficient * balance}
+
+
 def agreement(replayed: Mapping[str, float], row: Mapping[str, float | None]) -> Agreement:
     """Compare the metrics of a replay with the step's row in metrics.jsonl."""
     differing = []

@@ -310,7 +310,7 @@ class Trainer:
                     measure_pass(output, micro, minibatch, objective, experts, accumulator)
                     if self.old_policy.is_skipped and minibatch == 1:
                         compare_with_engine(output, micro, self.old_policy.comparison, accumulator)
-                self.recorder.add_pass(splits[i], output, micro)
+                self.recorder.add_pass(splits[i], inputs)
         if self.entropy:
             self.entropy.end_update(totals, self.ranks)
         self.step_optimizer(accumulator)

@@ -12,7 +12,14 @@ from safetensors.numpy import load_file, save_file
 
 from commands import SMALL, only_run, train
 from gspo.cli import main
-from gspo.data.step_record import METADATA_KEY, read_record, record_file, recorded_steps
+from gspo.cli.replay import finite_numbers
+from gspo.data.step_record import (
+    METADATA_KEY,
+    read_record,
+    record_file,
+    recorded_steps,
+    write_record,
+)
 from gspo.tracking.tracker import read_rows
 
 pytestmark = pytest.mark.slow
@@ -96,6 +103,31 @@ def test_steps_after_a_checkpoint_are_replayed_on_the_way(run, replay, tmp_path)
     assert code == 2 and "step 7 has neither" in errors and errors.count("\n") == 1
 
 
+def test_tokens_that_the_model_does_not_have_are_refused(run, replay, tmp_path):
+    copied = tmp_path / run.name
+    shutil.copytree(run, copied)
+    path = record_file(copied, 9)
+    record = read_record(path)
+    record.token_ids[3] = 10**6
+    write_record(path, record)
+    code, _, errors = replay(copied, "step=9", "model=true")
+    assert code == 2 and "has the token ID 1000000" in errors and errors.count("\n") == 1
+
+
+def test_a_changed_entropy_bonus_acts_also_with_the_model(run, replay):
+    code, text, _ = replay(run, "step=9", "trainer.entropy_coef=0.5", "model=true")
+    assert code == 0
+    (line,) = [line for line in text.splitlines() if line.startswith("policy/entropy_coef ")]
+    mine, other, recorded = map(float, line.split()[1:])
+    assert mine == pytest.approx(recorded) and other > mine
+
+
+def test_numbers_that_are_not_finite_are_null_in_json():
+    assert finite_numbers({"a": [1, float("nan"), {"b": float("inf")}]}) == {
+        "a": [1, None, {"b": None}]
+    }
+
+
 def test_one_can_bring_ones_own_loss(run, replay, tmp_path, monkeypatch):
     (tmp_path / "replayed_losses.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -126,6 +158,9 @@ def test_a_preset_says_what_it_cannot_change(run, replay):
         (["objective=none_such"], "none_such"),
         (["step=-2"], "step=-2: must be a whole number of at least -1"),
         (["page=maybe"], "page=maybe: choose true or false"),
+        (["model=yes"], "model=yes: only a dump of texts is scored with a model; set model=true"),
+        (["old_model=x", "model=true"], "old_model=x: only a dump of texts is scored"),
+        (["policy.old_logprobs=behaviour"], "of policy.old_logprobs=step_start"),
         (["more"], "name one run directory or one record"),
     ],
 )
@@ -158,6 +193,7 @@ def test_a_record_by_itself(run, replay, tmp_path):
     for group, content, message in (
         ("objective", {"name": "new"}, "objective.name=new: is unknown here"),
         ("objective", {"name": "x", "class_path": "evil:Loss"}, "allow_outside_code=true"),
+        ("metrics", {"gap": "evil:Metric"}, "the record has settings besides objective, "),
         ("objective", "gspo", "must be a mapping"),
         ("objective", {"name": "gspo", "clip_low": "${oc.env:HOME}"}, "settings are unknown"),
         ("kl", {"name": "loss", "coef": 1, "more": 2}, "more"),

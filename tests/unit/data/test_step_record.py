@@ -16,6 +16,7 @@ from gspo.data.step_record import (
     StepRecord,
     find_record,
     read_record,
+    read_step,
     record_file,
     recorded_steps,
     smallest_experts,
@@ -126,6 +127,17 @@ def changed_header(path, **values):
         ({"turns": {"1": [["policy", 5, 0], ["policy", -2, 0]]}}, "do not add up"),
         ({"turns": {"1": []}}, "do not add up"),
         ({"limit": True}, "limit in its header"),
+        ({"turns": {"\u0661": [["policy", 3, 0]]}}, "turns of a row '\u0661'"),
+        ({"turns": {"1": [["policy", 3, float("inf")]]}}, "a turn"),
+        ({"state": {"kl_coef": [1]}}, "kl_coef in its state is '[1]'"),
+        ({"state": {"entropy_coef": 5}}, "entropy_coef in its state is '5'"),
+        ({"state": {"entropy_coef": [1]}}, "entropy_coef in its state has not two numbers"),
+        ({"state": {"rewards": {"x": 1}}}, "rewards in its state"),
+        ({"state": {"rewards": {"count": -1}}}, "rewards in its state"),
+        ({"state": {"rewards": []}}, "rewards in its state is '[]'"),
+        ({"state": {"experts": 10**12}}, "experts in its state is 1000000000000"),
+        ({"state": {"experts": -1}}, "experts in its state is -1"),
+        ({"state": {"skips_old_pass": 1}}, "skips_old_pass in its state is '1'"),
     ],
 )
 def test_headers_that_contradict_the_layout_are_refused(values, message, tmp_path):
@@ -167,6 +179,7 @@ def refused(path, message: str) -> None:
         ("update_1.rows", np.array([1, 0], np.int32), "3 tokens for its rows"),
         ("update_1.experts", np.zeros((3, 9, 1), np.int8), "shape"),
         ("rewards", np.zeros(4), "shape"),
+        ("sampled", np.array([0, 1, 0, 1, 1, 1], bool), "did not write"),
     ],
 )
 def test_arrays_that_contradict_each_other_are_refused(name, value, message, tmp_path):
@@ -178,6 +191,38 @@ def test_arrays_that_contradict_each_other_are_refused(name, value, message, tmp
     arrays = {key: array for key, array in arrays.items() if array is not None}
     save_file(arrays, path, {METADATA_KEY: header})
     refused(path, message)
+
+
+def test_a_response_without_a_token_of_the_policy_and_an_update_without_rows_are_refused(tmp_path):
+    path = record_file(tmp_path, 7)
+    record = example()
+    record.sampled[0] = record.trained[0] = False
+    write_record(path, record)
+    refused(path, "a response without a token of the policy")
+    record = example()
+    empty = np.zeros(0, np.float32)
+    record.updates.append(RecordedUpdate(rows=empty.astype(np.int32), logp=empty))
+    write_record(path, record)
+    refused(path, "update 2 has no rows")
+
+
+def test_a_record_under_the_name_of_another_step_is_refused(tmp_path):
+    write_record(record_file(tmp_path, 7), example())
+    assert same(read_step(tmp_path, -1), example())
+    record_file(tmp_path, 7).rename(record_file(tmp_path, 9))
+    with pytest.raises(Unreadable, match="is the record of step 7"):
+        read_step(tmp_path, 9)
+
+
+def test_infinite_settings_and_coefficients_are_written_by_name(tmp_path):
+    """An adaptive KL coefficient is NaN after a KL of NaN: its record must not end the run."""
+    record = example()
+    record.header.settings = {"objective": {"bound": float("inf"), "list": [float("nan"), 1]}}
+    record.header.state = {"kl_coef": float("nan"), "entropy_coef": None}
+    write_record(record_file(tmp_path, 7), record)
+    header = read_step(tmp_path, 7).header
+    assert header.settings == {"objective": {"bound": "inf", "list": ["nan", 1]}}
+    assert header.state == {"kl_coef": "nan", "entropy_coef": None}
 
 
 def test_files_that_are_no_records_are_refused(tmp_path, monkeypatch):
