@@ -28,30 +28,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspo.cli import replay_settings
+from gspo.cli.replay_output import RECORDED, Column, finite_numbers, numbers, write_replay_page
 from gspo.config.settings import (
-    UNSAFE_IN_NAMES,
-    Settings,
     has_recorded_entropy_bonus,
     has_recorded_kl_coefficient,
 )
 from gspo.data.foreign_records import read_dump
-from gspo.data.step_record import FOLDER, StepRecord, read_record, read_step, record_file
+from gspo.data.step_record import StepRecord
+from gspo.data.step_record_files import read_record, read_step
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
-from gspo.io.files import SETTINGS_FILE, refuse_links, replace_text
+from gspo.io.files import SETTINGS_FILE, replace_text
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
 from gspo.run.entry_point import command_line
-from gspo.tracking.step_page import View, step_page
 
 if TYPE_CHECKING:
-    from gspo.train.replay import ReplayedStep
+    pass
 
 # metrics of the table, with their names in words
 SHOWN = {
@@ -71,7 +70,6 @@ SHOWN = {
     "policy/entropy": "entropy, nats",
     "policy/entropy_coef": "coefficient of the entropy bonus",
 }
-MAX_NAME_CHARS = 60  # of the words of a command line in the name of a page
 MAX_CAUSES = 5  # a message names so many metrics that differ
 
 
@@ -93,14 +91,6 @@ class Options:
     allow_outside_code: bool = option(
         False, "import the code that the run names, although this user did not make the run"
     )
-
-
-class Column(NamedTuple):
-    """A replay of the table: its name, its settings and its result."""
-
-    name: str
-    settings: Settings
-    replayed: ReplayedStep
 
 
 def main() -> None:
@@ -148,9 +138,6 @@ def with_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         given = ", ".join(options.paths) or "none"
         raise SettingError("PATH", given, "name one run directory or one record")
     return options, settings
-
-
-RECORDED = " (recorded)"
 
 
 def read(options: Options) -> tuple[Path, StepRecord, dict[str, float | None]]:
@@ -358,58 +345,3 @@ def model_lines(
         cosine = parameter_cosine(*replayed)
         lines.append(f"cosine between the parameter gradients of the first update: {cosine:.4f}")
     return lines
-
-
-def write_replay_page(path: Path, record: StepRecord, columns: Sequence[Column]) -> Path:
-    """Write the page of the tokens, and return its path.
-
-    It is beside the record of a run, or in this folder for a record by itself. The name tells what
-    the recorded objective is compared with."""
-    step = record.header.step
-    views = [
-        View(
-            column.name,
-            column.replayed.advantages,
-            [update.weight for update in column.replayed.updates],
-            [update.clipped for update in column.replayed.updates],
-            [update.gradient for update in column.replayed.updates],
-        )
-        for column in columns
-    ]
-    is_run = (path / SETTINGS_FILE).exists()
-    others = [column.name for column in columns if not column.name.endswith(RECORDED)]
-    ending = "".join(f"-{UNSAFE_IN_NAMES.sub('_', name)[:MAX_NAME_CHARS]}" for name in others)
-    file = Path(f"{path.stem}-step_{step:06d}{ending}.html")
-    if is_run:
-        refuse_links(path, (FOLDER,))
-        file = record_file(path, step).with_name(f"step_{step:06d}{ending}.html")
-    replace_text(file, step_page(record, views, f"{path.name}, step {step}"))
-    return file
-
-
-def finite_numbers(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None, at any depth."""
-    if isinstance(value, dict):
-        return {key: finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite_numbers(entry) for entry in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
-def numbers(record: StepRecord, columns: Sequence[Column]) -> dict:
-    """Return the numbers of the comparison."""
-    from gspo.train.replay_comparison import cosines, gradient_norm, response_weights
-
-    content: dict = {"step": record.header.step, "replays": {}}
-    for column in columns:
-        weights = response_weights(record, column.replayed)
-        content["replays"][column.name] = {
-            "metrics": column.replayed.metrics,
-            "gradient_norm": gradient_norm(column.replayed),
-            "response_share": weights.share.tolist(),
-            "response_clipped": weights.clipped.tolist(),
-        }
-    if len(columns) == 2:
-        whole, *by_update = cosines(columns[0].replayed, columns[1].replayed)
-        content["cosine"] = {"all": whole, "updates": by_update}
-    return content

@@ -26,7 +26,8 @@ from gspo.config.settings import (
     has_recorded_entropy_bonus,
     has_recorded_kl_coefficient,
 )
-from gspo.data.step_record import StepRecord, read_step, recorded_steps
+from gspo.data.step_record import StepRecord
+from gspo.data.step_record_files import read_step, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.model.weights import input_embedding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gspo.data.step_record import record_file, recorded_steps
+from gspo.data.step_record_files import record_file, recorded_steps
 from gspo.tracking.monitor import Monitor
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.step_page import page_file

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from gspo.data.step_record import FOLDER, StepRecord, read_record, record_file, recorded_steps
+from gspo.data.step_record import StepRecord
+from gspo.data.step_record_files import FOLDER, read_record, record_file, recorded_steps
 from gspo.io.untrusted import Unreadable, not_plain
 from gspo.tracking.step_page import page_file, write_step_page
 from gspo.tracking.step_tokens import (

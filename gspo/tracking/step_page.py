@@ -28,7 +28,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy import ndarray
 
-from gspo.data.step_record import FOLDER, StepRecord, read_step, record_file
+from gspo.data.step_record import StepRecord
+from gspo.data.step_record_files import FOLDER, read_step, record_file
 from gspo.io.escaping import escape, escape_line
 from gspo.io.files import replace_text
 from gspo.io.untrusted import Unreadable, not_plain

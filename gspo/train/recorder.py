@@ -25,14 +25,8 @@ from torch import Tensor
 
 from gspo.data.batch import TrainBatch, wait_for_copies
 from gspo.data.samples import ScoredResponse
-from gspo.data.step_record import (
-    Header,
-    RecordedUpdate,
-    StepRecord,
-    record_file,
-    smallest_experts,
-    write_record,
-)
+from gspo.data.step_record import Header, RecordedUpdate, StepRecord, smallest_experts
+from gspo.data.step_record_files import record_file, write_record
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.sources.base import Rollout

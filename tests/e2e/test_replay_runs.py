@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from commands import SMALL, only_run, train
 from gspo.cli import main
 from gspo.cli.replay import finite_numbers
-from gspo.data.step_record import (
+from gspo.data.step_record_files import (
     METADATA_KEY,
     read_record,
     record_file,

@@ -2,15 +2,8 @@
 
 import numpy as np
 
-from gspo.data.step_record import (
-    ACTIVE,
-    OUTSIDE,
-    Header,
-    RecordedUpdate,
-    StepRecord,
-    record_file,
-    write_record,
-)
+from gspo.data.step_record import ACTIVE, OUTSIDE, Header, RecordedUpdate, StepRecord
+from gspo.data.step_record_files import record_file, write_record
 from spoiled_runs import ESCAPE, MARKUP
 
 GROUP_SIZE = 4

@@ -12,7 +12,14 @@ import forked
 from gspo.cli import main
 
 ROOT = Path(__file__).parents[3]
-NOT_COMMANDS = {"__init__", "main", "option_files", "evaluation_job", "replay_settings"}
+NOT_COMMANDS = {
+    "__init__",
+    "main",
+    "option_files",
+    "evaluation_job",
+    "replay_output",
+    "replay_settings",
+}
 HEAVY = {"torch", "hydra", "omegaconf", "numpy", "pandas", "matplotlib", "wandb", "yaml"}
 
 

@@ -16,7 +16,8 @@ from gspo.algorithm.corrections import Correction
 from gspo.algorithm.objectives import GRPO, GSPO
 from gspo.data.foreign_dumps import find_dump
 from gspo.data.foreign_records import read_dump
-from gspo.data.step_record import StepRecord, read_record, write_record
+from gspo.data.step_record import StepRecord
+from gspo.data.step_record_files import read_record, write_record
 from gspo.io.errors import SettingError
 from gspo.io.untrusted import Unreadable
 from gspo.train.replay import replay

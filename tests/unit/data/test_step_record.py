@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gspo.data import step_record
-from gspo.data.step_record import (
+from gspo.data import step_record_files
+from gspo.data.step_record import Header, RecordedUpdate, StepRecord, smallest_experts
+from gspo.data.step_record_files import (
     METADATA_KEY,
-    Header,
-    RecordedUpdate,
-    StepRecord,
     find_record,
     read_record,
     read_step,
     record_file,
     recorded_steps,
-    smallest_experts,
     write_record,
 )
 from gspo.io.untrusted import Unreadable
@@ -254,10 +251,10 @@ def test_files_that_are_no_records_are_refused(tmp_path, monkeypatch):
         read_record(tmp_path / "pipe")
     with pytest.raises(FileNotFoundError):
         read_record(tmp_path / "none")
-    monkeypatch.setattr(step_record, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(step_record_files, "MAX_RECORD_BYTES", 100)
     refused(path, "larger than 100 bytes")
     monkeypatch.undo()
-    monkeypatch.setattr(step_record, "MAX_HEADER_CHARS", 100)
+    monkeypatch.setattr(step_record_files, "MAX_HEADER_CHARS", 100)
     refused(path, "more than 100 characters")
 
 

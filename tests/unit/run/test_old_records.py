@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo.data.step_record import record_file, recorded_steps
+from gspo.data.step_record_files import record_file, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.run.old_records import delete_old_records
 from gspo.tracking.monitor import Monitor, MonitorSettings

@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from gspo.data.step_record import ACTIVE, find_record, read_record, record_file
+from gspo.data.step_record import ACTIVE
+from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.escaping import UNSAFE_CHARACTERS
 from gspo.io.untrusted import Unreadable
 from gspo.tracking import run_report, step_excerpts, step_tokens

@@ -18,7 +18,7 @@ from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GMPO, GRPO, GSPO, PPO, SAPO, GSPOToken, Reinforce
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.data.pack import pack
-from gspo.data.step_record import find_record, read_record, record_file
+from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.errors import SettingError
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.settings import RolloutSettings

@@ -12,7 +12,7 @@ import torch
 from builders import perturb, small_policy
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GSPO
-from gspo.data.step_record import read_record, write_record
+from gspo.data.step_record_files import read_record, write_record
 from gspo.io.errors import SettingError
 from gspo.io.untrusted import Unreadable
 from gspo.train.replay import replay
