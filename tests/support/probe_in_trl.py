@@ -1,0 +1,158 @@
+"""TRL's GRPOTrainer with the probe, and our trainer on the same batches from the same weights.
+
+    .venv-peer/bin/python tests/support/probe_in_trl.py FOLDER LEVEL
+
+The tiny MoE trains on two rollout batches of 32 responses with four updates each. LEVEL is
+sequence (GSPO) or token (GRPO). Prints a JSON object: the rows of TRL's trainer_state.json, and our
+trainer's metrics of each rollout batch.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import datasets
+import torch
+import transformers
+from trl import GRPOConfig
+
+from builders import PROMPTS, small_policy
+from gspo.algorithm.objectives import GRPO, GSPO
+from gspo.data.batch import RolloutBatch, TrainBatch
+from gspo.model.loading import save
+from gspo.probe.trl import ProbedGRPOTrainer
+from gspo.train.accumulator import MetricAccumulator
+from trainers import trainer
+
+ROLLOUTS = 2
+UPDATES = 4
+MICRO_BATCHES = 2  # of an update
+ROWS = 4  # of a micro-batch
+CLIPS = {"sequence": GSPO(clip_low=3e-3, clip_high=4e-3), "token": GRPO(clip_low=0.1, clip_high=0.1)}
+# the step of such an AdamW is a smooth function of the gradient
+LEARNING_RATE = 0.3
+EPS = 1.0
+
+
+class Recorded(ProbedGRPOTrainer):
+    """A ProbedGRPOTrainer that keeps the inputs of every loss."""
+
+    def __init__(self, *args, **kwargs):
+        self.inputs: list[dict] = []
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model, inputs):
+        self.inputs.append(dict(inputs))
+        return super()._compute_loss(model, inputs)
+
+
+def begins_well(completions, **_) -> list[float]:
+    return [float(text[:1].isdigit() or text[:1].islower()) for text in completions]
+
+
+def train_in_trl(folder: Path, level: str) -> Recorded:
+    """Train the tiny MoE with TRL, with gradient checkpointing, as is its default."""
+    policy = small_policy()
+    save(policy.model, policy.tokenizer, folder / "model")
+    objective = CLIPS[level]
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        seed=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=True,
+        model_init_kwargs={"dtype": "float32"},
+        importance_sampling_level=level,
+        loss_type="grpo",
+        epsilon=objective.clip_low,
+        epsilon_high=objective.clip_high,
+        num_generations=4,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        steps_per_generation=UPDATES * MICRO_BATCHES,
+        max_completion_length=12,
+        top_k=0,
+        max_steps=ROLLOUTS * UPDATES,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=EPS,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        router_aux_loss_coef=0.0,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=ROLLOUTS * UPDATES,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trl = Recorded(
+        model=str(folder / "model"),
+        reward_funcs=begins_well,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list([{"prompt": p} for p in 8 * PROMPTS]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    trl.remove_callback(transformers.PrinterCallback)
+    trl.train()
+    return trl
+
+
+def batch_of(inputs: list[dict]) -> RolloutBatch:
+    """Join the micro-batches of TRL to a rollout batch of ours."""
+    joined = {
+        name: torch.cat([micro[name] for micro in inputs])
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    }
+    mask_BT = joined["completion_mask"].bool()
+    _, prompts_B = joined["prompt_ids"].unique(dim=0, return_inverse=True)
+    return RolloutBatch(
+        tokens_BS=torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1),
+        attention_BS=torch.cat([joined["prompt_mask"].bool(), mask_BT], dim=1),
+        mask_BT=mask_BT,
+        sampled_BT=mask_BT,
+        prompts_B=prompts_B,
+        engine_logp_BT=torch.zeros(mask_BT.shape),
+    )
+
+
+def train_here(inputs: list[dict], level: str) -> list[dict[str, float]]:
+    """Train the same model with our trainer on TRL's batches."""
+    ours = trainer(CLIPS[level], lr=LEARNING_RATE, eps=EPS)
+    metrics = []
+    size = UPDATES * MICRO_BATCHES
+    for start in range(0, len(inputs), size):
+        micros = inputs[start : start + size]
+        rollout = batch_of(micros)
+        scored = ours.policy.score(rollout, micro_batch_size=ROWS)
+        adv_B = torch.cat([micro["advantages"] for micro in micros])
+        adv_BT = adv_B.unsqueeze(-1).expand(rollout.mask_BT.shape)
+        old = rollout.with_old_policy(scored.logp_BT, scored.experts_BSLK)
+        batch: TrainBatch = old.with_advantages(adv_BT)
+        accumulator = MetricAccumulator()
+        rows_of_updates = torch.arange(len(batch)).split(MICRO_BATCHES * ROWS)
+        for number, rows_N in enumerate(rows_of_updates, start=1):
+            every_row_B = torch.ones(len(rows_N), dtype=torch.bool)
+            ours.update(batch.rows(rows_N), every_row_B, number, accumulator)
+        metrics.append(accumulator.result())
+    return metrics
+
+
+def main(folder: Path, level: str) -> None:
+    torch.set_num_threads(1)
+    trl = train_in_trl(folder, level)
+    state = folder / "trl" / f"checkpoint-{ROLLOUTS * UPDATES}" / "trainer_state.json"
+    rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    print(json.dumps({"trl": rows, "ours": train_here(trl.inputs, level)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
