@@ -97,9 +97,7 @@ def loss_inputs(
     )
 
 
-def add_ratios(
-    inputs: LossInputs, log_ratio_bound: float, accumulator: MetricAccumulator
-) -> None:
+def add_ratios(inputs: LossInputs, log_ratio_bound: float, accumulator: MetricAccumulator) -> None:
     """Add the importance ratios of a micro-batch to the metrics of a step."""
     mask_BT = inputs.mask_BT
     # the ratios depend on the log-probs and the mask alone

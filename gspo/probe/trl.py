@@ -103,6 +103,11 @@ class ProbedGRPOTrainer(GRPOTrainer):
         self._passes = []
         loss = super()._compute_loss(model, inputs)
         if self.model.training:
+            if not self._passes:
+                raise RuntimeError(
+                    "the probe found no forward pass in the loss: it is tried with TRL 1.16, and "
+                    "this version computes log-probs in another method"
+                )
             self._measure(inputs, self._passes[0])
         return loss
 

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with the probe, and our trainer on the same batches from the same weights.
 
-    .venv-peer/bin/python tests/support/probe_in_trl.py FOLDER LEVEL
+    PYTHONPATH=.:tests/support .venv-peer/bin/python tests/support/probe_in_trl.py FOLDER LEVEL
 
 The tiny MoE trains on two rollout batches of 32 responses with four updates each. LEVEL is
 sequence (GSPO) or token (GRPO). Prints a JSON object: the rows of TRL's trainer_state.json, and our
@@ -8,14 +8,8 @@ trainer's metrics of each rollout batch.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "ACCELERATE_USE_CPU": "1"}
-os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import datasets
 import torch
@@ -34,7 +28,10 @@ ROLLOUTS = 2
 UPDATES = 4
 MICRO_BATCHES = 2  # of an update
 ROWS = 4  # of a micro-batch
-CLIPS = {"sequence": GSPO(clip_low=3e-3, clip_high=4e-3), "token": GRPO(clip_low=0.1, clip_high=0.1)}
+CLIPS = {
+    "sequence": GSPO(clip_low=3e-3, clip_high=4e-3),
+    "token": GRPO(clip_low=0.1, clip_high=0.1),
+}
 # the step of such an AdamW is a smooth function of the gradient
 LEARNING_RATE = 0.3
 EPS = 1.0
