@@ -1,14 +1,15 @@
 """TRL's GRPOTrainer with the probe, and our trainer on the same batches from the same weights.
 
-    PYTHONPATH=.:tests/support .venv-peer/bin/python tests/support/probe_in_trl.py FOLDER LEVEL
+    PYTHONPATH=.:tests/support .venv-peer/bin/python tests/support/probe_in_trl.py FOLDER CASE
 
-The tiny MoE trains on two rollout batches of 32 responses with four updates each. LEVEL is
-sequence (GSPO) or token (GRPO). Prints a JSON object: the rows of TRL's trainer_state.json, and our
-trainer's metrics of each rollout batch.
+A tiny model trains on two rollout batches. CASE is gspo or grpo, with an MoE and four updates on
+each batch, or dense, with GSPO and one update. Prints a JSON object: the rows of TRL's
+trainer_state.json, and our trainer's metrics of each rollout batch.
 """
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -18,19 +19,37 @@ from trl import GRPOConfig
 
 from builders import PROMPTS, small_policy
 from gspo.algorithm.objectives import GRPO, GSPO
+from gspo.algorithm.objectives.base import Clipped
 from gspo.data.batch import RolloutBatch, TrainBatch
 from gspo.model.loading import save
+from gspo.model.settings import TinyDense
 from gspo.probe.trl import ProbedGRPOTrainer
 from gspo.train.accumulator import MetricAccumulator
 from trainers import trainer
 
 ROLLOUTS = 2
-UPDATES = 4
 MICRO_BATCHES = 2  # of an update
 ROWS = 4  # of a micro-batch
-CLIPS = {
-    "sequence": GSPO(clip_low=3e-3, clip_high=4e-3),
-    "token": GRPO(clip_low=0.1, clip_high=0.1),
+
+
+@dataclass
+class Case:
+    """A training: its objective, its updates on a rollout batch, and its model."""
+
+    objective: Clipped
+    updates: int = 4
+    model: TinyDense | None = None  # None: the MoE of small_policy
+
+    @property
+    def level(self) -> str:
+        return "sequence" if self.objective.sequence_level else "token"
+
+
+GSPO_CLIP = GSPO(clip_low=3e-3, clip_high=4e-3)
+CASES = {
+    "gspo": Case(GSPO_CLIP),
+    "grpo": Case(GRPO(clip_low=0.1, clip_high=0.1)),
+    "dense": Case(GSPO_CLIP, 1, TinyDense(hidden=32, layers=3, heads=2, width=48)),
 }
 # the step of such an AdamW is a smooth function of the gradient
 LEARNING_RATE = 0.3
@@ -53,11 +72,11 @@ def begins_well(completions, **_) -> list[float]:
     return [float(text[:1].isdigit() or text[:1].islower()) for text in completions]
 
 
-def train_in_trl(folder: Path, level: str) -> Recorded:
-    """Train the tiny MoE with TRL, with gradient checkpointing, as is its default."""
-    policy = small_policy()
+def train_in_trl(folder: Path, case: Case) -> Recorded:
+    """Train the case with TRL, with gradient checkpointing, as is its default."""
+    policy = small_policy(case.model)
     save(policy.model, policy.tokenizer, folder / "model")
-    objective = CLIPS[level]
+    steps = ROLLOUTS * case.updates
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),
         seed=1,
@@ -65,17 +84,17 @@ def train_in_trl(folder: Path, level: str) -> Recorded:
         bf16=False,
         gradient_checkpointing=True,
         model_init_kwargs={"dtype": "float32"},
-        importance_sampling_level=level,
+        importance_sampling_level=case.level,
         loss_type="grpo",
-        epsilon=objective.clip_low,
-        epsilon_high=objective.clip_high,
+        epsilon=case.objective.clip_low,
+        epsilon_high=case.objective.clip_high,
         num_generations=4,
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=MICRO_BATCHES,
-        steps_per_generation=UPDATES * MICRO_BATCHES,
+        steps_per_generation=case.updates * MICRO_BATCHES,
         max_completion_length=12,
         top_k=0,
-        max_steps=ROLLOUTS * UPDATES,
+        max_steps=steps,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         adam_beta1=0.9,
@@ -87,7 +106,7 @@ def train_in_trl(folder: Path, level: str) -> Recorded:
         report_to="none",
         logging_steps=1,
         save_strategy="steps",
-        save_steps=ROLLOUTS * UPDATES,
+        save_steps=steps,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
@@ -121,11 +140,11 @@ def batch_of(inputs: list[dict]) -> RolloutBatch:
     )
 
 
-def train_here(inputs: list[dict], level: str) -> list[dict[str, float]]:
+def train_here(inputs: list[dict], case: Case) -> list[dict[str, float]]:
     """Train the same model with our trainer on TRL's batches."""
-    ours = trainer(CLIPS[level], lr=LEARNING_RATE, eps=EPS)
+    ours = trainer(case.objective, model=case.model, lr=LEARNING_RATE, eps=EPS)
     metrics = []
-    size = UPDATES * MICRO_BATCHES
+    size = case.updates * MICRO_BATCHES
     for start in range(0, len(inputs), size):
         micros = inputs[start : start + size]
         rollout = batch_of(micros)
@@ -143,13 +162,13 @@ def train_here(inputs: list[dict], level: str) -> list[dict[str, float]]:
     return metrics
 
 
-def main(folder: Path, level: str) -> None:
+def main(folder: Path, case: Case) -> None:
     torch.set_num_threads(1)
-    trl = train_in_trl(folder, level)
-    state = folder / "trl" / f"checkpoint-{ROLLOUTS * UPDATES}" / "trainer_state.json"
+    trl = train_in_trl(folder, case)
+    state = folder / "trl" / f"checkpoint-{ROLLOUTS * case.updates}" / "trainer_state.json"
     rows = json.loads(state.read_text(encoding="utf-8"))["log_history"]
-    print(json.dumps({"trl": rows, "ours": train_here(trl.inputs, level)}))
+    print(json.dumps({"trl": rows, "ours": train_here(trl.inputs, case)}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), CASES[sys.argv[2]])
