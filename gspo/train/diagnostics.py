@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +25,12 @@ from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same
-from gspo.rollout.sources.base import Rollout
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
+
+if TYPE_CHECKING:
+    # it imports transformers, which gspo.probe does without
+    from gspo.rollout.sources.base import Rollout
 
 
 def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:

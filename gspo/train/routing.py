@@ -9,14 +9,18 @@ experts per token, E experts.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo.data.batch import TokenBatch, TrainBatch, to_device
 from gspo.distributed.ranks import Ranks
-from gspo.model.policy import Policy
 from gspo.train.accumulator import MetricAccumulator
+
+if TYPE_CHECKING:
+    # it imports transformers, which gspo.probe does without
+    from gspo.model.policy import Policy
 
 
 def predicting(x_BS: Tensor, batch: TokenBatch) -> Tensor:
@@ -46,8 +50,12 @@ def token_consistency(experts_BSLK: Tensor, old_experts_BSLK: Tensor, batch: Tok
 def expert_counts(experts_BSLK: Tensor, batch: TokenBatch, num_experts: int) -> Tensor:
     """Count the choices of each expert for the response tokens: [L, E]."""
     experts_BTLK = predicting(experts_BSLK, batch)
-    chosen_NLK = batch.of_tokens(experts_BTLK).long()
-    chosen_LM = chosen_NLK.transpose(0, 1).flatten(1)
+    return count_choices(batch.of_tokens(experts_BTLK), num_experts)
+
+
+def count_choices(experts_NLK: Tensor, num_experts: int) -> Tensor:
+    """Count the choices of each expert: [L, E]."""
+    chosen_LM = experts_NLK.long().transpose(0, 1).flatten(1)
     ones_LM = torch.ones_like(chosen_LM)
     counts_LE = chosen_LM.new_zeros(len(chosen_LM), num_experts)
     # bincount would wait for a GPU
@@ -89,6 +97,11 @@ def measure_update(
     if minibatch == 1:
         return
     same_NL = token_consistency(experts_BSLK, old_experts_BSLK, batch)
+    measure_consistency(same_NL, minibatch, accumulator)
+
+
+def measure_consistency(same_NL: Tensor, minibatch: int, accumulator: MetricAccumulator) -> None:
+    """Measure the consistency of tokens in the update of a mini-batch, by layer too."""
     changed_NL = same_NL < 1
     accumulator.mean_of("routing/consistency", same_NL)
     accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)

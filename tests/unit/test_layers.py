@@ -15,6 +15,7 @@ LEVELS = {
     "run": 7,
     "planning": 7,
     "config": 6,
+    "probe": 6,
     "train": 5,
     "evaluation": 5,
     "rollout": 4,
@@ -29,7 +30,8 @@ LEVELS = {
     "statistics": 0,  # a module, not a package
 }
 ONLY_IN = {
-    "transformers": ("model", "planning", "rollout", "checking"),
+    "transformers": ("model", "planning", "rollout", "checking", "probe"),
+    "trl": ("probe",),
     "tokenizers": ("model",),
     "peft": ("model",),
     "vllm": ("rollout",),

@@ -1,0 +1,88 @@
+"""Measures a training step: all updates on a rollout batch.
+
+Shape suffixes: B responses, T response tokens, S all positions, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.objectives import Objective
+from gspo.distributed.ranks import Ranks
+from gspo.probe.logprobs import add_ratios, loss_inputs
+from gspo.probe.routing import add_routing
+from gspo.train import diagnostics
+from gspo.train.accumulator import MetricAccumulator
+
+
+class StepProbe:
+    """Accumulates the metrics of a training step over its micro-batches.
+
+    Means are over all tokens or responses of the step, however it is cut. `objective` defines what
+    is clipped. Without it there are no clip fractions.
+
+        probe = StepProbe(GSPO(clip_low=3e-4, clip_high=4e-4))
+        probe.add_logprobs(logp, old_logp, advantages, mask, minibatch=1)   # each micro-batch
+        probe.result()
+    """
+
+    def __init__(self, objective: Objective | None = None):
+        self.objective = objective
+        self.is_empty = True
+        self._accumulator = MetricAccumulator()
+
+    @torch.no_grad()
+    def add_logprobs(
+        self,
+        logp_BT: Tensor,
+        old_logp_BT: Tensor | None,
+        advantages: Tensor,
+        mask_BT: Tensor,
+        *,
+        minibatch: int,
+    ) -> None:
+        """Add the log-probs of a micro-batch, see gspo.probe.logprobs.
+
+        `minibatch` counts the updates of the step from 1. In the first the current policy is the
+        old policy, so its distance from ratio 1 is rounding. If `old_logp_BT` is None there was no
+        pass under the old policy: all ratios are 1, and no rounding is measured.
+        """
+        has_old_pass = old_logp_BT is not None
+        if old_logp_BT is None:
+            old_logp_BT = logp_BT
+        inputs = loss_inputs(logp_BT, old_logp_BT, advantages, mask_BT)
+        self.is_empty = False
+        bound = Objective.log_ratio_bound
+        if self.objective:
+            bound = self.objective.log_ratio_bound
+            outputs = self.objective(inputs)
+            diagnostics.clips(outputs, inputs, minibatch, self._accumulator)
+            if minibatch == 1 and has_old_pass:
+                diagnostics.rounding_floor(self.objective, inputs, self._accumulator)
+        add_ratios(inputs, bound, self._accumulator)
+
+    @torch.no_grad()
+    def add_routing(
+        self,
+        experts_BSLK: Tensor,
+        old_experts_BSLK: Tensor | None,
+        response_BS: Tensor,
+        num_experts: int,
+        *,
+        minibatch: int,
+    ) -> None:
+        """Add the experts of a micro-batch, see gspo.probe.routing."""
+        self.is_empty = False
+        add_routing(
+            experts_BSLK,
+            old_experts_BSLK,
+            response_BS,
+            num_experts,
+            self._accumulator,
+            minibatch=minibatch,
+        )
+
+    def result(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """Return all metrics of the step by name, over all `ranks`."""
+        return self._accumulator.result(ranks)
