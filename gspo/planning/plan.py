@@ -142,9 +142,7 @@ def plan(
         phases=phases(settings, measured, engine),
         traffic=traffic,
         times=times,
-        record_bytes=record_bytes(
-            settings, config, work, rollout.prompts_per_step * rollout.group_size
-        ),
+        record_bytes=record_bytes(settings, config, work),
     )
 
 

@@ -11,8 +11,8 @@ from gspo.planning.memory import Work
 INT8_MAX = 127
 
 
-def record_bytes(settings: Settings, config: PretrainedConfig, work: Work, responses: int) -> int:
-    """Return the bytes of a record of `responses` responses, or 0 if no step is recorded.
+def record_bytes(settings: Settings, config: PretrainedConfig, work: Work) -> int:
+    """Return the bytes of the record of a step, or 0 if no step is recorded.
 
     The header and the texts of its tokens are left out. Every layer counts as an MoE layer if the
     model has experts."""
@@ -42,4 +42,5 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work, respo
         # those of the old policy at every token, often those of the engine too, and of the updates
         token_id += 2 * choice_bytes
         token += epochs * choice_bytes
+    responses = settings.rollout.prompts_per_step * settings.rollout.group_size
     return responses * (work.response * (token + token_id) + work.prompt * token_id)

@@ -94,7 +94,7 @@ class TrainingLoop:
         except EngineEnded:
             self.save_last_step()
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is raised again
             self.record_failed_step(error)
             raise
         finally:
@@ -108,10 +108,7 @@ class TrainingLoop:
         return how
 
     def record_failed_step(self, error: Exception) -> None:
-        """Write the record of the step that could not be completed, which may show why.
-
-        The error that ended the step is the one that the user must see, so a record that cannot be
-        written is only logged."""
+        """Write the record of a step that could not be completed, or log why that is impossible."""
         try:
             self.trainer.recorder.finish({}, f"{type(error).__name__}: {error}")
         except (OSError, RuntimeError, ValueError) as problem:

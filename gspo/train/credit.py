@@ -31,6 +31,7 @@ def add_advantages(
     old_batch: OldPolicyBatch,
     values_BT: Tensor | None,
     rollout: Rollout,
+    *,
     algorithm: Algorithm,
     kl_coefficient: float,
     mask_truncated: bool,

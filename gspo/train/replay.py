@@ -70,7 +70,6 @@ class ReplayedStep:
     metrics: dict[str, float]
     updates: list[ReplayedUpdate]
     advantages: ndarray  # over the response tokens of all rows
-    correction: ndarray | None  # the same, of the mismatch of engine and trainer
 
 
 def replay(
@@ -94,17 +93,7 @@ def replay(
     accumulator = MetricAccumulator()
     engine_is_old = policy_settings.old_logprobs == "engine"
     check_record(record, algorithm, settings, policy_settings.old_logprobs)
-    if not recorded_advantages and np.isnan(record.rewards).any():
-        raise SettingError(
-            "advantage",
-            algorithm.advantage.name,
-            "needs rewards, which this record does not hold",
-            remedy="leave advantage=... out, so that the recorded advantages are taken",
-        )
-    if recorded_advantages and np.isnan(record.advantages).all():
-        raise SettingError(
-            "advantage", problem="this record holds no advantages, so compute them from the rewards"
-        )
+    check_advantages(record, algorithm, recorded_advantages)
     state = record.header.state
     coefficient = KLCoefficient(algorithm.kl)
     if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
@@ -121,7 +110,6 @@ def replay(
     knows_engine = not np.isnan(record.engine_logp).all()
     if knows_engine and not skips_old_pass and not engine_is_old:
         comparison.measure(old_batch, accumulator)
-    values_BT = of_tokens(record.old_values, old_batch)
     if recorded_advantages:
         adv_BT = required(record.advantages, old_batch)
         batch = old_batch.with_advantages(adv_BT)
@@ -129,41 +117,51 @@ def replay(
     else:
         batch, _ = add_advantages(
             old_batch,
-            values_BT,
+            of_tokens(record.old_values, old_batch),
             rollout,
-            algorithm,
-            coefficient.value,
-            settings.mask_truncated,
-            RunningMoments(**state.get("rewards", {})),
-            accumulator,
+            algorithm=algorithm,
+            kl_coefficient=coefficient.value,
+            mask_truncated=settings.mask_truncated,
+            running=RunningMoments(**state.get("rewards", {})),
+            accumulator=accumulator,
         )
 
+    objective = algorithm.objective
+    starts_at_old = state.get("starts_at_old_policy") and objective.ratio_to == "old"
+    experts = int(state.get("experts", 0))
     terms = loss_terms(algorithm, replace(settings, router_aux_loss_coef=0.0), coefficient, entropy)
     updates = []
     for number, update in enumerate(record.updates, start=1):
         minibatch = batch.rows(torch.from_numpy(update.rows).long())
         output = recorded_output(update, minibatch)
-        if (
-            number == 1
-            and state.get("starts_at_old_policy")
-            and algorithm.objective.ratio_to == "old"
-        ):
+        if number == 1 and starts_at_old:
             minibatch = start_at_old_policy(
-                output, minibatch, algorithm.objective, engine_is_old, accumulator
+                output, minibatch, objective, engine_is_old, accumulator
             )
         updates.append(replay_update(update, minibatch, output, number, terms, accumulator))
-        experts = int(state.get("experts", 0))
-        measure_pass(output, minibatch, number, algorithm.objective, experts, accumulator)
+        measure_pass(output, minibatch, number, objective, experts, accumulator)
         if knows_engine and skips_old_pass and number == 1:
             compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
             entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
-    correction = None
-    if batch.correction_BT is not None:
-        correction = flat(batch.correction_BT, batch)
     metrics = accumulator.result()
     metrics = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-    return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch), correction)
+    return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch))
+
+
+def check_advantages(record: StepRecord, algorithm: Algorithm, recorded_advantages: bool) -> None:
+    """Raise ValueError if the record lacks the rewards or the advantages that are needed."""
+    if not recorded_advantages and np.isnan(record.rewards).any():
+        raise SettingError(
+            "advantage",
+            algorithm.advantage.name,
+            "needs rewards, which this record does not hold",
+            remedy="leave advantage=... out, so that the recorded advantages are taken",
+        )
+    if recorded_advantages and np.isnan(record.advantages).all():
+        raise SettingError(
+            "advantage", problem="this record holds no advantages, so compute them from the rewards"
+        )
 
 
 def check_record(

@@ -189,11 +189,11 @@ class Trainer:
             old_batch,
             values_BT,
             rollout,
-            self.algorithm,
-            self.coefficient.value,
-            self.settings.mask_truncated,
-            self.state.rewards,
-            accumulator,
+            algorithm=self.algorithm,
+            kl_coefficient=self.coefficient.value,
+            mask_truncated=self.settings.mask_truncated,
+            running=self.state.rewards,
+            accumulator=accumulator,
         )
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
@@ -203,12 +203,7 @@ class Trainer:
         minibatches = list(chain.from_iterable(epochs))
         planned = num_minibatches * num_epochs
         accumulator.count("optim/missing_updates", planned - len(minibatches))
-        for number, rows_N in enumerate(minibatches, start=1):
-            minibatch = batch.rows(rows_N)
-            is_local_B = torch.isin(rows_N, local_rows_N)
-            self.recorder.begin_update(number, rows_N[is_local_B])
-            self.update(minibatch, is_local_B, number, accumulator)
-        self.recorder.end_updates(local_rows_N, self.settings.micro_batch_size)
+        self.run_updates(batch, minibatches, local_rows_N, accumulator)
 
         # after the updates, which used the coefficients that are logged
         if self.algorithm.kl.needs_reference:
@@ -260,6 +255,21 @@ class Trainer:
 
     # ----------------------------------------------------------------------------------------------
     # the update
+
+    def run_updates(
+        self,
+        batch: TrainBatch,
+        minibatches: list[Tensor],
+        local_rows_N: Tensor,
+        accumulator: MetricAccumulator,
+    ) -> None:
+        """Take an optimizer step on each mini-batch, which is given by its rows in the batch."""
+        for number, rows_N in enumerate(minibatches, start=1):
+            minibatch = batch.rows(rows_N)
+            is_local_B = torch.isin(rows_N, local_rows_N)
+            self.recorder.begin_update(number, rows_N[is_local_B])
+            self.update(minibatch, is_local_B, number, accumulator)
+        self.recorder.end_updates(local_rows_N, self.settings.micro_batch_size)
 
     def update(
         self,

@@ -7,6 +7,7 @@ import torch
 from builders import problems, small_policy
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import GRPO
+from gspo.data.batch import TrainBatch
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.model.value_head import ValueHead
@@ -16,6 +17,8 @@ from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.tasks.base import Task
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.credit import add_advantages
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
 from gspo.train.trainer import Trainer
 
@@ -111,6 +114,20 @@ def trainer(
 def steps(t: Trainer, count: int) -> list[dict]:
     first = t.state.step + 1
     return [t.train_step(step, t.source.next(step)) for step in range(first, first + count)]
+
+
+def with_advantages(t: Trainer, old: tuple, rollout) -> TrainBatch:
+    """The batch of the passes before the updates (`OldPolicyPass.add`), with advantages."""
+    batch, _ = add_advantages(
+        *old,
+        rollout,
+        algorithm=t.algorithm,
+        kl_coefficient=t.coefficient.value,
+        mask_truncated=t.settings.mask_truncated,
+        running=t.state.rewards,
+        accumulator=MetricAccumulator(),
+    )
+    return batch
 
 
 def weights(t: Trainer) -> list[torch.Tensor]:

@@ -551,6 +551,6 @@ def test_the_size_of_records_is_said():
     assert f"up to {by_hand / GB:.2g} GB, the last 5 together {5 * by_hand / GB:.2g}" in line
     assert "record_experts=false" in line
     made.settings.tracking.record_experts = False
-    without = record_bytes(made.settings, config_of(made.settings.model), made.work, 8192)
+    without = record_bytes(made.settings, config_of(made.settings.model), made.work)
     assert without == 8192 * (7680 * 31 + made.work.prompt * 4)
     assert planned(*SMALL).record_bytes == 0

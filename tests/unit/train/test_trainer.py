@@ -23,11 +23,10 @@ from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import REFILL, Uniform
 from gspo.tracking.metrics import lookup
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.credit import add_advantages
 from gspo.train.settings import OptimSettings
 from gspo.train.trainer import Trainer
 from refusals import refuses
-from trainers import FirstCharacter, steps, trainer, weights
+from trainers import FirstCharacter, steps, trainer, weights, with_advantages
 
 
 @pytest.mark.parametrize("objective", [GSPO(), GSPOToken(), GRPO()])
@@ -150,15 +149,7 @@ def test_groups_may_lose_responses_that_could_not_be_graded():
     batch = pack(rollout.responses, t.policy.tokenizer.pad_token_id)
     rows = torch.arange(len(batch))
     old = t.old_policy.add(batch, rollout.responses, rows, t.ranks, MetricAccumulator())
-    batch, _ = add_advantages(
-        *old,
-        rollout,
-        t.algorithm,
-        t.coefficient.value,
-        t.settings.mask_truncated,
-        t.state.rewards,
-        MetricAccumulator(),
-    )
+    batch = with_advantages(t, old, rollout)
     by_hand = [2 / 3, -1 / 3, -1 / 3, 1 / 2, -1 / 2, 1 / 2, -1 / 2]
     assert batch.adv_BT[:, 0].tolist() == pytest.approx(by_hand)
     row = t.train_step(1, rollout)

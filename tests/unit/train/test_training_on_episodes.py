@@ -37,11 +37,10 @@ from gspo.rollout.sources.base import Rollout
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.credit import add_advantages
 from outside_engines import played
 from outside_host import Drawn
 from ranked import ranked
-from trainers import FirstCharacter, gap_trainer, steps, trainer, weights
+from trainers import FirstCharacter, gap_trainer, steps, trainer, weights, with_advantages
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 MEAN = Aggregation("seq-mean-token-mean")
@@ -143,15 +142,7 @@ def updated(name: str, model):
     rollout = sampled(model)
     batch, everything = pack(rollout.responses, t.policy.tokenizer.pad_token_id), torch.arange(16)
     old = t.old_policy.add(batch, rollout.responses, everything, t.ranks, MetricAccumulator())
-    batch, _ = add_advantages(
-        *old,
-        rollout,
-        t.algorithm,
-        t.coefficient.value,
-        t.settings.mask_truncated,
-        t.state.rewards,
-        MetricAccumulator(),
-    )
+    batch = with_advantages(t, old, rollout)
     with torch.no_grad():
         olds = [own_log_probs(t.policy.model, r) for r in rollout.responses]
     perturb(t.policy, 0.005)
