@@ -1,0 +1,432 @@
+"""Makes our rows of another framework's records.
+
+A record is one line of a log: a step of some axis, and numbers by their names. A row of ours
+describes a rollout batch. In between:
+
+    1  the record's axis is found, and its step
+    2  records of one step are joined if they do not contradict each other
+    3  steps become rollout batches. The numbers of several updates of a batch are averaged
+    4  each name becomes ours, or stays what it is after the framework's name
+
+Nothing is left out without a note that counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from gspo.io import untrusted
+from gspo.tracking.frameworks.known import find_table
+from gspo.tracking.frameworks.table import SAME, Axis, Entry, Table, has
+
+REWARD = "reward/mean"
+MAX_REWINDS = 20  # a file whose steps go back more often holds no run
+MAX_NAMED = 8  # names in a note
+MAX_UPDATES = 10_000  # of a batch
+NO_STEP = "records without a step"
+NO_METRIC = "records without a metric of training"
+SECOND_VALUE = "numbers that contradict an earlier record of the same step"
+UNKNOWN_WRITER = "numbers whose writer cannot be told"
+NOT_FINITE = "numbers that are not finite (kept as NaN)"
+
+
+@dataclass
+class Log:
+    """The content of a framework's log, as it stands there.
+
+    `planned` is the number of steps that the log says the run will have, in the units of its axis,
+    0 if it does not say."""
+
+    path: Path
+    kind: str  # of the file, in words
+    records: list[dict[str, object]] = field(default_factory=list)
+    config: dict[str, object] = field(default_factory=dict)  # flat
+    notes: list[str] = field(default_factory=list)
+    planned: int = 0
+
+
+@dataclass
+class ForeignRun:
+    """A run of another framework, in our rows."""
+
+    path: Path
+    kind: str
+    framework: str  # as in framework=
+    rows: list[dict[str, float]]
+    config: dict[str, object]  # theirs, flat
+    settings: dict[str, object]  # ours, as far as theirs say them; and their own that make an arm
+    objective: str  # empty: not known
+    planned: int  # rollout batches, 0: not known
+    updates_per_batch: int  # 0: not known, or of no importance
+    batches_per_row: int  # a row is the mean over so many rollout batches
+    counts_updates: bool  # the steps are optimizer steps, because updates_per_batch is not known
+    relations: dict[str, Entry]  # of the rows' names, without the names that the table lacks
+    notes: list[str]
+    dropped: dict[str, int]  # reasons and counts
+
+    def mapped(self) -> list[str]:
+        """Return the names of the rows that are metrics of ours."""
+        return sorted(name for name, entry in self.relations.items() if entry.ours)
+
+    def differing(self) -> dict[str, str]:
+        """Return the names of the rows whose definition is not exactly ours, and how it differs."""
+        texts = {}
+        for name, entry in sorted(self.relations.items()):
+            if entry.relation == SAME and not entry.note:
+                continue
+            text = entry.note
+            if entry.ours:
+                text = f"{entry.relation}, {entry.theirs}"
+                if entry.formula() != "x":
+                    text += f", {entry.formula()}"
+                if entry.note:
+                    text += f": {entry.note}"
+            texts[name] = text
+        return texts
+
+    def unknown(self) -> list[str]:
+        """Return the names of the rows that the table lacks."""
+        names = {name for row in self.rows for name in row} - {"step"}
+        return sorted(names - self.relations.keys())
+
+
+def translate(
+    log: Log, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+) -> ForeignRun:
+    """Return a log as our rows.
+
+    `framework`, `updates_per_batch` and `objective` are what the user says of the run. Without
+    them, the names and the configuration tell. Raises ValueError if the framework is not known, or
+    if nothing can be read."""
+    names = {name for record in log.records for name in record}
+    if not names:
+        raise ValueError(f"{log.path}: {log.kind} without a record{_reasons(log.notes)}")
+    try:
+        table = find_table(names, framework)
+    except ValueError as error:
+        raise ValueError(
+            f"{log.path}: {log.kind} with {len(log.records)} records: {error}"
+        ) from None
+    updates = updates_per_batch or _updates(table, log.config)
+    objective = objective or _objective(table, log.config)
+    columns = Columns(table, log.path)
+    for record in log.records:
+        columns.add(record)
+    by_batch = _in_batches(columns, updates)
+    notes = [*log.notes, *columns.notes()]
+    relations: dict[str, Entry] = {}
+    rows = _rows(by_batch, table, objective, relations, notes)
+    if not rows:
+        reasons = [f"{count} {reason}" for reason, count in columns.dropped.items()]
+        raise ValueError(
+            f"{log.path}: none of its {len(log.records)} records could be read as a row of "
+            f"{table.title}{_reasons([*notes, *reasons])}"
+        )
+    counts_updates = columns.counts == {"updates"} and not updates
+    run = ForeignRun(
+        path=log.path,
+        kind=log.kind,
+        framework=table.name,
+        rows=rows,
+        config=log.config,
+        settings=_settings(table, log.config),
+        objective=objective,
+        planned=0,
+        updates_per_batch=updates,
+        batches_per_row=_batches_per_row(rows) if table.row_is_mean else 1,
+        counts_updates=counts_updates,
+        relations=relations,
+        notes=notes,
+        dropped=dict(columns.dropped),
+    )
+    steps = run.settings.pop("steps", None)
+    if log.planned:
+        run.planned = math.ceil(log.planned / max(updates, 1))
+    elif type(steps) is int and steps > 0:
+        run.planned = steps
+    run.notes += _notes(run, table)
+    return run
+
+
+def _reasons(notes: Iterable[str]) -> str:
+    text = "; ".join(notes)
+    return f" ({text[:500]})" if text else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# records to columns
+class Columns:
+    """The numbers of a log by name and step, from records in the order of the log."""
+
+    def __init__(self, table: Table, path: Path):
+        self.table = table
+        self.path = path
+        self.values: dict[str, dict[int, float]] = {}
+        self.axes: dict[str, Axis] = {}  # by name
+        self.counts: set[str] = set()  # the kinds of axes that records had
+        self.dropped: Counter[str] = Counter()
+        self.texts: set[str] = set()  # names whose values are no numbers
+        self.last: dict[str, int] = {}  # the step of a name's newest number
+        self.rewinds: Counter[str] = Counter()  # by name
+        self.left_out: Counter[tuple[int, bool]] = Counter()  # rows that a rewind left out
+        self.bare_names: dict[str, str] = {}  # empty: no metric
+        self.numbers = 0
+
+    def add(self, record: Mapping[str, object]) -> None:
+        """Take in a record."""
+        axis = self._axis(record)
+        if axis is None:
+            self.dropped[NO_STEP] += 1
+            return
+        step = int(_number(record[axis.key]))
+        writer = self._writer(record)
+        is_empty = True
+        for name, value in record.items():
+            if name not in self.bare_names:
+                self.bare_names[name] = self._bare(name)
+            bare = self.bare_names[name]
+            if not bare:
+                continue
+            if not untrusted.is_number(value):
+                self.texts.add(bare)
+                continue
+            is_empty = False
+            if bare in self.table.shared:
+                if not writer:
+                    self.dropped[UNKNOWN_WRITER] += 1
+                    continue
+                bare = f"{writer}/{bare}"
+            self._put(bare, step, value, axis)
+        if is_empty:
+            self.dropped[NO_METRIC] += 1
+        else:
+            self.counts.add(axis.counts)
+
+    def _axis(self, record: Mapping[str, object]) -> Axis | None:
+        for axis in self.table.axes:
+            if axis.key not in record or not _is_step(record[axis.key]):
+                continue
+            if not axis.prefix or any(
+                name.startswith(axis.prefix) and name != axis.key for name in record
+            ):
+                return axis
+        return None
+
+    def _bare(self, name: str) -> str:
+        """Return a name as the table has it, empty for an axis and for names that are ignored."""
+        bare = self.table.bare(name)
+        is_axis = any(name == axis.key for axis in self.table.axes)
+        if is_axis or name[:1] == "_" or has((bare, name), "_*"):
+            return ""
+        if any(has((bare, name), pattern) for pattern in self.table.ignored):
+            return ""
+        return "" if untrusted.SURROGATES.search(bare) else bare
+
+    def _writer(self, record: Mapping[str, object]) -> str:
+        """Return the writer of a record, empty if its names do not tell."""
+        writers = [name for name, proof in self.table.writers.items() if has(record, proof)]
+        return writers[0] if len(writers) == 1 else ""
+
+    def _put(self, name: str, step: int, value: float | None, axis: Axis) -> None:
+        number = untrusted.finite(value)
+        if number is None:
+            self.dropped[NOT_FINITE] += 1
+            number = math.nan
+        column = self.values.setdefault(name, {})
+        if step in column and not _equal(column[step], number):
+            if self.last[name] <= step:
+                self.dropped[SECOND_VALUE] += 1
+                return
+            self._go_back(name, step)
+            column = self.values[name]
+        column[step] = number
+        self.last[name] = step
+        self.axes[name] = axis
+        self.numbers += 1
+        untrusted.check_table(self.path, len(column), len(self.values), self.numbers)
+
+    def _go_back(self, name: str, step: int) -> None:
+        """Leave out a name's numbers from this step on: a resumed run writes them again."""
+        self.rewinds[name] += 1
+        if self.rewinds[name] > MAX_REWINDS:
+            raise ValueError(
+                f"{self.path}: its steps go back more than {MAX_REWINDS} times, so it is not the "
+                "log of one run"
+            )
+        column = self.values[name]
+        kept = {old_step: value for old_step, value in column.items() if old_step < step}
+        removed = len(column) - len(kept)
+        key = (step, not kept)
+        self.left_out[key] = max(self.left_out[key], removed)
+        self.values[name] = kept
+
+    def notes(self) -> list[str]:
+        """Return sentences about everything that was left out."""
+        notes = []
+        for (step, begins_again), count in sorted(self.left_out.items()):
+            if begins_again:
+                notes.append(
+                    f"its steps begin again at {step}: it holds two runs, or a run that was started "
+                    f"anew. The last one counts, {count} earlier rows are left out"
+                )
+            else:
+                notes.append(
+                    f"its steps go back to {step}, as those of a resumed run do. The later rows "
+                    f"count, {count} earlier rows are left out"
+                )
+        notes += [f"left out: {count} {reason}" for reason, count in sorted(self.dropped.items())]
+        if self.texts:
+            notes.append(f"left out, because they are no numbers: {listed(self.texts)}")
+        return notes
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else math.nan
+
+
+def _is_step(value: object) -> bool:
+    """Return whether a value can be a step. TensorBoard and W&B may write it as a float."""
+    if type(value) not in (int, float):
+        return False
+    number = _number(value)
+    return number == number and 0 <= number <= untrusted.MAX_STEP and number == int(number)
+
+
+def _equal(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))
+
+
+# ------------------------------------------------------------------------------------------------
+# steps to rollout batches, and names to ours
+def _in_batches(columns: Columns, updates: int) -> dict[str, dict[int, float]]:
+    """Return the numbers by name and rollout batch, the mean if a batch has several updates."""
+    by_batch = {}
+    for name, column in columns.values.items():
+        axis = columns.axes[name]
+        per_batch = max(updates, 1) if axis.counts == "updates" else 1
+        sums: dict[int, float] = {}
+        numbers: Counter[int] = Counter()
+        for step, value in column.items():
+            batch = (step - axis.first) // per_batch + 1
+            if math.isnan(value):
+                sums.setdefault(batch, 0.0)
+                continue
+            sums[batch] = sums.get(batch, 0.0) + value
+            numbers[batch] += 1
+        by_batch[name] = {
+            batch: total / numbers[batch] if numbers[batch] else math.nan
+            for batch, total in sums.items()
+        }
+    return by_batch
+
+
+def _rows(
+    by_batch: dict[str, dict[int, float]],
+    table: Table,
+    objective: str,
+    relations: dict[str, Entry],
+    notes: list[str],
+) -> list[dict[str, float]]:
+    """Return the rows under our names, and put the relation of each name into `relations`."""
+    rows: dict[int, dict[str, float]] = {}
+    absent = []
+    sources: dict[str, str] = {}  # the name of theirs by the row's
+    for name, column in by_batch.items():
+        entry, ours = table.entry(name, objective)
+        if entry is not None and entry.absent_if_all_zero and not any(column.values()):
+            absent.append(name)
+            continue
+        if ours in sources:
+            notes.append(f"{name} and {sources[ours]} are both {ours}: the latter counts")
+            entry = None
+            ours = f"{table.name}/{name}"
+        sources[ours] = name
+        if entry is not None:
+            relations[ours] = entry
+        added = by_batch.get(entry.plus, {}) if entry is not None else {}
+        for batch, value in column.items():
+            if entry is not None and entry.ours:
+                value = entry.value(value + added.get(batch, 0.0))
+            rows.setdefault(batch, {})[ours] = value
+    if absent:
+        notes.append(
+            f"absent, because they are 0 in every row and may not be computed: {listed(absent)}"
+        )
+    return [{"step": batch} | rows[batch] for batch in sorted(rows)]
+
+
+def _batches_per_row(rows: list[dict[str, float]]) -> int:
+    """Return the most frequent distance of two successive rows with a reward."""
+    steps = [int(row["step"]) for row in rows if REWARD in row]
+    distances = Counter(later - step for step, later in pairwise(steps))
+    return distances.most_common(1)[0][0] if distances else 1
+
+
+# ------------------------------------------------------------------------------------------------
+# configuration
+def _settings(table: Table, config: Mapping[str, object]) -> dict[str, object]:
+    """Return our settings, as far as the configuration has them."""
+    settings = {}
+    for ours, keys in table.settings.items():
+        values = [config[key] for key in keys if config.get(key) is not None]
+        if values and isinstance(values[0], str | int | float):
+            settings[ours] = values[0]
+    return settings
+
+
+def _objective(table: Table, config: Mapping[str, object]) -> str:
+    """Return the name of the objective, empty if the configuration does not tell."""
+    for conditions, name in table.objectives:
+        if all(config.get(key) == value for key, value in conditions.items()):
+            return name
+    return ""
+
+
+def _updates(table: Table, config: Mapping[str, object]) -> int:
+    """Return the optimizer steps of a rollout batch, 0 if the configuration does not tell."""
+    factors = [config.get(key) for key in table.updates]
+    divisors = [config.get(key) for key in table.updates_divided_by]
+    numbers = [value for value in (*factors, *divisors) if type(value) is int and value > 0]
+    if not factors or len(numbers) < len(factors) + len(divisors):
+        return 0
+    product = math.prod(numbers[: len(factors)])
+    divisor = math.prod(numbers[len(factors) :])
+    updates = product // divisor
+    return updates if product % divisor == 0 and updates <= MAX_UPDATES else 0
+
+
+def _notes(run: ForeignRun, table: Table) -> list[str]:
+    """Return sentences about the axis, and about names that the table lacks."""
+    notes = []
+    if run.counts_updates:
+        notes.append(
+            "its steps are optimizer steps, taken as rollout batches: the log does not say how many "
+            "updates a batch has (updates_per_batch=)"
+        )
+    if run.batches_per_row > 1:
+        notes.append(f"a row is the mean over {run.batches_per_row} steps")
+    if not run.objective and any(entry.objectives for entry in table.entries):
+        notes.append(
+            "the objective is not logged, so the clipped shares keep the framework's name "
+            "(objective=)"
+        )
+    unknown = run.unknown()
+    if unknown:
+        notes.append(
+            f"{len(unknown)} names are not in the table of {table.title} {table.version}, and keep "
+            f"their names: {listed(unknown)}"
+        )
+    return notes
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    ordered = sorted(names)
+    text = ", ".join(ordered[:MAX_NAMED])
+    more = len(ordered) - MAX_NAMED
+    return f"{text} and {more} more" if more > 0 else text
