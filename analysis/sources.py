@@ -1,4 +1,4 @@
-"""Read runs from run directories, W&B's offline files, or W&B's server, cached as Parquet.
+"""Read runs from run directories, W&B's files or server, or the logs of other frameworks.
 
 Each run is a Record. The sources are:
 
@@ -8,8 +8,10 @@ Each run is a Record. The sources are:
     analysis/data/paper_figures.parquet      a study that recorded_study.py has written
     wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a
                                              group is a study
+    outputs/checkpoint-500                   logs of other frameworks (foreign_files.py)
 
-W&B's files inside a run directory are a view of it and are not read again.
+W&B's files inside a run directory are a view of it and are not read again. Runs of ours are cached
+as Parquet.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import parquet
 
-from gspo.analysis import wandb_files
+from gspo.analysis import foreign, foreign_files, wandb_files
 from gspo.io import untrusted
 from gspo.io.files import replace_bytes
 from gspo.io.ownership import is_own_file
+from gspo.tracking.frameworks.translate import Log
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
 NOT_TRAINED = ("report", "eval")
+FOREIGN = "another framework's"  # the job of a W&B file that is no run of ours
 CACHE_KEY = b"gspo"  # of the metadata in a cache file
 # a recorded study: its file's suffix, the key of its settings, and the column with the run's name
 STUDY_FILE = ".parquet"
@@ -80,16 +84,53 @@ def records(path: Path | str) -> list[Record]:
         record = cached(name, stamp, from_folder, folder)
         run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
-    for file in wandb_segments(path, run_folders):
+    foreign_segments: dict[str, list[wandb_files.Segment]] = {}
+    wandb_paths = wandb_segments(path, run_folders)
+    for file in wandb_paths:
         segment = cached(str(file), file_stamp(file), from_file, file)
-        if segment.job not in NOT_TRAINED:
+        if segment.job == FOREIGN:
+            read_again = wandb_files.read(file)
+            foreign_segments.setdefault(read_again.id or str(file), []).append(read_again)
+        elif segment.job not in NOT_TRAINED:
             segments.append(segment)
-    return run_records + joined(segments)
+    logs = [foreign_files.wandb_log(run) for run in foreign_segments.values()]
+    return run_records + joined(segments) + foreign_records(path, run_folders, logs)
+
+
+def foreign_records(path: Path, run_folders: set[Path], logs: list[Log]) -> list[Record]:
+    """Return the runs of other frameworks: of these logs of W&B, and of the others at a path.
+
+    A log of which nothing can be read is a record without rows, with a note."""
+    notes: list[str] = []
+    found = []
+    for file in foreign_files.find_logs(path, run_folders, notes):
+        if file.suffix == ".wandb":
+            continue
+        try:
+            logs.append(foreign_files.read_log(file))
+        except (OSError, ValueError) as error:
+            found.append(Record(file, {}, pd.DataFrame(), [str(error)]))
+    found += [from_log(log) for log in logs]
+    if notes:
+        found.append(Record(path, {}, pd.DataFrame(), notes))
+    return found
+
+
+def from_log(log: Log) -> Record:
+    """Return a log of another framework as a record, without rows if it cannot be read."""
+    try:
+        run, about = foreign.translated(log)
+    except (OSError, ValueError) as error:
+        return Record(log.path, {}, pd.DataFrame(), [*log.notes, str(error)])
+    notes: list[str] = []
+    settings = foreign.settings_of(run, about, notes)
+    notes += [f"{run.path}: {note}" for note in run.notes]
+    return Record(log.path, settings, foreign.frame_of(run), notes)
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
     """Return the offline W&B files below a path that lie in no run directory, by their start."""
-    files = [path]
+    files = [path] if path.suffix == ".wandb" else []
     if path.is_dir():
         files = [file for file in path.rglob("*.wandb") if file.is_file()]
     outside = set()
@@ -181,6 +222,8 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
 def from_file(file: Path) -> Record:
     """Read an offline W&B file, which holds a run or a segment of it."""
     segment = wandb_files.read(file)
+    if segment.records:
+        return Record(file, {}, pd.DataFrame(), id=segment.id, job=FOREIGN)
     return Record(
         path=Path(segment.name or file),
         settings=flatten(segment.config),
@@ -278,7 +321,7 @@ def server(address: str) -> list[Record]:
             if run.job_type in NOT_TRAINED:
                 continue
             config = json.dumps(run.config, sort_keys=True, default=str)
-            stamp = [run.state, run.lastHistoryStep, run.name, config]
+            stamp = [run.state, run.lastHistoryStep, run.name, config, foreign.version()]
             name = f"{host}/{address}/{run.id}"
             run_records.append(cached(name, stamp, from_server, run))
     except (wandb.Error, WandbApiFailedError) as error:
@@ -301,18 +344,19 @@ def signed_in() -> bool:
 
 def from_server(run: object) -> Record:
     """Read a run of the API. `scan_history` gives every row, `history` 500 sampled rows."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in run.scan_history(page_size=10_000):
-        step = row.pop("step", None)
-        if untrusted.is_step(step):
-            earlier = rows.get(step, {})
-            rows[step] = earlier | wandb_files.numbers(row)
     settings = dict(run.config)
     settings.pop("_wandb", None)
+    segment = wandb_files.Segment(Path(run.name), config=settings)
+    for row in run.scan_history(page_size=10_000):
+        segment.add(dict(row))
+    if segment.records:
+        return from_log(foreign_files.wandb_log([segment]))
     # WANDB_NAME may have replaced the run's name
     name = wandb_files.recorded_name(settings) or run.name
-    frame = frame_of(rows)
-    return Record(Path(name), flatten(settings), frame, id=run.id)
+    notes = []
+    if segment.without_step:
+        notes.append(f"{name}: left out: {segment.without_step} records without a step")
+    return Record(Path(name), flatten(settings), frame_of(segment.rows), notes, id=run.id)
 
 
 # ------------------------------------------------------------------------------------------------
