@@ -249,17 +249,22 @@ def console(path: Path) -> Log:
         record: dict[str, object] = {"step": int(matched[1])}
         for part in matched[2].strip().split(" - "):
             pair = CONSOLE_PAIR.fullmatch(part.strip())
-            try:
-                record[pair[1]] = float(pair[2]) if pair else math.nan
-            except ValueError:
-                pair = None
-            if pair is None:
-                record.pop("", None)
+            number = _float(pair[2]) if pair else None
+            if pair and number is not None:
+                record[pair[1]] = number
+            else:
                 odd += 1
         log.records.append(record)
     if odd:
         log.notes.append(f"left out: {odd} parts of lines that are no name and number")
     return log
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 # ------------------------------------------------------------------------------------------------

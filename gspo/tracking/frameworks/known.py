@@ -67,6 +67,6 @@ def definition(name: str) -> Metric:
     Raises KeyError for a name that begins with no framework."""
     framework, _, theirs = name.partition("/")
     table = TABLES[framework]
-    entry, _ = table.entry(theirs, "")
+    entry, _ = table.entry(theirs)
     meaning = entry.note if entry is not None and entry.note else "not in the table"
     return Metric(name, "", f"{table.title}: {meaning}")

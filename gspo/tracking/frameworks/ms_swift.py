@@ -20,8 +20,6 @@ CHANGED = (
     same("rollout_correction/k3_kl", "mismatch/k3"),
     same("rollout_correction/log_ppl_abs_diff", "mismatch/sequence_log_abs"),
     other("rollout_correction/*", "verl's measures of engine against trainer"),
-    other("memory(GiB)", "memory of the device"),
-    other("train_speed(*)", "seconds of a step, or steps per second"),
 )
 
 TABLE = Table(
@@ -42,7 +40,16 @@ TABLE = Table(
         ("reward", "rollout_correction/*"),
     ),
     prefixes=("train/",),
-    ignored=("profiling/*", "global_step", "percentage", "elapsed_time", "remaining_time"),
+    # each row has its own speed and memory, also two rows of one step
+    ignored=(
+        "profiling/*",
+        "global_step",
+        "percentage",
+        "elapsed_time",
+        "remaining_time",
+        "memory(GiB)",
+        "train_speed(*)",
+    ),
     row_is_mean=True,
     gradient_norm="ms_swift/grad_norm",
     settings=trl.SETTINGS,

@@ -7,7 +7,18 @@ SHARED = ("time/step", "time/save_ckpt")
 
 ENTRIES = (
     # of the orchestrator
+    same("train/agg/all/reward/mean", "reward/mean"),
+    same("train/agg/all/*/reward/mean", "reward/mean", "of the only agent", if_only=True),
     same("train/agg/all/*/reward/mean", "reward/*"),
+    same("train/agg/all/num_output_tokens/mean", "length/mean"),
+    same(
+        "train/agg/all/*/num_output_tokens/mean",
+        "length/mean",
+        "of the only agent",
+        if_only=True,
+    ),
+    same("train/agg/all/is_truncated/mean", "length/truncated"),
+    same("train/agg/all/*/is_truncated/mean", "length/truncated", "of the only agent", if_only=True),
     reweighted("reward/all/mean", "reward/mean", GROUP_MEANS),
     other("train/agg/effective/*", "of the responses that were trained on"),
     other("train/agg/*", "of all responses, also of those that were dropped"),
@@ -31,6 +42,9 @@ ENTRIES = (
         "k3 of the current trainer and the sampler: drift of the policy and gap of the engine in "
         "one number",
     ),
+    other("masked_mismatch_kl/*", "mismatch_kl of the masked tokens"),
+    other("unmasked_mismatch_kl/*", "mismatch_kl of the other tokens"),
+    other("kl_ent_ratio/*", "mismatch_kl over the entropy"),
     other("is_masked*", "tokens masked by differences of probabilities (DPPO), mean over responses"),
     scaled(
         "max_vio/mean", "routing/load_max", "mean over layers and micro-batches", offset=1
@@ -56,6 +70,7 @@ TABLE = Table(
     proofs=(
         ("mismatch_kl/all/mean",),
         ("entropy/all/mean", "optim/zero_grad_ratio"),
+        ("train/agg/effective/*",),
         ("train/agg/all/*",),
         ("solve_none/all", "progress/total_problems"),
     ),

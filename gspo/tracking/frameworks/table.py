@@ -43,6 +43,8 @@ class Entry:
     # The entry holds for runs with one of these objectives. Empty: for all runs. An entry that
     # depends on the objective does not hold while the objective is unknown.
     objectives: tuple[str, ...] = ()
+    # The entry holds only if no second name of the run matches it.
+    if_only: bool = False
     # If every row has 0, the framework did not compute the metric: it is absent, not 0.
     absent_if_all_zero: bool = False
 
@@ -134,15 +136,19 @@ class Table:
                 return name.removeprefix(prefix)
         return name
 
-    def entry(self, name: str, objective: str) -> tuple[Entry | None, str]:
+    def entry(
+        self, name: str, objective: str = "", names: Iterable[str] = ()
+    ) -> tuple[Entry | None, str]:
         """Return the entry of a metric of theirs, and our name for it.
 
         The entry is None for a name that the table lacks. Our name then is theirs, after the
-        framework's. `objective` is empty if it is unknown."""
+        framework's. `objective` is empty if it is unknown. `names` are all names of the run."""
         own_name = f"{self.name}/{name}"
         for entry in self.entries:
             parts = match(entry.theirs, name)
             if parts is None or (entry.objectives and objective not in entry.objectives):
+                continue
+            if entry.if_only and count(names, entry.theirs) != 1:
                 continue
             if entry.relation == OTHER:
                 return entry, own_name
@@ -176,6 +182,11 @@ def filled(pattern: str, parts: Iterable[str]) -> str:
     for part in parts:
         pattern = pattern.replace("*", part, 1)
     return pattern
+
+
+def count(names: Iterable[str], pattern: str) -> int:
+    """Return the number of names that match a pattern."""
+    return sum(match(pattern, name) is not None for name in names)
 
 
 def has(names: Iterable[str], pattern: str) -> bool:

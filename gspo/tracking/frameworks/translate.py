@@ -171,11 +171,12 @@ class Columns:
         self.counts: set[str] = set()  # the kinds of axes that records had
         self.dropped: Counter[str] = Counter()
         self.texts: set[str] = set()  # names whose values are no numbers
+        self.first: dict[str, int] = {}  # the step of a name's first number
         self.last: dict[str, int] = {}  # the step of a name's newest number
-        self.rewinds: Counter[str] = Counter()  # by name
-        self.left_out: Counter[tuple[int, bool]] = Counter()  # rows that a rewind left out
+        self.rewinds = 0
+        self.left_out: list[str] = []  # sentences about rows that were written again
         self.bare_names: dict[str, str] = {}  # empty: no metric
-        self.numbers = 0
+        self.count = 0  # of numbers
 
     def add(self, record: Mapping[str, object]) -> None:
         """Take in a record."""
@@ -184,8 +185,26 @@ class Columns:
             self.dropped[NO_STEP] += 1
             return
         step = int(_number(record[axis.key]))
+        numbers = self._numbers(record)
+        if not numbers:
+            self.dropped[NO_METRIC] += 1
+            return
+        self.counts.add(axis.counts)
+        if any(self._is_again(name, step) for name in numbers):
+            self._go_back(axis, step)
+        for name, number in numbers.items():
+            self._put(name, step, number, axis)
+
+    def _is_again(self, name: str, step: int) -> bool:
+        """Return whether a name had this step, or later steps alone, before its newest number."""
+        if self.last.get(name, 0) <= step:
+            return False
+        return step in self.values[name] or step < self.first[name]
+
+    def _numbers(self, record: Mapping[str, object]) -> dict[str, float]:
+        """Return the metrics of a record by their names in the table."""
         writer = self._writer(record)
-        is_empty = True
+        numbers = {}
         for name, value in record.items():
             if name not in self.bare_names:
                 self.bare_names[name] = self._bare(name)
@@ -195,17 +214,17 @@ class Columns:
             if not untrusted.is_number(value):
                 self.texts.add(bare)
                 continue
-            is_empty = False
             if bare in self.table.shared:
                 if not writer:
                     self.dropped[UNKNOWN_WRITER] += 1
                     continue
                 bare = f"{writer}/{bare}"
-            self._put(bare, step, value, axis)
-        if is_empty:
-            self.dropped[NO_METRIC] += 1
-        else:
-            self.counts.add(axis.counts)
+            number = untrusted.finite(value)
+            if number is None:
+                self.dropped[NOT_FINITE] += 1
+                number = math.nan
+            numbers[bare] = number
+        return numbers
 
     def _axis(self, record: Mapping[str, object]) -> Axis | None:
         for axis in self.table.axes:
@@ -232,53 +251,51 @@ class Columns:
         writers = [name for name, proof in self.table.writers.items() if has(record, proof)]
         return writers[0] if len(writers) == 1 else ""
 
-    def _put(self, name: str, step: int, value: float | None, axis: Axis) -> None:
-        number = untrusted.finite(value)
-        if number is None:
-            self.dropped[NOT_FINITE] += 1
-            number = math.nan
+    def _put(self, name: str, step: int, number: float, axis: Axis) -> None:
         column = self.values.setdefault(name, {})
         if step in column and not _equal(column[step], number):
-            if self.last[name] <= step:
-                self.dropped[SECOND_VALUE] += 1
-                return
-            self._go_back(name, step)
-            column = self.values[name]
+            self.dropped[SECOND_VALUE] += 1
+            return
+        if not column:
+            self.first[name] = step
         column[step] = number
         self.last[name] = step
         self.axes[name] = axis
-        self.numbers += 1
-        untrusted.check_table(self.path, len(column), len(self.values), self.numbers)
+        self.count += 1
+        untrusted.check_table(self.path, len(column), len(self.values), self.count)
 
-    def _go_back(self, name: str, step: int) -> None:
-        """Leave out a name's numbers from this step on: a resumed run writes them again."""
-        self.rewinds[name] += 1
-        if self.rewinds[name] > MAX_REWINDS:
+    def _go_back(self, axis: Axis, step: int) -> None:
+        """Leave out an axis's numbers from this step on: a resumed run writes them again."""
+        self.rewinds += 1
+        if self.rewinds > MAX_REWINDS:
             raise ValueError(
                 f"{self.path}: its steps go back more than {MAX_REWINDS} times, so it is not the "
                 "log of one run"
             )
-        column = self.values[name]
-        kept = {old_step: value for old_step, value in column.items() if old_step < step}
-        removed = len(column) - len(kept)
-        key = (step, not kept)
-        self.left_out[key] = max(self.left_out[key], removed)
-        self.values[name] = kept
+        removed: set[int] = set()
+        is_empty = True
+        for name, column in self.values.items():
+            if self.axes[name] != axis:
+                continue
+            removed |= {old_step for old_step in column if old_step >= step}
+            kept = {old_step: number for old_step, number in column.items() if old_step < step}
+            self.values[name] = kept
+            self.last[name] = max(kept, default=0)
+            is_empty = is_empty and not kept
+        if is_empty:
+            self.left_out.append(
+                f"its steps begin again at {step}: it holds two runs, or a run that was started "
+                f"anew. The last one counts, {len(removed)} earlier rows are left out"
+            )
+        else:
+            self.left_out.append(
+                f"its steps go back to {step}, as those of a resumed run do. The later rows count, "
+                f"{len(removed)} earlier rows are left out"
+            )
 
     def notes(self) -> list[str]:
         """Return sentences about everything that was left out."""
-        notes = []
-        for (step, begins_again), count in sorted(self.left_out.items()):
-            if begins_again:
-                notes.append(
-                    f"its steps begin again at {step}: it holds two runs, or a run that was started "
-                    f"anew. The last one counts, {count} earlier rows are left out"
-                )
-            else:
-                notes.append(
-                    f"its steps go back to {step}, as those of a resumed run do. The later rows "
-                    f"count, {count} earlier rows are left out"
-                )
+        notes = list(self.left_out)
         notes += [f"left out: {count} {reason}" for reason, count in sorted(self.dropped.items())]
         if self.texts:
             notes.append(f"left out, because they are no numbers: {listed(self.texts)}")
@@ -337,7 +354,7 @@ def _rows(
     absent = []
     sources: dict[str, str] = {}  # the name of theirs by the row's
     for name, column in by_batch.items():
-        entry, ours = table.entry(name, objective)
+        entry, ours = table.entry(name, objective, by_batch)
         if entry is not None and entry.absent_if_all_zero and not any(column.values()):
             absent.append(name)
             continue

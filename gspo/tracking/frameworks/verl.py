@@ -81,6 +81,7 @@ ENTRIES = (
     ),
     other("training/rollout_actor_probs_pearson_corr", "correlation of probabilities"),
     other("training/off_policy/*", "age of the weights that sampled, in rollout batches"),
+    other("training/num_turns/*", "turns of an episode"),
     other("training/epoch", "passes over the prompts"),
     scaled("rollout/moe/max_vio/avg", "routing/load_max", "measured in the engine", offset=1),
     other("rollout/moe/*", "load of single layers, measured in the engine"),
