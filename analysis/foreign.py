@@ -57,24 +57,39 @@ def read_foreign(
     What is not given is taken from foreign_run.yaml beside the log, from the run's configuration,
     and from the names of its metrics. Raises ValueError, in a single line, if nothing can be read,
     if the folder holds several logs, or if the framework cannot be told."""
+    runs, problems = read_foreign_runs(path, framework, updates_per_batch, objective)
+    if len(runs) + len(problems) > 1:
+        names = ", ".join([*(str(run.path) for run in runs), *problems])
+        raise ValueError(f"{path} holds {len(runs) + len(problems)} logs: name one ({names[:500]})")
+    if problems:
+        raise ValueError(problems[0])
+    return runs[0]
+
+
+def read_foreign_runs(
+    path: Path | str, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+) -> tuple[list[ForeignRun], list[str]]:
+    """Return the runs of all logs at or below a path, and why others could not be read.
+
+    There is at least one run or one reason."""
+    path = Path(path)
+    said = About(framework, objective, updates_per_batch)
     notes: list[str] = []
-    logs = foreign_files.find_logs(Path(path), (), notes)
-    wandb = [Path(path)] if Path(path).suffix == ".wandb" else _wandb_files(Path(path))
-    files = [*logs, *(file for file in wandb if file not in logs)]
-    if len(files) > 1:
-        names = ", ".join(str(file) for file in files[:5])
-        raise ValueError(f"{path} holds {len(files)} logs: name one ({names})")
-    if not files:
-        raise ValueError(f"{path}: {foreign_files.content_of(Path(path))}")
-    run, _ = translated(
-        foreign_files.read_log(files[0]),
-        About(framework, objective, updates_per_batch),
-    )
-    run.notes += notes
-    return run
+    runs = []
+    problems = []
+    for file in foreign_files.find_logs(path, (), notes) + wandb_files_of(path):
+        try:
+            run, _ = translated(foreign_files.read_log(file), said)
+            runs.append(run)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    if not runs and not problems:
+        problems.append(f"{path}: {foreign_files.content_of(path)}")
+    return runs, problems + notes
 
 
-def _wandb_files(path: Path) -> list[Path]:
+def wandb_files_of(path: Path) -> list[Path]:
+    """Return W&B's files below a folder."""
     return sorted(path.rglob("*.wandb")) if path.is_dir() else []
 
 
@@ -140,6 +155,12 @@ def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, ob
     }
 
 
-def frame_of(run: ForeignRun) -> pd.DataFrame:
-    """Return the run's rows as a table."""
-    return pd.DataFrame(run.rows).astype({"step": "int64"})
+def described(log: Log) -> tuple[dict[str, object], pd.DataFrame, list[str]]:
+    """Return the settings, the rows and the notes of a log's run.
+
+    Raises ValueError if nothing can be read."""
+    run, about = translated(log)
+    notes: list[str] = []
+    settings = settings_of(run, about, notes)
+    rows = pd.DataFrame(run.rows).astype({"step": "int64"})
+    return settings, rows, notes + [f"{run.path}: {note}" for note in run.notes]

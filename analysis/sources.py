@@ -119,13 +119,10 @@ def foreign_records(path: Path, run_folders: set[Path], logs: list[Log]) -> list
 def from_log(log: Log) -> Record:
     """Return a log of another framework as a record, without rows if it cannot be read."""
     try:
-        run, about = foreign.translated(log)
+        settings, rows, notes = foreign.described(log)
     except (OSError, ValueError) as error:
         return Record(log.path, {}, pd.DataFrame(), [*log.notes, str(error)])
-    notes: list[str] = []
-    settings = foreign.settings_of(run, about, notes)
-    notes += [f"{run.path}: {note}" for note in run.notes]
-    return Record(log.path, settings, foreign.frame_of(run), notes)
+    return Record(log.path, settings, rows, notes)
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
