@@ -14,7 +14,7 @@ ENTRIES = (
     same("frac_reward_zero_std", "group/zero_variance", "with scale_rewards=batch: of the batch"),
     same("completions/mean_length", "length/mean"),
     same("completions/clipped_ratio", "length/truncated"),
-    same("learning_rate", "optim/lr"),
+    same("learning_rate", "optim/lr", "with several updates of a batch: their mean"),
     reweighted("entropy", "policy/entropy", MEAN_OF_MEANS),
     reweighted(
         "clip_ratio/region_mean", "clip/token_active", MEAN_OF_MEANS, objectives=TOKEN_LEVEL

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import pytest
 
 from foreign_logs import (
     OTHER_ROWS,
+    ROOT,
     SAMPLES,
     ms_swift_line,
     needs_samples,
@@ -139,9 +143,6 @@ run.finish()
 
 
 def wandb_file(folder: Path, rows: list[dict], config: dict) -> Path:
-    import subprocess
-    import sys
-
     folder.mkdir()
     command = [sys.executable, "-c", LOG_WANDB, str(folder), json.dumps(config)]
     subprocess.run(command, input=json.dumps(rows), text=True, check=True, capture_output=True)
@@ -178,6 +179,24 @@ def test_runs_of_wandbs_server(tmp_path):
     assert record.settings["seed"] == 5 and record.settings["objective.name"] == "gspo"
     assert record.rows["clip/token_active"].tolist() == [0.02, 0.02]
     assert record.rows["kl/coef"].isna().all()
+
+
+PEER = ROOT / ".venv-peer" / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEER.exists(), reason="TRL is not installed: make setup-peer")
+def test_a_log_that_trl_wrote(tmp_path):
+    """12 updates, 2 of each batch: TRL's own names, all in the table, and clipping in the second."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(PEER), str(ROOT / "tests" / "support" / "trl_run.py"), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=300)
+    run = read_foreign(tmp_path, updates_per_batch=2, objective="gspo")
+    assert run.framework == "trl" and [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert not run.unknown() and not run.dropped and run.planned == 6
+    for name in ("reward/mean", "policy/entropy", "length/mean", "clip/sequence_active"):
+        assert all(math.isfinite(row[name]) for row in run.rows), name
+    assert any(row["clip/sequence_active"] > 0 for row in run.rows)
 
 
 # ------------------------------------------------------------------------------------------------
