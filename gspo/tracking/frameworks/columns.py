@@ -40,6 +40,7 @@ class Columns:
         self.left_out: list[str] = []  # sentences about rows that were written again
         self.bare_names: dict[str, str] = {}  # empty: no metric
         self.count = 0  # of numbers
+        self.longest = 0  # the largest number of steps of a name
 
     def add(self, record: Mapping[str, object]) -> None:
         """Take in a record."""
@@ -57,6 +58,7 @@ class Columns:
             self._go_back(axis, step)
         for name, number in numbers.items():
             self._put(name, step, number, axis)
+        untrusted.check_table(self.path, self.longest, len(self.values), self.count)
 
     def _is_again(self, name: str, step: int) -> bool:
         """Return whether a name had this step, or later steps alone, before its newest number."""
@@ -125,7 +127,7 @@ class Columns:
         self.last[name] = step
         self.axes[name] = axis
         self.count += 1
-        untrusted.check_table(self.path, len(column), len(self.values), self.count)
+        self.longest = max(self.longest, len(column))
 
     def _go_back(self, axis: Axis, step: int) -> None:
         """Leave out an axis's numbers from this step on: a resumed run writes them again."""

@@ -17,7 +17,7 @@ ENTRIES = (
     other("actor_grad_norm", "norm of the last update"),
     other("actor_lr", "of the last micro-batch"),
     other("dynamic_filtering_pass_rate", "share of groups that were kept"),
-    reweighted("eval/eval_*_pass1", "eval/*/avg@k", "samples per problem (k) are not logged"),
+    same("eval/eval_*_pass1", "eval/*/avg@k", "samples per problem (k) are not logged"),
     other("eval/*", "of held-out problems; its logged axis is not the rollout batch"),
     other("timing/*", "seconds of a part of the step"),
 )

@@ -8,10 +8,12 @@ ENTRIES = (
     same("tokens/response_length/mean", "length/mean"),
     other("tokens/total_response_length/clip", "number of responses at the limit, not their share"),
     other("tokens/*", "of single responses"),
-    reweighted("critic/entropy/mean", "policy/entropy", "of the old policy"),
+    reweighted(
+        "critic/entropy/mean", "policy/entropy", "its weights and its moment were not checked"
+    ),
     scaled("actor/policykl", "kl/old_k1", "new minus old log-prob", factor=-1),
-    other("actor/approxkl", "half the mean squared log-ratio"),
-    other("actor/clipfrac", "active tokens by loss_agg_mode, without the dual clip"),
+    other("actor/approxkl", "its own estimate of the KL to the old policy"),
+    other("actor/clipfrac", "active tokens, averaged by loss_agg_mode"),
     other("actor/ppo_ratio_clipfrac", "ratios outside the range by a count that can exceed 1"),
     other("actor/kl_loss", "KL to the reference as a term of the loss"),
     other("critic/kl", "KL to the reference, by its own estimator"),
@@ -20,7 +22,7 @@ ENTRIES = (
     other("actor/train_infer_*", "engine against trainer, by its own definitions"),
     same("group/all_correct_groups_ratio", "group/all_correct"),
     other("group/*", "shares of groups"),
-    reweighted("val_correct/*/mean", "eval/*/avg@k", "samples per problem (k) are not logged"),
+    other("val_correct/*/mean", "share of held-out responses with a score of exactly 1"),
     other("time/step_total", "seconds of the step before"),
 )
 

@@ -159,6 +159,9 @@ def _in_batches(columns: Columns, updates: int) -> dict[str, dict[int, float]]:
     for name, column in columns.values.items():
         axis = columns.axes[name]
         per_batch = max(updates, 1) if axis.counts == "updates" else 1
+        if per_batch == 1:
+            by_batch[name] = {step - axis.first + 1: value for step, value in column.items()}
+            continue
         sums: dict[int, float] = {}
         numbers: Counter[int] = Counter()
         for step, value in column.items():

@@ -25,7 +25,7 @@ from foreign_logs import (
 )
 from gspo.analysis import fig_curves, foreign_files, load, sources, wandb_files
 from gspo.analysis.foreign import ABOUT, read_foreign
-from gspo.cli import compare
+from gspo.cli import compare, view
 from gspo.io import untrusted
 
 
@@ -334,3 +334,15 @@ def test_slime_in_one_file(tmp_path):
     slime = read_foreign(write_lines(tmp_path / "history.jsonl", rows), updates_per_batch=2)
     assert [row["step"] for row in slime.rows] == [1, 2, 3]
     assert slime.rows[0]["optim/grad_norm"] == 1.5
+
+
+def test_the_live_page_tells_logs_of_the_same_name_apart(tmp_path):
+    sent = {}
+    store = SimpleNamespace(
+        validate_project_name=lambda name: None,
+        bulk_log=lambda study, name, metrics, *rest, **options: sent.update({name: metrics}),
+    )
+    page = view.Page(store)
+    assert page.update([str(two_runs(tmp_path / "runs"))]) == 60
+    assert sent.keys() == {"a-file.jsonl", "b-file.jsonl"}
+    assert sent["a-file.jsonl"][0]["reward/mean"] == 0.501

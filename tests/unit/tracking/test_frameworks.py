@@ -12,11 +12,16 @@ from foreign_logs import (
     slime_rows,
     trl_row,
     verl_row,
+    write_lines,
 )
+from gspo.cli import report
+from gspo.tracking.foreign_report import foreign_page, write_foreign_page
 from gspo.tracking.frameworks.known import TABLES, definition, find_table, table_of
+from gspo.tracking.frameworks.page import page
 from gspo.tracking.frameworks.table import OTHER, RELATIONS, filled, match
 from gspo.tracking.frameworks.translate import Log, translate
 from gspo.tracking.metrics import lookup
+from pages import Page
 
 
 def run(records, kind="rows", **said):
@@ -274,3 +279,65 @@ def test_nothing_readable_is_an_error_with_the_counts():
         run([{"reward": 1.0, "completions/mean_length": 2.0}] * 2)
     with pytest.raises(ValueError, match="choose one of"):
         run([trl_row(1)], framework="other")
+
+
+def test_the_page_of_definitions_is_what_the_tables_give():
+    file = Path(__file__).parents[3] / "docs" / "other_frameworks_tables.md"
+    hint = (
+        "write it anew: python -m gspo.tracking.frameworks.page > docs/other_frameworks_tables.md"
+    )
+    assert file.read_text(encoding="utf-8") == page(), hint
+
+
+# ------------------------------------------------------------------------------------------------
+# the report
+def test_the_report_of_a_collapsed_run_of_verl(tmp_path):
+    rewards = [0.2 + 0.6 * min(step, 30) / 30 for step in range(40)] + [0.05] * 50
+    records = []
+    for step, reward in enumerate(rewards, start=1):
+        changes = {"critic/score/mean": reward, "actor/grad_norm": 9.0 if step == 60 else 0.25}
+        records.append({"step": step} | verl_row(step, **changes))
+    verl = run(records, objective="gspo")
+    html = write_foreign_page(verl, tmp_path).read_text()
+    words = " ".join(" ".join(Page(html).words).split())
+    assert "a run of verl, read from rows, objective gspo, seed not logged" in words
+    assert "rising? No: it collapsed at step 4" in words
+    assert "by optim/grad_norm: median 0.25, largest 9; rows with ten times the norm" in words
+    assert "activation stay consistent? It cannot be judged: verl logs no routing" in words
+    assert "grad_spike is 1.56, above 1" in words and "fallen" in words
+    assert "ratio/ess_token verl logs no metric of this definition" in words
+    assert "clip/token_active reweighted actor/pg_clipfrac" in words
+    assert "verl/response_length/clip_ratio another definition" in words
+    assert "mismatch/sequence_min scaled rollout_corr/log_ppl_diff_max: exp(-x)" in words
+    # without the objective, the clipped share is not judged
+    words = " ".join(Page(foreign_page(run(records))).words)
+    assert "the objective is not logged: set objective=" in words
+
+
+def test_the_report_of_a_short_run_with_means_over_steps():
+    records = [trl_row(step, grad_norm=math.nan) for step in (10, 20)]
+    words = " ".join(Page(foreign_page(run(records))).words)
+    assert "Unknown: 2 rows have a reward" in words and "too few rows" in words
+    assert "range? It cannot be judged: no row has one" in words
+    fallen = [trl_row(10 * step, reward=1.0 if step < 15 else 0.1) for step in range(1, 40)]
+    trl = run(fallen)
+    words = " ".join(Page(foreign_page(trl)).words)
+    assert "it collapsed at step 150" in words, "the mean of 10 steps counts 10 times"
+    assert "has been below 0.7 x its peak for 20 steps" not in words
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    rows = [{"step": step} | verl_row(step) for step in range(1, 15)]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    write_lines(logs / "good.jsonl", rows)
+    write_lines(logs / "odd.jsonl", [{"step": 1, "mine": 1.0}])
+    words = [str(logs), "objective=gspo", f"out={tmp_path / 'pages'}"]
+    monkeypatch.setattr("sys.argv", ["gspo report", *words])
+    with pytest.raises(SystemExit) as ended:
+        report.write_pages()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and "odd.jsonl" in printed.err and "prove no fram" in printed.err
+    assert "note: " in printed.err
+    assert Path(printed.out.strip()).name.endswith("logs-good.jsonl.html")
+    assert Path(printed.out.strip()).is_file()
