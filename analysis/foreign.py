@@ -1,10 +1,10 @@
-"""Runs of other frameworks as ours: `read_foreign` of one log, and records for every figure.
+"""Runs of other frameworks as ours: `read_foreign` of a log, and records for every figure.
 
     from gspo.analysis.foreign import read_foreign
     run = read_foreign("outputs/checkpoint-500")
     run = read_foreign("verl_file_logger.jsonl", objective="gspo")
 
-A log rarely says all that a comparison needs. A file foreign_run.yaml beside the log, or one folder
+A log rarely says all that a comparison needs. A file foreign_run.yaml beside the log, or a folder
 above it, says the rest:
 
     framework: trl            # only if the names do not tell
@@ -71,7 +71,7 @@ def read_foreign_runs(
 ) -> tuple[list[ForeignRun], list[str]]:
     """Return the runs of all logs at or below a path, and why others could not be read.
 
-    There is at least one run or one reason."""
+    Both lists are never empty together."""
     path = Path(path)
     said = About(framework, objective, updates_per_batch)
     notes: list[str] = []

@@ -56,7 +56,7 @@ def foreign_page(run: ForeignRun, notes: Sequence[str] = ()) -> str:
 
 
 def subtitle(run: ForeignRun, table: Table) -> str:
-    """Return framework, kind of log, objective and seed in one line."""
+    """Return framework, kind of log, objective and seed as a line."""
     return ", ".join(
         [
             f"a run of {table.title}",

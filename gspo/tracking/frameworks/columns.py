@@ -1,6 +1,6 @@
 """The numbers of another framework's log by name and step.
 
-Records of one step are joined if they do not contradict each other. A resumed run writes some steps
+Records of the same step are joined if they do not contradict each other. A resumed run writes some steps
 again: its later records count. Everything that is left out is counted.
 """
 

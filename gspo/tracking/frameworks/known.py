@@ -45,7 +45,7 @@ def matching(names: Collection[str]) -> list[Table]:
 def find_table(names: Collection[str], framework: str = "") -> Table:
     """Return the table of a run's framework, by its name or else by the names of the metrics.
 
-    Raises ValueError if the names prove no framework, or more than one."""
+    Raises ValueError if the names prove no framework, or several frameworks."""
     if framework:
         return table_of(framework)
     tables = matching(names)

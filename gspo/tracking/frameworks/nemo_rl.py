@@ -1,4 +1,4 @@
-"""NeMo-RL. The definitions are those of nemo_rl/algorithms/loss_functions.py and grpo.py."""
+"""NeMo-RL. The definitions are from nemo_rl/algorithms/loss_functions.py and grpo.py."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
 

@@ -1,4 +1,4 @@
-"""OpenRLHF. The definitions are those of openrlhf/trainer/ray/ppo_actor.py."""
+"""OpenRLHF. The definitions are from openrlhf/trainer/ray/ppo_actor.py."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
 

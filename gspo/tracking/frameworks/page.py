@@ -25,8 +25,8 @@ python -m gspo.tracking.frameworks.page > docs/other_frameworks_tables.md     # 
 | reweighted | the same quantity, with other weights in its mean or at another moment of the step |
 | other | another definition. The metric keeps its name, after the framework's: `trl/grad_norm` |
 
-A `*` stands for any text. Names stand without the prefixes of trackers, such as `train/`. With the remark "0: absent", a metric
-that is 0 in every row is left out, because it was not computed."""
+A `*` stands for any text. Names stand without the prefixes of trackers, such as `train/`. With the remark "0: absent",
+a metric that is 0 in every row is left out, because it was not computed."""
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""ROLL. The definitions are those of roll/pipeline/rlvr/actor_worker.py."""
+"""ROLL. The definitions are from roll/pipeline/rlvr/actor_worker.py."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
 

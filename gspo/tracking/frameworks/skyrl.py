@@ -1,4 +1,4 @@
-"""SkyRL. The definitions are those of skyrl/train/trainer.py and its workers."""
+"""SkyRL. The definitions are from skyrl/train/trainer.py and its workers."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
 

@@ -1,4 +1,4 @@
-"""slime, which has a row per rollout batch and one per optimizer step, each with its own axis."""
+"""slime, which writes rows of rollout batches and rows of optimizer steps, each with its own axis."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
 

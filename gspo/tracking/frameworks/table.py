@@ -1,6 +1,6 @@
 """The table of a framework: what its metrics are called, and how they are defined.
 
-Each metric of another framework stands in one of four relations to a metric of ours:
+Each metric of another framework has one of four relations to a metric of ours:
 
     same          the same definition: our metric has their number
     scaled        our metric is factor * theirs + offset (or its exponential)
@@ -91,8 +91,8 @@ def other(theirs: str, note: str, **fields) -> Entry:
 class Axis:
     """A step axis of a framework: the key of a record that holds its step.
 
-    An axis with a `prefix` is that of the records in which a name begins so. The first axis whose
-    key and prefix a record has is the record's."""
+    An axis with a `prefix` is only for records in which a name begins so. The first axis whose key
+    and prefix a record has is the record's."""
 
     key: str
     counts: str = "batches"  # batches | updates
@@ -125,7 +125,7 @@ class Table:
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # their settings that name the objective, and its name: the first line that holds counts
     objectives: tuple[tuple[Mapping[str, object], str], ...] = ()
-    # their settings whose product, divided by that of the others, is the updates of a batch
+    # their settings whose product, divided by the product of the second tuple, is the updates of a batch
     updates: tuple[str, ...] = ()
     updates_divided_by: tuple[str, ...] = ()
 
@@ -190,5 +190,5 @@ def count(names: Iterable[str], pattern: str) -> int:
 
 
 def has(names: Iterable[str], pattern: str) -> bool:
-    """Return whether one of the names matches a pattern."""
+    """Return whether any of the names matches a pattern."""
     return any(match(pattern, name) is not None for name in names)

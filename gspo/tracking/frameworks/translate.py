@@ -1,10 +1,10 @@
 """Makes our rows of another framework's records.
 
-A record is one line of a log: a step of some axis, and numbers by their names. A row of ours
+A record is a line of a log: a step of some axis, and numbers by their names. A row of ours
 describes a rollout batch. In between:
 
     1  the record's axis is found, and its step
-    2  records of one step are joined if they do not contradict each other
+    2  records of the same step are joined if they do not contradict each other
     3  steps become rollout batches. The numbers of several updates of a batch are averaged
     4  each name becomes ours, or stays what it is after the framework's name
 

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer. The definitions are those of trl/trainer/grpo_trainer.py."""
+"""TRL's GRPOTrainer. The definitions are from trl/trainer/grpo_trainer.py."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
 

@@ -1,4 +1,4 @@
-"""verl. The definitions are those of verl/trainer/ppo/metric_utils.py and core_algos.py."""
+"""verl. The definitions are from verl/trainer/ppo/metric_utils.py and core_algos.py."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
 
