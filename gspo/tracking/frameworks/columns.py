@@ -20,6 +20,8 @@ NO_METRIC = "records without a metric of training"
 SECOND_VALUE = "numbers that contradict an earlier record of the same step"
 UNKNOWN_WRITER = "numbers whose writer cannot be told"
 NOT_FINITE = "numbers that are not finite (kept as NaN)"
+ODD_NAME = "names that are too long or no text"
+MAX_NAME_CHARS = 200
 MAX_NAMED = 8  # names in a note
 
 
@@ -109,7 +111,10 @@ class Columns:
             return ""
         if any(has((bare, name), pattern) for pattern in self.table.ignored):
             return ""
-        return "" if untrusted.SURROGATES.search(bare) else bare
+        if len(bare) > MAX_NAME_CHARS or untrusted.SURROGATES.search(bare):
+            self.dropped[ODD_NAME] += 1
+            return ""
+        return bare
 
     def _writer(self, record: Mapping[str, object]) -> str:
         """Return the writer of a record, empty if its names do not tell."""

@@ -20,7 +20,9 @@ from gspo.tracking.metrics import Metric
 
 MODULES = (trl, ms_swift, verl, prime_rl, roll, slime, openrlhf, nemo_rl, skyrl)
 TABLES = {module.TABLE.name: module.TABLE for module in MODULES}
+REWARD = "reward/mean"
 FIRST_NAMES = 8  # that a message shows
+MAX_SHOWN_CHARS = 80  # of a name in a message
 
 
 def table_of(framework: str) -> Table:
@@ -54,7 +56,9 @@ def find_table(names: Collection[str], framework: str = "") -> Table:
     if tables:
         candidates = " or ".join(f"framework={table.name}" for table in tables)
         raise ValueError(f"its names are those of several frameworks: set {candidates}")
-    shown = ", ".join(sorted(names)[:FIRST_NAMES])
+    if REWARD in names:
+        raise ValueError("its names are ours: name the run directory, which has settings.yaml too")
+    shown = ", ".join(name[:MAX_SHOWN_CHARS] for name in sorted(names)[:FIRST_NAMES])
     raise ValueError(
         f"its names ({len(names)}: {shown}, ...) prove no framework that is known. If it is one of "
         f"them, set framework= ({', '.join(TABLES)})"

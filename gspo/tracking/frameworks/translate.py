@@ -21,10 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from gspo.tracking.frameworks.columns import Columns, listed
-from gspo.tracking.frameworks.known import find_table
+from gspo.tracking.frameworks.known import REWARD, find_table
 from gspo.tracking.frameworks.table import SAME, Entry, Table
 
-REWARD = "reward/mean"
 MAX_UPDATES = 10_000  # of a batch
 
 

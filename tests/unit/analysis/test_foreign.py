@@ -27,6 +27,7 @@ from gspo.analysis import fig_curves, foreign_files, load, sources, wandb_files
 from gspo.analysis.foreign import ABOUT, read_foreign
 from gspo.cli import compare, view
 from gspo.io import untrusted
+from recorded_runs import HEALTHY, write
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,17 @@ def test_a_path_without_runs_says_what_it_holds(tmp_path):
         read_foreign(tmp_path / "empty")
 
 
+def test_our_own_files_are_not_passed_over_either(tmp_path):
+    rows = [{"step": 1, "reward/mean": 0.5, "clip/token_active": 0.1}]
+    file = write_lines(tmp_path / "metrics.jsonl", rows)
+    with pytest.raises(load.RunsError, match="its names are ours: name the run directory"):
+        load.load([file])
+    file.unlink()
+    (tmp_path / "settings.yaml").write_text("seed: 1\nsteps: 3\nobjective: {name: gspo}\n")
+    with pytest.raises(load.RunsError, match=r"left out: .*no rollout batch yet"):
+        load.load([tmp_path])
+
+
 def test_records_of_ours_without_a_step_are_counted(tmp_path):
     segment = wandb_files.Segment(tmp_path, config={"record": {"run": "r"}})
     for row in ({"step": 1, "reward/mean": 0.5}, {"reward/mean": 1.0}, {"step": 1, "a/b": 1.0}):
@@ -273,9 +285,10 @@ def test_bounds(tmp_path, monkeypatch):
         foreign_files.json_lines(file)
 
 
-def test_names_with_half_characters_are_left_out(tmp_path):
-    rows = [trl_row(1, **{"\ud800": 1.0})]
-    assert not read_foreign(write_state(tmp_path / "trainer_state.json", rows)).unknown()
+def test_names_that_are_no_text_or_too_long_are_left_out(tmp_path):
+    rows = [trl_row(1, **{"\ud800": 1.0, "x" * 5000: 1.0})]
+    run = read_foreign(write_state(tmp_path / "trainer_state.json", rows))
+    assert not run.unknown() and run.dropped == {"names that are too long or no text": 2}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -334,6 +347,18 @@ def test_slime_in_one_file(tmp_path):
     slime = read_foreign(write_lines(tmp_path / "history.jsonl", rows), updates_per_batch=2)
     assert [row["step"] for row in slime.rows] == [1, 2, 3]
     assert slime.rows[0]["optim/grad_norm"] == 1.5
+
+
+def test_runs_of_ours_and_of_another_framework_side_by_side(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "ours" / "gspo-seed0", "gspo", HEALTHY)
+    theirs = two_runs(tmp_path / "theirs") / "a"
+    monkeypatch.setattr("sys.argv", ["gspo compare", str(tmp_path / "ours"), str(theirs)])
+    compare.compare()
+    printed = capsys.readouterr().out
+    assert "framework" in printed and len(printed.splitlines()) < 40
+    data = load.load([tmp_path / "ours", theirs])
+    assert data.arms == ["GSPO", "GSPO (verl)"]
+    assert fig_curves.draw(data, tmp_path / "figures", metrics=["reward/mean"])
 
 
 def test_the_live_page_tells_logs_of_the_same_name_apart(tmp_path):
