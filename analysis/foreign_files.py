@@ -271,6 +271,8 @@ def _float(text: str) -> float | None:
 # TensorBoard
 def event_files(folder: Path, files: Iterable[Path] = ()) -> Log:
     """Read all scalars of a folder's event files, in the order in which they were written."""
+    from google.protobuf.message import DecodeError
+
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
@@ -281,25 +283,34 @@ def event_files(folder: Path, files: Iterable[Path] = ()) -> Log:
     log = Log(folder, EVENTS)
     # the names hold the time of the start
     for file in sorted(files) or sorted(folder.glob(f"{EVENT_FILE}*")):
+        loaded = 0
         try:
-            _check_frames(file, log.notes)
+            frames = _count_frames(file, log.notes)
         except (OSError, untrusted.Unreadable) as error:
             log.notes.append(f"left out: {error}")
             continue
-        for event in EventFileLoader(str(file)).Load():
-            record: dict[str, object] = {"step": event.step}
-            for value in event.summary.value:
-                if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                    array = make_ndarray(value.tensor)
-                    if array.dtype.kind == "f":
-                        record[value.tag] = float(array)
-            if len(record) > 1:
-                log.records.append(record)
+        try:
+            for event in EventFileLoader(str(file)).Load():
+                loaded += 1
+                record: dict[str, object] = {"step": event.step}
+                for value in event.summary.value:
+                    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                        array = make_ndarray(value.tensor)
+                        if array.dtype.kind == "f" and array.size == 1:
+                            record[value.tag] = float(array)
+                if len(record) > 1:
+                    log.records.append(record)
+        except (DecodeError, ValueError, TypeError, KeyError) as error:
+            log.notes.append(f"{file}: damaged: {str(error)[:100]}")
+        if loaded < frames:
+            log.notes.append(f"{file}: damaged: {loaded} of {frames} events are read")
     return log
 
 
-def _check_frames(file: Path, notes: list[str]) -> None:
-    """Note an event file that ends within a frame: TensorBoard's reader stops there silently."""
+def _count_frames(file: Path, notes: list[str]) -> int:
+    """Return the number of complete frames of an event file. An incomplete frame becomes a note.
+
+    TensorBoard's reader says nothing if it stops early."""
     with untrusted.open_plain_file(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size > untrusted.MAX_ROWS_FILE_BYTES:
@@ -307,6 +318,7 @@ def _check_frames(file: Path, notes: list[str]) -> None:
                 f"{file} is larger than {untrusted.MAX_ROWS_FILE_BYTES:,} bytes"
             )
         position = 0
+        frames = 0
         while position < size:
             opened.seek(position)
             head = opened.read(FRAME_HEAD_BYTES)
@@ -316,8 +328,10 @@ def _check_frames(file: Path, notes: list[str]) -> None:
                 end = position + FRAME_HEAD_BYTES + length + FRAME_TAIL_BYTES
             if end > size:
                 notes.append(f"{file}: cut or damaged at byte {position}")
-                return
+                break
+            frames += 1
             position = end
+    return frames
 
 
 # ------------------------------------------------------------------------------------------------

@@ -128,6 +128,10 @@ def test_event_files(tmp_path):
     file.write_bytes(file.read_bytes()[:-700])
     cut = read_foreign(folder)
     assert 0 < len(cut.rows) <= 3 and any("cut or damaged at byte" in note for note in cut.notes)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    damaged = read_foreign(folder)
+    assert any("events are read" in note for note in damaged.notes)
     rolled = event_folder(tmp_path / "roll", [OTHER_ROWS["roll"]], "step")
     assert read_foreign(rolled).rows[0]["step"] == 1
 
