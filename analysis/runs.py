@@ -112,13 +112,17 @@ class Run:
             return status
         return from_rows
 
+    def rewards_by_batch(self) -> pd.Series:
+        """Return reward/mean by step. A mean over several batches stands there for each of them."""
+        rewards = self.column("reward/mean")
+        return rewards.repeat(self.batches_per_row) if self.batches_per_row > 1 else rewards
+
     @cached_property
     def collapsed(self) -> int | None:
         """The step at which the run collapsed by the registered rule, or None if it did not."""
-        rewards = self.column("reward/mean")
-        # a mean over several batches counts for each of them
-        index = collapse(rewards.repeat(self.batches_per_row).tolist())
-        return None if index is None else int(rewards.index[index // self.batches_per_row])
+        rewards = self.rewards_by_batch()
+        index = collapse(rewards.tolist())
+        return None if index is None else int(rewards.index[index])
 
     @cached_property
     def custom(self) -> dict[str, Metric]:

@@ -268,7 +268,7 @@ def ended(run: Run) -> str:
 
 def best(run: Run) -> str:
     """Return the highest point of the smoothed reward and its step."""
-    rewards = reward(run)
+    rewards = run.rewards_by_batch()
     if not len(rewards):
         return "-"
     highest, position = peak_of(rewards.tolist())

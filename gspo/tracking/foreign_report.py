@@ -14,10 +14,11 @@ import numpy as np
 
 from gspo.io.files import replace_text
 from gspo.tracking.collapse import SIGNALS, is_finite
-from gspo.tracking.curves import curves
-from gspo.tracking.frameworks.known import TABLES
+from gspo.tracking.curves import Curve, curves
+from gspo.tracking.frameworks.known import TABLES, definition
 from gspo.tracking.frameworks.table import OTHER, Table
 from gspo.tracking.frameworks.translate import ForeignRun
+from gspo.tracking.metrics import lookup
 from gspo.tracking.monitor import Event, Monitor, MonitorSettings, reward_answer
 from gspo.tracking.pages import TEMPLATES, fill
 
@@ -25,6 +26,8 @@ GRADIENT = "optim/grad_norm"
 LARGEST_GRADIENT = "optim/grad_norm_max"
 # signals that compare a norm with the norms before it: any definition of the norm will do
 OF_GRADIENTS = ("grad_spike", "grad_growth")
+# metrics that a page of our own runs does not draw
+MORE_CURVES = ("clip/sequence_active", "kl/old_k1", "kl/ref_k3")
 SPIKE = 1.0  # log10 of a factor of 10
 
 
@@ -45,7 +48,7 @@ def foreign_page(run: ForeignRun, notes: Sequence[str] = ()) -> str:
         "subtitle": subtitle(run, table),
         "story": [*_story(run), *notes, *run.notes],
         "stability": stability(run, table),
-        "curves": curves(run.rows, {}) if len(run.rows) > 2 else [],
+        "curves": _curves(run, table) if len(run.rows) > 2 else [],
         "events": [(event.step, event.kind, event.text) for event in warnings(run, table)],
         "not_judged": not_judged(run, table),
         "definitions": definitions(run),
@@ -79,6 +82,15 @@ def _story(run: ForeignRun) -> list[str]:
         f"{mapped} metrics stand under our names, {own} keep the framework's names because their "
         f"definitions are others, {len(run.unknown())} are not in the table.",
     ]
+
+
+def _curves(run: ForeignRun, table: Table) -> list[Curve]:
+    """Return the curves of a run's page, and MORE_CURVES that other frameworks log."""
+    norm = gradient_norm(run, table)
+    if not norm or norm == GRADIENT:
+        return curves(run.rows, {}, MORE_CURVES)
+    metric = lookup(norm) if norm == LARGEST_GRADIENT else definition(norm)
+    return curves(run.rows, {norm: metric}, (*MORE_CURVES, norm))
 
 
 # ------------------------------------------------------------------------------------------------

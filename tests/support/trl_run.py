@@ -1,7 +1,7 @@
 """A few steps of TRL's GRPOTrainer with the GSPO objective, on a model of a few thousand weights.
 
-It is run in TRL's own environment (make setup-peer): python trl_run.py FOLDER. It leaves checkpoints
-with trainer_state.json in the folder.
+It is run in TRL's own environment (make setup-peer): python trl_run.py FOLDER [STEPS]. It leaves
+checkpoints with trainer_state.json in the folder.
 """
 
 import os
@@ -30,7 +30,7 @@ def reward(completions: list[str], **columns: object) -> list[float]:
     return [text.count("1") / 8 for text in completions]
 
 
-def main(folder: str) -> None:
+def main(folder: str, steps: int = 12) -> None:
     config = Qwen2Config(
         vocab_size=len(TOKENS),
         hidden_size=16,
@@ -44,9 +44,9 @@ def main(folder: str) -> None:
     arguments = GRPOConfig(
         output_dir=folder,
         report_to="none",
-        max_steps=12,
+        max_steps=steps,
         logging_steps=1,
-        save_steps=6,
+        save_steps=max(steps // 2, 1),
         per_device_train_batch_size=8,
         num_generations=4,
         num_iterations=2,
@@ -71,4 +71,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
