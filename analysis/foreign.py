@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import foreign_files
+from gspo.analysis import foreign_files, wandb_files
 from gspo.io import untrusted
 from gspo.tracking.frameworks.known import TABLES
 from gspo.tracking.frameworks.translate import ForeignRun, Log, translate
@@ -77,9 +77,15 @@ def read_foreign_runs(
     notes: list[str] = []
     runs = []
     problems = []
-    for file in foreign_files.find_logs(path, (), notes) + wandb_files_of(path):
+    logs = foreign_files.wandb_logs(wandb_files.read(file) for file in wandb_files_of(path))
+    for file in foreign_files.find_logs(path, (), notes):
         try:
-            run, _ = translated(foreign_files.read_log(file), said)
+            logs.append(foreign_files.read_log(file))
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    for log in logs:
+        try:
+            run, _ = translated(log, said)
             runs.append(run)
         except (OSError, ValueError) as error:
             problems.append(str(error))
@@ -89,8 +95,9 @@ def read_foreign_runs(
 
 
 def wandb_files_of(path: Path) -> list[Path]:
-    """Return W&B's files below a folder."""
-    return sorted(path.rglob("*.wandb")) if path.is_dir() else []
+    """Return W&B's files below a folder, in the order of their start."""
+    files = path.rglob("*.wandb") if path.is_dir() else []
+    return sorted({file.resolve() for file in files}, key=lambda file: file.parent.name)
 
 
 def translated(log: Log, said: About = About()) -> tuple[ForeignRun, About]:

@@ -38,6 +38,7 @@ FINDABLE = "trainer_state.json, JSON lines with steps, verl's console, TensorBoa
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
 STEP_KEYS = ("step", "_step", "global_step", "iteration", "global_step/max_steps")
+STEPS_AS_TEXT = ("global_step/max_steps", "iteration")
 STEP_OF_ALL = re.compile(r"(\d{1,9})/(\d{1,9})")  # ms-swift's "3/160"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 CONSOLE_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
@@ -218,10 +219,11 @@ def json_lines(path: Path, kind: str = LINES) -> Log:
         data = row.get("data")
         if kind == FILE_LOGGER and isinstance(data, dict):
             row = {"step": row.get("step")} | data
-        counted = STEP_OF_ALL.fullmatch(str(row.get("global_step/max_steps")))
-        if counted:
-            row["global_step/max_steps"] = int(counted[1])
-            log.planned = int(counted[2])
+        for key in STEPS_AS_TEXT:
+            counted = STEP_OF_ALL.fullmatch(str(row.get(key)))
+            if counted:
+                row[key] = int(counted[1])
+                log.planned = int(counted[2])
         log.records.append(row)
     if damaged:
         log.notes.append(f"left out: {damaged} lines that are no rows (cut or damaged)")
@@ -336,6 +338,14 @@ def _count_frames(file: Path, notes: list[str]) -> int:
 
 # ------------------------------------------------------------------------------------------------
 # W&B
+def wandb_logs(segments: Iterable[wandb_files.Segment]) -> list[Log]:
+    """Return a log for each run among W&B's files, which are in the order of their start."""
+    runs: dict[str, list[wandb_files.Segment]] = {}
+    for segment in segments:
+        runs.setdefault(segment.id or str(segment.path), []).append(segment)
+    return [wandb_log(files) for files in runs.values()]
+
+
 def wandb_log(segments: list[wandb_files.Segment]) -> Log:
     """Return the records of the files of one W&B run, in the order of their start."""
     log = Log(segments[-1].path, WANDB)

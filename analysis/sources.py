@@ -65,7 +65,7 @@ def records(path: Path | str) -> list[Record]:
         record = cached(name, stamp, from_folder, folder)
         run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
-    foreign_segments: dict[str, list[wandb_files.Segment]] = {}
+    foreign_segments = []
     not_trained = 0
     for file in wandb_segments(path, run_folders):
         stamp = file_stamp(file)
@@ -73,7 +73,7 @@ def records(path: Path | str) -> list[Record]:
         if record is None:
             segment = wandb_files.read(file)
             if segment.records:
-                foreign_segments.setdefault(segment.id or str(file), []).append(segment)
+                foreign_segments.append(segment)
                 continue
             record = from_segment(segment)
             keep(record, str(file), stamp)
@@ -81,7 +81,7 @@ def records(path: Path | str) -> list[Record]:
             not_trained += 1
         else:
             segments.append(record)
-    logs = [foreign_files.wandb_log(run) for run in foreign_segments.values()]
+    logs = foreign_files.wandb_logs(foreign_segments)
     all_records = run_records + joined(segments) + foreign_records(path, run_folders, logs)
     if not_trained and not all_records:
         note = f"{path}: W&B files of reports and evaluations, which train nothing: {not_trained}"

@@ -64,6 +64,11 @@ def write_foreign_pages(path: Path, options: Options) -> None:
     """Write the page of each log of another framework at or below a path.
 
     Raises ValueError if there is none, or if one cannot be read."""
+    own_runs = sorted(file.parent for file in path.rglob(SETTINGS_FILE))
+    if own_runs:
+        raise ValueError(
+            f"{path} is no run directory, but holds {len(own_runs)}: name them, as in {own_runs[0]}"
+        )
     # pandas, which a page of our own runs does not need, takes a second
     from gspo.analysis.foreign import read_foreign_runs
     from gspo.tracking.foreign_report import write_foreign_page

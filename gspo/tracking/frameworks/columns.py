@@ -53,7 +53,9 @@ class Columns:
         step = int(_number(record[axis.key]))
         numbers = self._numbers(record)
         if not numbers:
-            self.dropped[NO_METRIC] += 1
+            # a step alone is no loss
+            if not all(self._is_axis(name) for name in record):
+                self.dropped[NO_METRIC] += 1
             return
         self.counts.add(axis.counts)
         if any(self._is_again(name, step) for name in numbers):
@@ -106,8 +108,7 @@ class Columns:
     def _bare(self, name: str) -> str:
         """Return a name as the table has it, empty for an axis and for names that are ignored."""
         bare = self.table.bare(name)
-        is_axis = any(name == axis.key for axis in self.table.axes)
-        if is_axis or name[:1] == "_" or has((bare, name), "_*"):
+        if self._is_axis(name):
             return ""
         if any(has((bare, name), pattern) for pattern in self.table.ignored):
             return ""
@@ -115,6 +116,10 @@ class Columns:
             self.dropped[ODD_NAME] += 1
             return ""
         return bare
+
+    def _is_axis(self, name: str) -> bool:
+        """Return whether a name is that of a step, or one of W&B's own."""
+        return name[:1] == "_" or any(name == axis.key for axis in self.table.axes)
 
     def _writer(self, record: Mapping[str, object]) -> str:
         """Return the writer of a record, empty if its names do not tell."""

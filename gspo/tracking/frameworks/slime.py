@@ -41,6 +41,9 @@ TABLE = Table(
         Axis("rollout/step", first=0, prefix="passrate/"),
         Axis("rollout/step", first=0, prefix="multi_turn/"),
         Axis("eval/step", first=0, prefix="eval/"),
+        # of TensorBoard's events
+        Axis("step", "updates", first=0, prefix="train/"),
+        Axis("step", first=0),
     ),
     proofs=(("rollout/raw_reward",), ("train/pg_clipfrac", "train/lr-pg_0")),
     gradient_norm="optim/grad_norm",

@@ -22,6 +22,7 @@ from gspo.tracking.frameworks.table import OTHER, RELATIONS, filled, match
 from gspo.tracking.frameworks.translate import Log, translate
 from gspo.tracking.metrics import lookup
 from pages import Page
+from recorded_runs import HEALTHY, write
 
 
 def run(records, kind="rows", **said):
@@ -188,6 +189,17 @@ def test_slime_has_three_axes():
     assert slime.objective == "gspo"
 
 
+def test_slime_in_tensorboards_events():
+    records = []
+    for rollout in range(2):
+        for row in slime_rows(rollout):
+            step = int(row.get("train/step", row.get("rollout/step", 0)))
+            records += [{"step": step, name: value} for name, value in row.items()]
+    slime = run(records, updates_per_batch=2)
+    assert [row["step"] for row in slime.rows] == [1, 2] and not slime.dropped
+    assert slime.rows[1]["optim/grad_norm"] == 1.5 and slime.rows[1]["reward/mean"] == 0.5
+
+
 def test_ms_swift():
     records = [ms_swift_line(step) for step in (10, 20)]
     for record, step in zip(records, (10, 20), strict=True):
@@ -324,6 +336,14 @@ def test_the_report_of_a_short_run_with_means_over_steps():
     words = " ".join(Page(foreign_page(trl)).words)
     assert "it collapsed at step 150" in words, "the mean of 10 steps counts 10 times"
     assert "has been below 0.7 x its peak for 20 steps" not in words
+
+
+def test_the_command_asks_for_the_runs_of_a_study(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "study" / "gspo-seed0", "gspo", HEALTHY)
+    monkeypatch.setattr("sys.argv", ["gspo report", str(tmp_path / "study")])
+    with pytest.raises(SystemExit):
+        report.write_pages()
+    assert "study is no run directory, but holds 1: name them" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
