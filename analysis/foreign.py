@@ -35,6 +35,7 @@ FRAMEWORK = "framework"
 BATCHES_PER_ROW = "batches_per_row"
 END = "end"
 END_UNKNOWN = "end not logged"
+OF_THE_LOG = (BATCHES_PER_ROW, END)  # these do not make an arm
 
 
 @dataclass(frozen=True)

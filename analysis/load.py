@@ -9,7 +9,7 @@ import pandas as pd
 
 from gspo.analysis import foreign_files, sources
 from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
-from gspo.analysis.foreign import BATCHES_PER_ROW, FRAMEWORK
+from gspo.analysis.foreign import BATCHES_PER_ROW, FRAMEWORK, OF_THE_LOG
 from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
@@ -65,8 +65,6 @@ NOT_THE_ARM = (
     "seed",
     "steps",
     "study",
-    "end",
-    "batches_per_row",
     "options",
     "tracking",
     "profile",
@@ -258,7 +256,8 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
 
 def differing(runs: Collection[Run | Record]) -> list[str]:
     """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
-    keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
+    ignored = {*NOT_THE_ARM, *OF_THE_LOG}
+    keys = {key for run in runs for key in run.settings if key.split(".")[0] not in ignored}
     return sorted(key for key in keys if len(recorded_values(runs, key)) > 1)
 
 
