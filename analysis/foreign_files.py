@@ -187,6 +187,9 @@ def trainer_state(path: Path) -> Log:
     max_steps = state.get("max_steps")
     if untrusted.is_step(max_steps):
         log.planned = max_steps
+    logging_steps = state.get("logging_steps")
+    if untrusted.is_step(logging_steps):
+        log.steps_per_row = logging_steps
     return log
 
 

@@ -31,8 +31,8 @@ MAX_UPDATES = 10_000  # of a batch
 class Log:
     """The content of a framework's log, as it stands there.
 
-    `planned` is the number of steps that the log says the run will have, in the units of its axis,
-    0 if it does not say."""
+    `planned` is the number of steps that the run will have, and `steps_per_row` the number of steps
+    of a row, in the units of the log's axis. They are 0 if the log does not say them."""
 
     path: Path
     kind: str  # of the file, in words
@@ -40,6 +40,7 @@ class Log:
     config: dict[str, object] = field(default_factory=dict)  # flat
     notes: list[str] = field(default_factory=list)
     planned: int = 0
+    steps_per_row: int = 0
 
 
 @dataclass
@@ -130,7 +131,7 @@ def translate(
         objective=objective,
         planned=0,
         updates_per_batch=updates,
-        batches_per_row=_batches_per_row(rows) if table.row_is_mean else 1,
+        batches_per_row=_batches_per_row(rows, log, updates) if table.row_is_mean else 1,
         counts_updates=counts_updates,
         relations=relations,
         notes=notes,
@@ -212,11 +213,15 @@ def _rows(
     return [{"step": batch} | rows[batch] for batch in sorted(rows)]
 
 
-def _batches_per_row(rows: list[dict[str, float]]) -> int:
-    """Return the most frequent distance of two successive rows with a reward."""
+def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int) -> int:
+    """Return the most frequent distance of two successive rows with a reward.
+
+    With a single row, the log says it."""
     steps = [int(row["step"]) for row in rows if REWARD in row]
     distances = Counter(later - step for step, later in pairwise(steps))
-    return distances.most_common(1)[0][0] if distances else 1
+    if distances:
+        return distances.most_common(1)[0][0]
+    return max(log.steps_per_row // max(updates, 1), 1)
 
 
 # ------------------------------------------------------------------------------------------------

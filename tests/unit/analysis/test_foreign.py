@@ -71,6 +71,12 @@ def test_checkpoints_hold_one_run(tmp_path):
     write_state(tmp_path / "checkpoint-20" / "trainer_state.json", rows[:2])
     write_state(tmp_path / "checkpoint-50" / "trainer_state.json", rows)
     assert [row["step"] for row in read_foreign(tmp_path).rows] == [10, 20, 30, 40, 50]
+    single = {"log_history": [trl_row(10)], "logging_steps": 10, "max_steps": 12}
+    (tmp_path / "single").mkdir()
+    file = tmp_path / "single" / "trainer_state.json"
+    file.write_text(json.dumps(single))
+    assert read_foreign(file).batches_per_row == 10, "12 steps, logging_steps 10: a single row"
+    file.unlink()
     (record,) = sources.records(tmp_path)
     assert record.settings["steps"] == 100 and record.settings["framework"] == "TRL"
 
