@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo.io.files import replace_text
-from gspo.tracking.collapse import SIGNALS, is_finite
+from gspo.tracking.collapse import SIGNALS, is_finite, levels
 from gspo.tracking.curves import Curve, curves
 from gspo.tracking.frameworks.known import TABLES, definition
 from gspo.tracking.frameworks.table import OTHER, Table
@@ -22,6 +22,7 @@ from gspo.tracking.metrics import lookup
 from gspo.tracking.monitor import Event, Monitor, MonitorSettings, reward_answer
 from gspo.tracking.pages import TEMPLATES, fill
 
+REWARD = "reward/mean"
 GRADIENT = "optim/grad_norm"
 LARGEST_GRADIENT = "optim/grad_norm_max"
 # signals that compare a norm with the norms before it: any definition of the norm will do
@@ -150,10 +151,16 @@ def warnings(run: ForeignRun, table: Table) -> list[Event]:
 
 
 def not_judged(run: ForeignRun, table: Table) -> list[tuple[str, str, str]]:
-    """Return the monitor's signals that cannot be computed: name, metric and reason."""
+    """Return the judgements that cannot be made: the warning or rule, its metric and the reason."""
     logged = {name for row in run.rows for name, value in row.items() if is_finite(value)}
     norm = gradient_norm(run, table)
     lines = []
+    smoothed, _, _ = levels([row.get(REWARD) for row in run.rows])
+    if not (smoothed > 0).any():
+        reason = "the smoothed reward is never above 0, and a share of it has no meaning"
+        if REWARD not in logged:
+            reason = f"no metric of {table.title} in this log has this definition"
+        lines.append(("collapse rule", REWARD, reason))
     for name, signal in SIGNALS.items():
         if signal.metric in logged or (name in OF_GRADIENTS and norm):
             continue

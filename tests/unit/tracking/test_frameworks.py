@@ -331,6 +331,9 @@ def test_the_report_of_a_short_run_with_means_over_steps():
     words = " ".join(Page(foreign_page(run(records))).words)
     assert "Unknown: 2 rows have a reward" in words and "too few rows" in words
     assert "range? It cannot be judged: no row has one" in words
+    negative = [trl_row(step, reward=-1.0 - step / 100) for step in range(1, 40)]
+    words = " ".join(Page(foreign_page(run(negative))).words)
+    assert "collapse rule" in words and "the smoothed reward is never above 0" in words
     fallen = [trl_row(10 * step, reward=1.0 if step < 15 else 0.1) for step in range(1, 40)]
     trl = run(fallen)
     words = " ".join(Page(foreign_page(trl)).words)
