@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import sources
+from gspo.analysis import foreign_files, sources
 from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
+from gspo.analysis.foreign import BATCHES_PER_ROW, FRAMEWORK, OF_THE_LOG
 from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
@@ -49,10 +50,12 @@ KINDS = {
     "objective.clip_high": NUMBER,
     "optim.lr": NUMBER,
     "optim.max_grad_norm": NUMBER,
+    BATCHES_PER_ROW: (int, type(None)),
     "rollout.prompts_per_step": NUMBER,
     "rollout.group_size": NUMBER,
     "trainer.minibatches": NUMBER,
 }
+MAX_NOTES = 5  # notes in the message that there are no runs
 MAX_ARMS_NAMED = 6  # arms that a message names
 MAX_LOST_NAMED = 3  # lost batches that a message names
 MAX_SETTING_CHARS = 2000  # of a setting's name and value
@@ -105,9 +108,7 @@ def load(paths: Sequence[Path | str], where: Mapping[str, object] | None = None)
             runs_by_key[key] = run
     runs = list(runs_by_key.values())
     if not runs:
-        searched = ", ".join(map(str, paths))
-        needed = "no folder with settings.yaml and a batch in metrics.jsonl"
-        raise RunsError(f"no runs under {searched}: {needed}")
+        raise RunsError(why_no_runs(paths, notes))
     for key, value in (where or {}).items():
         runs = having(runs, key, value)
     label(runs, notes)
@@ -120,6 +121,19 @@ def load(paths: Sequence[Path | str], where: Mapping[str, object] | None = None)
     return Data(runs, notes)
 
 
+def why_no_runs(paths: Sequence[Path | str], notes: Sequence[str]) -> str:
+    """Return why there are no runs under these paths, and what the paths hold."""
+    searched = ", ".join(map(str, paths))
+    reasons = ["no folder with settings.yaml and a batch in metrics.jsonl"]
+    reasons += notes[:MAX_NOTES]
+    if len(notes) > MAX_NOTES:
+        reasons.append(f"and {len(notes) - MAX_NOTES} more notes")
+    if not notes:
+        files = [Path(path) for path in paths if not str(path).startswith(sources.SERVER)]
+        reasons += [f"{path}: {foreign_files.content_of(path)}" for path in files]
+    return f"no runs under {searched}: {'; '.join(reasons)}"
+
+
 def record_key(record: Record) -> tuple[Path, str]:
     """Return the path and the study, by which two records are the same run."""
     return record.path.resolve(), str(record.settings.get("study"))
@@ -129,6 +143,8 @@ def record_key(record: Record) -> tuple[Path, str]:
 # records as runs
 def lost_steps(run: Run) -> str:
     """Return the rollout batches before the last that have no row, as "batches 7, 8", or ""."""
+    if run.batches_per_row > 1:
+        return ""
     recorded = set(run.rows["step"])
     lost = [str(step) for step in range(1, run.last) if step not in recorded]
     if not lost:
@@ -143,6 +159,8 @@ def as_run(record: Record, notes: list[str]) -> Run | None:
     """Return a record as a run, or None with a note if it is no training run or has no batch."""
     notes += record.notes
     settings = record.settings
+    if record.notes and not settings and not len(record.rows):
+        return None  # the notes say why nothing could be read
     missing = [key for key in NEEDED if settings.get(key) is None]
     wrong = [f"{key}={str(settings[key])[:40]}" for key in settings if not fits(key, settings[key])]
     steps = record.rows["step"] if len(record.rows) else pd.Series(dtype=int)
@@ -180,6 +198,8 @@ def base_arm(settings: Mapping[str, object], with_replay: bool = True) -> str:
     """Return the objective's name, with its Routing Replay unless `with_replay` is false."""
     objective = settings["objective.name"]
     arm = OBJECTIVES.get(objective, objective)
+    if FRAMEWORK in settings:
+        arm += f" ({settings[FRAMEWORK]})"
     replay = settings.get("policy.routing_replay")
     if with_replay and replay not in (None, "none"):
         arm += f" + Routing Replay ({str(replay).upper()})"
@@ -236,7 +256,8 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
 
 def differing(runs: Collection[Run | Record]) -> list[str]:
     """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
-    keys = {key for run in runs for key in run.settings if key.split(".")[0] not in NOT_THE_ARM}
+    ignored = {*NOT_THE_ARM, *OF_THE_LOG}
+    keys = {key for run in runs for key in run.settings if key.split(".")[0] not in ignored}
     return sorted(key for key in keys if len(recorded_values(runs, key)) > 1)
 
 

@@ -94,7 +94,7 @@ def row(run: Run, metrics: list[str]) -> dict[str, object]:
         "reward/mean, best smoothed": float("nan"),
     }
     if len(rewards):
-        cells["reward/mean, best smoothed"], _ = best(rewards.tolist())
+        cells["reward/mean, best smoothed"], _ = best(run.rewards_by_batch().tolist())
     for name in metrics:
         is_score = name.startswith("eval/") and any(kind in name for kind in SCORES)
         if is_score or name == "eval/elo":

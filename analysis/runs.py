@@ -17,6 +17,7 @@ import pandas as pd
 from gspo.io import untrusted
 from gspo.io.files import locked
 from gspo.tracking.collapse import collapse
+from gspo.tracking.frameworks.known import TABLES, definition
 from gspo.tracking.metrics import Metric, custom_metrics, lookup
 
 GSPO = "GSPO"
@@ -82,6 +83,11 @@ class Run:
         return bool(self.rows[routing].notna().any(axis=None))
 
     @property
+    def batches_per_row(self) -> int:
+        """The number of rollout batches over which a row is the mean. It is 1 for our runs."""
+        return max(int(self.settings.get("batches_per_row") or 1), 1)
+
+    @property
     def finished(self) -> bool:
         return self.last >= self.planned
 
@@ -94,6 +100,8 @@ class Run:
     def ended(self) -> str:
         """How the run ended, by its directory or else by its rows."""
         from_rows = "finished" if self.finished else "unfinished"
+        if "end" in self.settings and "framework" in self.settings:
+            return str(self.settings["end"])
         try:
             status = untrusted.read_json(self.path / "status.json").get("how")
         except (OSError, untrusted.Unreadable):
@@ -104,16 +112,27 @@ class Run:
             return status
         return from_rows
 
+    def rewards_by_batch(self) -> pd.Series:
+        """Return reward/mean by step. A mean over several batches stands there for each of them."""
+        rewards = self.column("reward/mean")
+        return rewards.repeat(self.batches_per_row) if self.batches_per_row > 1 else rewards
+
     @cached_property
     def collapsed(self) -> int | None:
         """The step at which the run collapsed by the registered rule, or None if it did not."""
-        rewards = self.column("reward/mean")
+        rewards = self.rewards_by_batch()
         index = collapse(rewards.tolist())
         return None if index is None else int(rewards.index[index])
 
     @cached_property
     def custom(self) -> dict[str, Metric]:
-        """The user's own metrics that the run's directory defines; none if it cannot be read."""
+        """The definitions of metrics that are not ours.
+
+        They are the user's own, which the run's directory defines (none if it cannot be read), or
+        those of another framework, whose names begin with the framework's."""
+        if "framework" in self.settings:
+            names = [name for name in self.rows if name.partition("/")[0] in TABLES]
+            return {name: definition(name) for name in names}
         try:
             return custom_metrics(self.path)
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Read runs from run directories, W&B's offline files, or W&B's server, cached as Parquet.
+"""Read runs from run directories, W&B's files or server, or the logs of other frameworks.
 
 Each run is a Record. The sources are:
 
@@ -8,54 +8,37 @@ Each run is a Record. The sources are:
     analysis/data/paper_figures.parquet      a study that recorded_study.py has written
     wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a
                                              group is a study
+    outputs/checkpoint-500                   logs of other frameworks (foreign_files.py)
 
-W&B's files inside a run directory are a view of it and are not read again.
+W&B's files inside a run directory are a view of it and are not read again. Runs of ours are cached
+as Parquet.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
 from pyarrow import parquet
 
-from gspo.analysis import wandb_files
+from gspo.analysis import foreign, foreign_files, wandb_files
+from gspo.analysis.record_cache import Record, cached, cached_copy, keep
 from gspo.io import untrusted
-from gspo.io.files import replace_bytes
 from gspo.io.ownership import is_own_file
+from gspo.tracking.frameworks.translate import Log
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
 NOT_TRAINED = ("report", "eval")
-CACHE_KEY = b"gspo"  # of the metadata in a cache file
 # a recorded study: its file's suffix, the key of its settings, and the column with the run's name
 STUDY_FILE = ".parquet"
 STUDY_KEY = b"gspo.study"
 RUN = "run"
 MAX_DAMAGED_NAMED = 10  # damaged lines that a note names
-
-
-@dataclass
-class Record:
-    """A run as recorded: its settings, a row per step, and notes on damage.
-
-    The settings are flat, as in {"optim.lr": 0.001}.
-    """
-
-    path: Path
-    settings: dict[str, object]
-    rows: pd.DataFrame
-    notes: list[str] = field(default_factory=list)
-    id: str = ""  # W&B's
-    job: str = "train"  # its job type at W&B; NOT_TRAINED names the types that are no training
 
 
 def records(path: Path | str) -> list[Record]:
@@ -73,6 +56,8 @@ def records(path: Path | str) -> list[Record]:
         folder = settings_file.parent
         metrics_file = folder / "metrics.jsonl"
         if not os.path.lexists(metrics_file):
+            if not any(folder.rglob("*.wandb")):
+                run_records.append(_without_rows(folder))
             continue
         run_folders.add(folder.resolve())
         stamp = file_stamp(settings_file, metrics_file)
@@ -80,16 +65,68 @@ def records(path: Path | str) -> list[Record]:
         record = cached(name, stamp, from_folder, folder)
         run_records.append(replace(record, path=folder))  # under the path of this call
     segments = []
+    foreign_segments = []
+    not_trained = 0
     for file in wandb_segments(path, run_folders):
-        segment = cached(str(file), file_stamp(file), from_file, file)
-        if segment.job not in NOT_TRAINED:
-            segments.append(segment)
-    return run_records + joined(segments)
+        stamp = file_stamp(file)
+        record = cached_copy(str(file), stamp)
+        if record is None:
+            segment = wandb_files.read(file)
+            if segment.records:
+                foreign_segments.append(segment)
+                continue
+            record = from_segment(segment)
+            keep(record, str(file), stamp)
+        if record.job in NOT_TRAINED:
+            not_trained += 1
+        else:
+            segments.append(record)
+    logs = foreign_files.wandb_logs(foreign_segments)
+    all_records = run_records + joined(segments) + foreign_records(path, run_folders, logs)
+    if not_trained and not all_records:
+        note = f"{path}: W&B files of reports and evaluations, which train nothing: {not_trained}"
+        return [Record(path, {}, pd.DataFrame(), [note])]
+    return all_records
+
+
+def _without_rows(folder: Path) -> Record:
+    """Return the record of a run directory that has no metrics.jsonl yet."""
+    notes: list[str] = []
+    settings = read_settings(folder / "settings.yaml", notes)
+    return Record(folder, flatten(settings), pd.DataFrame(), notes)
+
+
+def foreign_records(path: Path, run_folders: set[Path], logs: list[Log]) -> list[Record]:
+    """Return the runs of other frameworks: of these logs of W&B, and of the others at a path.
+
+    A log of which nothing can be read is a record without rows, with a note."""
+    notes: list[str] = []
+    found = []
+    for file in foreign_files.find_logs(path, run_folders, notes):
+        if file.suffix == ".wandb":
+            continue
+        try:
+            logs.append(foreign_files.read_log(file))
+        except (OSError, ValueError) as error:
+            found.append(Record(file, {}, pd.DataFrame(), [str(error)]))
+    found += [from_log(log) for log in logs]
+    if notes:
+        found.append(Record(path, {}, pd.DataFrame(), notes))
+    return found
+
+
+def from_log(log: Log) -> Record:
+    """Return a log of another framework as a record, without rows if it cannot be read."""
+    try:
+        settings, rows, notes = foreign.described(log)
+    except (OSError, ValueError) as error:
+        return Record(log.path, {}, pd.DataFrame(), [*log.notes, str(error)])
+    return Record(log.path, settings, rows, notes)
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
     """Return the offline W&B files below a path that lie in no run directory, by their start."""
-    files = [path]
+    files = [path] if path.suffix == ".wandb" else []
     if path.is_dir():
         files = [file for file in path.rglob("*.wandb") if file.is_file()]
     outside = set()
@@ -178,14 +215,13 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
 
 # ------------------------------------------------------------------------------------------------
 # W&B's files
-def from_file(file: Path) -> Record:
-    """Read an offline W&B file, which holds a run or a segment of it."""
-    segment = wandb_files.read(file)
+def from_segment(segment: wandb_files.Segment) -> Record:
+    """Return the content of an offline W&B file, a run of ours or a segment of it, as a record."""
     return Record(
-        path=Path(segment.name or file),
+        path=Path(segment.name or segment.path),
         settings=flatten(segment.config),
         rows=frame_of(segment.rows),
-        notes=[f"{file}: {damage}" for damage in segment.damage],
+        notes=[f"{segment.path}: {damage}" for damage in segment.damage],
         id=segment.id,
         job=segment.job,
     )
@@ -278,7 +314,7 @@ def server(address: str) -> list[Record]:
             if run.job_type in NOT_TRAINED:
                 continue
             config = json.dumps(run.config, sort_keys=True, default=str)
-            stamp = [run.state, run.lastHistoryStep, run.name, config]
+            stamp = [run.state, run.lastHistoryStep, run.name, config, foreign.version()]
             name = f"{host}/{address}/{run.id}"
             run_records.append(cached(name, stamp, from_server, run))
     except (wandb.Error, WandbApiFailedError) as error:
@@ -301,62 +337,16 @@ def signed_in() -> bool:
 
 def from_server(run: object) -> Record:
     """Read a run of the API. `scan_history` gives every row, `history` 500 sampled rows."""
-    rows: dict[int, dict[str, float]] = {}
-    for row in run.scan_history(page_size=10_000):
-        step = row.pop("step", None)
-        if untrusted.is_step(step):
-            earlier = rows.get(step, {})
-            rows[step] = earlier | wandb_files.numbers(row)
     settings = dict(run.config)
     settings.pop("_wandb", None)
+    segment = wandb_files.Segment(Path(run.name), config=settings)
+    for row in run.scan_history(page_size=10_000):
+        segment.add(dict(row))
+    if segment.records:
+        return from_log(foreign_files.wandb_log([segment]))
     # WANDB_NAME may have replaced the run's name
     name = wandb_files.recorded_name(settings) or run.name
-    frame = frame_of(rows)
-    return Record(Path(name), flatten(settings), frame, id=run.id)
-
-
-# ------------------------------------------------------------------------------------------------
-# cache
-def cached(
-    name: str,
-    stamp: list,
-    read: Callable[..., Record],
-    source: object,
-) -> Record:
-    """Return the record that `read` makes of a source, or its copy in the cache.
-
-    The copy is a Parquet file in the user's cache folder. It counts until the stamp changes.
-    """
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
-    file = Path(folder) / "gspo" / f"{digest[:20]}.parquet"
-    try:
-        table = parquet.read_table(file)
-        about = json.loads(table.schema.metadata[CACHE_KEY])
-        if about.pop("stamp") == stamp:
-            about["path"] = Path(about["path"])
-            return Record(rows=table.to_pandas(), **about)
-    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
-        pass  # there is none yet, or it is damaged or of another form, so it is read again
-    record = read(source)
-    if len(record.rows):
-        _keep(record, file, stamp)
-    return record
-
-
-def _keep(record: Record, file: Path, stamp: list) -> None:
-    """Write the cache file beside its name and rename it.
-
-    If the folder cannot be written, only time is lost.
-    """
-    about = vars(record) | {"stamp": stamp, "path": str(record.path)}
-    rows = about.pop("rows")
-    table = pa.Table.from_pandas(rows, preserve_index=False)
-    metadata = dict(table.schema.metadata or {})
-    metadata[CACHE_KEY] = json.dumps(about, default=str)
-    table = table.replace_schema_metadata(metadata)
-    content = io.BytesIO()
-    parquet.write_table(table, content, compression="zstd")
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(file, content.getvalue())
+    notes = []
+    if segment.without_step:
+        notes.append(f"{name}: left out: {segment.without_step} records without a step")
+    return Record(Path(name), flatten(settings), frame_of(segment.rows), notes, id=run.id)

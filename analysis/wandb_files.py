@@ -4,7 +4,7 @@ Unreadable parts become notes. A `.wandb` file has 7 bytes of header (":W&B", 0x
 then blocks of 32 KiB in LevelDB's log format. These hold records of (CRC-32 of type and payload,
 length, type) and a payload. A payload that crosses a block is cut into FIRST, MIDDLE and LAST. The
 payloads are W&B's protobuf messages. A resumed run has a file per segment, whose rows are joined by
-our `step`.
+our `step`. The records of other frameworks' runs are left as they are (foreign_files.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,34 @@ class Segment:
     name: str = ""
     job: str = "train"
     config: dict[str, object] = field(default_factory=dict)
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers by step
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers by step, of our runs
+    # the history as it is written, of runs of other frameworks
+    records: list[dict[str, object]] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=lambda: {"step"})
+    without_step: int = 0  # records of ours that were left out
+    overwritten: int = 0  # numbers of ours that a later record of the same step replaced
+
+    def add(self, row: dict[str, object]) -> None:
+        """Take in a record of the history. Raises Unreadable if there are too many."""
+        if not is_ours(self.config):
+            self.names |= row.keys()
+            self.records.append(row)
+            untrusted.check_table(self.path, len(self.records), len(self.names), 0)
+            return
+        step = row.pop("step", None)
+        metrics = numbers(row)
+        if not untrusted.is_step(step):
+            self.without_step += bool(metrics)
+            return
+        earlier = self.rows.setdefault(step, {})
+        self.overwritten += sum(name in earlier for name in metrics)
+        earlier.update(metrics)
+        self.names |= earlier.keys()
+        if len(self.rows) * len(self.names) > untrusted.MAX_CELLS:
+            raise untrusted.Unreadable(
+                f"its rows make a table of more than {untrusted.MAX_CELLS:,} cells"
+            )
 
 
 def payloads(data: bytes, damage: list[str]) -> Iterator[bytes]:
@@ -92,7 +118,6 @@ def read(path: Path) -> Segment:
         segment.damage.append(str(error))
         return segment
     ended = False
-    columns = {"step"}
     for payload in payloads(content, segment.damage):
         record = Record()
         try:
@@ -113,17 +138,19 @@ def read(path: Path) -> Segment:
         elif kind == "history":
             # items with nested keys are parts of tables
             plain = [item for item in record.history.item if len(item.nested_key) < 2]
-            row = _values(plain, segment.damage)
-            step = row.pop("step", None)
-            if untrusted.is_step(step):
-                segment.rows.setdefault(step, {}).update(numbers(row))
-                columns |= segment.rows[step].keys()
-                if len(segment.rows) * len(columns) > untrusted.MAX_CELLS:
-                    segment.rows = {}
-                    segment.damage.append(
-                        f"its rows make a table of more than {untrusted.MAX_CELLS:,} cells"
-                    )
-                    break
+            try:
+                segment.add(_values(plain, segment.damage))
+            except untrusted.Unreadable as error:
+                segment.rows = {}
+                segment.records = []
+                segment.damage.append(str(error))
+                break
+    if segment.without_step:
+        segment.damage.append(f"left out: {segment.without_step} records without a step")
+    if segment.overwritten:
+        segment.damage.append(
+            f"{segment.overwritten} numbers were written twice for a step: the last ones count"
+        )
     display_name = segment.name if may_be_a_name(segment.name) else ""
     # WANDB_NAME may have replaced the display name
     segment.name = recorded_name(segment.config) or display_name
@@ -142,6 +169,15 @@ def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
     except ValueError:
         damage.append(f"a value that is not JSON, among {', '.join(keys[:3])} ...")
         return {}
+
+
+def is_ours(config: dict[str, object]) -> bool:
+    """Return whether a configuration is that of a run of this repository."""
+    record = config.get("record")
+    objective = config.get("objective")
+    if isinstance(record, dict) and "run" in record:
+        return True
+    return isinstance(objective, dict) and "name" in objective and "steps" in config
 
 
 def recorded_name(config: dict[str, object]) -> str:

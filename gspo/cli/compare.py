@@ -116,8 +116,13 @@ def compare_evaluations(paths: Sequence[str], evaluations: Sequence[str]) -> Non
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """Return the settings in which runs differ, except the settings of how runs are recorded."""
+    """Return the settings in which runs differ, except the settings of how runs are recorded.
+
+    Runs of different frameworks have few settings in common, and only these are compared."""
     keys = sorted({key for run in runs for key in run.settings})
+    if len({run.settings.get("framework") for run in runs}) > 1:
+        common = [key for key in keys if all(key in run.settings for run in runs)]
+        keys = ["framework", *common]
     ignored = ("tracking", "runs", "resume", "on_existing")
     return [
         key
@@ -263,7 +268,7 @@ def ended(run: Run) -> str:
 
 def best(run: Run) -> str:
     """Return the highest point of the smoothed reward and its step."""
-    rewards = reward(run)
+    rewards = run.rewards_by_batch()
     if not len(rewards):
         return "-"
     highest, position = peak_of(rewards.tolist())

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gspo.analysis import sources
+from gspo.analysis.foreign import FRAMEWORK
 from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
@@ -110,10 +111,11 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
         ) from None
     page = Page(SQLiteStorage)
     while not page.update(paths):
-        if not any(sources.records(path) for path in paths):
-            raise ValueError(
-                f"no runs under {', '.join(paths)}: no folder with settings.yaml and metrics.jsonl"
-            )
+        records = [record for path in paths for record in sources.records(path)]
+        if not any(record.settings for record in records):
+            reasons = ["no folder with settings.yaml and metrics.jsonl"]
+            reasons += [note for record in records for note in record.notes]
+            raise ValueError(f"no runs under {', '.join(paths)}: {'; '.join(reasons[:5])}")
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE_SECONDS)
     print(f"{counted(len(page.sent), 'run')} of {', '.join(page.studies())}")
@@ -212,7 +214,7 @@ class Page:
                 study, name, metrics, steps, times(record, new_rows), settings, run_id=name
             )
             self.sent[study, name] = rows
-        if rows:
+        if rows and record.path.is_dir():
             try:
                 self.send_alerts(study, name, read_events(record.path / "monitor.jsonl"))
             except (OSError, ValueError) as error:
@@ -226,6 +228,8 @@ class Page:
         In these cases a few digits are added to a name."""
         study = escape_line(record.settings.get("study", "runs"))
         name = escape_line(record.path.name)
+        if FRAMEWORK in record.settings:  # many logs have the same name
+            name = escape_line("-".join(record.path.parts[-2:]).strip("-/"))
         if not self.is_unchanged(study):
             study = f"study-{study[:MAX_STUDY_CHARS]}-{digits(study)}"
         run_id = record.id or str(record.path.absolute())

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import yaml
 
@@ -342,7 +342,7 @@ def is_step(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_STEP
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float | None]:
     """Return whether a value can be a metric's. None stands for a number that was not finite."""
     return value is None or type(value) in (int, float)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspo.tracking.collapse import collapse, is_finite, levels
@@ -54,13 +55,14 @@ class Curve:
     is_log: bool
 
 
-def curves(rows: list[dict], custom: dict[str, Metric]) -> list[Curve]:
+def curves(rows: list[dict], custom: dict[str, Metric], more: Sequence[str] = ()) -> list[Curve]:
     """Return one curve per metric that the run has.
 
-    Held-out scores come after the other curves, and the user's own metrics last. `custom` has the
-    definitions of the user's metrics."""
+    After the metrics of CURVES come the metrics `more`, then held-out scores, and the user's own
+    metrics last. `custom` has the definitions of metrics that are not ours."""
     recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
     names = [(name, log) for name, log in CURVES if name in recorded]
+    names += [(name, False) for name in more if name in recorded]
     for family in (HELD_OUT_MEANS, "custom/*"):
         names += [(name, False) for name in sorted(fnmatch.filter(recorded, family))]
     return [

@@ -221,7 +221,7 @@ def stability_report(rows: list[dict], ended: str = "") -> str:
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
-    return "\n".join([_reward(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
+    return "\n".join([reward_answer(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
 
 
 def _silent(rows: list[dict]) -> bool:
@@ -241,8 +241,11 @@ def _column(rows: list[dict], name: str) -> np.ndarray:
     return np.array([row[name] for row in rows if is_finite(row.get(name))])
 
 
-def _reward(rows: list[dict], stopped: bool) -> str:
-    """Return whether the reward keeps rising, in words. `stopped`: the monitor ended the run."""
+def reward_answer(rows: list[dict], stopped: bool = False, batches_per_row: int = 1) -> str:
+    """Return whether the reward keeps rising, in words. `stopped`: the monitor ended the run.
+
+    A row that is the mean of several rollout batches counts for each of them, in the smoothing and
+    in the collapse rule."""
     question = "Does the reward keep rising? "
     rows = [row for row in rows if is_finite(row.get("reward/mean"))]
     rewards = _column(rows, "reward/mean")
@@ -254,10 +257,11 @@ def _reward(rows: list[dict], stopped: bool) -> str:
         )
     if len(rows) < START:
         return question + f"Unknown: {len(rows)} rows have a reward."
-    smoothed, _, _ = levels(rewards)
+    by_batch = rewards.repeat(batches_per_row)
+    smoothed, _, _ = levels(by_batch)
     last = smoothed[-1]
-    peak, peak_index = best(rewards.tolist())
-    collapse_index = collapse(rewards)
+    peak, peak_index = best(by_batch.tolist())
+    collapse_index = collapse(by_batch)
     third = len(rows) // 3
     before = rewards[-2 * third : -third]
     after = rewards[-third:]
@@ -269,10 +273,11 @@ def _reward(rows: list[dict], stopped: bool) -> str:
             "and it might have recovered"
         )
     elif collapse_index is not None:
-        verdict = f"No: it collapsed at step {rows[collapse_index]['step']}"
+        step = rows[collapse_index // batches_per_row]["step"]
+        verdict = f"No: it collapsed at step {step}"
     elif peak > 0 and last < FALLEN * peak:
         verdict = f"No: it has lost {1 - last / peak:.0%} of its peak"
-    elif len(rows) < START + STEPS_FALLEN:
+    elif len(by_batch) < START + STEPS_FALLEN:
         verdict = "Too few steps to tell"
     elif abs(change) > 2 * noise:
         verdict = "Yes" if change > 0 else "No: it is falling"
@@ -280,7 +285,7 @@ def _reward(rows: list[dict], stopped: bool) -> str:
         verdict = "It is level"
     return (
         f"{question}{verdict} (smoothed {rewards[:5].mean():.3f} at first, {last:.3f} at the end, "
-        f"peak {peak:.3f} at step {rows[peak_index]['step']}; "
+        f"peak {peak:.3f} at step {rows[peak_index // batches_per_row]['step']}; "
         f"last third against the one before {change:+.3f})."
     )
 

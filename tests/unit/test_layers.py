@@ -158,6 +158,8 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
     allowed = {
         "gspo.tracking.metrics",
         "gspo.tracking.collapse",
+        "gspo.tracking.frameworks.known",
+        "gspo.tracking.frameworks.translate",
         "gspo.io.files",
         "gspo.io.untrusted",
         "gspo.io.ownership",

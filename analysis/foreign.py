@@ -1,0 +1,174 @@
+"""Runs of other frameworks as ours: `read_foreign` of a log, and records for every figure.
+
+    from gspo.analysis.foreign import read_foreign
+    run = read_foreign("outputs/checkpoint-500")
+    run = read_foreign("verl_file_logger.jsonl", objective="gspo")
+
+A log rarely says all that a comparison needs. A file foreign_run.yaml beside the log, or a folder
+above it, says the rest:
+
+    framework: trl            # only if the names do not tell
+    objective: gspo
+    updates_per_batch: 4      # optimizer steps of a rollout batch
+    seed: 3
+    steps: 500                # planned rollout batches
+    study: my_study
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from gspo.analysis import foreign_files, wandb_files
+from gspo.io import untrusted
+from gspo.tracking.frameworks.known import TABLES
+from gspo.tracking.frameworks.translate import ForeignRun, Log, translate
+
+ABOUT = "foreign_run.yaml"
+# the settings of a record that only runs of other frameworks have
+FRAMEWORK = "framework"
+BATCHES_PER_ROW = "batches_per_row"
+END = "end"
+END_UNKNOWN = "end not logged"
+OF_THE_LOG = (BATCHES_PER_ROW, END)  # these do not make an arm
+
+
+@dataclass(frozen=True)
+class About:
+    """What a user says of a run that its log does not say. 0, None and "" leave it to the log."""
+
+    framework: str = ""
+    objective: str = ""
+    updates_per_batch: int = 0
+    seed: int | None = None
+    steps: int = 0
+    study: str = ""
+
+
+def read_foreign(
+    path: Path | str, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+) -> ForeignRun:
+    """Return the run of another framework whose log is this file or folder.
+
+    What is not given is taken from foreign_run.yaml beside the log, from the run's configuration,
+    and from the names of its metrics. Raises ValueError, in a single line, if nothing can be read,
+    if the folder holds several logs, or if the framework cannot be told."""
+    runs, problems = read_foreign_runs(path, framework, updates_per_batch, objective)
+    if len(runs) + len(problems) > 1:
+        names = ", ".join([*(str(run.path) for run in runs), *problems])
+        raise ValueError(f"{path} holds {len(runs) + len(problems)} logs: name one ({names[:500]})")
+    if problems:
+        raise ValueError(problems[0])
+    return runs[0]
+
+
+def read_foreign_runs(
+    path: Path | str, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+) -> tuple[list[ForeignRun], list[str]]:
+    """Return the runs of all logs at or below a path, and why others could not be read.
+
+    Both lists are never empty together."""
+    path = Path(path)
+    said = About(framework, objective, updates_per_batch)
+    notes: list[str] = []
+    runs = []
+    problems = []
+    logs = foreign_files.wandb_logs(wandb_files.read(file) for file in wandb_files_of(path))
+    for file in foreign_files.find_logs(path, (), notes):
+        try:
+            logs.append(foreign_files.read_log(file))
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    for log in logs:
+        try:
+            run, _ = translated(log, said)
+            runs.append(run)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    if not runs and not problems:
+        problems.append(f"{path}: {foreign_files.content_of(path)}")
+    return runs, problems + notes
+
+
+def wandb_files_of(path: Path) -> list[Path]:
+    """Return W&B's files below a folder, in the order of their start."""
+    files = path.rglob("*.wandb") if path.is_dir() else []
+    return sorted({file.resolve() for file in files}, key=lambda file: file.parent.name)
+
+
+def translated(log: Log, said: About = About()) -> tuple[ForeignRun, About]:
+    """Return a log's run, and what the user says of it here and in foreign_run.yaml."""
+    about = read_about(log.path)
+    fields = {name: value for name, value in dataclasses.asdict(said).items() if value}
+    about = dataclasses.replace(about, **fields)
+    run = translate(log, about.framework, about.updates_per_batch, about.objective)
+    run.planned = about.steps or run.planned
+    return run, about
+
+
+def read_about(log: Path) -> About:
+    """Return what foreign_run.yaml says of a log. Raises Unreadable if it cannot be used."""
+    folder = log if log.is_dir() else log.parent
+    for candidate in (folder / ABOUT, folder.parent / ABOUT):
+        if candidate.is_file():
+            break
+    else:
+        return About()
+    values = untrusted.read_yaml(candidate)
+    kinds = {"framework": str, "objective": str, "study": str}
+    for key, value in values.items():
+        kind = kinds.get(key, int)
+        if key not in About.__dataclass_fields__:
+            keys = ", ".join(About.__dataclass_fields__)
+            raise untrusted.Unreadable(f"{candidate}: {key[:40]} is unknown. It may have {keys}")
+        if type(value) is not kind or (kind is int and not 0 <= value <= untrusted.MAX_STEP):
+            raise untrusted.Unreadable(
+                f"{candidate}: {key}={str(value)[:40]} is no {kind.__name__}"
+            )
+    return About(**values)
+
+
+def version() -> str:
+    """Return a digest of all tables: rows that were cached under other tables are read again."""
+    return hashlib.sha256(repr(TABLES).encode()).hexdigest()[:16]
+
+
+def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, object]:
+    """Return the settings by which figures and tables know the run."""
+    settings = dict(run.settings)
+    table = TABLES[run.framework]
+    last = int(run.rows[-1]["step"])
+    seed = about.seed if about.seed is not None else settings.get("seed")
+    if type(seed) is not int:
+        notes.append(f"{run.path}: its seed is not logged, taken as 0 ({ABOUT}: seed)")
+        seed = 0
+    objective = run.objective
+    if not objective:
+        name = run.path.name if run.path.is_dir() else run.path.parent.name
+        objective = f"not logged, {name or run.path.stem}"
+    if not run.planned:
+        settings[END] = END_UNKNOWN
+    return settings | {
+        FRAMEWORK: table.title,
+        BATCHES_PER_ROW: run.batches_per_row,
+        "seed": seed,
+        "objective.name": objective,
+        "steps": max(run.planned, 1) if run.planned else max(last, 1),
+        "study": about.study or run.framework,
+    }
+
+
+def described(log: Log) -> tuple[dict[str, object], pd.DataFrame, list[str]]:
+    """Return the settings, the rows and the notes of a log's run.
+
+    Raises ValueError if nothing can be read."""
+    run, about = translated(log)
+    notes: list[str] = []
+    settings = settings_of(run, about, notes)
+    rows = pd.DataFrame(run.rows).astype({"step": "int64"})
+    return settings, rows, notes + [f"{run.path}: {note}" for note in run.notes]

@@ -1,0 +1,380 @@
+"""Read the logs of other frameworks as records, whatever the framework.
+
+    file                           what is in it                     written by
+    trainer_state.json             `log_history`, a list of rows     transformers: TRL, ms-swift
+    *.jsonl                        a row of numbers per line         prime-rl, exported histories
+    *.jsonl                        {"step": 1, "data": {...}}        verl's file logger
+    logging.jsonl                  rows, steps as "3/160"            ms-swift
+    *.log, *.txt, *.out            lines `step:3 - name:value - ...` verl's console
+    events.out.tfevents.*          TensorBoard's events              all but prime-rl
+    *.wandb                        W&B's records (wandb_files.py)    all
+
+Every file may be hostile. Files are read within bounds, and damaged parts become notes.
+gspo.tracking.frameworks knows what the names mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from gspo.analysis import wandb_files
+from gspo.io import untrusted
+from gspo.tracking.frameworks.translate import Log
+
+TRAINER_STATE = "transformers' trainer state"
+LINES = "rows of JSON"
+FILE_LOGGER = "verl's file logger"
+CONSOLE = "verl's console"
+EVENTS = "TensorBoard's event files"
+WANDB = "a W&B file"
+FINDABLE = "trainer_state.json, JSON lines with steps, verl's console, TensorBoard's event files, or *.wandb"
+
+EVENT_FILE = "events.out.tfevents"
+CONSOLE_SUFFIXES = (".log", ".txt", ".out")
+STEP_KEYS = ("step", "_step", "global_step", "iteration", "global_step/max_steps")
+STEPS_AS_TEXT = ("global_step/max_steps", "iteration")
+STEP_OF_ALL = re.compile(r"(\d{1,9})/(\d{1,9})")  # ms-swift's "3/160"
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
+CONSOLE_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
+CONSOLE_PAIR = re.compile(r"(\S+):(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?$")
+COLOURS = re.compile("\x1b\\[[0-9;]*m")
+# numbers that W&B's server spells as text
+SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+FIRST_BYTES = 64 << 10  # in which the kind of a file shows
+FIRST_CONSOLE_BYTES = 4 << 20  # a console has much before its first step
+MAX_STATE_BYTES = 256 << 20
+MAX_FOLDER_ENTRIES = 100_000
+FRAME_HEAD_BYTES = 12  # of TensorBoard: a length of 8 bytes and its checksum
+FRAME_TAIL_BYTES = 4
+
+
+# ------------------------------------------------------------------------------------------------
+# finding
+def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Path]:
+    """Return the logs at or below a path: files, and for event files their folders.
+
+    Nothing in the folders `without` is looked at. W&B's files are left to the caller."""
+    if path.is_file():
+        return [path]
+    skipped = {folder.resolve() for folder in without}
+    logs: list[Path] = []
+    states: dict[Path, list[Path]] = {}  # of a run's folder
+    entries = 0
+    for folder_name, subfolders, names in os.walk(path):
+        folder = Path(folder_name)
+        if folder.resolve() in skipped:
+            subfolders.clear()
+            continue
+        subfolders.sort()
+        entries += len(names) + len(subfolders)
+        if entries > MAX_FOLDER_ENTRIES:
+            notes.append(f"{path}: only the first {MAX_FOLDER_ENTRIES:,} entries were looked at")
+            break
+        if any(name.startswith(EVENT_FILE) for name in names):
+            logs.append(folder)
+        for name in sorted(names):
+            file = folder / name
+            kind = _kind(file)
+            if kind == TRAINER_STATE:
+                run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
+                states.setdefault(run, []).append(file)
+            elif kind:
+                logs.append(file)
+    return logs + [_newest_state(files) for files in states.values()]
+
+
+def _kind(file: Path) -> str:
+    """Return what kind of log a file is, by its name and its first bytes; empty if it is none."""
+    suffix = file.suffix.lower()
+    if suffix not in (".json", ".jsonl", *CONSOLE_SUFFIXES):
+        return ""
+    try:
+        with untrusted.open_plain_file(file) as opened:
+            size = FIRST_CONSOLE_BYTES if suffix in CONSOLE_SUFFIXES else FIRST_BYTES
+            content = opened.read(size)
+    except (OSError, untrusted.Unreadable):
+        return ""
+    if suffix == ".json":
+        return TRAINER_STATE if b'"log_history"' in content else ""
+    if suffix in CONSOLE_SUFFIXES:
+        return CONSOLE if b"step:" in content and _has_console_line(content) else ""
+    for line in content.splitlines()[:20]:
+        row = _object(line)
+        if row is not None and any(key in row for key in STEP_KEYS):
+            return FILE_LOGGER if isinstance(row.get("data"), dict) else LINES
+    return ""
+
+
+def _has_console_line(content: bytes) -> bool:
+    lines = content.decode(errors="replace").splitlines()
+    return any(CONSOLE_LINE.search(COLOURS.sub("", line)) for line in lines)
+
+
+def _newest_state(files: list[Path]) -> Path:
+    """Return the state with the most steps: each checkpoint holds the history up to it."""
+
+    def steps(file: Path) -> int:
+        matched = CHECKPOINT.fullmatch(file.parent.name)
+        # a state beside the checkpoints is written at the end
+        return int(matched[1]) if matched else untrusted.MAX_STEP
+
+    return max(files, key=steps)
+
+
+def content_of(path: Path) -> str:
+    """Return in words what a path holds, for a message that nothing could be read of it."""
+    if not path.is_dir():
+        return f"the file is none of {FINDABLE}"
+    suffixes: dict[str, int] = {}
+    for number, file in enumerate(path.rglob("*")):
+        if number > MAX_FOLDER_ENTRIES:
+            break
+        if file.is_file():
+            suffix = file.suffix or "no suffix"
+            suffixes[suffix] = suffixes.get(suffix, 0) + 1
+    if not suffixes:
+        return "the folder holds no file"
+    most = sorted(suffixes, key=lambda suffix: -suffixes[suffix])[:5]
+    counts = ", ".join(f"{suffixes[suffix]} {suffix}" for suffix in most)
+    return f"the folder holds {sum(suffixes.values())} files ({counts}), none of them {FINDABLE}"
+
+
+# ------------------------------------------------------------------------------------------------
+# reading
+def read_log(path: Path) -> Log:
+    """Return the records of a log. Raises Unreadable if the path holds none."""
+    if path.is_dir():
+        return event_files(path)
+    if path.suffix == ".wandb":
+        return wandb_log([wandb_files.read(path)])
+    if path.name.startswith(EVENT_FILE):
+        return event_files(path.parent, [path])
+    kind = _kind(path)
+    if kind == TRAINER_STATE:
+        return trainer_state(path)
+    if kind == CONSOLE:
+        return console(path)
+    if kind in (LINES, FILE_LOGGER):
+        return json_lines(path, kind)
+    raise untrusted.Unreadable(f"{path}: {content_of(path)}")
+
+
+def trainer_state(path: Path) -> Log:
+    """Read the `log_history` of a trainer_state.json, also if the file is cut in it."""
+    log = Log(path, TRAINER_STATE)
+    content = untrusted.read_bytes(path, MAX_STATE_BYTES)
+    try:
+        state = untrusted.parse_json(content)
+        history = state.get("log_history") if isinstance(state, dict) else None
+    except ValueError as error:
+        state = {}
+        history = list(_objects_of_a_cut_list(content.decode(errors="replace")))
+        log.notes.append(
+            f"{path} is damaged ({error}): the first {len(history)} rows of its log_history are read"
+        )
+    if not isinstance(history, list):
+        raise untrusted.Unreadable(f"{path} is damaged: its log_history is no list")
+    log.records = [row for row in history if isinstance(row, dict)]
+    if len(log.records) < len(history):
+        log.notes.append(f"left out: {len(history) - len(log.records)} rows that are no mapping")
+    max_steps = state.get("max_steps")
+    if untrusted.is_step(max_steps):
+        log.planned = max_steps
+    logging_steps = state.get("logging_steps")
+    if untrusted.is_step(logging_steps):
+        log.steps_per_row = logging_steps
+    return log
+
+
+def _objects_of_a_cut_list(text: str) -> Iterator[object]:
+    """Yield the complete objects at the start of the list `log_history` in a damaged text."""
+    position = text.find("[", text.find('"log_history"'))
+    decoder = json.JSONDecoder()
+    while position >= 0:
+        position += 1
+        while position < len(text) and text[position] in " \t\r\n,":
+            position += 1
+        try:
+            value, end = decoder.raw_decode(text, position)
+            untrusted.check_tree(value)
+        except (ValueError, RecursionError):
+            return
+        yield value
+        position = end - 1
+
+
+def json_lines(path: Path, kind: str = LINES) -> Log:
+    """Read a file with a row of JSON per line."""
+    log = Log(path, kind)
+    damaged = 0
+    for line in untrusted.read_lines(path):
+        row = _object(line)
+        if row is None:
+            damaged += bool(line.strip())
+            continue
+        data = row.get("data")
+        if kind == FILE_LOGGER and isinstance(data, dict):
+            row = {"step": row.get("step")} | data
+        for key in STEPS_AS_TEXT:
+            counted = STEP_OF_ALL.fullmatch(str(row.get(key)))
+            if counted:
+                row[key] = int(counted[1])
+                log.planned = int(counted[2])
+        log.records.append(row)
+    if damaged:
+        log.notes.append(f"left out: {damaged} lines that are no rows (cut or damaged)")
+    return log
+
+
+def _object(line: bytes) -> dict | None:
+    """Return the mapping of a line of JSON, None if it is none."""
+    try:
+        value = untrusted.parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def console(path: Path) -> Log:
+    """Read the lines `step:3 - name:value - name:value` of a console."""
+    log = Log(path, CONSOLE)
+    odd = 0
+    for line in untrusted.read_lines(path):
+        text = COLOURS.sub("", line.decode(errors="replace"))
+        matched = CONSOLE_LINE.search(text)
+        if not matched:
+            continue
+        record: dict[str, object] = {"step": int(matched[1])}
+        for part in matched[2].strip().split(" - "):
+            pair = CONSOLE_PAIR.fullmatch(part.strip())
+            number = _float(pair[2]) if pair else None
+            if pair and number is not None:
+                record[pair[1]] = number
+            else:
+                odd += 1
+        log.records.append(record)
+    if odd:
+        log.notes.append(f"left out: {odd} parts of lines that are no name and number")
+    return log
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------
+# TensorBoard
+def event_files(folder: Path, files: Iterable[Path] = ()) -> Log:
+    """Read all scalars of a folder's event files, in the order in which they were written."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        raise untrusted.Unreadable(
+            f"{folder}: its event files need TensorBoard: pip install 'gspo[tensorboard]'"
+        ) from None
+    log = Log(folder, EVENTS)
+    # the names hold the time of the start
+    for file in sorted(files) or sorted(folder.glob(f"{EVENT_FILE}*")):
+        loaded = 0
+        try:
+            frames = _count_frames(file, log.notes)
+        except (OSError, untrusted.Unreadable) as error:
+            log.notes.append(f"left out: {error}")
+            continue
+        try:
+            for event in EventFileLoader(str(file)).Load():
+                loaded += 1
+                record: dict[str, object] = {"step": event.step}
+                for value in event.summary.value:
+                    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                        array = make_ndarray(value.tensor)
+                        if array.dtype.kind == "f" and array.size == 1:
+                            record[value.tag] = float(array)
+                if len(record) > 1:
+                    log.records.append(record)
+        except (DecodeError, ValueError, TypeError, KeyError) as error:
+            log.notes.append(f"{file}: damaged: {str(error)[:100]}")
+        if loaded < frames:
+            log.notes.append(f"{file}: damaged: {loaded} of {frames} events are read")
+    return log
+
+
+def _count_frames(file: Path, notes: list[str]) -> int:
+    """Return the number of complete frames of an event file. An incomplete frame becomes a note.
+
+    TensorBoard's reader says nothing if it stops early."""
+    with untrusted.open_plain_file(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > untrusted.MAX_ROWS_FILE_BYTES:
+            raise untrusted.Unreadable(
+                f"{file} is larger than {untrusted.MAX_ROWS_FILE_BYTES:,} bytes"
+            )
+        position = 0
+        frames = 0
+        while position < size:
+            opened.seek(position)
+            head = opened.read(FRAME_HEAD_BYTES)
+            end = size + 1
+            if len(head) == FRAME_HEAD_BYTES:
+                (length,) = struct.unpack_from("<Q", head)
+                end = position + FRAME_HEAD_BYTES + length + FRAME_TAIL_BYTES
+            if end > size:
+                notes.append(f"{file}: cut or damaged at byte {position}")
+                break
+            frames += 1
+            position = end
+    return frames
+
+
+# ------------------------------------------------------------------------------------------------
+# W&B
+def wandb_logs(segments: Iterable[wandb_files.Segment]) -> list[Log]:
+    """Return a log for each run among W&B's files, which are in the order of their start."""
+    runs: dict[str, list[wandb_files.Segment]] = {}
+    for segment in segments:
+        runs.setdefault(segment.id or str(segment.path), []).append(segment)
+    return [wandb_log(files) for files in runs.values()]
+
+
+def wandb_log(segments: list[wandb_files.Segment]) -> Log:
+    """Return the records of the files of one W&B run, in the order of their start."""
+    log = Log(segments[-1].path, WANDB)
+    for segment in segments:
+        log.records += [as_numbers(record) for record in segment.records]
+        log.config |= flat(segment.config)
+        log.notes += [f"{segment.path}: {damage}" for damage in segment.damage]
+    return log
+
+
+def as_numbers(record: dict[str, object]) -> dict[str, object]:
+    """Return a record of W&B in which numbers that are not finite are numbers, not text."""
+    if not any(isinstance(value, str) for value in record.values()):
+        return record
+    return {
+        key: SPELLED.get(value, value) if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    """Return a nested configuration with dotted keys. Lists are left out."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            leaves[f"{prefix}{key}"] = value
+    return leaves

@@ -1,0 +1,201 @@
+"""The numbers of another framework's log by name and step.
+
+Records of the same step are joined if they do not contradict each other. A resumed run writes some steps
+again: its later records count. Everything that is left out is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from gspo.io import untrusted
+from gspo.tracking.frameworks.table import Axis, Table, has
+
+MAX_REWINDS = 20  # a file whose steps go back more often holds no run
+NO_STEP = "records without a step"
+NO_METRIC = "records without a metric of training"
+SECOND_VALUE = "numbers that contradict an earlier record of the same step"
+UNKNOWN_WRITER = "numbers whose writer cannot be told"
+NOT_FINITE = "numbers that are not finite (kept as NaN)"
+ODD_NAME = "names that are too long or no text"
+MAX_NAME_CHARS = 200
+MAX_NAMED = 8  # names in a note
+
+
+class Columns:
+    """The numbers of a log by name and step, from records in the order of the log."""
+
+    def __init__(self, table: Table, path: Path):
+        self.table = table
+        self.path = path
+        self.values: dict[str, dict[int, float]] = {}
+        self.axes: dict[str, Axis] = {}  # by name
+        self.counts: set[str] = set()  # the kinds of axes that records had
+        self.dropped: Counter[str] = Counter()
+        self.texts: set[str] = set()  # names whose values are no numbers
+        self.first: dict[str, int] = {}  # the step of a name's first number
+        self.last: dict[str, int] = {}  # the step of a name's newest number
+        self.rewinds = 0
+        self.left_out: list[str] = []  # sentences about rows that were written again
+        self.bare_names: dict[str, str] = {}  # empty: no metric
+        self.count = 0  # of numbers
+        self.longest = 0  # the largest number of steps of a name
+
+    def add(self, record: Mapping[str, object]) -> None:
+        """Take in a record."""
+        axis = self._axis(record)
+        if axis is None:
+            self.dropped[NO_STEP] += 1
+            return
+        step = int(_number(record[axis.key]))
+        numbers = self._numbers(record)
+        if not numbers:
+            # a step alone is no loss
+            if not all(self._is_axis(name) for name in record):
+                self.dropped[NO_METRIC] += 1
+            return
+        self.counts.add(axis.counts)
+        if any(self._is_again(name, step) for name in numbers):
+            self._go_back(axis, step)
+        for name, number in numbers.items():
+            self._put(name, step, number, axis)
+        untrusted.check_table(self.path, self.longest, len(self.values), self.count)
+
+    def _is_again(self, name: str, step: int) -> bool:
+        """Return whether a name had this step, or later steps alone, before its newest number."""
+        if self.last.get(name, 0) <= step:
+            return False
+        return step in self.values[name] or step < self.first[name]
+
+    def _numbers(self, record: Mapping[str, object]) -> dict[str, float]:
+        """Return the metrics of a record by their names in the table."""
+        writer = self._writer(record)
+        numbers = {}
+        for name, value in record.items():
+            if name not in self.bare_names:
+                self.bare_names[name] = self._bare(name)
+            bare = self.bare_names[name]
+            if not bare:
+                continue
+            if not untrusted.is_number(value):
+                self.texts.add(bare)
+                continue
+            if bare in self.table.shared:
+                if not writer:
+                    self.dropped[UNKNOWN_WRITER] += 1
+                    continue
+                bare = f"{writer}/{bare}"
+            number = untrusted.finite(value)
+            if number is None:
+                self.dropped[NOT_FINITE] += 1
+                number = math.nan
+            numbers[bare] = number
+        return numbers
+
+    def _axis(self, record: Mapping[str, object]) -> Axis | None:
+        for axis in self.table.axes:
+            if axis.key not in record or not _is_step(record[axis.key]):
+                continue
+            if not axis.prefix or any(
+                name.startswith(axis.prefix) and name != axis.key for name in record
+            ):
+                return axis
+        return None
+
+    def _bare(self, name: str) -> str:
+        """Return a name as the table has it, empty for an axis and for names that are ignored."""
+        bare = self.table.bare(name)
+        if self._is_axis(name):
+            return ""
+        if any(has((bare, name), pattern) for pattern in self.table.ignored):
+            return ""
+        if len(bare) > MAX_NAME_CHARS or untrusted.SURROGATES.search(bare):
+            self.dropped[ODD_NAME] += 1
+            return ""
+        return bare
+
+    def _is_axis(self, name: str) -> bool:
+        """Return whether a name is that of a step, or one of W&B's own."""
+        return name[:1] == "_" or any(name == axis.key for axis in self.table.axes)
+
+    def _writer(self, record: Mapping[str, object]) -> str:
+        """Return the writer of a record, empty if its names do not tell."""
+        writers = [name for name, proof in self.table.writers.items() if has(record, proof)]
+        return writers[0] if len(writers) == 1 else ""
+
+    def _put(self, name: str, step: int, number: float, axis: Axis) -> None:
+        column = self.values.setdefault(name, {})
+        if step in column and not _equal(column[step], number):
+            self.dropped[SECOND_VALUE] += 1
+            return
+        if not column:
+            self.first[name] = step
+        column[step] = number
+        self.last[name] = step
+        self.axes[name] = axis
+        self.count += 1
+        self.longest = max(self.longest, len(column))
+
+    def _go_back(self, axis: Axis, step: int) -> None:
+        """Leave out an axis's numbers from this step on: a resumed run writes them again."""
+        self.rewinds += 1
+        if self.rewinds > MAX_REWINDS:
+            raise ValueError(
+                f"{self.path}: its steps go back more than {MAX_REWINDS} times, so it is not the "
+                "log of one run"
+            )
+        removed: set[int] = set()
+        is_empty = True
+        for name, column in self.values.items():
+            if self.axes[name] != axis:
+                continue
+            removed |= {old_step for old_step in column if old_step >= step}
+            kept = {old_step: number for old_step, number in column.items() if old_step < step}
+            self.values[name] = kept
+            self.last[name] = max(kept, default=0)
+            is_empty = is_empty and not kept
+        if is_empty:
+            self.left_out.append(
+                f"its steps begin again at {step}: it holds two runs, or a run that was started "
+                f"anew. The last one counts, {len(removed)} earlier rows are left out"
+            )
+        else:
+            self.left_out.append(
+                f"its steps go back to {step}, as those of a resumed run do. The later rows count, "
+                f"{len(removed)} earlier rows are left out"
+            )
+
+    def notes(self) -> list[str]:
+        """Return sentences about everything that was left out."""
+        notes = list(self.left_out)
+        notes += [f"left out: {count} {reason}" for reason, count in sorted(self.dropped.items())]
+        if self.texts:
+            notes.append(f"left out, because they are no numbers: {listed(self.texts)}")
+        return notes
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else math.nan
+
+
+def _is_step(value: object) -> bool:
+    """Return whether a value can be a step. TensorBoard and W&B may write it as a float."""
+    if type(value) not in (int, float):
+        return False
+    number = _number(value)
+    return number == number and 0 <= number <= untrusted.MAX_STEP and number == int(number)
+
+
+def _equal(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    ordered = sorted(names)
+    text = ", ".join(ordered[:MAX_NAMED])
+    more = len(ordered) - MAX_NAMED
+    return f"{text} and {more} more" if more > 0 else text

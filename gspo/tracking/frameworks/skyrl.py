@@ -1,0 +1,45 @@
+"""SkyRL. The definitions are from skyrl/train/trainer.py and its workers."""
+
+from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
+
+ENTRIES = (
+    same("reward/avg_raw_reward", "reward/mean"),
+    other("reward/avg_pass_at_*", "share of groups with a reward above 0"),
+    other("reward/num_zero_variance_filtered", "number of groups"),
+    other("reward/*", "of the rollout batch"),
+    same("generate/avg_num_tokens", "length/mean"),
+    other("generate/*", "of the rollout batch"),
+    reweighted(
+        "policy/loss_metrics/clip_ratio",
+        "clip/token_active",
+        "plain mean over micro-batches",
+    ),
+    other("policy/policy_kl", "KL to the reference"),
+    reweighted("policy/policy_entropy", "policy/entropy", "plain mean over micro-batches"),
+    same("policy/policy_lr", "optim/lr"),
+    same("policy/grad_norm", "optim/grad_norm"),
+    same("policy/rollout_train_logprobs_abs_diff_mean", "mismatch/logp_abs"),
+    same("policy/rollout_train_logprobs_abs_diff_max", "mismatch/logp_abs_max"),
+    other("policy/response_length", "the padded width"),
+    other("policy/*", "of the training step"),
+    reweighted("eval/*/avg_score", "eval/*/avg@k", "samples per problem (k) are not logged"),
+    other("eval/*", "of held-out problems"),
+)
+
+TABLE = Table(
+    name="skyrl",
+    title="SkyRL",
+    version="commit of 2026-11",
+    entries=ENTRIES,
+    axes=(Axis("trainer/global_step"), Axis("step"), Axis("_step")),
+    proofs=(("reward/avg_raw_reward",), ("policy/policy_entropy", "policy/policy_lr")),
+    ignored=("trainer/global_step", "trainer/epoch"),
+    gradient_norm="optim/grad_norm",
+    settings={
+        "seed": ("trainer.seed",),
+        "optim.lr": ("trainer.policy.optimizer_config.lr",),
+        "rollout.group_size": ("generator.n_samples_per_prompt",),
+        "rollout.prompts_per_step": ("trainer.train_batch_size",),
+        "model.name": ("trainer.policy.model.path",),
+    },
+)

@@ -1,0 +1,281 @@
+"""Makes our rows of another framework's records.
+
+A record is a line of a log: a step of some axis, and numbers by their names. A row of ours
+describes a rollout batch. In between:
+
+    1  the record's axis is found, and its step
+    2  records of the same step are joined if they do not contradict each other
+    3  steps become rollout batches. The numbers of several updates of a batch are averaged
+    4  each name becomes ours, or stays what it is after the framework's name
+
+Nothing is left out without a note that counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from gspo.tracking.frameworks.columns import Columns, listed
+from gspo.tracking.frameworks.known import REWARD, find_table
+from gspo.tracking.frameworks.table import SAME, Entry, Table
+
+MAX_UPDATES = 10_000  # of a batch
+
+
+@dataclass
+class Log:
+    """The content of a framework's log, as it stands there.
+
+    `planned` is the number of steps that the run will have, and `steps_per_row` the number of steps
+    of a row, in the units of the log's axis. They are 0 if the log does not say them."""
+
+    path: Path
+    kind: str  # of the file, in words
+    records: list[dict[str, object]] = field(default_factory=list)
+    config: dict[str, object] = field(default_factory=dict)  # flat
+    notes: list[str] = field(default_factory=list)
+    planned: int = 0
+    steps_per_row: int = 0
+
+
+@dataclass
+class ForeignRun:
+    """A run of another framework, in our rows."""
+
+    path: Path
+    kind: str
+    framework: str  # as in framework=
+    rows: list[dict[str, float]]
+    config: dict[str, object]  # theirs, flat
+    settings: dict[str, object]  # ours, as far as theirs say them; and their own that make an arm
+    objective: str  # empty: not known
+    planned: int  # rollout batches, 0: not known
+    updates_per_batch: int  # 0: not known, or of no importance
+    batches_per_row: int  # a row is the mean over so many rollout batches
+    counts_updates: bool  # the steps are optimizer steps, because updates_per_batch is not known
+    relations: dict[str, Entry]  # of the rows' names, without the names that the table lacks
+    notes: list[str]
+    dropped: dict[str, int]  # reasons and counts
+
+    def mapped(self) -> list[str]:
+        """Return the names of the rows that are metrics of ours."""
+        return sorted(name for name, entry in self.relations.items() if entry.ours)
+
+    def differing(self) -> dict[str, str]:
+        """Return the names of the rows whose definition is not exactly ours, and how it differs."""
+        texts = {}
+        for name, entry in sorted(self.relations.items()):
+            if entry.relation == SAME and not entry.note:
+                continue
+            text = entry.note
+            if entry.ours:
+                text = f"{entry.relation}, {entry.theirs}"
+                if entry.formula() != "x":
+                    text += f", {entry.formula()}"
+                if entry.note:
+                    text += f": {entry.note}"
+            texts[name] = text
+        return texts
+
+    def unknown(self) -> list[str]:
+        """Return the names of the rows that the table lacks."""
+        names = {name for row in self.rows for name in row} - {"step"}
+        return sorted(names - self.relations.keys())
+
+
+def translate(
+    log: Log, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+) -> ForeignRun:
+    """Return a log as our rows.
+
+    `framework`, `updates_per_batch` and `objective` are what the user says of the run. Without
+    them, the names and the configuration tell. Raises ValueError if the framework is not known, or
+    if nothing can be read."""
+    names = {name for record in log.records for name in record}
+    if not names:
+        raise ValueError(f"{log.path}: {log.kind} without a record{_reasons(log.notes)}")
+    try:
+        table = find_table(names, framework)
+    except ValueError as error:
+        raise ValueError(
+            f"{log.path}: {log.kind} with {len(log.records)} records: {error}"
+        ) from None
+    updates = updates_per_batch or _updates(table, log.config)
+    objective = objective or _objective(table, log.config)
+    columns = Columns(table, log.path)
+    for record in log.records:
+        columns.add(record)
+    by_batch = _in_batches(columns, updates)
+    notes = [*log.notes, *columns.notes()]
+    relations: dict[str, Entry] = {}
+    rows = _rows(by_batch, table, objective, relations, notes)
+    if not rows:
+        reasons = [f"{count} {reason}" for reason, count in columns.dropped.items()]
+        raise ValueError(
+            f"{log.path}: none of its {len(log.records)} records could be read as a row of "
+            f"{table.title}{_reasons([*notes, *reasons])}"
+        )
+    counts_updates = columns.counts == {"updates"} and not updates
+    run = ForeignRun(
+        path=log.path,
+        kind=log.kind,
+        framework=table.name,
+        rows=rows,
+        config=log.config,
+        settings=_settings(table, log.config),
+        objective=objective,
+        planned=0,
+        updates_per_batch=updates,
+        batches_per_row=_batches_per_row(rows, log, updates) if table.row_is_mean else 1,
+        counts_updates=counts_updates,
+        relations=relations,
+        notes=notes,
+        dropped=dict(columns.dropped),
+    )
+    steps = run.settings.pop("steps", None)
+    if log.planned:
+        run.planned = math.ceil(log.planned / max(updates, 1))
+    elif type(steps) is int and steps > 0:
+        run.planned = steps
+    run.notes += _notes(run, table)
+    return run
+
+
+def _reasons(notes: Iterable[str]) -> str:
+    text = "; ".join(notes)
+    return f" ({text[:500]})" if text else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# steps to rollout batches, and names to ours
+def _in_batches(columns: Columns, updates: int) -> dict[str, dict[int, float]]:
+    """Return the numbers by name and rollout batch, the mean if a batch has several updates."""
+    by_batch = {}
+    for name, column in columns.values.items():
+        axis = columns.axes[name]
+        per_batch = max(updates, 1) if axis.counts == "updates" else 1
+        if per_batch == 1:
+            by_batch[name] = {step - axis.first + 1: value for step, value in column.items()}
+            continue
+        sums: dict[int, float] = {}
+        numbers: Counter[int] = Counter()
+        for step, value in column.items():
+            batch = (step - axis.first) // per_batch + 1
+            if math.isnan(value):
+                sums.setdefault(batch, 0.0)
+                continue
+            sums[batch] = sums.get(batch, 0.0) + value
+            numbers[batch] += 1
+        by_batch[name] = {
+            batch: total / numbers[batch] if numbers[batch] else math.nan
+            for batch, total in sums.items()
+        }
+    return by_batch
+
+
+def _rows(
+    by_batch: dict[str, dict[int, float]],
+    table: Table,
+    objective: str,
+    relations: dict[str, Entry],
+    notes: list[str],
+) -> list[dict[str, float]]:
+    """Return the rows under our names, and put the relation of each name into `relations`."""
+    rows: dict[int, dict[str, float]] = {}
+    absent = []
+    sources: dict[str, str] = {}  # the name of theirs by the row's
+    for name, column in by_batch.items():
+        entry, ours = table.entry(name, objective, by_batch)
+        if entry is not None and entry.absent_if_all_zero and not any(column.values()):
+            absent.append(name)
+            continue
+        if ours in sources:
+            notes.append(f"{name} and {sources[ours]} are both {ours}: the latter counts")
+            entry = None
+            ours = f"{table.name}/{name}"
+        sources[ours] = name
+        if entry is not None:
+            relations[ours] = entry
+        added = by_batch.get(entry.plus, {}) if entry is not None else {}
+        for batch, value in column.items():
+            if entry is not None and entry.ours:
+                value = entry.value(value + added.get(batch, 0.0))
+            rows.setdefault(batch, {})[ours] = value
+    if absent:
+        notes.append(
+            f"absent, because they are 0 in every row and may not be computed: {listed(absent)}"
+        )
+    return [{"step": batch} | rows[batch] for batch in sorted(rows)]
+
+
+def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int) -> int:
+    """Return the most frequent distance of two successive rows with a reward.
+
+    With a single row, the log says it."""
+    steps = [int(row["step"]) for row in rows if REWARD in row]
+    distances = Counter(later - step for step, later in pairwise(steps))
+    if distances:
+        return distances.most_common(1)[0][0]
+    return max(log.steps_per_row // max(updates, 1), 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# configuration
+def _settings(table: Table, config: Mapping[str, object]) -> dict[str, object]:
+    """Return our settings, as far as the configuration has them."""
+    settings = {}
+    for ours, keys in table.settings.items():
+        values = [config[key] for key in keys if config.get(key) is not None]
+        if values and isinstance(values[0], str | int | float):
+            settings[ours] = values[0]
+    return settings
+
+
+def _objective(table: Table, config: Mapping[str, object]) -> str:
+    """Return the name of the objective, empty if the configuration does not tell."""
+    for conditions, name in table.objectives:
+        if all(config.get(key) == value for key, value in conditions.items()):
+            return name
+    return ""
+
+
+def _updates(table: Table, config: Mapping[str, object]) -> int:
+    """Return the optimizer steps of a rollout batch, 0 if the configuration does not tell."""
+    factors = [config.get(key) for key in table.updates]
+    divisors = [config.get(key) for key in table.updates_divided_by]
+    numbers = [value for value in (*factors, *divisors) if type(value) is int and value > 0]
+    if not factors or len(numbers) < len(factors) + len(divisors):
+        return 0
+    product = math.prod(numbers[: len(factors)])
+    divisor = math.prod(numbers[len(factors) :])
+    updates = product // divisor
+    return updates if product % divisor == 0 and updates <= MAX_UPDATES else 0
+
+
+def _notes(run: ForeignRun, table: Table) -> list[str]:
+    """Return sentences about the axis, and about names that the table lacks."""
+    notes = []
+    if run.counts_updates:
+        notes.append(
+            "its steps are optimizer steps, taken as rollout batches: the log does not say how many "
+            "updates a batch has (updates_per_batch=)"
+        )
+    if run.batches_per_row > 1:
+        notes.append(f"a row is the mean over {run.batches_per_row} steps")
+    if not run.objective and any(entry.objectives for entry in table.entries):
+        notes.append(
+            "the objective is not logged, so the clipped shares keep the framework's name "
+            "(objective=)"
+        )
+    unknown = run.unknown()
+    if unknown:
+        notes.append(
+            f"{len(unknown)} names are not in the table of {table.title} {table.version}, and keep "
+            f"their names: {listed(unknown)}"
+        )
+    return notes

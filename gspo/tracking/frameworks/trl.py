@@ -1,0 +1,104 @@
+"""TRL's GRPOTrainer. The definitions are from trl/trainer/grpo_trainer.py."""
+
+from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
+
+TOKEN_LEVEL = ("grpo", "drgrpo", "dapo", "bnpo")
+LEVEL = (
+    "share of tokens, or of responses with importance_sampling_level=sequence. Under our name only "
+    "if the objective is known"
+)
+MEAN_OF_MEANS = "unweighted mean over the micro-batches since the last row"
+
+ENTRIES = (
+    same("reward", "reward/mean"),
+    same("frac_reward_zero_std", "group/zero_variance", "with scale_rewards=batch: of the batch"),
+    same("completions/mean_length", "length/mean"),
+    same("completions/clipped_ratio", "length/truncated"),
+    same("learning_rate", "optim/lr", "with several updates of a batch: their mean"),
+    reweighted("entropy", "policy/entropy", MEAN_OF_MEANS),
+    reweighted(
+        "clip_ratio/region_mean", "clip/token_active", MEAN_OF_MEANS, objectives=TOKEN_LEVEL
+    ),
+    reweighted(
+        "clip_ratio/region_mean", "clip/sequence_active", MEAN_OF_MEANS, objectives=("gspo",)
+    ),
+    other("clip_ratio/region_mean", LEVEL),
+    other("clip_ratio/low_mean", "the part of region_mean below the range, with advantage < 0"),
+    other("clip_ratio/high_mean", "the part of region_mean above the range, with advantage > 0"),
+    other("clip_ratio/low_min", "smallest mean of a micro-batch or rank, then a mean"),
+    other("clip_ratio/high_max", "largest mean of a micro-batch or rank, then a mean"),
+    other("clip_ratio", "before TRL 0.17: share of tokens"),
+    other("cispo_clip_ratio", "share of tokens above an absolute bound, not relative to 1"),
+    other("grad_norm", "norm before clipping of the row's last update alone"),
+    other("loss", "mean over the row's steps; a NaN is replaced by the mean so far"),
+    reweighted("kl", "kl/ref_k3", "of the current policy, ours of the old one"),
+    other("reward_std", "over all responses since TRL 0.27, before it the mean of the groups'"),
+    other("rewards/*/mean", "mean of one reward function, before its weight"),
+    other("rewards/*/std", "standard deviation of one reward function"),
+    other("rewards/*", "before TRL 0.17: mean of one reward function"),
+    other("completions/*", "unweighted mean over the batches of the row, also of minima and maxima"),
+    other("completion_length", "older name of completions/mean_length; Unsloth writes both"),
+    other("num_tokens", "tokens so far, with the prompts"),
+    other("step_time", "seconds of a whole step"),
+    other("aux_loss", "load-balancing loss of the router"),
+    reweighted(
+        "sampling/sampling_logp_difference/mean",
+        "mismatch/logp_abs",
+        "mean over processes and micro-batches",
+    ),
+    other("sampling/sampling_logp_difference/max", "largest of a batch, then a mean over batches"),
+    other(
+        "sampling/importance_sampling_ratio/*",
+        "after truncation or masking, by default the product over a response",
+    ),
+    reweighted(
+        "eval_reward", "eval/held_out/avg@k", "samples per prompt (k) are not in the row"
+    ),
+    other("eval_clip_ratio/*", "always 0: no update in an evaluation", absent_if_all_zero=True),
+    other("eval_*", "of the held-out set, defined as in training"),
+    other("train_*", "summary at the end of the run"),
+    other("epoch", "passes over the prompts"),
+    other("total_flos", "transformers' estimate for a pass over the prompts"),
+)  # fmt: skip
+
+SETTINGS = {
+    "seed": ("seed",),
+    "optim.lr": ("learning_rate",),
+    "optim.max_grad_norm": ("max_grad_norm",),
+    "rollout.group_size": ("num_generations",),
+    "objective.clip_low": ("epsilon",),
+    "objective.clip_high": ("epsilon_high",),
+    "kl.coef": ("beta",),
+    "model.name": ("_name_or_path",),
+    "loss_type": ("loss_type",),
+    "scale_rewards": ("scale_rewards",),
+    "temperature": ("temperature",),
+}
+OBJECTIVES = (
+    ({"loss_type": "cispo"}, "cispo"),
+    ({"loss_type": "sapo"}, "sapo"),
+    ({"importance_sampling_level": "sequence"}, "gspo"),
+    ({"importance_sampling_level": "sequence_token"}, "gspo_token"),
+    ({"importance_sampling_level": "token", "loss_type": "dapo"}, "dapo"),
+    ({"importance_sampling_level": "token", "loss_type": "dr_grpo"}, "drgrpo"),
+    ({"importance_sampling_level": "token", "loss_type": "bnpo"}, "bnpo"),
+    ({"importance_sampling_level": "token", "loss_type": "grpo"}, "grpo"),
+)
+
+TABLE = Table(
+    name="trl",
+    title="TRL",
+    version="1.16.0",
+    entries=ENTRIES,
+    axes=(Axis("train/global_step", "updates"), Axis("step", "updates")),
+    proofs=(("reward", "completions/mean_length"), ("reward", "completion_length")),
+    disproofs=("global_step/max_steps", "memory(GiB)", "train_speed(*)", "rollout_correction/*"),
+    prefixes=("train/",),
+    ignored=("profiling/*", "global_step"),
+    row_is_mean=True,
+    gradient_norm="trl/grad_norm",
+    settings=SETTINGS,
+    objectives=OBJECTIVES,
+    updates=("num_iterations", "steps_per_generation"),
+    updates_divided_by=("gradient_accumulation_steps",),
+)

@@ -1,0 +1,383 @@
+"""Logs of other frameworks as files: found, read within bounds, and loaded like runs of ours."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foreign_logs import (
+    OTHER_ROWS,
+    ROOT,
+    SAMPLES,
+    ms_swift_line,
+    needs_samples,
+    prime_rl_rows,
+    slime_rows,
+    trl_row,
+    verl_row,
+    write_lines,
+    write_state,
+)
+from gspo.analysis import fig_curves, foreign_files, load, sources, wandb_files
+from gspo.analysis.foreign import ABOUT, read_foreign
+from gspo.cli import compare, view
+from gspo.io import untrusted
+from recorded_runs import HEALTHY, write
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# ------------------------------------------------------------------------------------------------
+# the real samples
+@needs_samples
+def test_the_real_log_of_trl():
+    run = read_foreign(SAMPLES / "trl_grpo_unsloth_trainer_state.json")
+    assert run.framework == "trl" and len(run.rows) == 50 and run.batches_per_row == 5
+    assert run.rows[0]["reward/mean"] == pytest.approx(0.62023756) and run.planned == 250
+    assert not run.unknown() and not run.dropped
+    data = load.load([SAMPLES / "trl_grpo_unsloth_trainer_state.json"])
+    assert data.runs[0].collapsed == 130, "each row counts for its 5 steps"
+    assert data.arms == ["not logged, foreign_logs (TRL)"] and not load.lost_steps(data.runs[0])
+
+
+@needs_samples
+def test_the_real_log_of_verl():
+    run = read_foreign(SAMPLES / "verl_gspo_file_logger.jsonl", objective="gspo")
+    assert run.framework == "verl" and len(run.rows) == 3 and run.rows[0]["clip/token_active"] == 0
+    assert "length/truncated" not in run.rows[0], "1/128 in every row is the padded width"
+    assert all("seqratio" in name for name in run.unknown()), "the author's own"
+
+
+@needs_samples
+def test_the_real_log_of_a_trainer_of_the_authors_own_is_refused_with_its_names():
+    with pytest.raises(ValueError, match=r"790 records: its names .*_runtime.* prove no framework"):
+        read_foreign(SAMPLES / "gspo_custom_wandb_history.jsonl")
+    with pytest.raises(load.RunsError, match="prove no framework"):
+        load.load([SAMPLES / "gspo_custom_wandb_history.jsonl"])
+
+
+# ------------------------------------------------------------------------------------------------
+# every container
+def test_checkpoints_hold_one_run(tmp_path):
+    rows = [trl_row(step) for step in range(10, 60, 10)]
+    write_state(tmp_path / "checkpoint-20" / "trainer_state.json", rows[:2])
+    write_state(tmp_path / "checkpoint-50" / "trainer_state.json", rows)
+    assert [row["step"] for row in read_foreign(tmp_path).rows] == [10, 20, 30, 40, 50]
+    single = {"log_history": [trl_row(10)], "logging_steps": 10, "max_steps": 12}
+    (tmp_path / "single").mkdir()
+    file = tmp_path / "single" / "trainer_state.json"
+    file.write_text(json.dumps(single))
+    assert read_foreign(file).batches_per_row == 10, "12 steps, logging_steps 10: a single row"
+    file.unlink()
+    (record,) = sources.records(tmp_path)
+    assert record.settings["steps"] == 100 and record.settings["framework"] == "TRL"
+
+
+def test_json_lines(tmp_path):
+    rows = [row for step in (1, 2) for row in prime_rl_rows(step)]
+    prime = read_foreign(write_lines(tmp_path / "metrics.jsonl", rows))
+    assert prime.framework == "prime_rl" and len(prime.rows) == 2
+    lines = [ms_swift_line(step) for step in (10, 20)]
+    lines.append({"global_step": 20, "log_history": [{"step": 10}], "best_metric": 0.1})
+    swift = read_foreign(write_lines(tmp_path / "logging.jsonl", lines))
+    assert swift.framework == "ms_swift" and swift.planned == 160 and len(swift.rows) == 2
+    logged = [{"step": step, "data": verl_row(step)} for step in (1, 2)]
+    verl = read_foreign(write_lines(tmp_path / "experiment.jsonl", logged))
+    assert verl.framework == "verl" and len(verl.rows) == 2
+    with pytest.raises(ValueError, match="holds 3 logs: name one"):
+        read_foreign(tmp_path)
+
+
+def test_a_console(tmp_path):
+    lines = ["(TaskRunner pid=12) some words - and: more", "step:x - nothing"]
+    for step in (1, 2):
+        pairs = " - ".join(f"{name}:{value}" for name, value in verl_row(step).items())
+        lines.append(f"\x1b[36m(TaskRunner pid=12)\x1b[0m step:{step} - {pairs} - odd part")
+    lines.append("step:3 - critic/score/mean:np.float64(0.25) - actor/pg_loss:nan")
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(lines))
+    verl = read_foreign(file)
+    assert [row["step"] for row in verl.rows] == [1, 2, 3] and verl.rows[2]["reward/mean"] == 0.25
+    assert math.isnan(verl.rows[2]["verl/actor/pg_loss"])
+    assert any("2 parts of lines" in note for note in verl.notes)
+
+
+def event_folder(folder, rows, step_key):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, float):
+                    writer.add_scalar(name, value, int(row[step_key]))
+        writer.add_text("args", "not a number")
+    return folder
+
+
+def test_event_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    rows = [{f"train/{name}": v for name, v in trl_row(step).items()} for step in range(1, 4)]
+    folder = event_folder(tmp_path / "runs" / "host", rows, "train/step")
+    trl = read_foreign(folder)
+    assert trl.framework == "trl" and [row["step"] for row in trl.rows] == [1, 2, 3]
+    assert trl.rows[0]["reward/mean"] == pytest.approx(0.501)
+    (file,) = folder.iterdir()
+    assert read_foreign(file).rows == trl.rows
+    file.write_bytes(file.read_bytes()[:-700])
+    cut = read_foreign(folder)
+    assert 0 < len(cut.rows) <= 3 and any("cut or damaged at byte" in note for note in cut.notes)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    damaged = read_foreign(folder)
+    assert any("events are read" in note for note in damaged.notes)
+    rolled = event_folder(tmp_path / "roll", [OTHER_ROWS["roll"]], "step")
+    assert read_foreign(rolled).rows[0]["step"] == 1
+
+
+LOG_WANDB = """
+import json, os, sys
+import wandb
+rows = json.loads(sys.stdin.read())
+run = wandb.init(project="p", dir=sys.argv[1], mode="offline", config=json.loads(sys.argv[2]))
+for row in rows:
+    run.log(row)
+run.finish()
+"""
+
+
+def wandb_file(folder: Path, rows: list[dict], config: dict) -> Path:
+    folder.mkdir()
+    command = [sys.executable, "-c", LOG_WANDB, str(folder), json.dumps(config)]
+    subprocess.run(command, input=json.dumps(rows), text=True, check=True, capture_output=True)
+    (file,) = folder.rglob("*.wandb")
+    return file
+
+
+@pytest.mark.slow
+def test_wandb_files_that_the_real_client_wrote(tmp_path):
+    rows = []
+    for step in range(1, 4):
+        rows.append({"profiling/Time taken: vllm": 1.0, "train/global_step": step})
+        row = {f"train/{name}": value for name, value in trl_row(step).items() if name != "step"}
+        rows.append(row | {"train/global_step": step})
+    config = {"seed": 3, "learning_rate": 1e-6, "importance_sampling_level": "sequence"}
+    file = wandb_file(tmp_path / "trl", rows, config)
+    (record,) = sources.records(tmp_path / "trl")
+    assert record.rows["step"].tolist() == [1, 2, 3]
+    assert record.settings["seed"] == 3 and record.settings["objective.name"] == "gspo"
+    assert any("3 records without a metric of training" in note for note in record.notes)
+    assert read_foreign(file).rows[0]["clip/sequence_active"] == 0.01
+    own = wandb_files.read(file)
+    assert not own.rows and len(own.records) == 6
+
+
+def test_runs_of_wandbs_server(tmp_path):
+    rows = [{"_step": step} | verl_row(step, **{"actor/kl_coef": "NaN"}) for step in (1, 2)]
+    policy = {"actor": {"policy_loss": {"loss_mode": "gspo"}}}
+    config = {"actor_rollout_ref": policy, "data": {"seed": 5}, "_wandb": {}}
+    run = SimpleNamespace(
+        config=config, name="cloud", id="abc", scan_history=lambda page_size: iter(rows)
+    )
+    record = sources.from_server(run)
+    assert record.settings["seed"] == 5 and record.settings["objective.name"] == "gspo"
+    assert record.rows["clip/token_active"].tolist() == [0.02, 0.02]
+    assert record.rows["kl/coef"].isna().all()
+
+
+PEER = ROOT / ".venv-peer" / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEER.exists(), reason="TRL is not installed: make setup-peer")
+def test_a_log_that_trl_wrote(tmp_path):
+    """12 updates, 2 of each batch: TRL's own names, all in the table, and clipping in the second."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(PEER), str(ROOT / "tests" / "support" / "trl_run.py"), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=300)
+    run = read_foreign(tmp_path, updates_per_batch=2, objective="gspo")
+    assert run.framework == "trl" and [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert not run.unknown() and not run.dropped and run.planned == 6
+    for name in ("reward/mean", "policy/entropy", "length/mean", "clip/sequence_active"):
+        assert all(math.isfinite(row[name]) for row in run.rows), name
+    assert any(row["clip/sequence_active"] > 0 for row in run.rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# never silent
+def test_a_path_without_runs_says_what_it_holds(tmp_path):
+    (tmp_path / "notes.md").write_text("x")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(load.RunsError, match=r"holds 2 files \(1 \.\w+, 1 \.\w+\), none of them"):
+        load.load([tmp_path])
+    with pytest.raises(load.RunsError, match="the file is none of trainer_state"):
+        load.load([tmp_path / "notes.md"])
+    with pytest.raises(ValueError, match="the folder holds no file"):
+        (tmp_path / "empty").mkdir()
+        read_foreign(tmp_path / "empty")
+
+
+def test_our_own_files_are_not_passed_over_either(tmp_path):
+    rows = [{"step": 1, "reward/mean": 0.5, "clip/token_active": 0.1}]
+    file = write_lines(tmp_path / "metrics.jsonl", rows)
+    with pytest.raises(load.RunsError, match="its names are ours: name the run directory"):
+        load.load([file])
+    file.unlink()
+    (tmp_path / "settings.yaml").write_text("seed: 1\nsteps: 3\nobjective: {name: gspo}\n")
+    with pytest.raises(load.RunsError, match=r"left out: .*no rollout batch yet"):
+        load.load([tmp_path])
+
+
+def test_records_of_ours_without_a_step_are_counted(tmp_path):
+    segment = wandb_files.Segment(tmp_path, config={"record": {"run": "r"}})
+    for row in ({"step": 1, "reward/mean": 0.5}, {"reward/mean": 1.0}, {"step": 1, "a/b": 1.0}):
+        segment.add(row)
+    segment.add({"step": 1, "reward/mean": 0.7})
+    assert segment.rows == {1: {"reward/mean": 0.7, "a/b": 1.0}}
+    assert segment.without_step == 1 and segment.overwritten == 1 and not segment.records
+
+
+# ------------------------------------------------------------------------------------------------
+# hostile and damaged files
+def test_damaged_files(tmp_path):
+    rows = [trl_row(step) for step in range(1, 30)]
+    file = write_state(tmp_path / "trainer_state.json", rows)
+    text = file.read_text()
+    file.write_text(text[: len(text) // 2])
+    cut = read_foreign(file)
+    assert 5 < len(cut.rows) < 29 and any("is damaged" in note for note in cut.notes)
+    file.write_text(text.replace("0.501", "NaN").replace("0.502", "-Infinity"))
+    odd = read_foreign(file)
+    assert math.isnan(odd.rows[0]["reward/mean"]) and math.isnan(odd.rows[1]["reward/mean"])
+    lines = write_lines(tmp_path / "metrics.jsonl", prime_rl_rows(1) + prime_rl_rows(2))
+    lines.write_bytes(lines.read_bytes()[:-20] + b"\n\xff\xfe\n[1]\n")
+    damaged = read_foreign(lines)
+    assert any("3 lines that are no rows" in note for note in damaged.notes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"log_history": 3}',
+        b'{"log_history": {"step": 1}}',
+        b'{"log_history": ' + b"[" * 3000,
+        b'{"log_history": [[1], 2, null]}',
+        b'{"log_history": [{"step": 1' + b"0" * 50 + b"}]}",
+    ],
+)
+def test_a_hostile_state_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "trainer_state.json").write_bytes(content)
+    with pytest.raises(ValueError, match="trainer_state") as error:
+        read_foreign(tmp_path / "trainer_state.json")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 900
+    with pytest.raises(load.RunsError, match="no runs under"):
+        load.load([tmp_path])
+
+
+def test_bounds(tmp_path, monkeypatch):
+    file = write_lines(tmp_path / "metrics.jsonl", prime_rl_rows(1))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(file)
+    with pytest.raises(ValueError, match="the file is none of"):
+        read_foreign(link)
+    monkeypatch.setattr(untrusted, "MAX_METRICS", 5)
+    with pytest.raises(ValueError, match="5 metrics"):
+        read_foreign(file)
+    monkeypatch.setattr(untrusted, "MAX_ROWS_FILE_BYTES", 10)
+    with pytest.raises(ValueError, match="is larger than 10 bytes"):
+        foreign_files.json_lines(file)
+
+
+def test_names_that_are_no_text_or_too_long_are_left_out(tmp_path):
+    rows = [trl_row(1, **{"\ud800": 1.0, "x" * 5000: 1.0})]
+    run = read_foreign(write_state(tmp_path / "trainer_state.json", rows))
+    assert not run.unknown() and run.dropped == {"names that are too long or no text": 2}
+
+
+# ------------------------------------------------------------------------------------------------
+# what a user says, arms, figures
+def test_foreign_run_yaml_says_what_the_log_does_not(tmp_path):
+    about = tmp_path / "outputs" / ABOUT
+    write_state(
+        tmp_path / "outputs" / "checkpoint-40" / "trainer_state.json",
+        [trl_row(step) for step in range(1, 41)],
+    )
+    about.write_text("objective: gspo\nupdates_per_batch: 4\nseed: 2\nsteps: 20\nstudy: mine\n")
+    (run,) = load.load([tmp_path]).runs
+    assert run.seed == 2 and run.planned == 20 and run.last == 10 and run.study == "mine"
+    assert run.arm == "GSPO (TRL)" and run.rows["clip/sequence_active"].notna().all()
+    for line, problem in (
+        ("seeds: 2", "seeds is unknown. It may have framework, objective"),
+        ("seed: two", "seed=two is no int"),
+        ("seed: true", "seed=True is no int"),
+        ("steps: -1", "steps=-1 is no int"),
+        ("a: [", "holds no settings"),
+    ):
+        about.write_text(line)
+        with pytest.raises(load.RunsError, match="no runs under") as error:
+            load.load([tmp_path])
+        assert problem in str(error.value)
+
+
+def two_runs(folder: Path) -> Path:
+    for seed, name in enumerate(("a", "b")):
+        rows = [{"step": step, "data": verl_row(step)} for step in range(1, 31)]
+        (folder / name).mkdir(parents=True)
+        write_lines(folder / name / "file.jsonl", rows)
+        text = f"objective: {'gspo' if name == 'a' else 'grpo'}\nseed: {seed}\nstudy: s\n"
+        (folder / name / ABOUT).write_text(text)
+    return folder
+
+
+def test_figures_and_comparisons_take_them(tmp_path, capsys, monkeypatch):
+    folder = two_runs(tmp_path / "runs")
+    monkeypatch.setattr("sys.argv", ["gspo compare", str(folder)])
+    compare.compare()
+    printed = capsys.readouterr().out
+    assert "reward, last" in printed and "end not logged" in printed and "clipped tokens" in printed
+    data = load.load([folder])
+    assert data.arms == ["GRPO (verl)", "GSPO (verl)"]
+    drawn = fig_curves.draw(data, tmp_path, metrics=["reward/mean", "verl/actor/pg_loss"])
+    assert all(path.exists() for path in drawn)
+    for run in data.runs:
+        assert run.custom["verl/actor/pg_loss"].meaning.startswith("verl: ")
+
+
+def test_slime_in_one_file(tmp_path):
+    rows = [row for rollout in range(3) for row in slime_rows(rollout)]
+    for number, row in enumerate(rows):
+        row["_step"] = number
+    slime = read_foreign(write_lines(tmp_path / "history.jsonl", rows), updates_per_batch=2)
+    assert [row["step"] for row in slime.rows] == [1, 2, 3]
+    assert slime.rows[0]["optim/grad_norm"] == 1.5
+
+
+def test_runs_of_ours_and_of_another_framework_side_by_side(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "ours" / "gspo-seed0", "gspo", HEALTHY)
+    theirs = two_runs(tmp_path / "theirs") / "a"
+    monkeypatch.setattr("sys.argv", ["gspo compare", str(tmp_path / "ours"), str(theirs)])
+    compare.compare()
+    printed = capsys.readouterr().out
+    assert "framework" in printed and len(printed.splitlines()) < 40
+    data = load.load([tmp_path / "ours", theirs])
+    assert data.arms == ["GSPO", "GSPO (verl)"]
+    assert fig_curves.draw(data, tmp_path / "figures", metrics=["reward/mean"])
+
+
+def test_the_live_page_tells_logs_of_the_same_name_apart(tmp_path):
+    sent = {}
+    store = SimpleNamespace(
+        validate_project_name=lambda name: None,
+        bulk_log=lambda study, name, metrics, *rest, **options: sent.update({name: metrics}),
+    )
+    page = view.Page(store)
+    assert page.update([str(two_runs(tmp_path / "runs"))]) == 60
+    assert sent.keys() == {"a-file.jsonl", "b-file.jsonl"}
+    assert sent["a-file.jsonl"][0]["reward/mean"] == 0.501

@@ -1,0 +1,366 @@
+"""gspo/tracking/frameworks: the tables, which framework a run is of, and our rows of its records."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from foreign_logs import (
+    OTHER_ROWS,
+    ms_swift_line,
+    prime_rl_rows,
+    slime_rows,
+    trl_row,
+    verl_row,
+    write_lines,
+)
+from gspo.cli import report
+from gspo.tracking.foreign_report import foreign_page, write_foreign_page
+from gspo.tracking.frameworks.known import TABLES, definition, find_table, table_of
+from gspo.tracking.frameworks.page import page
+from gspo.tracking.frameworks.table import OTHER, RELATIONS, filled, match
+from gspo.tracking.frameworks.translate import Log, translate
+from gspo.tracking.metrics import lookup
+from pages import Page
+from recorded_runs import HEALTHY, write
+
+
+def run(records, kind="rows", **said):
+    config = said.pop("config", {})
+    planned = said.pop("planned", 0)
+    log = Log(Path("log"), kind, [dict(record) for record in records], config, planned=planned)
+    return translate(log, **said)
+
+
+# ------------------------------------------------------------------------------------------------
+# tables
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+def test_every_entry_is_a_relation_to_a_registered_metric(table):
+    for entry in table.entries:
+        assert entry.relation in RELATIONS, entry
+        assert bool(entry.ours) == (entry.relation != OTHER), entry
+        assert entry.note or entry.relation in ("same", "scaled"), f"{entry} needs a note"
+        if entry.ours:
+            stars = entry.theirs.count("*")
+            lookup(filled(entry.ours, ("x",) * stars))
+            assert entry.ours.count("*") <= stars
+        is_scaled = (entry.factor, entry.offset, entry.is_log) != (1.0, 0.0, False)
+        assert is_scaled == (entry.relation == "scaled"), entry
+
+
+def test_patterns():
+    assert match("val-core/*/acc/mean@*", "val-core/aime/24/acc/mean@8") == ("aime/24", "8")
+    assert match("reward", "rewards") is None and match("reward", "reward") == ()
+    assert table_of("ms-swift") is TABLES["ms_swift"]
+    assert definition("trl/grad_norm").meaning.startswith("TRL: norm before clipping")
+    with pytest.raises(ValueError, match="choose one of trl, ms_swift"):
+        table_of("tril")
+    with pytest.raises(KeyError):
+        definition("custom/x")
+
+
+# ------------------------------------------------------------------------------------------------
+# which framework
+RECORDS = {
+    "trl": trl_row(1),
+    "verl": {"step": 1} | verl_row(1),
+    "prime_rl": {name: v for row in prime_rl_rows(1) for name, v in row.items()},
+    "slime": {name: v for row in slime_rows(0) for name, v in row.items()},
+    "ms_swift": ms_swift_line(1),
+} | OTHER_ROWS
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_the_names_of_a_record_prove_one_framework(framework):
+    names = set(RECORDS[framework])
+    assert find_table(names).name == framework
+    # W&B and TensorBoard put train/ before the names of TRL
+    if framework in ("trl", "ms_swift"):
+        prefixed = {f"train/{name}" for name in names}
+        assert find_table(prefixed).name == framework
+
+
+def test_names_of_two_frameworks_or_of_none_are_asked_about():
+    both = set(RECORDS["verl"]) | set(RECORDS["skyrl"])
+    with pytest.raises(ValueError, match="set framework=verl or framework=skyrl"):
+        find_table(both)
+    with pytest.raises(ValueError, match=r"its names \(2: mine, reward"):
+        find_table({"mine", "reward"})
+    assert find_table(both, "verl").name == "verl"
+
+
+# ------------------------------------------------------------------------------------------------
+# frameworks
+def test_trl():
+    records = [trl_row(step) for step in (10, 20, 30)]
+    records.insert(2, {"eval_reward": 0.6, "eval_clip_ratio/low_mean": 0.0, "step": 20})
+    records.append({"train_runtime": 60.0, "epoch": 0.3, "step": 30})
+    trl = run(records, planned=40)
+    assert [row["step"] for row in trl.rows] == [10, 20, 30]
+    assert trl.rows[1]["reward/mean"] == 0.52 and trl.rows[1]["eval/held_out/avg@k"] == 0.6
+    assert trl.rows[0]["group/zero_variance"] == 0.25 and trl.rows[0]["length/truncated"] == 0.125
+    assert trl.batches_per_row == 10 and trl.planned == 40 and trl.counts_updates
+    # clipping is under our name only with the objective
+    assert trl.rows[0]["trl/clip_ratio/region_mean"] == 0.01
+    assert not any(name.startswith("clip/") for name in trl.rows[0])
+    assert "trl/eval_clip_ratio/low_mean" not in {name for row in trl.rows for name in row}
+    assert any("absent" in note and "eval_clip_ratio" in note for note in trl.notes)
+    assert run(records, objective="grpo").rows[0]["clip/token_active"] == 0.01
+    assert run(records, objective="gspo").rows[0]["clip/sequence_active"] == 0.01
+    assert "optim/grad_norm" not in trl.rows[0], "of the row's last update alone"
+    assert trl.differing().keys() >= {"kl/ref_k3", "trl/grad_norm"}
+    assert "reward/mean" not in trl.differing()
+
+
+def test_updates_of_a_batch_are_averaged():
+    records = [trl_row(step, reward=float(step)) for step in range(1, 9)]
+    for record in records[1::2]:
+        del record["reward"]  # TRL has a reward only in rows with a generation
+    trl = run(records, updates_per_batch=4)
+    assert [row["step"] for row in trl.rows] == [1, 2]
+    assert trl.rows[0]["reward/mean"] == 2.0 and trl.rows[1]["reward/mean"] == 6.0
+    assert not trl.counts_updates and trl.batches_per_row == 1
+    config = {"num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
+    assert run(records, config=config).updates_per_batch == 4
+    assert run(records, config=config | {"steps_per_generation": None}).updates_per_batch == 0
+    assert run(records, config=config | {"steps_per_generation": 3}).updates_per_batch == 3
+
+
+def test_trl_configuration():
+    config = {"seed": 7, "learning_rate": 1e-6, "importance_sampling_level": "sequence"}
+    trl = run([trl_row(1)], config=config)
+    assert trl.objective == "gspo" and trl.settings == {"seed": 7, "optim.lr": 1e-6}
+
+
+def test_verl():
+    records = [{"step": 0, "val-core/math/acc/mean@8": 0.1}]
+    records += [{"step": step} | verl_row(step) for step in (1, 2)]
+    verl = run(records, objective="gspo")
+    row = verl.rows[1]
+    assert [row["step"] for row in verl.rows] == [0, 1, 2]
+    assert verl.rows[0]["eval/math/avg@8"] == 0.1
+    assert row["clip/token_active"] == 0.02 and row["optim/grad_norm"] == 0.25
+    assert row["mismatch/sequence_min"] == pytest.approx(0.5)
+    assert row["routing/load_max"] == 1.5 and row["mismatch/k3"] == 3e-4
+    # the padded width, no share of truncated responses
+    assert "length/truncated" not in row
+    assert row["verl/response_length/clip_ratio"] == 0.0078125
+    # with gspo the dual clip is not computed; with grpo it is 0, and part of the active clip
+    assert not any("lower" in name or "dual" in name for name in row)
+    for record in records[1:]:
+        record["actor/pg_clipfrac_lower"] = 0.01
+    row = run(records, objective="grpo").rows[1]
+    assert row["clip/token_active"] == pytest.approx(0.03) and row["clip/token_dual"] == 0.01
+    assert "verl/actor/pg_clipfrac" in run(records).rows[1]
+    assert "verl/actor/pg_clipfrac" in run(records, objective="sapo").rows[1]
+    for record in records[1:]:
+        record["actor/pg_clipfrac"] = 0.0
+    assert "verl/actor/pg_clipfrac" not in run(records, objective="sapo").rows[1]
+
+
+def test_prime_rl_rows_of_two_writers_are_joined_and_told_apart():
+    first = prime_rl_rows(1)
+    second = prime_rl_rows(2)
+    # the trainer lags behind: its rows of step 1 come after the orchestrator's of step 2
+    records = [first[0], second[0], *first[1:], *second[1:]]
+    prime = run(records)
+    row = prime.rows[0]
+    assert len(prime.rows) == 2 and not prime.dropped
+    assert row["reward/mean"] == 0.4 and row["length/truncated"] == 0.1
+    assert row["prime_rl/orchestrator/time/step"] == 60.0
+    assert row["prime_rl/trainer/time/step"] == 20.0
+    assert row["routing/load_max"] == 1.5 and row["eval/aime_solver/avg@4"] == 0.2
+    assert "mismatch/k3" not in row, "drift and gap in one"
+    # two agents: neither is the mean of all
+    two = [*records, {"step": 1, "train/agg/all/judge/reward/mean": 0.9}]
+    row = run(two).rows[0]
+    assert row["reward/solver"] == 0.4 and row["reward/judge"] == 0.9 and "reward/mean" not in row
+    lost = run([*records, {"step": 1, "time/step": 1.0}])
+    assert lost.dropped["numbers whose writer cannot be told"] == 1
+
+
+def test_slime_has_three_axes():
+    records = [row for rollout in range(3) for row in slime_rows(rollout)]
+    slime = run(records, config={"num_steps_per_rollout": 2, "advantage_estimator": "gspo"})
+    assert [row["step"] for row in slime.rows] == [1, 2, 3]
+    row = slime.rows[2]
+    assert row["reward/mean"] == 0.5 and row["optim/grad_norm"] == 1.5
+    assert row["slime/rollout/rewards"] == 0.0 and row["time/rollout_s"] == 30.0
+    assert slime.objective == "gspo"
+
+
+def test_slime_in_tensorboards_events():
+    records = []
+    for rollout in range(2):
+        for row in slime_rows(rollout):
+            step = int(row.get("train/step", row.get("rollout/step", 0)))
+            records += [{"step": step, name: value} for name, value in row.items()]
+    slime = run(records, updates_per_batch=2)
+    assert [row["step"] for row in slime.rows] == [1, 2] and not slime.dropped
+    assert slime.rows[1]["optim/grad_norm"] == 1.5 and slime.rows[1]["reward/mean"] == 0.5
+
+
+def test_ms_swift():
+    records = [ms_swift_line(step) for step in (10, 20)]
+    for record, step in zip(records, (10, 20), strict=True):
+        record["global_step/max_steps"] = step
+    records.append({"eval_reward": 0.3, "global_step/max_steps": 20, "memory(GiB)": 1.0})
+    swift = run(records)
+    row = swift.rows[1]
+    assert row["mismatch/k3"] == 1e-3 and row["policy/entropy"] == 0.4
+    assert "ms_swift/clip_ratio/region_mean" in row
+    assert run(records, objective="gspo").rows[1]["clip/token_active"] == 0.01
+    assert swift.batches_per_row == 10 and not swift.dropped
+
+
+def test_the_other_frameworks():
+    rows = {name: run([record]).rows[0] for name, record in OTHER_ROWS.items()}
+    assert rows["roll"]["step"] == 1, "ROLL counts from 0"
+    assert rows["roll"]["kl/old_k1"] == -0.01, "the opposite sign"
+    assert "length/truncated" not in rows["roll"], "a count, not a share"
+    assert rows["openrlhf"]["clip/token_active"] == 0.02
+    assert rows["openrlhf"]["length/truncated"] == 0.1
+    assert "optim/grad_norm" not in rows["openrlhf"]
+    assert rows["nemo_rl"]["group/all_correct"] == 0.25
+    assert not any(name.startswith("clip/") for name in rows["nemo_rl"])
+    assert rows["skyrl"]["clip/token_active"] == 0.02 and rows["skyrl"]["length/mean"] == 50.0
+    assert all(row["reward/mean"] == 0.5 for row in rows.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# bad input
+def test_a_resumed_run_replaces_the_rows_after_its_checkpoint():
+    first = [trl_row(step, reward=0.1) for step in range(1, 11)]
+    second = [trl_row(step, reward=0.9) for step in range(6, 9)]
+    trl = run(first + second)
+    assert [row["step"] for row in trl.rows] == list(range(1, 9)), "rows 9 and 10 were undone"
+    assert [row["reward/mean"] for row in trl.rows] == [0.1] * 5 + [0.9] * 3
+    assert any("go back to 6" in note and "5 earlier rows" in note for note in trl.notes)
+
+
+def test_two_runs_in_one_file():
+    first = [trl_row(step, reward=0.1) for step in range(1, 11)]
+    second = [trl_row(step, reward=0.9) for step in range(1, 4)]
+    trl = run(first + second)
+    assert [row["reward/mean"] for row in trl.rows] == [0.9] * 3
+    assert any("begin again at 1" in note and "10 earlier rows" in note for note in trl.notes)
+    later = [trl_row(step, reward=0.1) for step in range(5, 11)]
+    assert [row["step"] for row in run(later + second).rows] == [1, 2, 3]
+    with pytest.raises(ValueError, match="go back more than 20 times"):
+        run([trl_row(step, reward=step + 10 * i) for i in range(30) for step in (1, 2)])
+
+
+def test_records_of_one_step_that_contradict_each_other_are_not_merged():
+    records = [trl_row(1), {"step": 1, "reward": 0.9}, trl_row(2)]
+    trl = run(records)
+    assert trl.rows[0]["reward/mean"] == 0.501
+    assert trl.dropped == {"numbers that contradict an earlier record of the same step": 1}
+
+
+def test_numbers_that_are_not_finite_are_kept_as_nan_and_counted():
+    records = [trl_row(1), trl_row(2, reward=math.nan, kl=math.inf), trl_row(3, kl=None)]
+    trl = run(records)
+    assert math.isnan(trl.rows[1]["reward/mean"]) and math.isnan(trl.rows[1]["kl/ref_k3"])
+    assert trl.dropped == {"numbers that are not finite (kept as NaN)": 3}
+
+
+def test_what_is_left_out_is_counted():
+    records = [trl_row(1), {"reward": 1.0}, {"step": 2, "profiling/Time taken": 1.0}]
+    records += [{"step": -1, "reward": 1.0}, {"step": 2.5, "reward": 1.0}]
+    records.append(trl_row(3, note="text", flag=True))
+    trl = run(records)
+    assert [row["step"] for row in trl.rows] == [1, 3]
+    assert trl.dropped == {
+        "records without a step": 3,
+        "records without a metric of training": 1,
+    }
+    assert any("no numbers: flag, note" in note for note in trl.notes)
+
+
+def test_unknown_names_of_a_new_version_are_kept_and_named():
+    trl = run([trl_row(1, **{"clip_ratio/new_mean": 0.1, "brand_new": 2.0})])
+    assert trl.unknown() == ["trl/brand_new", "trl/clip_ratio/new_mean"]
+    assert trl.rows[0]["trl/brand_new"] == 2.0
+    assert any("2 names are not in the table of TRL" in note for note in trl.notes)
+
+
+def test_nothing_readable_is_an_error_with_the_counts():
+    with pytest.raises(ValueError, match="without a record"):
+        run([])
+    with pytest.raises(ValueError, match=r"read as a row of TRL .*2 records without a st"):
+        run([{"reward": 1.0, "completions/mean_length": 2.0}] * 2)
+    with pytest.raises(ValueError, match="choose one of"):
+        run([trl_row(1)], framework="other")
+
+
+def test_the_page_of_definitions_is_what_the_tables_give():
+    file = Path(__file__).parents[3] / "docs" / "other_frameworks_tables.md"
+    hint = (
+        "write it anew: python -m gspo.tracking.frameworks.page > docs/other_frameworks_tables.md"
+    )
+    assert file.read_text(encoding="utf-8") == page(), hint
+
+
+# ------------------------------------------------------------------------------------------------
+# the report
+def test_the_report_of_a_collapsed_run_of_verl(tmp_path):
+    rewards = [0.2 + 0.6 * min(step, 30) / 30 for step in range(40)] + [0.05] * 50
+    records = []
+    for step, reward in enumerate(rewards, start=1):
+        changes = {"critic/score/mean": reward, "actor/grad_norm": 9.0 if step == 60 else 0.25}
+        records.append({"step": step} | verl_row(step, **changes))
+    verl = run(records, objective="gspo")
+    html = write_foreign_page(verl, tmp_path).read_text()
+    words = " ".join(" ".join(Page(html).words).split())
+    assert "a run of verl, read from rows, objective gspo, seed not logged" in words
+    assert "rising? No: it collapsed at step 4" in words
+    assert "by optim/grad_norm: median 0.25, largest 9; rows with ten times the norm" in words
+    assert "activation stay consistent? It cannot be judged: verl logs no routing" in words
+    assert "grad_spike is 1.56, above 1" in words and "fallen" in words
+    assert "ratio/ess_token verl logs no metric of this definition" in words
+    assert "clip/token_active reweighted actor/pg_clipfrac" in words
+    assert "verl/response_length/clip_ratio another definition" in words
+    assert "mismatch/sequence_min scaled rollout_corr/log_ppl_diff_max: exp(-x)" in words
+    # without the objective, the clipped share is not judged
+    words = " ".join(Page(foreign_page(run(records))).words)
+    assert "the objective is not logged: set objective=" in words
+
+
+def test_the_report_of_a_short_run_with_means_over_steps():
+    records = [trl_row(step, grad_norm=math.nan) for step in (10, 20)]
+    words = " ".join(Page(foreign_page(run(records))).words)
+    assert "Unknown: 2 rows have a reward" in words and "too few rows" in words
+    assert "range? It cannot be judged: no row has one" in words
+    negative = [trl_row(step, reward=-1.0 - step / 100) for step in range(1, 40)]
+    words = " ".join(Page(foreign_page(run(negative))).words)
+    assert "collapse rule" in words and "the smoothed reward is never above 0" in words
+    fallen = [trl_row(10 * step, reward=1.0 if step < 15 else 0.1) for step in range(1, 40)]
+    trl = run(fallen)
+    words = " ".join(Page(foreign_page(trl)).words)
+    assert "it collapsed at step 150" in words, "the mean of 10 steps counts 10 times"
+    assert "has been below 0.7 x its peak for 20 steps" not in words
+
+
+def test_the_command_asks_for_the_runs_of_a_study(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "study" / "gspo-seed0", "gspo", HEALTHY)
+    monkeypatch.setattr("sys.argv", ["gspo report", str(tmp_path / "study")])
+    with pytest.raises(SystemExit):
+        report.write_pages()
+    assert "study is no run directory, but holds 1: name them" in capsys.readouterr().err
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    rows = [{"step": step} | verl_row(step) for step in range(1, 15)]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    write_lines(logs / "good.jsonl", rows)
+    write_lines(logs / "odd.jsonl", [{"step": 1, "mine": 1.0}])
+    words = [str(logs), "objective=gspo", f"out={tmp_path / 'pages'}"]
+    monkeypatch.setattr("sys.argv", ["gspo report", *words])
+    with pytest.raises(SystemExit) as ended:
+        report.write_pages()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and "odd.jsonl" in printed.err and "prove no fram" in printed.err
+    assert "note: " in printed.err
+    assert Path(printed.out.strip()).name.endswith("logs-good.jsonl.html")
+    assert Path(printed.out.strip()).is_file()
