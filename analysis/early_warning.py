@@ -27,7 +27,15 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import foresight, load, script, style, warning_rules, warning_table
+from gspo.analysis import (
+    foresight,
+    load,
+    script,
+    style,
+    warning_probe,
+    warning_rules,
+    warning_table,
+)
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
@@ -120,7 +128,8 @@ def print_rules(options: Options) -> None:
     collapsed = sum(run.collapsed is not None for run in runs)
     settings = len({run.setting for run in runs})
     print(f"{collapsed} of {len(runs)} runs under {settings} settings collapsed.\n")
-    script.print_lines(warning_table.tables(rows), paths)
+    lines = [*warning_table.tables(rows), "", *warning_probe.table(warning_rules.DATA)]
+    script.print_lines(lines, paths)
 
 
 # ------------------------------------------------------------------------------------------------

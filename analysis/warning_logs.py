@@ -40,7 +40,7 @@ LOGGED = {
         "ROLL": (NEARLY, "group/all_correct_groups_ratio + all_incorrect_groups_ratio"),
         "slime": (NEARLY, "sum of rollout/zero_std/count_{reward}, per group"),
         "NeMo-RL": (NEARLY, "train/baseline_reward/pct_0 + pct_1, in percent"),
-        "SkyRL": (NEARLY, "reward/num_zero_variance_filtered, per group"),
+        "SkyRL": (NEARLY, "reward/num_zero_variance_filtered, per group, if it filters"),
         "ms-swift": (SAME, "frac_reward_zero_std"),
     },
     "routing/consistency": {},

@@ -193,19 +193,27 @@ def as_shipped(runs: list[History], thresholds: dict[str, float], rule: str) -> 
     return [judge(run, threshold) for run in with_metric(runs, rule)]
 
 
-def held_out(runs: list[History], rule: str) -> list[Judged]:
-    """Judge each run at the threshold that was fitted on the healthy runs of all other groups.
+def held_out_thresholds(runs: list[History], rule: str) -> dict[str, float]:
+    """Return each group's threshold, which is fitted on the healthy runs of all other groups.
 
-    Runs are left out if the other groups have no healthy run.
+    Groups are left out if the others have no healthy run.
     """
     runs = with_metric(runs, rule)
-    verdicts = []
+    thresholds = {}
     for group in sorted({run.stress for run in runs}):
-        others = [run for run in runs if run.stress != group]
-        threshold = foresight.fitted(others, rule)
+        threshold = foresight.fitted([run for run in runs if run.stress != group], rule)
         if not math.isnan(threshold):
-            inside = [run for run in runs if run.stress == group]
-            verdicts += [judge(run, {rule: threshold}) for run in inside]
+            thresholds[group] = threshold
+    return thresholds
+
+
+def held_out(runs: list[History], rule: str) -> list[Judged]:
+    """Judge each run at the held-out threshold of its group, if the group has one."""
+    thresholds = held_out_thresholds(runs, rule)
+    verdicts = []
+    for run in with_metric(runs, rule):
+        if run.stress in thresholds:
+            verdicts.append(judge(run, {rule: thresholds[run.stress]}))
     return verdicts
 
 

@@ -22,6 +22,7 @@ from gspo.analysis.warning_rules import (
     STRESSORS,
     as_shipped,
     held_out,
+    held_out_thresholds,
     together,
     with_metric,
 )
@@ -42,6 +43,7 @@ class Row:
     held_out: Worth | None  # None for several rules together
     stressors: Worth | None  # held out, on the stressors
     within: Value  # AUROC within settings, LEAD steps before the collapse
+    thresholds: str  # the held-out thresholds, and the shipped threshold
 
 
 def all_rows(runs: list[History], thresholds: dict[str, float]) -> list[Row]:
@@ -57,11 +59,20 @@ def all_rows(runs: list[History], thresholds: dict[str, float]) -> list[Row]:
                     worth(held_out(runs, rule)),
                     worth(held_out(stressors, rule)),
                     within_settings(runs, rule, LEAD),
+                    threshold_cell(runs, thresholds, rule),
                 )
             )
     rows.sort(key=lambda row: -row.held_out.seen.value)
-    rows.append(Row(ANY, worth(together(runs, thresholds)), None, None, NO_VALUE))
+    rows.append(Row(ANY, worth(together(runs, thresholds)), None, None, NO_VALUE, ""))
     return rows
+
+
+def threshold_cell(runs: list[History], thresholds: dict[str, float], rule: str) -> str:
+    """Return the smallest and the largest held-out threshold, and the shipped threshold."""
+    held_out = held_out_thresholds(runs, rule).values()
+    if not held_out:
+        return f"- ({thresholds[rule]:g})"
+    return f"{min(held_out):.2g} to {max(held_out):.2g} ({thresholds[rule]:g})"
 
 
 def tables(rows: list[Row]) -> list[str]:
@@ -69,13 +80,14 @@ def tables(rows: list[Row]) -> list[str]:
     columns = ["seen", "lead", "per healthy run", "per 100 healthy steps", "seen at random"]
     shipped = [["as shipped", "collapsed, healthy", *columns, "warned at any time"]]
     last_columns = ["on the stressors: seen", "AUROC within settings (runs)"]
-    held_out = [["held out", *columns, *last_columns]]
+    held_out = [["held out", "thresholds (shipped)", *columns, *last_columns]]
     for row in rows:
         counts = f"{row.shipped.collapsed}, {row.shipped.healthy}"
         shipped.append([row.rule, counts, *cells(row.shipped), row.shipped.warned.text()])
         if row.held_out and row.stressors:
             within = f"{row.within.text()} ({row.within.count})"
-            held_out.append([row.rule, *cells(row.held_out), row.stressors.seen.text(), within])
+            last_cells = [row.stressors.seen.text(), within]
+            held_out.append([row.rule, row.thresholds, *cells(row.held_out), *last_cells])
     logs = [["metric", "rules", *FRAMEWORKS]]
     for metric in sorted({signal.metric for signal in RULES.values()}):
         names = [rule for rule, signal in RULES.items() if signal.metric == metric]

@@ -138,7 +138,7 @@ def median(values_N: np.ndarray, runs: list[History]) -> Value:
     order_N = np.argsort(values_N)
 
     def medians(counts_DC: np.ndarray, cluster_N: np.ndarray) -> np.ndarray:
-        """Return the smallest value of each draw that half of its weight does not exceed."""
+        """Return the median of each draw, the lower one if there are two."""
         weights_DN = counts_DC[:, cluster_N[order_N]]
         total_DN = weights_DN.cumsum(axis=1)
         half_D = total_DN[:, -1:] / 2

@@ -7,7 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gspo.analysis import foresight, warning_logs, warning_rules, warning_table, warning_worth
+from gspo.analysis import (
+    foresight,
+    warning_logs,
+    warning_probe,
+    warning_rules,
+    warning_table,
+    warning_worth,
+)
 from gspo.analysis.early_warning import RECORDED
 from gspo.analysis.foresight import History
 from gspo.analysis.warning_rules import COUNTER_THRESHOLDS, RULES, Judged
@@ -67,8 +74,10 @@ def test_each_group_is_judged_by_the_threshold_of_the_others():
     quiet = [run([0.1 * i], group="quiet") for i in range(5)]
     loud = [run([3.0 + i], group="loud") for i in range(5)]
     warned = [verdict.warnings for verdict in warning_rules.held_out([*quiet, *loud], "mismatch")]
-    assert warned == [1] * 5 + [0] * 5, "loud runs exceed .4; quiet runs do not exceed 7"
+    assert warned == [0] * 5 + [1] * 5, "quiet runs do not exceed 7; loud runs exceed .4"
     assert warning_rules.held_out(quiet, "mismatch") == [], "no other group"
+    thresholds = warning_rules.held_out_thresholds([*quiet, *loud], "mismatch")
+    assert thresholds == {"quiet": 7.0, "loud": 0.4}
 
 
 def test_together_takes_the_monitors_rules_alone():
@@ -193,7 +202,14 @@ def test_the_recorded_runs_give_the_numbers_of_the_log():
     assert len(runs) == 1772 and sum(run.collapsed is not None for run in runs) == 474
     assert len({run.run for run in runs}) == len(runs), "each run once"
     fall = warning_worth.worth(warning_rules.as_shipped(runs, {"reward_fall": 0.3}, "reward_fall"))
-    assert fall.seen.value == pytest.approx(176 / 474) and fall.lead.value == 13
+    assert fall.seen.value == pytest.approx(175 / 474) and fall.lead.value == 13
     thresholds = COUNTER_THRESHOLDS
     fallen = warning_worth.worth(warning_rules.as_shipped(runs, thresholds, "fallen"))
     assert (fallen.per_run.value, fallen.seen.value, fallen.warned.value) == (0, 0, 1)
+
+
+def test_the_probes_table_has_a_row_per_run():
+    lines = warning_probe.table(warning_rules.DATA)
+    assert len(lines) == 2 + 8
+    (row,) = (line for line in lines if line.startswith("| tool_moe, 0.0016, seed 1 "))
+    assert "| 1.05 / 0.96 / 0.75 " in row, "steps 1 to 10, 3 to 12, 41 to 50"
