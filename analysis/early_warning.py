@@ -2,6 +2,7 @@
 
     gspo figure early-warning
     gspo figure early-warning runs/stressors save=true
+    gspo figure early-warning rules=true
 
 Runs that collapse by the registered rule are compared with runs that do not, under several
 stresses. A run's stress is the settings in which it differs, apart from seed, objective and
@@ -11,7 +12,8 @@ the same rate.
 
 Expected: the reward's own fall is hard to beat, for collapse is defined by it. Signals that drift
 with the update (ratios, KL to the old policy) lead it by more steps. Prints Markdown tables, and
-writes early_warning.pdf and .png.
+writes early_warning.pdf and .png. With rules=true the tables and the figure are of every rule on
+all recorded runs (warning_table.py).
 """
 
 from __future__ import annotations
@@ -24,15 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.axes import Axes
 
-from gspo.analysis import foresight, load, script, style
+from gspo.analysis import (
+    foresight,
+    load,
+    script,
+    style,
+    warning_probe,
+    warning_rules,
+    warning_table,
+)
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.warning_table import draw_value
 from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, levels
@@ -63,6 +73,7 @@ class Options(script.Options):
     paths: tuple[str, ...] = option(
         (), f"runs, as for the other figures (default: analysis/data/{RECORDED.name})"
     )
+    rules: bool = option(False, "judge every rule on all recorded runs of analysis/data")
     save: bool = option(False, f"keep the runs' metrics in analysis/data/{RECORDED.name}")
 
 
@@ -74,6 +85,11 @@ def main() -> None:
         raise RunsError(f"{RECORDED} is not there: name the runs")
     if options.where and not options.paths:
         raise RunsError("where.KEY=VALUE chooses among runs: name some")
+    if options.paths and options.rules:
+        raise RunsError("rules=true takes the recorded runs: leave the paths out")
+    if options.rules:
+        print_rules(options)
+        return
     if options.paths:
         frame, notes = from_runs(options.paths, options.where)
         for note in notes:
@@ -100,6 +116,20 @@ def main() -> None:
     paths = draw(results, together, runs, options.out, options)
     print("\n".join(outcomes(frame, runs)))
     script.print_lines(table(results, together), paths)
+
+
+def print_rules(options: Options) -> None:
+    """Print the tables of all rules on all recorded runs, and draw them."""
+    frame = pd.read_parquet(RECORDED)
+    runs = warning_rules.recorded_runs(frame)
+    thresholds = {**shipped(frame), **warning_rules.COUNTER_THRESHOLDS}
+    rows = warning_table.all_rows(runs, thresholds)
+    paths = warning_table.draw(rows, runs, options.out, options)
+    collapsed = sum(run.collapsed is not None for run in runs)
+    settings = len({run.setting for run in runs})
+    print(f"{collapsed} of {len(runs)} runs under {settings} settings collapsed.\n")
+    lines = [*warning_table.tables(rows), "", *warning_probe.table(warning_rules.DATA)]
+    script.print_lines(lines, paths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -331,19 +361,6 @@ def draw(
     names.append("monitor as it ships")
     auroc_panel.set_yticks(range(len(names)), names)
     return style.save(figure, out, "early_warning", caption(runs, results), options)
-
-
-def draw_value(
-    ax: Axes,
-    y: float,
-    value: Value,
-    colour: str = style.INK,
-    marker: str = "o",
-) -> None:
-    if value.count:
-        ends = [value.low, value.high]
-        ax.plot(ends, [y, y], color=colour, lw=1.4)
-        style.dots(ax, value.value, y, colour, marker, 4.5, zorder=3)
 
 
 def caption(runs: list[History], results: list[Result]) -> str:

@@ -37,7 +37,8 @@ CLEARED = 0.8
 class History:
     """A run: its stress, its learning rate, its collapse, and its scores [T] by signal.
 
-    `collapsed` is the index of the step at which the run collapsed, or None.
+    `collapsed` is the index of the step at which the run collapsed, or None. Runs of one `setting`
+    differ in the seed alone, and runs of one `seed` have the same problems in the same order.
     """
 
     run: str
@@ -45,6 +46,8 @@ class History:
     lr: float
     collapsed: int | None
     scores: dict[str, np.ndarray]
+    setting: str = ""
+    seed: str = ""
 
     def highest(self, signal: str, end: int | None = None) -> float:
         """Return the largest score from the warm-up to before `end`, or NaN if there is none."""

@@ -164,6 +164,7 @@ class Rise(Smoothed):
     """The score smoothed value - baseline. The baseline is the median of the first 10 numbers."""
 
     first: list[float] = field(default_factory=list)
+    median: float = math.nan  # of the first numbers
 
     def push(self, value: float) -> float:
         return super().push(value) - self.baseline(value)
@@ -172,7 +173,8 @@ class Rise(Smoothed):
         """Return the median of the first numbers, after adding `value` if they are not complete."""
         if len(self.first) < START:
             self.first.append(value)
-        return float(np.median(self.first))
+            self.median = float(np.median(self.first))
+        return self.median
 
 
 @dataclass
@@ -187,7 +189,7 @@ class Growth(Rise):
         if value > 0 or len(self.first) == START:
             baseline = self.baseline(value)
         elif self.first:
-            baseline = float(np.median(self.first))
+            baseline = self.median
         else:
             return 0.0
         return _log(now) - _log(baseline)

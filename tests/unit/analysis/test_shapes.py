@@ -246,6 +246,7 @@ COMMANDS = {  # a figure's words after its name: a shape of a study, or files of
         ],
     ),
     "early warnings": ("early-warning", []),
+    "rules of early warnings": ("early-warning", ["rules=true"]),
 }
 MAY_REFUSE = ("sweep over three", "sweep of twelve arms", "clip range of a sweep", "dose")
 
