@@ -19,11 +19,12 @@ from gspo.tracking.frameworks.known import TABLES, definition
 from gspo.tracking.frameworks.table import OTHER, Table
 from gspo.tracking.frameworks.translate import ForeignRun
 from gspo.tracking.metrics import lookup
-from gspo.tracking.monitor import Event, Monitor, MonitorSettings, reward_answer
+from gspo.tracking.monitor import Event, Monitor, MonitorSettings, reward_answer, routing_answer
 from gspo.tracking.pages import TEMPLATES, fill
 
 REWARD = "reward/mean"
 GRADIENT = "optim/grad_norm"
+ROUTING = "routing/consistency"
 LARGEST_GRADIENT = "optim/grad_norm_max"
 # signals that compare a norm with the norms before it: any definition of the norm will do
 OF_GRADIENTS = ("grad_spike", "grad_growth")
@@ -109,8 +110,10 @@ def stability(run: ForeignRun, table: Table) -> list[str]:
     rows = [row for row in run.rows if row["step"] > 0]
     routing = (
         "Does expert activation stay consistent? It cannot be judged: "
-        f"{table.title} logs no routing consistency."
+        f"{table.title} logs no routing consistency (gspo.probe can add it)."
     )
+    if any(is_finite(row.get(ROUTING)) for row in rows):
+        routing = routing_answer(rows)
     reward = reward_answer(rows, batches_per_row=run.batches_per_row)
     return [reward, _gradient_answer(rows, gradient_norm(run, table)), routing]
 

@@ -221,7 +221,9 @@ def stability_report(rows: list[dict], ended: str = "") -> str:
     rows = [row for row in rows if row["step"] > 0]
     if not rows:
         return "no step was made"
-    return "\n".join([reward_answer(rows, ended == "collapsed"), _gradient(rows), _routing(rows)])
+    return "\n".join(
+        [reward_answer(rows, ended == "collapsed"), _gradient(rows), routing_answer(rows)]
+    )
 
 
 def _silent(rows: list[dict]) -> bool:
@@ -313,7 +315,7 @@ def _gradient(rows: list[dict]) -> str:
     )
 
 
-def _routing(rows: list[dict]) -> str:
+def routing_answer(rows: list[dict]) -> str:
     """Return in words whether expert activation stays consistent."""
     question = "Does expert activation stay consistent? "
     rows = [row for row in rows if is_finite(row.get("routing/consistency"))]

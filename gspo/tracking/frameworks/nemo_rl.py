@@ -2,19 +2,35 @@
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
 
+TOKEN_LEVEL = ("grpo", "ppo")
+SUM_OF_UPDATES = "with several updates of a batch their sum, not their mean"
+
 ENTRIES = (
     same("train/reward", "reward/mean"),
     other("train/filtered_reward", "of the groups that dynamic sampling kept"),
+    scaled(
+        "train/baseline_reward/pct_0",
+        "group/zero_variance",
+        "groups with a mean reward of exactly 0 or 1, so only with rewards of 0 and 1",
+        factor=0.01,
+        plus="train/baseline_reward/pct_1",
+    ),
     scaled("train/baseline_reward/pct_1", "group/all_correct", factor=0.01),
     other("train/baseline_reward/*", "percent of groups with this mean reward"),
     same("train/mean_gen_tokens_per_sample", "length/mean"),
     same("train/truncation_rate", "length/truncated"),
-    same("train/probs_ratio", "ratio/token_mean"),
-    other("train/probs_ratio_*", "ratios after the clip, or their extremes by micro-batch"),
+    reweighted("train/probs_ratio", "ratio/token_mean", SUM_OF_UPDATES, objectives=TOKEN_LEVEL),
+    same("train/probs_ratio_min", "ratio/token_min", objectives=TOKEN_LEVEL),
+    same("train/probs_ratio_max", "ratio/token_max", objectives=TOKEN_LEVEL),
+    other("train/probs_ratio*", "ratios of tokens or of responses, by the loss, or after the clip"),
     other("train/kl_penalty", "the KL term of the loss"),
     other("train/token_mult_prob_error", "mean of exp|log-prob difference| of engine and trainer"),
-    other("train/gen_kl_error", "k3 in one of the two directions"),
-    other("train/policy_kl_error", "k3 in one of the two directions"),
+    reweighted(
+        "train/gen_kl_error",
+        "mismatch/k3",
+        f"by reference_policy_kl_type, of which k3 is the default; {SUM_OF_UPDATES}",
+    ),
+    other("train/policy_kl_error", "the same in the other direction: k3 of trainer to engine"),
     other("train/approx_entropy", "of the sampled tokens alone"),
     other("train/grad_norm", "norm of the last update"),
     other("train/moe/*", "load of the experts"),
@@ -42,5 +58,11 @@ TABLE = Table(
         "rollout.group_size": ("grpo.num_generations_per_prompt",),
         "rollout.prompts_per_step": ("grpo.num_prompts_per_step",),
         "model.name": ("policy.model_name",),
+        "objective.clip_low": ("loss_fn.ratio_clip_min",),
+        "objective.clip_high": ("loss_fn.ratio_clip_max",),
     },
+    objectives=(
+        ({"loss_fn.sequence_level_importance_ratios": True}, "gspo"),
+        ({"loss_fn.sequence_level_importance_ratios": False}, "grpo"),
+    ),
 )

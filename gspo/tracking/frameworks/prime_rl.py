@@ -1,8 +1,9 @@
 """prime-rl, whose trainer and orchestrator write rows of their own into one file."""
 
-from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
+from gspo.tracking.frameworks.table import PROBE, Axis, Table, other, reweighted, same, scaled
 
 GROUP_MEANS = "mean over groups of the groups' means"
+ONLY_EQUAL_REWARDS = "groups in which no response, or every response, has full reward"
 SHARED = ("time/step", "time/save_ckpt")
 
 ENTRIES = (
@@ -20,11 +21,21 @@ ENTRIES = (
     same("train/agg/all/is_truncated/mean", "length/truncated"),
     same("train/agg/all/*/is_truncated/mean", "length/truncated", "of the only agent", if_only=True),
     reweighted("reward/all/mean", "reward/mean", GROUP_MEANS),
+    reweighted(
+        "train/agg/all/*/solved_none",
+        "group/zero_variance",
+        ONLY_EQUAL_REWARDS,
+        plus="train/agg/all/*/solved_all",
+        if_only=True,
+    ),
     other("train/agg/effective/*", "of the responses that were trained on"),
     other("train/agg/*", "of all responses, also of those that were dropped"),
     other("reward/*", "of one environment, or of single groups"),
     reweighted("decode_len/all/mean", "length/mean", GROUP_MEANS),
     reweighted("is_truncated/all/mean", "length/truncated", GROUP_MEANS),
+    reweighted(
+        "solve_none/all", "group/zero_variance", ONLY_EQUAL_REWARDS, plus="solve_all/all"
+    ),
     other("solve_none/*", "share of groups without any reward"),
     other("solve_all/*", "share of groups in which every response is right"),
     same("eval/*/effective/*/avg@*", "eval/*_*/avg@*"),
@@ -45,6 +56,7 @@ ENTRIES = (
     other("masked_mismatch_kl/*", "mismatch_kl of the masked tokens"),
     other("unmasked_mismatch_kl/*", "mismatch_kl of the other tokens"),
     other("kl_ent_ratio/*", "mismatch_kl over the entropy"),
+    other(PROBE, "gspo.probe: ratios to the policy that sampled, mean over responses"),
     other("is_masked*", "tokens masked by differences of probabilities (DPPO), mean over responses"),
     scaled(
         "max_vio/mean", "routing/load_max", "mean over layers and micro-batches", offset=1

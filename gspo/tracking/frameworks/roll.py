@@ -21,6 +21,12 @@ ENTRIES = (
     same("actor_train/grad_norm", "optim/grad_norm"),
     other("actor/train_infer_*", "engine against trainer, by its own definitions"),
     same("group/all_correct_groups_ratio", "group/all_correct"),
+    reweighted(
+        "group/all_incorrect_groups_ratio",
+        "group/zero_variance",
+        "groups with the largest or the smallest score in every response",
+        plus="group/all_correct_groups_ratio",
+    ),
     other("group/*", "shares of groups"),
     other("val_correct/*/mean", "share of held-out responses with a score of exactly 1"),
     other("time/step_total", "seconds of the step before"),

@@ -20,11 +20,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from gspo.tracking.metrics import lookup
+
 SAME = "same"
 SCALED = "scaled"
 REWEIGHTED = "reweighted"
 OTHER = "other"
 RELATIONS = (SAME, SCALED, REWEIGHTED, OTHER)
+# the names that gspo.probe puts into the logs of other trainers
+PROBE = "gspo/*"
+ANY = "*"  # our name is the text of the star, if we have such a metric
 MAX_EXPONENT = 200.0  # a larger one would overflow what we call finite
 
 
@@ -39,7 +44,9 @@ class Entry:
     factor: float = 1.0
     offset: float = 0.0
     is_log: bool = False  # ours is exp(factor * theirs + offset)
-    plus: str = ""  # a second metric of theirs that is added, 0 if a row lacks it
+    # A second metric of theirs that is added before the factor. The entry holds only if the run
+    # has it. Stars stand for the same texts as in `theirs`.
+    plus: str = ""
     # The entry holds for runs with one of these objectives. Empty: for all runs. An entry that
     # depends on the objective does not hold while the objective is unknown.
     objectives: tuple[str, ...] = ()
@@ -57,7 +64,9 @@ class Entry:
 
     def formula(self) -> str:
         """Return how our number is computed from theirs, as text."""
-        text = "x" if not self.plus else f"x + {self.plus}"
+        text = "x"
+        if self.plus:
+            text = f"x + {self.plus}" if self.factor == 1 else f"(x + {self.plus})"
         if self.factor == -1:
             text = f"-{text}"
         elif self.factor != 1:
@@ -144,21 +153,36 @@ class Table:
         The entry is None for a name that the table lacks. Our name then is theirs, after the
         framework's. `objective` is empty if it is unknown. `names` are all names of the run."""
         own_name = f"{self.name}/{name}"
+        names = frozenset(names)
         for entry in self.entries:
             parts = match(entry.theirs, name)
             if parts is None or (entry.objectives and objective not in entry.objectives):
                 continue
             if entry.if_only and count(names, entry.theirs) != 1:
                 continue
+            if entry.plus and filled(entry.plus, parts) not in names:
+                continue
             if entry.relation == OTHER:
                 return entry, own_name
-            return entry, filled(entry.ours, parts)
+            ours = filled(entry.ours, parts)
+            if entry.ours == ANY and not is_registered(ours):
+                continue
+            return entry, ours
         return None, own_name
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile("(.+)".join(map(re.escape, name.split("*"))))
+
+
+def is_registered(name: str) -> bool:
+    """Return whether we have a metric of this name."""
+    try:
+        lookup(name)
+    except KeyError:
+        return False
+    return True
 
 
 def match(pattern: str, name: str) -> tuple[str, ...] | None:

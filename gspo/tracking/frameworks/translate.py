@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gspo.tracking.frameworks.columns import Columns, listed
 from gspo.tracking.frameworks.known import REWARD, find_table
-from gspo.tracking.frameworks.table import SAME, Entry, Table
+from gspo.tracking.frameworks.table import RELATIONS, SAME, Entry, Table, filled, match, other
 
 MAX_UPDATES = 10_000  # of a batch
 
@@ -189,28 +189,41 @@ def _rows(
     rows: dict[int, dict[str, float]] = {}
     absent = []
     sources: dict[str, str] = {}  # the name of theirs by the row's
-    for name, column in by_batch.items():
-        entry, ours = table.entry(name, objective, by_batch)
+    entries = {name: table.entry(name, objective, by_batch) for name in by_batch}
+    # If two names are the same metric of ours, the name with the nearer definition counts.
+    for name in sorted(by_batch, key=lambda name: _distance(entries[name][0])):
+        column = by_batch[name]
+        entry, ours = entries[name]
         if entry is not None and entry.absent_if_all_zero and not any(column.values()):
             absent.append(name)
             continue
-        if ours in sources:
-            notes.append(f"{name} and {sources[ours]} are both {ours}: the latter counts")
-            entry = None
+        if entry is not None and ours in sources:
+            note = f"{sources[ours]} counts as {ours}"
+            notes.append(f"{name} keeps its name, because {note}")
+            entry = other(name, note)
             ours = f"{table.name}/{name}"
         sources[ours] = name
         if entry is not None:
             relations[ours] = entry
-        added = by_batch.get(entry.plus, {}) if entry is not None else {}
+        if entry is not None and entry.plus:
+            second = by_batch[filled(entry.plus, match(entry.theirs, name) or ())]
+            column = {
+                batch: value + second[batch] for batch, value in column.items() if batch in second
+            }
         for batch, value in column.items():
             if entry is not None and entry.ours:
-                value = entry.value(value + added.get(batch, 0.0))
+                value = entry.value(value)
             rows.setdefault(batch, {})[ours] = value
     if absent:
         notes.append(
             f"absent, because they are 0 in every row and may not be computed: {listed(absent)}"
         )
     return [{"step": batch} | rows[batch] for batch in sorted(rows)]
+
+
+def _distance(entry: Entry | None) -> int:
+    """Return how far a metric's definition is from ours: 0 is the same."""
+    return RELATIONS.index(entry.relation) if entry is not None else len(RELATIONS)
 
 
 def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int) -> int:
@@ -266,7 +279,7 @@ def _notes(run: ForeignRun, table: Table) -> list[str]:
             "updates a batch has (updates_per_batch=)"
         )
     if run.batches_per_row > 1:
-        notes.append(f"a row is the mean over {run.batches_per_row} steps")
+        notes.append(f"a row is the mean over {run.batches_per_row} steps, also of extremes")
     if not run.objective and any(entry.objectives for entry in table.entries):
         notes.append(
             "the objective is not logged, so the clipped shares keep the framework's name "

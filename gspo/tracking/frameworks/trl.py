@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer. The definitions are from trl/trainer/grpo_trainer.py."""
 
-from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
+from gspo.tracking.frameworks.table import ANY, PROBE, Axis, Table, other, reweighted, same
 
 TOKEN_LEVEL = ("grpo", "drgrpo", "dapo", "bnpo")
 LEVEL = (
@@ -10,6 +10,7 @@ LEVEL = (
 MEAN_OF_MEANS = "unweighted mean over the micro-batches since the last row"
 
 ENTRIES = (
+    same(PROBE, ANY),
     same("reward", "reward/mean"),
     same("frac_reward_zero_std", "group/zero_variance", "with scale_rewards=batch: of the batch"),
     same("completions/mean_length", "length/mean"),

@@ -1,6 +1,6 @@
 """verl. The definitions are from verl/trainer/ppo/metric_utils.py and core_algos.py."""
 
-from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
+from gspo.tracking.frameworks.table import ANY, PROBE, Axis, Table, other, reweighted, same, scaled
 
 MEAN_OF_MEANS = "token mean of a micro-batch, then plain mean over micro-batches and ranks"
 PADDED = (
@@ -33,6 +33,7 @@ ENTRIES = (
     same("actor/grad_norm", "optim/grad_norm"),
     same("actor/lr", "optim/lr"),
     reweighted("actor/ppo_kl", "kl/old_k1", MEAN_OF_MEANS),
+    reweighted(f"actor/{PROBE}", ANY, "plain mean over micro-batches, or their minimum or maximum"),
     # clipping: the meaning depends on the loss
     reweighted(
         "actor/pg_clipfrac",

@@ -18,6 +18,7 @@ from gspo.analysis import (
 from gspo.analysis.early_warning import RECORDED
 from gspo.analysis.foresight import History
 from gspo.analysis.warning_rules import COUNTER_THRESHOLDS, RULES, Judged
+from gspo.tracking.frameworks.known import TABLES
 from gspo.tracking.monitor import Monitor, MonitorSettings, Thresholds
 
 WARM_UP = foresight.WARM_UP
@@ -168,14 +169,37 @@ def test_within_settings_only_runs_of_one_setting_are_compared():
 # ------------------------------------------------------------------------------------------------
 # tables
 def test_every_rule_has_a_row_of_the_frameworks():
-    metrics = {signal.metric for signal in RULES.values()}
-    assert metrics == set(warning_logs.LOGGED)
-    marks = {mark for logged in warning_logs.LOGGED.values() for mark, _ in logged.values()}
-    assert marks == {warning_logs.SAME, warning_logs.NEARLY, warning_logs.OTHER}
-    for logged in warning_logs.LOGGED.values():
-        assert set(logged) <= set(warning_logs.FRAMEWORKS)
-    assert warning_logs.marks("ratio/ess_token") == ["-", "other", *["-"] * 7]
+    marks = {
+        metric: dict(zip(TABLES, warning_logs.marks(metric), strict=True))
+        for metric in {signal.metric for signal in RULES.values()}
+    }
+    assert set(marks["reward/mean"].values()) == {warning_logs.SAME, warning_logs.NEARLY}
+    assert set(marks["routing/consistency"].values()) == {warning_logs.MISSING}
+    assert set(marks["optim/grad_norm_max"].values()) == {warning_logs.NEARLY}, "any norm will do"
+    assert marks["mismatch/k3"] == {
+        "trl": "-",
+        "ms_swift": "same",
+        "verl": "same",
+        "prime_rl": "other",
+        "roll": "-",
+        "slime": "-",
+        "openrlhf": "other",
+        "nemo_rl": "nearly",
+        "skyrl": "-",
+    }
     assert set(RULES) - set(COUNTER_THRESHOLDS) == {field.name for field in fields(Thresholds)}
+
+
+def test_a_lookalike_is_a_metric_of_the_framework_with_another_definition():
+    rule_metrics = {signal.metric for signal in RULES.values()}
+    for metric, names in warning_logs.LOOKALIKES.items():
+        assert metric in rule_metrics
+        for framework, name in names.items():
+            table = TABLES[framework]
+            entries = [entry for entry in table.entries if entry.theirs == name]
+            assert entries, f"{name} is not in the table of {table.title}"
+            assert all(entry.ours != metric for entry in entries), (metric, name)
+            assert warning_logs.mark(table, metric) == warning_logs.OTHER, (framework, metric)
 
 
 def test_the_tables_and_the_figure_of_few_runs(tmp_path):

@@ -18,7 +18,7 @@ from gspo.cli import report
 from gspo.tracking.foreign_report import foreign_page, write_foreign_page
 from gspo.tracking.frameworks.known import TABLES, definition, find_table, table_of
 from gspo.tracking.frameworks.page import page
-from gspo.tracking.frameworks.table import OTHER, RELATIONS, filled, match
+from gspo.tracking.frameworks.table import ANY, OTHER, RELATIONS, filled, match
 from gspo.tracking.frameworks.translate import Log, translate
 from gspo.tracking.metrics import lookup
 from pages import Page
@@ -40,7 +40,7 @@ def test_every_entry_is_a_relation_to_a_registered_metric(table):
         assert entry.relation in RELATIONS, entry
         assert bool(entry.ours) == (entry.relation != OTHER), entry
         assert entry.note or entry.relation in ("same", "scaled"), f"{entry} needs a note"
-        if entry.ours:
+        if entry.ours and entry.ours != ANY:
             stars = entry.theirs.count("*")
             lookup(filled(entry.ours, ("x",) * stars))
             assert entry.ours.count("*") <= stars
@@ -177,6 +177,40 @@ def test_prime_rl_rows_of_two_writers_are_joined_and_told_apart():
     assert row["reward/solver"] == 0.4 and row["reward/judge"] == 0.9 and "reward/mean" not in row
     lost = run([*records, {"step": 1, "time/step": 1.0}])
     assert lost.dropped["numbers whose writer cannot be told"] == 1
+
+
+def test_the_probes_metrics_are_ours_and_count_before_others():
+    probed = {
+        "gspo/clip/token_active": 0.25,
+        "gspo/routing/consistency": 0.875,
+        "gspo/ratio/token_min": 0.5,
+    }
+    # the numbers of a rollout batch stand in the row of its last update
+    records = [trl_row(1), trl_row(2, **probed), trl_row(3), trl_row(4, **probed)]
+    trl = run(records, objective="grpo", updates_per_batch=2)
+    assert [row["clip/token_active"] for row in trl.rows] == [0.25, 0.25]
+    assert [row["routing/consistency"] for row in trl.rows] == [0.875, 0.875]
+    assert trl.rows[0]["trl/clip_ratio/region_mean"] == 0.01
+    assert not {"clip/token_active", "routing/consistency"} & trl.differing().keys()
+    assert trl.differing()["trl/clip_ratio/region_mean"].startswith("gspo/clip/token_active counts")
+    assert "consistent? It cannot be judged" not in foreign_page(trl)
+    named = run([trl_row(1, **{"gspo/of/nothing": 1.0, "gspo/*": 2.0})])
+    assert {"trl/gspo/of/nothing", "trl/gspo/*"} <= named.rows[0].keys()
+    assert {"trl/gspo/of/nothing", "trl/gspo/*"} <= set(named.unknown())
+
+
+def test_shares_of_equal_groups_are_added_only_if_both_are_logged():
+    nemo = OTHER_ROWS["nemo_rl"] | {"train/baseline_reward/pct_0": 25.0, "step": 1}
+    nemo.pop("train/baseline_reward/pct_1", None)
+    assert "group/zero_variance" not in run([nemo]).rows[0]
+    both = run([nemo | {"train/baseline_reward/pct_1": 50.0}])
+    assert both.rows[0]["group/zero_variance"] == 0.75
+    assert both.relations["group/zero_variance"].formula() == (
+        "0.01 (x + train/baseline_reward/pct_1)"
+    )
+    row = {"step": 1, "train/agg/all/solver/reward/mean": 0.4, "progress/total_problems": 8}
+    row |= {"train/agg/all/solver/solved_none": 0.25, "train/agg/all/solver/solved_all": 0.125}
+    assert run([row]).rows[0]["group/zero_variance"] == 0.375
 
 
 def test_slime_has_three_axes():
