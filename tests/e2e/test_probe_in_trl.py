@@ -3,9 +3,12 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from gspo.analysis.foreign import read_foreign
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peer" / "bin" / "python"
@@ -41,6 +44,20 @@ def probed(row: dict) -> dict[str, float]:
     }
 
 
+def read_as_ours(rows: list[dict], case: str, folder: Path) -> list[dict[str, float]]:
+    """The rows of the figures, read from TRL's history; a figure of them is drawn too."""
+    state = {"log_history": rows, "max_steps": 8, "logging_steps": 1}
+    (folder / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    about = f"objective: {case}\nupdates_per_batch: 4\nsteps: 2\n"
+    (folder / "foreign_run.yaml").write_text(about, encoding="utf-8")
+    words = ["metrics=[clip/token_active,routing/consistency]", f"out={folder / 'figures'}"]
+    command = [sys.executable, "-m", "gspo", "figure", "curves", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list((folder / "figures").glob("*.png")), done.stdout
+    return read_foreign(folder / "trainer_state.json").rows
+
+
 def assert_equal(measured: dict[str, float], ours: dict[str, float]) -> None:
     assert measured.keys() <= ours.keys()
     for name, value in measured.items():
@@ -63,6 +80,8 @@ def test_the_rows_of_trl_have_the_numbers_of_our_trainer(case, tmp_path):
         assert_equal(measured, expected)
         assert 0 < measured["routing/consistency"] < 1
         assert 0 < measured["clip/token_active"] < 1
+        drawn = read_as_ours(rows, case, tmp_path)[row["step"] // 4 - 1]
+        assert {name: drawn[name] for name in measured} == measured
         if case == "gspo":
             # TRL's own share is of the sequences of an update
             updates = [r for r in rows if row["step"] - 4 < r["step"] <= row["step"]]
