@@ -127,7 +127,7 @@ docs: setup
 	$(EXPORT) $(EXTRAS) --group docs -o $(VENV)/docs.txt
 	$(BIN)/$(INSTALL) $(HASHED) --no-build-isolation -r $(VENV)/docs.txt
 	rm -rf $(PAGES) && mkdir -p $(PAGES)/experiments $(PAGES)/analysis
-	cp README.md CHANGELOG.md CONTRIBUTING.md $(PAGES) && cp experiments/*.md $(PAGES)/experiments
+	cp README.md CHANGELOG.md CONTRIBUTING.md AGENTS.md $(PAGES) && cp experiments/*.md $(PAGES)/experiments
 	cp -r docs $(PAGES)/docs && cp -r analysis/gallery $(PAGES)/analysis/gallery
 	$(BIN)/zensical build --strict
 

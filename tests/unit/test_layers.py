@@ -159,6 +159,7 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
         "gspo.tracking.metrics",
         "gspo.tracking.collapse",
         "gspo.tracking.frameworks.known",
+        "gspo.tracking.frameworks.table",
         "gspo.tracking.frameworks.translate",
         "gspo.io.files",
         "gspo.io.untrusted",
