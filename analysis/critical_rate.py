@@ -24,11 +24,12 @@ from itertools import product
 import numpy as np
 from scipy.special import expit
 
-from gspo.analysis.stats import REPS, Interval
+from gspo.analysis.stats import LEVEL, REPS, Interval
 
 # collapsed runs go from 27 % to 73 % within 10 % of the rate: steeper slopes are hardly told apart
 SLOPE = 20.0
-MAX_EXACT_SEEDS = 12  # up to here every exchange is tried, beyond REPS random exchanges
+MAX_EXACT_SEEDS = 12  # up to here every exchange is tried, beyond it random exchanges
+FINE_REPS = 20_000  # draws for the level of a look, which may be .003
 MAX_NEWTON_STEPS = 60
 MAX_HALVINGS = 40  # of a Newton step that overshoots
 
@@ -118,14 +119,18 @@ def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
     return 1 / (1 + relative_rates**-slope)
 
 
-def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
-    """Return c_a / c_b with its 95 % interval over seeds, and its exact p."""
+def ratio(counts: Counts, a: int, b: int, level: float = LEVEL) -> tuple[Interval, float]:
+    """Return c_a / c_b with its interval over seeds, and its exact p.
+
+    The interval covers the truth with probability 1 - level: 95 %. In a sequential design the level
+    is that of the look."""
     rates_R = counts.rates_R
     runs_SAR = counts.runs_SAR
     collapsed_SAR = counts.collapsed_SAR
     seeds = len(runs_SAR)
     rng = np.random.default_rng(0)
-    drawn_DS = rng.integers(seeds, size=(REPS, seeds))
+    draws = REPS if level == LEVEL else FINE_REPS
+    drawn_DS = rng.integers(seeds, size=(draws, seeds))
     drawn_runs = runs_SAR[drawn_DS]
     drawn_collapsed = collapsed_SAR[drawn_DS]
     draws_D = log_ratio(rates_R, drawn_runs, drawn_collapsed, a, b)
@@ -134,9 +139,9 @@ def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     no_ratio_D = np.isnan(draws_D)
     lowest_D = np.where(no_ratio_D, -np.inf, draws_D)
     highest_D = np.where(no_ratio_D, np.inf, draws_D)
-    low = np.quantile(lowest_D, 0.025, method="nearest")
-    high = np.quantile(highest_D, 0.975, method="nearest")
-    exchanged_DS = exchanges(seeds, rng)
+    low = np.quantile(lowest_D, level / 2, method="nearest")
+    high = np.quantile(highest_D, 1 - level / 2, method="nearest")
+    exchanged_DS = exchanges(seeds, draws, rng)
     exchanged_DSAR = exchanged_DS[..., None, None]
     order_A = np.arange(runs_SAR.shape[1])
     order_A[[a, b]] = b, a
@@ -149,10 +154,10 @@ def ratio(counts: Counts, a: int, b: int) -> tuple[Interval, float]:
     p = float(np.mean(~smaller_D))
     logarithms = [observed, low, high]
     mean, low, high = np.exp(logarithms).tolist()
-    return Interval(mean, low, high, seeds, logarithmic=True), p
+    return Interval(mean, low, high, seeds, logarithmic=True, level=level), p
 
 
-def exchanges(seeds: int, rng: np.random.Generator) -> np.ndarray:
+def exchanges(seeds: int, draws: int, rng: np.random.Generator) -> np.ndarray:
     """Return for each draw whether the two arms' runs of a seed are exchanged, [D, S].
 
     Nothing is exchanged in the first draw.
@@ -160,7 +165,7 @@ def exchanges(seeds: int, rng: np.random.Generator) -> np.ndarray:
     if seeds <= MAX_EXACT_SEEDS:
         patterns = product((False, True), repeat=seeds)
         return np.array(list(patterns))
-    random_DS = rng.random((REPS, seeds)) < 0.5
+    random_DS = rng.random((draws, seeds)) < 0.5
     nothing_1S = np.zeros((1, seeds), bool)
     return np.vstack([nothing_1S, random_DS])
 

@@ -16,6 +16,7 @@ from gspo.analysis.grid import run_numbers
 from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import (
+    LEVEL,
     START,
     WINDOW,
     Interval,
@@ -24,7 +25,6 @@ from gspo.analysis.stats import (
     paired_difference,
     ratio,
 )
-from gspo.analysis.verdicts import MAX_P
 from gspo.statistics import sign_flip_p
 
 COARSE = "bfloat16"
@@ -253,9 +253,9 @@ def answer(data: Data, dtype: str, replay: str) -> str:
             "possible."
         )
     amount = "less (or gains more)" if interval.low > 0 else "more (or gains less)"
-    if p < MAX_P:
+    if p < LEVEL:
         return f"{text}Told apart: GSPO loses {amount} than GRPO."
-    return f"{text}Points to this: GSPO loses {amount} than GRPO; p is not below {MAX_P:g}."
+    return f"{text}Points to this: GSPO loses {amount} than GRPO; p is not below {LEVEL:g}."
 
 
 def clip_words(means: pd.DataFrame, replay: str, limits: tuple[float, float] | None) -> list[str]:

@@ -10,11 +10,13 @@ lie on the same line.
 
 Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
 paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
-differences at each rate. Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
+differences at each rate. With looks=[20,30,40] the runs are a sequential design, which is judged
+at these numbers of seeds (sequential.py). Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -40,9 +42,10 @@ from gspo.analysis.grid import (
 )
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.sequential import Design
+from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
-from gspo.io.arguments import command_options
+from gspo.io.arguments import command_options, option
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"
@@ -52,19 +55,38 @@ REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic
 Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    looks: tuple[int, ...] = option((), "numbers of seeds at which a sequential design is judged")
+    same: float = option(0.0, "two rates within this share of each other are the same", least=0)
+
+
 def main() -> None:
-    options = command_options(script.Options, __doc__, REFUSED)
+    options = command_options(Options, __doc__, REFUSED)
+    if options.same and not options.looks:
+        raise RunsError("same= is of a sequential design: give looks too, as in looks=[20,30,40]")
+    design = chosen_design(options)
     data = load.load(options.paths, options.where)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
-    ratios = compare(numbers)
+    ratios = compare(numbers, design)
     paths = draw(data, numbers, ratios, options.out, options)
-    script.print_lines(
-        table(numbers),
-        difference_table(numbers),
-        ratio_table(numbers, ratios),
-        paths,
-    )
+    tables = [table(numbers), difference_table(numbers), ratio_table(numbers, ratios)]
+    if design:
+        tables.append(decision_table(ratios, design, options.same))
+    script.print_lines(*tables, paths)
+
+
+def chosen_design(options: Options) -> Design | None:
+    """Return the sequential design of the command line, None without looks."""
+    if not options.looks:
+        return None
+    try:
+        return Design(options.looks)
+    except ValueError as error:
+        raise RunsError(str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -125,8 +147,11 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     return Counts(rates, runs_SAR, collapsed_SAR), arms
 
 
-def compare(numbers: pd.DataFrame) -> Ratios:
-    """Return the ratio of the critical rates of each pair of arms with the same seeds."""
+def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
+    """Return the ratio of the critical rates of each pair of arms with the same seeds.
+
+    In a sequential design the intervals have the level of the look. Raises RunsError if the design
+    has no look at the pair's number of seeds."""
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
@@ -136,12 +161,51 @@ def compare(numbers: pd.DataFrame) -> Ratios:
         if seeds[a] == seeds[b]:
             a_index = arms.index(a)
             b_index = arms.index(b)
-            ratios[a, b] = ratio(counts, a_index, b_index)
+            level = LEVEL if design is None else level_of(design, len(seeds[a]))
+            ratios[a, b] = ratio(counts, a_index, b_index, level)
     return ratios
+
+
+def level_of(design: Design, seeds: int) -> float:
+    """Return the level of a design's look, or raise RunsError with the next look."""
+    try:
+        return design.level(seeds)
+    except ValueError as error:
+        following = design.next_look(seeds)
+        hint = f"run {following - seeds} more" if following else "choose seeds by where.seed"
+        raise RunsError(f"{error}: {hint}") from None
+
+
+def decision(
+    interval: Interval, p: float, names: tuple[str, str], design: Design, margin: float
+) -> str:
+    """Return what a look decides about the ratio of two critical rates.
+
+    With a margin m, two rates are the same if the interval lies within 1 / (1 + m) to 1 + m."""
+    a, b = names
+    if p < interval.level and interval.low > 1:
+        return f"{a} can be pushed further"
+    if p < interval.level and interval.high < 1:
+        return f"{b} can be pushed further"
+    if margin and interval.low > 1 / (1 + margin) and interval.high < 1 + margin:
+        return f"the same within {100 * margin:g} %"
+    following = design.next_look(interval.seeds + 1)
+    return f"go on to {following} seeds" if following else "undecided at the last look"
 
 
 # ------------------------------------------------------------------------------------------------
 # tables
+def decision_table(ratios: Ratios, design: Design, margin: float) -> list[str]:
+    """Return a Markdown row per pair of arms: the look's interval, p, level and decision."""
+    rows = [["look", "pair", "ratio and interval at the level", "p", "level", "decision"]]
+    for names, (interval, p) in ratios.items():
+        look = f"{interval.seeds} of {design.maximum} seeds"
+        verdict = decision(interval, p, names, design, margin)
+        cells = [interval.text(".2f"), f"{p:.2g}", f"{interval.level:.2g}", verdict]
+        rows.append([look, " / ".join(names), *cells])
+    return markdown_table(rows)
+
+
 def difference_table(numbers: pd.DataFrame) -> list[str]:
     """Return a Markdown row per rate and pair of arms: the paired difference at the end."""
     difference = "difference of the reward, last fifth"
@@ -183,7 +247,9 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical_A = fit_pooled(counts)
-    rows = [["arms", "critical learning rate, or ratio with its 95 % interval", "p"]]
+    levels = {interval.level for interval, _ in ratios.values()} or {LEVEL}
+    shares = ", ".join(f"{100 * (1 - level):.3g} %" for level in sorted(levels))
+    rows = [["arms", f"critical learning rate, or ratio with its {shares} interval", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
         text = rate_text(rate, numbers["rate"])
         rows.append([arm, text, ""])
@@ -310,7 +376,8 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
     for (a, b), (interval, p) in ratios.items():
         ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
     if ratio_texts:
-        title = "Ratio of the critical rates, 95 % interval, exact p"
+        level = min(interval.level for interval, _ in ratios.values())
+        title = f"Ratio of the critical rates, {100 * (1 - level):.3g} % interval, exact p"
         text += f"\n{title}: {'; '.join(ratio_texts)}."
     return text
 

@@ -25,14 +25,17 @@ WINDOW = 10  # batches in the final level and in trailing means
 # batches in the start reward: a single batch is noisy, and more would hide the first gains
 START = 5
 REPS = 2000  # bootstrap draws
+LEVEL = 0.05  # of intervals and verdicts
 MAX_DRAWN_VALUES = 2**22  # numbers that the bootstrap holds at once
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval.
+    """A mean with its interval, which covers the truth with probability 1 - level: 95 %.
 
     With `seeds` = 1 it holds within the run only. low and high are NaN if there is no interval.
+    In a sequential design the level is that of the look (sequential.py). Verdicts compare the p with
+    it.
     """
 
     mean: float
@@ -41,9 +44,12 @@ class Interval:
     seeds: int = 1
     values: tuple[float, ...] = ()  # the value of each seed, if there are several
     logarithmic: bool = False  # whether the mean is geometric, as for ratios
+    level: float = LEVEL
 
     @property
     def kind(self) -> str:
+        if self.seeds > 1 and self.level != LEVEL:
+            return f"over {self.seeds} seeds at the look's level {self.level:.2g}"
         if self.seeds > 1:
             return f"over {self.seeds} seeds"
         return "within the single run, not over seeds"
@@ -102,8 +108,8 @@ def centred_mean(values_T: np.ndarray, window: int = WINDOW) -> np.ndarray:
     return means.to_numpy()
 
 
-def t_interval(values_S: np.ndarray) -> Interval:
-    """Return the mean over seeds with the interval mean ± t_{0.975, S-1} sd / sqrt(S).
+def t_interval(values_S: np.ndarray, level: float = LEVEL) -> Interval:
+    """Return the mean over seeds with the interval mean ± t_{1 - level/2, S-1} sd / sqrt(S).
 
     A single seed has no interval.
     """
@@ -112,9 +118,9 @@ def t_interval(values_S: np.ndarray) -> Interval:
     seeds = len(values_S)
     if seeds < 2:
         return Interval(mean)
-    half = t_half_width(values_S)
+    half = t_half_width(values_S, level)
     values = tuple(values_S.tolist())
-    return Interval(mean, mean - half, mean + half, seeds, values)
+    return Interval(mean, mean - half, mean + half, seeds, values, level=level)
 
 
 def block_length(steps: int) -> int:

@@ -11,7 +11,8 @@
 
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
 rounding difference of the machine can reverse it. The sign-flip test does not rely on that. Its
-smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. A single seed gives an interval
+smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential design the level
+of a look takes the place of .05, in the interval and for the p (sequential.py). A single seed gives an interval
 within the run and no p: it can point to something, no more.
 """
 
@@ -20,9 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gspo.analysis.stats import Interval
+from gspo.analysis.stats import LEVEL, Interval
 
-MAX_P = 0.05
 MIN_SEEDS = 6
 NO_INTERVAL = "undecided (no interval)"
 
@@ -66,7 +66,7 @@ def judge(
     above = interval.low > line
     side = "above" if above else "below"
     reason = f"interval {interval.kind}, {side} {name}"
-    verdict = _words(above, interval.p(line), reason, interval.seeds)
+    verdict = _words(above, interval.p(line), reason, interval)
     return f"{verdict}; {sameness}" if sameness else verdict
 
 
@@ -76,11 +76,11 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
         return NO_INTERVAL
     if low < interval.low and interval.high < high:
         p = max(interval.p(low), interval.p(high))
-        return _words(True, p, f"interval {interval.kind}, {name}", interval.seeds)
+        return _words(True, p, f"interval {interval.kind}, {name}", interval)
     if interval.high < low or interval.low > high:
         nearest_limit = low if interval.high < low else high
         p = interval.p(nearest_limit)
-        return _words(False, p, f"interval {interval.kind}, not {name}", interval.seeds)
+        return _words(False, p, f"interval {interval.kind}, not {name}", interval)
     return f"undecided (interval {interval.kind}, only in part {name})"
 
 
@@ -92,27 +92,27 @@ def judge_sameness(interval: Interval, line: float, margin: float) -> str:
         return ""
     p = max(interval.p(low), interval.p(high))
     same = f"the same within ±{margin:g}"
-    if p >= MAX_P:
+    if p >= interval.level:
         same = f"points to {same}"
-    reason = certainty(p, interval.seeds)
+    reason = certainty(p, interval.seeds, interval.level)
     return f"{same} (interval {interval.kind}; against ±{margin:g} {reason})"
 
 
-def certainty(p: float, seeds: int) -> str:
+def certainty(p: float, seeds: int, level: float = LEVEL) -> str:
     """Return the exact p in words, and the further requirements of a verdict."""
     if math.isnan(p):
         return f"no p from one seed: a verdict needs {MIN_SEEDS}"
     text = f"exact p = {p:.2g}"
-    if p >= MAX_P:
-        text += f": a verdict needs p < {MAX_P:g}"
+    if p >= level:
+        text += f": a verdict needs p < {level:.2g}"
         if seeds < MIN_SEEDS:
             text += f", so {MIN_SEEDS} seeds"
     return text
 
 
-def _words(holds: bool, p: float, why: str, seeds: int) -> str:
-    if p < MAX_P:
+def _words(holds: bool, p: float, why: str, interval: Interval) -> str:
+    if p < interval.level:
         verdict = "seen" if holds else "not seen: contradicted"
     else:
         verdict = f"points {'to' if holds else 'against'} it"
-    return f"{verdict} ({why}; {certainty(p, seeds)})"
+    return f"{verdict} ({why}; {certainty(p, interval.seeds, interval.level)})"

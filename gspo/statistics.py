@@ -16,11 +16,11 @@ import numpy as np
 TIE_TOLERANCE = 1e-9
 
 
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom."""
+def t_quantile(freedom: int, level: float = 0.05) -> float:
+    """Return the quantile of Student's t that |t| exceeds with probability `level`."""
     from scipy.special import stdtrit  # a third of a second, and a tenth of scipy.stats
 
-    return float(stdtrit(freedom, 0.975))
+    return float(stdtrit(freedom, 1 - level / 2))
 
 
 def standard_error(values_N: np.ndarray) -> float:
@@ -28,9 +28,11 @@ def standard_error(values_N: np.ndarray) -> float:
     return float(np.std(values_N, ddof=1)) / math.sqrt(len(values_N))
 
 
-def t_half_width(values_N: np.ndarray) -> float:
-    """Return half the width of the 95 % interval of the mean, t_{0.975, N-1} times its error."""
-    return t_quantile(len(values_N) - 1) * standard_error(values_N)
+def t_half_width(values_N: np.ndarray, level: float = 0.05) -> float:
+    """Return half the width of the mean's interval, t_{1 - level/2, N-1} times its error.
+
+    The interval covers the truth with probability 1 - level: 95 %."""
+    return t_quantile(len(values_N) - 1, level) * standard_error(values_N)
 
 
 def wilson_interval(share: float, size: float, quantile: float) -> tuple[float, float]:
