@@ -54,7 +54,7 @@ Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 def main() -> None:
     options = command_options(script.Options, __doc__, REFUSED)
-    data = load.load(options.paths, options.where)
+    data = load.load(options.paths, options.where, options)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers)
