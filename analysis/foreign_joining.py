@@ -36,6 +36,7 @@ from gspo.tracking.frameworks.translate import Log
 
 # the most precise kinds first: TensorBoard writes float32, a console may round
 KINDS = (TRAINER_STATE, WANDB, FILE_LOGGER, LINES, EVENTS, CONSOLE)
+STATE_FILE = "trainer_state.json"
 FOLDERS_OF_STARTS = ("runs", "wandb")  # each has a folder for each start of a run
 # how far two records of a number may differ: float32 has 24 bits, ms-swift writes 8 decimals
 RELATIVE_ROUNDING = 1e-6
@@ -98,6 +99,13 @@ def run_folder(log: Path) -> Path:
         if parent.name in FOLDERS_OF_STARTS:
             return parent.parent
     return folder
+
+
+def lasting_path(log: Path) -> Path:
+    """Return the path of a run's log, or the run's folder if newer checkpoints replace the log."""
+    if CHECKPOINT.fullmatch(log.parent.name) or log.name == STATE_FILE:
+        return run_folder(log)
+    return log.resolve()
 
 
 def _joined_group(group: list[tuple[Log, str]]) -> list[tuple[Log, str]]:

@@ -34,6 +34,7 @@ from urllib.parse import quote
 
 from gspo.analysis import sources
 from gspo.analysis.foreign import FRAMEWORK
+from gspo.analysis.foreign_joining import lasting_path, run_folder
 from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
@@ -199,7 +200,8 @@ class Page:
 
         Earlier rows change if a run resumes from an earlier step. Returns the number of rows."""
         for note in record.notes:
-            self.say(note)
+            # counts in the notes on a run of another framework grow with every reading
+            self.say(note, re.sub(r"\d+", "", note) if FRAMEWORK in record.settings else "")
         self.has_foreign_runs |= FRAMEWORK in record.settings
         study, name = self.study_and_name(record)
         rows = [
@@ -238,11 +240,15 @@ class Page:
         In these cases a few digits are added to a name."""
         study = escape_line(record.settings.get("study", "runs"))
         name = escape_line(record.path.name)
-        if FRAMEWORK in record.settings:  # many logs have the same name
-            name = escape_line("-".join(record.path.parts[-2:]).strip("-/"))
+        run_id = record.id or str(record.path.absolute())
+        if FRAMEWORK in record.settings:
+            log = lasting_path(record.path)
+            run_id = record.id or str(log)
+            # many logs have the same name, and many runs the same name of a folder
+            names = dict.fromkeys((run_folder(record.path).name, log.name))
+            name = escape_line("-".join(filter(None, names)))
         if not self.is_unchanged(study):
             study = f"study-{study[:MAX_STUDY_CHARS]}-{digits(study)}"
-        run_id = record.id or str(record.path.absolute())
         if self.run_ids.setdefault((study, name), run_id) != run_id:
             name = f"{name}-{digits(run_id)}"
         return study, name
@@ -272,11 +278,14 @@ class Page:
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
-    def say(self, note: str) -> None:
-        """Print each note once. A file without an end is normal here and is not printed."""
-        if note not in self.notes and "has no end" not in note:
+    def say(self, note: str, key: str = "") -> None:
+        """Print each note once. A file without an end is normal here and is not printed.
+
+        Of notes with the same key, only the first is printed."""
+        key = key or note
+        if key not in self.notes and "has no end" not in note:
             print(f"note: {escape_line(note)}", file=sys.stderr)
-        self.notes.add(note)
+        self.notes.add(key)
 
 
 def arm_of(run: str) -> str:
