@@ -29,15 +29,15 @@ from gspo.analysis.foreign_files import (
     TRAINER_STATE,
     WANDB,
 )
-from gspo.tracking.frameworks.columns import Columns
+from gspo.tracking.frameworks.columns import NOT_FINITE, Columns
 from gspo.tracking.frameworks.known import find_table
 from gspo.tracking.frameworks.table import Axis
 from gspo.tracking.frameworks.translate import Log
 
 # the most precise kinds first: TensorBoard writes float32, a console may round
 KINDS = (TRAINER_STATE, WANDB, FILE_LOGGER, LINES, EVENTS, CONSOLE)
+MAX_DISAGREEMENTS = 2  # of a log, that are noted
 STATE_FILE = "trainer_state.json"
-FOLDERS_OF_STARTS = ("runs", "wandb")  # each has a folder for each start of a run
 # how far two records of a number may differ: float32 has 24 bits, ms-swift writes 8 decimals
 RELATIVE_ROUNDING = 1e-6
 ABSOLUTE_ROUNDING = 1e-8
@@ -79,26 +79,41 @@ def joined(logs: Sequence[Log], frameworks: Sequence[str]) -> list[tuple[Log, st
     """Return the logs with their frameworks. Logs of the same run in one folder are a single log.
 
     `frameworks` are those that the user has named, "" if the names of the metrics tell it."""
+    folders = {folders_of(log.path)[-1] for log in logs if log.kind not in (EVENTS, WANDB)}
     groups: dict[Path, list[tuple[Log, str]]] = {}
     for log, framework in zip(logs, frameworks, strict=True):
-        groups.setdefault(run_folder(log.path), []).append((log, framework))
+        candidates = folders_of(log.path)
+        folder = next((folder for folder in candidates if folder in folders), candidates[-1])
+        groups.setdefault(folder, []).append((log, framework))
     results: list[tuple[Log, str]] = []
     for group in groups.values():
         results += _joined_group(group) if len(group) > 1 else group
     return results
 
 
-def run_folder(log: Path) -> Path:
-    """Return the folder of the run that wrote a log, which may lie in a folder below it."""
+def folders_of(log: Path) -> list[Path]:
+    """Return the folders that may be that of the run, the innermost first.
+
+    Checkpoints lie below the run's folder. Event files and W&B's files may lie below it, in a
+    folder for each start, with TensorBoard's hyperparameters one folder further below."""
     path = log.resolve()
     folder = path if path.is_dir() else path.parent
     if CHECKPOINT.fullmatch(folder.name):
-        return folder.parent
-    # TensorBoard's hyperparameters stand in a folder below that of the start
-    for parent in (folder, folder.parent, folder.parent.parent):
-        if parent.name in FOLDERS_OF_STARTS:
-            return parent.parent
-    return folder
+        return [folder.parent]
+    folder_of_starts = ""
+    if path.is_dir() or path.name.startswith(EVENT_FILE):
+        folder_of_starts = "runs"
+    elif path.suffix == ".wandb":
+        folder_of_starts = "wandb"
+    above = [
+        parent.parent for parent in (folder, *folder.parents[:2]) if parent.name == folder_of_starts
+    ]
+    return [folder, *above[:1]]
+
+
+def run_folder(log: Path) -> Path:
+    """Return the folder of the run that wrote a log, as far as its path tells."""
+    return folders_of(log)[-1]
 
 
 def lasting_path(log: Path) -> Path:
@@ -174,9 +189,12 @@ def _with_starts(runs: list[Part], starts: list[Part]) -> list[Part]:
                 limits[number][counts] = min(step, limits[number].get(counts, step))
             break
         else:
-            for run, comparison in zip(runs, comparisons, strict=True):
-                if comparison is not None:
-                    start.log.notes.append(_disagreement(run.log, comparison))
+            notes = [
+                _disagreement(run.log, comparison)
+                for run, comparison in zip(runs, comparisons, strict=True)
+                if comparison is not None
+            ]
+            start.log.notes += notes[:MAX_DISAGREEMENTS]
             others.append(start)
     return runs + others[::-1]
 
@@ -225,7 +243,11 @@ def _united(run: Part, start: Part, comparison: Comparison) -> Part | None:
 
     None if they are too many together."""
     columns = run.columns
-    notes = [*run.log.notes, *columns.notes(), *start.log.notes, *start.columns.notes()]
+    # numbers that are not finite are among the united records, whose reading notes them
+    run_notes = [note for note in columns.notes() if NOT_FINITE not in note]
+    start_notes = [note for note in start.columns.notes() if NOT_FINITE not in note]
+    notes = [*run.log.notes, *run_notes]
+    notes += [f"{start.log.path}: {note}" for note in (*start.log.notes, *start_notes)]
     notes.append(_agreement(start.log, comparison))
     values = {name: dict(column) for name, column in columns.values.items()}
     axes = dict(columns.axes)
@@ -237,7 +259,7 @@ def _united(run: Part, start: Part, comparison: Comparison) -> Part | None:
         kind=f"{run.log.kind} and {start.log.kind}",
         records=_records(values, axes),
         config=start.log.config | run.log.config,
-        notes=list(dict.fromkeys(notes)),
+        notes=notes,
         planned=run.log.planned or start.log.planned,
         steps_per_row=run.log.steps_per_row or start.log.steps_per_row,
     )

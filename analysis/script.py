@@ -26,7 +26,7 @@ class Options(FigureOptions, ForeignOptions):
 
     paths: tuple[str, ...] = option(
         meaning="run directories, offline W&B files, logs of other frameworks, or folders above "
-        "them; wandb:ENTITY/PROJECT[/GROUP]"
+        "them; wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
     )
     out: Path = option(Path("figures"), "folder for what is written")
 

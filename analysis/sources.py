@@ -6,7 +6,7 @@ Each run is a Record. The sources are:
                                              metrics.jsonl)
     copied/wandb                             offline W&B files below it that lie in no run directory
     analysis/data/paper_figures.parquet      a study that recorded_study.py has written
-    wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a
+    wandb:entity/project, ../group, ../id    W&B's API, whole histories (not the sampled ones); a
                                              group is a study
     outputs/checkpoint-500                   logs of other frameworks (foreign_files.py)
 
@@ -304,7 +304,7 @@ def is_server(path: Path | str) -> bool:
 
 
 def server(source: str, options: ForeignOptions = NOTHING_SAID) -> list[Record]:
-    """Return the runs of wandb:ENTITY/PROJECT[/GROUP] from W&B's API, with all rows.
+    """Return the runs of wandb:ENTITY/PROJECT[/GROUP or /RUN_ID] from W&B's API, with all rows.
 
     Raises ValueError without an account.
     """
@@ -350,17 +350,24 @@ def foreign_server_runs(
 def server_runs(source: str) -> list:
     """Return the training runs of wandb:ENTITY/PROJECT[/GROUP] as W&B's API has them.
 
+    If no run has the group, it may be the id of a run.
+
     Raises ValueError without an account, and if the address has another form."""
     import wandb  # imported here because it takes a second
 
     entity, _, rest = source.removeprefix(SERVER).partition("/")
     project, _, group = rest.partition("/")
     if not entity or not project:
-        raise ValueError(f"{source}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP")
+        raise ValueError(
+            f"{source}: write {SERVER}ENTITY/PROJECT, and /GROUP or /RUN_ID for a part of its runs"
+        )
     if not signed_in():
         raise ValueError(f"{source}: no W&B account is configured on this machine: wandb login")
+    api = wandb.Api()
     filters = {"group": group} if group else None
-    runs = wandb.Api().runs(f"{entity}/{project}", filters=filters)
+    runs = list(api.runs(f"{entity}/{project}", filters=filters))
+    if group and not runs:
+        runs = list(api.runs(f"{entity}/{project}", filters={"name": group}))
     return [run for run in runs if run.job_type not in NOT_TRAINED]
 
 

@@ -10,7 +10,7 @@ The page of a run is report.html in its directory. Every run also writes it at i
 only reads the run's other files, so it is safe during the run.
 
 Any other path may hold logs of TRL, verl, prime-rl, ROLL, slime, OpenRLHF, ms-swift, NeMo-RL or
-SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP]. The page of each run is
+SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]. The page of each run is
 written to the folder `out`.
 """
 
@@ -40,7 +40,7 @@ class Options(ForeignOptions):
     """The options of this command."""
 
     paths: tuple[str, ...] = option(
-        meaning="run directories, or logs of other frameworks; wandb:ENTITY/PROJECT[/GROUP]"
+        meaning="run directories, or logs of other frameworks; wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
     )
     out: Path = option(Path("reports"), "the folder for the pages of other logs")
 

@@ -65,7 +65,7 @@ class Options(ForeignOptions):
     paths: tuple[str, ...] = option(
         ("runs",),
         "run directories, offline W&B files, logs of other frameworks, or folders above them "
-        "(default: runs); wandb:ENTITY/PROJECT[/GROUP]",
+        "(default: runs); wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]",
     )
     in_: str = option("browser", "show a page, or W&B's leet", choices=("browser", "terminal"))
     port: int = option(7860, "port of the page, or the next free port", least=1, most=65535)
