@@ -52,7 +52,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableLog:
     """A log of which nothing can be read, and the reasons."""
 
     path: Path
@@ -109,7 +109,7 @@ def wandb_files_of(path: Path) -> list[Path]:
 
 def translated(
     logs: list[Log], options: ForeignOptions = NOTHING_SAID
-) -> tuple[list[tuple[ForeignRun, About]], list[Unreadable]]:
+) -> tuple[list[tuple[ForeignRun, About]], list[UnreadableLog]]:
     """Return the runs of these logs with what the user says of each, and the unreadable logs.
 
     The options count before foreign_run.yaml. Logs of the same run in one folder are a run."""
@@ -122,14 +122,14 @@ def translated(
             frameworks.append(options.framework or read_about(log.path).framework)
             readable.append(log)
         except (OSError, ValueError) as error:
-            unreadable.append(Unreadable(log.path, [*log.notes, str(error)]))
+            unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
     for log, framework in foreign_joining.joined(readable, frameworks):
         about = dataclasses.replace(read_about(log.path), **options.given())
         try:
             run = translated_alone(log, dataclasses.replace(about, framework=framework))
             runs.append((run, about))
         except (OSError, ValueError) as error:
-            unreadable.append(Unreadable(log.path, [*log.notes, str(error)]))
+            unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
     return runs, unreadable
 
 
@@ -137,6 +137,12 @@ def translated_alone(log: Log, about: About) -> ForeignRun:
     """Return a log's run. Raises ValueError if nothing can be read."""
     run = translate(log, about.framework, about.updates_per_batch, about.objective)
     run.planned = about.steps or run.planned
+    table = TABLES[run.framework]
+    if about.updates_per_batch and not any(axis.counts == "updates" for axis in table.axes):
+        run.notes.append(
+            f"updates_per_batch={about.updates_per_batch} changes nothing: the steps of "
+            f"{table.title} are rollout batches"
+        )
     return run
 
 

@@ -3,6 +3,7 @@
     gspo compare runs/STUDY/A runs/STUDY/B ...
     gspo compare runs/STUDY where.optim.lr=2e-4 where.task.name=math
     gspo compare runs/STUDY all=true
+    gspo compare runs/STUDY/A outputs objective=gspo updates_per_batch=4
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
 Runs are printed in the given order: the settings that differ, how the runs ended, reward and

@@ -59,7 +59,7 @@ def write_pages() -> None:
         raise ValueError(options.without_effect())
     for path in options.paths:
         try:
-            if path in own_runs:
+            if path in own_runs or not is_there(path):
                 print(write_page(Path(path)))
             elif path.startswith(SERVER):
                 write_server_pages(path, options)
@@ -71,10 +71,13 @@ def write_pages() -> None:
 
 
 def is_own_run(path: str) -> bool:
-    """Return whether a path is a run directory. A path that does not exist counts as one."""
-    if path.startswith(SERVER):
-        return False
-    return (Path(path) / SETTINGS_FILE).exists() or not Path(path).exists()
+    """Return whether a path is a run directory of this repository."""
+    return (Path(path) / SETTINGS_FILE).exists()
+
+
+def is_there(path: str) -> bool:
+    """Return whether a path exists, or is an address of W&B's server."""
+    return path.startswith(SERVER) or Path(path).exists()
 
 
 def write_foreign_pages(path: Path, options: Options) -> None:

@@ -2,13 +2,15 @@
 
     gspo view runs/STUDY
     gspo view runs/STUDY runs/OTHER in=terminal
+    gspo view outputs objective=gspo updates_per_batch=4
 
 The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install -e '.[view]' or
 `make view RUNS=runs/STUDY`. A study is a project of the page. Runs can be grouped by arm (Group by:
 Group) or by any setting, and the x axis can be chosen. New rows appear within seconds. Ctrl-C ends
 it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
 
-The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
+Logs of other frameworks (docs/other_frameworks.md) have their own metrics after ours, under trl/,
+verl/ and so on. The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
 which is removed at the end.
 """
 

@@ -3,6 +3,8 @@ frameworks on W&B's server, read by the real client from a stand-in.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,6 +130,23 @@ def test_an_option_without_effect_is_refused(main, ours, tmp_path, monkeypatch, 
     assert code == 2 and not out and err.startswith(f"error: {refusal}") and err.count("\n") == 1
 
 
+def test_an_option_without_effect_on_the_live_page(ours, tmp_path, monkeypatch):
+    store = SimpleNamespace(
+        validate_project_name=lambda name: None, bulk_log=lambda *rest, **options: None
+    )
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(SQLiteStorage=store))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    options = view.Options(paths=(ours,), objective="gspo", open=False)
+    with pytest.raises(ValueError, match=r"^objective=gspo: none of these is a run of another"):
+        view.browser([ours], tmp_path, options)
+
+
+def test_a_path_that_does_not_exist(tmp_path, monkeypatch, capsys):
+    missing = str(tmp_path / "missing")
+    code, _, err = called(report.main, monkeypatch, capsys, missing, "objective=gspo")
+    assert code == 2 and "missing" in err and "none of these" not in err
+
+
 @pytest.mark.parametrize(
     ("main", "words"),
     [
@@ -216,5 +235,7 @@ def test_a_run_of_the_server_without_the_server(tmp_path, monkeypatch):
     Path("foreign_run.yaml").write_text("objective: grpo\nseed: 9\n")
     record = sources.from_server(run, ForeignOptions(objective="gspo"))
     assert record.settings["objective.name"] == "gspo" and record.settings["seed"] == 5
+    verl = sources.from_server(run, ForeignOptions(updates_per_batch=4))
+    assert any("updates_per_batch=4 changes nothing: the steps of verl" in n for n in verl.notes)
     assert record.id == "abc" and record.path == Path("cloud/abc")
     assert sources.from_server(run).settings["objective.name"].startswith("not logged, cloud")
