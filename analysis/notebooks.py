@@ -26,7 +26,7 @@ import pandas as pd
 from gspo.analysis.load import Data, Run, load
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.stats import WINDOW
-from gspo.io.errors import SettingError
+from gspo.io.arguments import ArgumentsError
 from gspo.tracking.collapse import best
 from gspo.tracking.foreign_options import ForeignOptions
 
@@ -54,7 +54,7 @@ def load_runs(
         foreign_options = ForeignOptions(
             framework=framework, objective=objective, updates_per_batch=updates_per_batch
         )
-    except SettingError as error:
+    except ArgumentsError as error:
         raise RunsError(f"load_runs(): {error}") from None
     return RecordedRuns(load(list(sources), where, foreign_options))
 
