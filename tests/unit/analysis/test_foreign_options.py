@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foreign_logs import trl_row, verl_row, write_state
+from foreign_logs import trl_row, verl_row, write_lines, write_state
 from gspo.analysis import early_warning, fig_contrast, fig_curves, load, notebooks, script, sources
 from gspo.cli import compare, report, view
 from gspo.tracking.foreign_options import ForeignOptions
@@ -139,6 +139,12 @@ def test_an_option_without_effect_on_the_live_page(ours, tmp_path, monkeypatch):
     options = view.Options(paths=(ours,), objective="gspo", open=False)
     with pytest.raises(ValueError, match=r"^objective=gspo: none of these is a run of another"):
         view.browser([ours], tmp_path, options)
+
+
+def test_the_refusal_names_what_could_not_be_read(ours, tmp_path):
+    odd = write_lines(tmp_path / "odd.jsonl", [{"step": 1, "mine": 1.0}])
+    with pytest.raises(load.RunsError, match=r"objective=gspo: none of .*prove no framework"):
+        load.load([ours, odd], None, ForeignOptions(objective="gspo"))
 
 
 def test_a_path_that_does_not_exist(tmp_path, monkeypatch, capsys):
