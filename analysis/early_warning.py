@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from gspo.analysis.warning_table import draw_value
 from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, levels
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
 LEADS = (1, 5, 10)  # steps before the collapse
@@ -85,13 +86,15 @@ def main() -> None:
         raise RunsError(f"{RECORDED} is not there: name the runs")
     if options.where and not options.paths:
         raise RunsError("where.KEY=VALUE chooses among runs: name some")
+    if options.given() and not options.paths:
+        raise RunsError(options.without_effect())
     if options.paths and options.rules:
         raise RunsError("rules=true takes the recorded runs: leave the paths out")
     if options.rules:
         print_rules(options)
         return
     if options.paths:
-        frame, notes = from_runs(options.paths, options.where)
+        frame, notes = from_runs(options.paths, options.where, options)
         for note in notes:
             print(f"note: {note}")
     else:
@@ -135,14 +138,16 @@ def print_rules(options: Options) -> None:
 # ------------------------------------------------------------------------------------------------
 # data
 def from_runs(
-    paths: list[str], where: Mapping[str, object] | None = None
+    paths: Sequence[str],
+    where: Mapping[str, object] | None = None,
+    foreign_options: ForeignOptions = NOTHING_SAID,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Return a row per run and step, and notes on the runs that were left out.
 
     The columns are run, stress, arm, seed, lr, step, METRICS and threshold/<signal>. Runs that are
     neither finished nor collapsed are left out, since they may still collapse.
     """
-    data = load.load(paths, where)
+    data = load.load(paths, where, foreign_options)
     usual = {}
     for key in load.differing(data.runs):
         if not key.startswith(VARY_WITHIN_STRESS):

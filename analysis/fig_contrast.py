@@ -25,6 +25,7 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, paired_difference
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
+from gspo.tracking import foreign_options
 
 SETTING_NAMES = {
     "optim.lr": "learning rate",
@@ -32,11 +33,14 @@ SETTING_NAMES = {
     "objective.clip_low": "clip range",
 }
 IMPLIED = ("objective.clip_high",)  # the sides of a clip range change together
+REFUSED = dict.fromkeys(
+    foreign_options.REFUSED, "it compares the paper's arms, which are our runs'"
+)
 MAX_TITLE_SETTINGS = 2  # differences between studies that a title names
 
 
 def main() -> None:
-    options = command_options(script.Options, __doc__)
+    options = command_options(script.Options, __doc__, REFUSED)
     studies = []
     for path in options.paths:
         script.check_one_study(path)

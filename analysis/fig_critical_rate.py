@@ -68,7 +68,7 @@ def main() -> None:
     if options.same and not options.looks:
         raise RunsError("same= is of a sequential design: give looks too, as in looks=[20,30,40]")
     design = chosen_design(options)
-    data = load.load(options.paths, options.where)
+    data = load.load(options.paths, options.where, options)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     ratios = compare(numbers, design)

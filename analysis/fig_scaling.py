@@ -26,14 +26,19 @@ from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.style import FigureOptions
 from gspo.io.arguments import command_options, option
+from gspo.tracking import foreign_options
 
 ROWS = {"total_s": "seconds per step", "peak_memory_mib": "peak memory (MiB)"}
 # by number of threads: line, marker, colour
 THREAD_STYLES = {1: ("-", "o", BLUE), 2: ("--", "s", VERMILION)}
-REFUSED = script.NO_CURVES | {
-    "seeds": "it measures time, once for each point",
-    "where": "it reads no runs",
-}
+REFUSED = (
+    foreign_options.REFUSED
+    | script.NO_CURVES
+    | {
+        "seeds": "it measures time, once for each point",
+        "where": "it reads no runs",
+    }
+)
 CAPTION = (
     "One training step, rollout to diagnostics, of a Qwen3-MoE with 6 layers on a CPU; one thing "
     "changed at a time around 64 responses of 128 tokens, width 64, 16 experts of which a token "

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import foreign_files, wandb_files
+from gspo.analysis import foreign_files, foreign_joining, wandb_files
 from gspo.io import untrusted
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.known import TABLES
 from gspo.tracking.frameworks.translate import ForeignRun, Log, translate
 
@@ -50,6 +51,14 @@ class About:
     study: str = ""
 
 
+@dataclass(frozen=True)
+class UnreadableLog:
+    """A log of which nothing can be read, and the reasons."""
+
+    path: Path
+    notes: list[str]
+
+
 def read_foreign(
     path: Path | str, framework: str = "", updates_per_batch: int = 0, objective: str = ""
 ) -> ForeignRun:
@@ -57,8 +66,11 @@ def read_foreign(
 
     What is not given is taken from foreign_run.yaml beside the log, from the run's configuration,
     and from the names of its metrics. Raises ValueError, in a single line, if nothing can be read,
-    if the folder holds several logs, or if the framework cannot be told."""
-    runs, problems = read_foreign_runs(path, framework, updates_per_batch, objective)
+    if the folder holds several runs, or if the framework cannot be told."""
+    options = ForeignOptions(
+        framework=framework, updates_per_batch=updates_per_batch, objective=objective
+    )
+    runs, problems = read_foreign_runs(path, options)
     if len(runs) + len(problems) > 1:
         names = ", ".join([*(str(run.path) for run in runs), *problems])
         raise ValueError(f"{path} holds {len(runs) + len(problems)} logs: name one ({names[:500]})")
@@ -68,15 +80,13 @@ def read_foreign(
 
 
 def read_foreign_runs(
-    path: Path | str, framework: str = "", updates_per_batch: int = 0, objective: str = ""
+    path: Path | str, options: ForeignOptions = NOTHING_SAID
 ) -> tuple[list[ForeignRun], list[str]]:
     """Return the runs of all logs at or below a path, and why others could not be read.
 
     Both lists are never empty together."""
     path = Path(path)
-    said = About(framework, objective, updates_per_batch)
     notes: list[str] = []
-    runs = []
     problems = []
     logs = foreign_files.wandb_logs(wandb_files.read(file) for file in wandb_files_of(path))
     for file in foreign_files.find_logs(path, (), notes):
@@ -84,15 +94,11 @@ def read_foreign_runs(
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
             problems.append(str(error))
-    for log in logs:
-        try:
-            run, _ = translated(log, said)
-            runs.append(run)
-        except (OSError, ValueError) as error:
-            problems.append(str(error))
+    runs, unreadable = translated(logs, options)
+    problems += [log.notes[-1] for log in unreadable]
     if not runs and not problems:
         problems.append(f"{path}: {foreign_files.content_of(path)}")
-    return runs, problems + notes
+    return [run for run, _ in runs], problems + notes
 
 
 def wandb_files_of(path: Path) -> list[Path]:
@@ -101,20 +107,50 @@ def wandb_files_of(path: Path) -> list[Path]:
     return sorted({file.resolve() for file in files}, key=lambda file: file.parent.name)
 
 
-def translated(log: Log, said: About = About()) -> tuple[ForeignRun, About]:
-    """Return a log's run, and what the user says of it here and in foreign_run.yaml."""
-    about = read_about(log.path)
-    fields = {name: value for name, value in dataclasses.asdict(said).items() if value}
-    about = dataclasses.replace(about, **fields)
+def translated(
+    logs: list[Log], options: ForeignOptions = NOTHING_SAID
+) -> tuple[list[tuple[ForeignRun, About]], list[UnreadableLog]]:
+    """Return the runs of these logs with what the user says of each, and the unreadable logs.
+
+    The options count before foreign_run.yaml. Logs of the same run in one folder are a run."""
+    runs = []
+    unreadable = []
+    readable = []
+    frameworks = []
+    for log in logs:
+        try:
+            frameworks.append(options.framework or read_about(log.path).framework)
+            readable.append(log)
+        except (OSError, ValueError) as error:
+            unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
+    for log, framework in foreign_joining.joined(readable, frameworks):
+        about = dataclasses.replace(read_about(log.path), **options.given())
+        try:
+            run = translated_alone(log, dataclasses.replace(about, framework=framework))
+            runs.append((run, about))
+        except (OSError, ValueError) as error:
+            unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
+    return runs, unreadable
+
+
+def translated_alone(log: Log, about: About) -> ForeignRun:
+    """Return a log's run. Raises ValueError if nothing can be read."""
     run = translate(log, about.framework, about.updates_per_batch, about.objective)
     run.planned = about.steps or run.planned
-    return run, about
+    table = TABLES[run.framework]
+    if about.updates_per_batch and not any(axis.counts == "updates" for axis in table.axes):
+        run.notes.append(
+            f"updates_per_batch={about.updates_per_batch} changes nothing: the steps of "
+            f"{table.title} are rollout batches"
+        )
+    return run
 
 
 def read_about(log: Path) -> About:
     """Return what foreign_run.yaml says of a log. Raises Unreadable if it cannot be used."""
     folder = log if log.is_dir() else log.parent
-    for candidate in (folder / ABOUT, folder.parent / ABOUT):
+    for place in (folder, folder.parent, foreign_joining.run_folder(log)):
+        candidate = place / ABOUT
         if candidate.is_file():
             break
     else:
@@ -163,11 +199,8 @@ def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, ob
     }
 
 
-def described(log: Log) -> tuple[dict[str, object], pd.DataFrame, list[str]]:
-    """Return the settings, the rows and the notes of a log's run.
-
-    Raises ValueError if nothing can be read."""
-    run, about = translated(log)
+def described(run: ForeignRun, about: About) -> tuple[dict[str, object], pd.DataFrame, list[str]]:
+    """Return the settings, the rows and the notes of a run."""
     notes: list[str] = []
     settings = settings_of(run, about, notes)
     rows = pd.DataFrame(run.rows).astype({"step": "int64"})

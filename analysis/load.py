@@ -15,6 +15,7 @@ from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
 from gspo.io import escaping
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
     "gspo": GSPO,
@@ -83,17 +84,22 @@ NOT_THE_ARM = (
 )
 
 
-def load(paths: Sequence[Path | str], where: Mapping[str, object] | None = None) -> Data:
+def load(
+    paths: Sequence[Path | str],
+    where: Mapping[str, object] | None = None,
+    foreign_options: ForeignOptions = NOTHING_SAID,
+) -> Data:
     """Return all runs of these sources with their arms, ordered by source and then by path.
 
-    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. Raises RunsError
-    if there are none, if a source cannot be read, or if two runs have the same arm and seed.
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs that have these settings. The foreign
+    options apply to runs of other frameworks. Raises RunsError if there are no runs, if a source
+    cannot be read, if two runs have the same arm and seed, or if a foreign option has no effect.
     """
     notes: list[str] = []
     runs_by_key: dict[tuple[Path, str], Run] = {}
     for path in paths:
         try:
-            records = sources.records(path)
+            records = sources.records(path, foreign_options)
         except (OSError, ValueError) as error:
             raise RunsError(str(error)) from None
         for record in sorted(records, key=record_key):
@@ -109,6 +115,8 @@ def load(paths: Sequence[Path | str], where: Mapping[str, object] | None = None)
     runs = list(runs_by_key.values())
     if not runs:
         raise RunsError(why_no_runs(paths, notes))
+    if foreign_options.given() and not any(FRAMEWORK in run.settings for run in runs):
+        raise RunsError("; ".join([foreign_options.without_effect(), *notes[:MAX_NOTES]]))
     for key, value in (where or {}).items():
         runs = having(runs, key, value)
     label(runs, notes)

@@ -5,6 +5,7 @@
     recorded = load_runs("runs/paper_figures")      # or several folders, offline W&B files,
                                                     wandb:ENTITY/PROJECT
     load_runs("runs/sweep", where={"optim.lr": 2e-4})
+    load_runs("outputs", objective="gspo")          # a log of another framework
     recorded.runs                                   # a row per run: arm, seed, how it ended,
                                                     scores, settings
     recorded.metric("reward/mean")                  # index step, columns (arm, seed)
@@ -25,22 +26,37 @@ import pandas as pd
 from gspo.analysis.load import Data, Run, load
 from gspo.analysis.runs import RunsError, nearest
 from gspo.analysis.stats import WINDOW
+from gspo.io.arguments import ArgumentsError
 from gspo.tracking.collapse import best
+from gspo.tracking.foreign_options import ForeignOptions
 
 SCORES = ("/avg@", "/pass@", "/maj@")
 
 
-def load_runs(*sources: str | Path, where: Mapping[str, object] | None = None) -> RecordedRuns:
+def load_runs(
+    *sources: str | Path,
+    where: Mapping[str, object] | None = None,
+    framework: str = "",
+    objective: str = "",
+    updates_per_batch: int = 0,
+) -> RecordedRuns:
     """Load the runs of these sources, which may be any that the figures read.
 
-    With `where`, {"optim.lr": 2e-4, ...}, only the runs with these settings. Raises RunsError.
+    With `where`, {"optim.lr": 2e-4, ...}, only the runs with these settings. The last three say of
+    runs of other frameworks what their logs do not say (docs/other_frameworks.md). Raises RunsError.
     """
     if not sources:
         raise RunsError(
             "load_runs(): name folders with runs, offline W&B files, or "
             "wandb:ENTITY/PROJECT[/GROUP]"
         )
-    return RecordedRuns(load(list(sources), where))
+    try:
+        foreign_options = ForeignOptions(
+            framework=framework, objective=objective, updates_per_batch=updates_per_batch
+        )
+    except ArgumentsError as error:
+        raise RunsError(f"load_runs(): {error}") from None
+    return RecordedRuns(load(list(sources), where, foreign_options))
 
 
 class RecordedRuns:

@@ -58,7 +58,7 @@ class Options(script.Options):
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
-    data = load.load(options.paths, options.where)
+    data = load.load(options.paths, options.where, options)
     studies = data.studies
     if len(studies) > 1:
         names = ", ".join(studies)

@@ -13,6 +13,7 @@ from gspo.analysis.style import FigureOptions
 from gspo.analysis.verdicts import Claim
 from gspo.io import escaping
 from gspo.io.arguments import ArgumentsError, command_options, option
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 
 # the reasons why a figure refuses options for curves
 DOTS = {"seeds": "the seeds stand there as dots already"}
@@ -20,17 +21,18 @@ NO_CURVES = {"smooth": "it has no curve over batches", "log_x": "its x axis is n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(FigureOptions):
+class Options(FigureOptions, ForeignOptions):
     """The options of a figure's command: the runs and the folder, and how it is drawn."""
 
     paths: tuple[str, ...] = option(
-        meaning="run directories, offline W&B files, or folders above them; "
-        "wandb:ENTITY/PROJECT[/GROUP]"
+        meaning="run directories, offline W&B files, logs of other frameworks, or folders above "
+        "them; wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
     )
     out: Path = option(Path("figures"), "folder for what is written")
 
     def __post_init__(self) -> None:
         """Make the folder, before anything is read. Raises RunsError if it cannot be made."""
+        ForeignOptions.__post_init__(self)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -45,8 +47,8 @@ def read(options: Options, several_studies: bool = False, notes: bool = True) ->
     """
     if not several_studies:
         for path in options.paths:
-            check_one_study(path)
-    data = load.load(options.paths, options.where)
+            check_one_study(path, options)
+    data = load.load(options.paths, options.where, options)
     if notes:
         print_notes(data)
     if options.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
@@ -64,13 +66,13 @@ def print_notes(data: load.Data, *kinds: str) -> None:
             print(f"note: {escaping.escape_line(note)}")
 
 
-def check_one_study(path: str) -> None:
+def check_one_study(path: str, options: ForeignOptions = NOTHING_SAID) -> None:
     """Raise RunsError if a source holds runs of several studies.
 
     They would be taken for arms and seeds of the same study.
     """
     try:
-        records = [record for record in sources.records(path) if load.as_run(record, [])]
+        records = [record for record in sources.records(path, options) if load.as_run(record, [])]
     except (OSError, ValueError):
         return  # load.load reports the error
     folders = {str(record.settings.get("study")): record.path.parent for record in records}

@@ -6,7 +6,7 @@ Each run is a Record. The sources are:
                                              metrics.jsonl)
     copied/wandb                             offline W&B files below it that lie in no run directory
     analysis/data/paper_figures.parquet      a study that recorded_study.py has written
-    wandb:entity/project, ../group           W&B's API, whole histories (not the sampled ones); a
+    wandb:entity/project, ../group, ../id    W&B's API, whole histories (not the sampled ones); a
                                              group is a study
     outputs/checkpoint-500                   logs of other frameworks (foreign_files.py)
 
@@ -16,9 +16,12 @@ as Parquet.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -29,7 +32,8 @@ from gspo.analysis import foreign, foreign_files, wandb_files
 from gspo.analysis.record_cache import Record, cached, cached_copy, keep
 from gspo.io import untrusted
 from gspo.io.ownership import is_own_file
-from gspo.tracking.frameworks.translate import Log
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
+from gspo.tracking.frameworks.translate import ForeignRun, Log
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
@@ -41,10 +45,12 @@ RUN = "run"
 MAX_DAMAGED_NAMED = 10  # damaged lines that a note names
 
 
-def records(path: Path | str) -> list[Record]:
-    """Return all runs of a source. Raises FileNotFoundError, or ValueError with a single line."""
-    if str(path).startswith(SERVER):
-        return server(str(path).removeprefix(SERVER))
+def records(path: Path | str, options: ForeignOptions = NOTHING_SAID) -> list[Record]:
+    """Return all runs of a source. Raises FileNotFoundError, or ValueError with a single line.
+
+    The options apply to its runs of other frameworks alone."""
+    if is_server(path):
+        return server(str(path), options)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -82,7 +88,8 @@ def records(path: Path | str) -> list[Record]:
         else:
             segments.append(record)
     logs = foreign_files.wandb_logs(foreign_segments)
-    all_records = run_records + joined(segments) + foreign_records(path, run_folders, logs)
+    all_records = run_records + joined(segments)
+    all_records += foreign_records(path, run_folders, logs, options)
     if not_trained and not all_records:
         note = f"{path}: W&B files of reports and evaluations, which train nothing: {not_trained}"
         return [Record(path, {}, pd.DataFrame(), [note])]
@@ -96,7 +103,9 @@ def _without_rows(folder: Path) -> Record:
     return Record(folder, flatten(settings), pd.DataFrame(), notes)
 
 
-def foreign_records(path: Path, run_folders: set[Path], logs: list[Log]) -> list[Record]:
+def foreign_records(
+    path: Path, run_folders: set[Path], logs: list[Log], options: ForeignOptions
+) -> list[Record]:
     """Return the runs of other frameworks: of these logs of W&B, and of the others at a path.
 
     A log of which nothing can be read is a record without rows, with a note."""
@@ -109,19 +118,18 @@ def foreign_records(path: Path, run_folders: set[Path], logs: list[Log]) -> list
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
             found.append(Record(file, {}, pd.DataFrame(), [str(error)]))
-    found += [from_log(log) for log in logs]
+    runs, unreadable = foreign.translated(logs, options)
+    found += [Record(log.path, {}, pd.DataFrame(), log.notes) for log in unreadable]
+    found += [foreign_record(run, about) for run, about in runs]
     if notes:
         found.append(Record(path, {}, pd.DataFrame(), notes))
     return found
 
 
-def from_log(log: Log) -> Record:
-    """Return a log of another framework as a record, without rows if it cannot be read."""
-    try:
-        settings, rows, notes = foreign.described(log)
-    except (OSError, ValueError) as error:
-        return Record(log.path, {}, pd.DataFrame(), [*log.notes, str(error)])
-    return Record(log.path, settings, rows, notes)
+def foreign_record(run: ForeignRun, about: foreign.About, id: str = "") -> Record:
+    """Return a run of another framework as a record."""
+    settings, rows, notes = foreign.described(run, about)
+    return Record(run.path, settings, rows, notes, id)
 
 
 def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
@@ -290,36 +298,89 @@ def recorded_study(file: Path) -> list[Record]:
 
 # ------------------------------------------------------------------------------------------------
 # W&B's server
-def server(address: str) -> list[Record]:
-    """Return the runs of entity/project[/group] from W&B's API, with all rows.
+def is_server(path: Path | str) -> bool:
+    """Return whether a source is an address of W&B's server."""
+    return str(path).startswith(SERVER)
+
+
+def server(source: str, options: ForeignOptions = NOTHING_SAID) -> list[Record]:
+    """Return the runs of wandb:ENTITY/PROJECT[/GROUP or /RUN_ID] from W&B's API, with all rows.
 
     Raises ValueError without an account.
     """
-    import wandb  # imported here because it takes a second
-    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+    import wandb
 
-    entity, _, rest = address.partition("/")
-    project, _, group = rest.partition("/")
-    source = f"{SERVER}{address}"
-    if not entity or not project:
-        raise ValueError(f"{source}: write {SERVER}ENTITY/PROJECT or {SERVER}ENTITY/PROJECT/GROUP")
     host = wandb.Settings().base_url
-    if not signed_in():
-        raise ValueError(f"{source}: no W&B account is configured on this machine: wandb login")
-    filters = {"group": group} if group else None
+    address = source.removeprefix(SERVER)
     run_records = []
-    try:
-        runs = wandb.Api().runs(f"{entity}/{project}", filters=filters)
-        for run in list(runs):
-            if run.job_type in NOT_TRAINED:
-                continue
+    with server_errors(source):
+        for run in server_runs(source):
             config = json.dumps(run.config, sort_keys=True, default=str)
             stamp = [run.state, run.lastHistoryStep, run.name, config, foreign.version()]
+            if not wandb_files.is_ours(run.config):
+                stamp.append(options.given())
             name = f"{host}/{address}/{run.id}"
-            run_records.append(cached(name, stamp, from_server, run))
+            read = partial(from_server, options=options)
+            run_records.append(cached(name, stamp, read, run))
+    return run_records
+
+
+def foreign_server_runs(
+    source: str, options: ForeignOptions
+) -> tuple[list[ForeignRun], list[str], list[str]]:
+    """Return the runs of other frameworks among those of W&B's server.
+
+    The second list tells why others could not be read, the third names the runs of ours."""
+    runs = []
+    problems = []
+    ours = []
+    with server_errors(source):
+        for run in server_runs(source):
+            if wandb_files.is_ours(run.config):
+                ours.append(run.name)
+                continue
+            try:
+                foreign_run, _ = foreign_server_run(run, server_segment(run), options)
+                runs.append(foreign_run)
+            except ValueError as error:
+                problems.append(str(error))
+    return runs, problems, ours
+
+
+def server_runs(source: str) -> list:
+    """Return the training runs of wandb:ENTITY/PROJECT[/GROUP] as W&B's API has them.
+
+    If no run has the group, it may be the id of a run.
+
+    Raises ValueError without an account, and if the address has another form."""
+    import wandb  # imported here because it takes a second
+
+    entity, _, rest = source.removeprefix(SERVER).partition("/")
+    project, _, group = rest.partition("/")
+    if not entity or not project:
+        raise ValueError(
+            f"{source}: write {SERVER}ENTITY/PROJECT, and /GROUP or /RUN_ID for a part of its runs"
+        )
+    if not signed_in():
+        raise ValueError(f"{source}: no W&B account is configured on this machine: wandb login")
+    api = wandb.Api()
+    filters = {"group": group} if group else None
+    runs = list(api.runs(f"{entity}/{project}", filters=filters))
+    if group and not runs:
+        runs = list(api.runs(f"{entity}/{project}", filters={"name": group}))
+    return [run for run in runs if run.job_type not in NOT_TRAINED]
+
+
+@contextlib.contextmanager
+def server_errors(source: str) -> Iterator[None]:
+    """Make a ValueError of a single line of an error of W&B's API."""
+    import wandb
+    from wandb.sdk.lib.service.service_connection import WandbApiFailedError
+
+    try:
+        yield
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"{source}: {error}") from error
-    return run_records
 
 
 def signed_in() -> bool:
@@ -335,18 +396,43 @@ def signed_in() -> bool:
     return get_netrc_auth(wandb.Settings().base_url) is not None
 
 
-def from_server(run: object) -> Record:
-    """Read a run of the API. `scan_history` gives every row, `history` 500 sampled rows."""
-    settings = dict(run.config)
-    settings.pop("_wandb", None)
-    segment = wandb_files.Segment(Path(run.name), config=settings)
-    for row in run.scan_history(page_size=10_000):
-        segment.add(dict(row))
+def from_server(run: object, options: ForeignOptions = NOTHING_SAID) -> Record:
+    """Read a run of the API."""
+    segment = server_segment(run)
     if segment.records:
-        return from_log(foreign_files.wandb_log([segment]))
+        try:
+            foreign_run, about = foreign_server_run(run, segment, options)
+            return foreign_record(foreign_run, about, run.id)
+        except ValueError as error:
+            return Record(segment.path, {}, pd.DataFrame(), [str(error)])
+    settings = dict(segment.config)
     # WANDB_NAME may have replaced the run's name
     name = wandb_files.recorded_name(settings) or run.name
     notes = []
     if segment.without_step:
         notes.append(f"{name}: left out: {segment.without_step} records without a step")
     return Record(Path(name), flatten(settings), frame_of(segment.rows), notes, id=run.id)
+
+
+def server_segment(run: object) -> wandb_files.Segment:
+    """Return the whole history of a run of the API.
+
+    `scan_history` gives every row, `history` 500 sampled rows."""
+    settings = dict(run.config)
+    settings.pop("_wandb", None)
+    # several runs may have the same name
+    name = run.name if wandb_files.may_be_a_name(run.name) else "run"
+    segment = wandb_files.Segment(Path(name) / run.id, id=run.id, config=settings)
+    for row in run.scan_history(page_size=10_000):
+        segment.add(dict(row))
+    return segment
+
+
+def foreign_server_run(
+    run: object, segment: wandb_files.Segment, options: ForeignOptions
+) -> tuple[ForeignRun, foreign.About]:
+    """Return a run of another framework of the API. Raises ValueError if it cannot be read.
+
+    No file of this machine says anything of it."""
+    about = foreign.About(**options.given())
+    return foreign.translated_alone(foreign_files.wandb_log([segment]), about), about

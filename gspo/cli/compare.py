@@ -3,13 +3,14 @@
     gspo compare runs/STUDY/A runs/STUDY/B ...
     gspo compare runs/STUDY where.optim.lr=2e-4 where.task.name=math
     gspo compare runs/STUDY all=true
+    gspo compare runs/STUDY/A outputs objective=gspo updates_per_batch=4
     gspo compare runs/STUDY/A/evaluations/step_000000-HASH runs/STUDY/A/evaluations/step_000060-HASH
 
 Runs are printed in the given order: the settings that differ, how the runs ended, reward and
 held-out scores with 95 % intervals, clipped tokens, routing consistency, tokens, compute and time.
 The interval of the reward is within the run, by resampling blocks of batches. It says nothing about
 other seeds. The interval of a held-out score is over problems. Runs may be run directories, offline
-W&B files, or wandb:ENTITY/PROJECT, as for the figures.
+W&B files, logs of other frameworks, or wandb:ENTITY/PROJECT, as for the figures.
 
 For more than 4 runs, the table has a line for each group of seeds, with the settings that vary. Up
 to 12 runs also have a line each.
@@ -40,6 +41,7 @@ from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import best as peak_of
+from gspo.tracking.foreign_options import ForeignOptions
 from gspo.tracking.metrics import HELD_OUT_MEANS, stderr_of
 
 MAX_LISTED_RUNS = 12  # more runs are only summarised by groups of seeds
@@ -62,7 +64,7 @@ TOTALS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ForeignOptions):
     """The options of this command."""
 
     paths: tuple[str, ...] = option(meaning="runs, or two evaluations")
@@ -80,9 +82,11 @@ def compare() -> None:
     options = command_options(Options, __doc__)
     evaluations = [path for path in options.paths if (Path(path) / "responses").is_dir()]
     if evaluations:
+        if options.given():
+            raise load.RunsError(options.without_effect())
         compare_evaluations(options.paths, evaluations)
         return
-    data = load.load(options.paths, options.where)
+    data = load.load(options.paths, options.where, options)
     for note in data.notes:
         if not note.startswith("seeds of"):
             print(f"note: {escape_line(note)}")

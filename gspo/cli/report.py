@@ -4,12 +4,14 @@
     gspo report runs/STUDY/*
     gspo report outputs/checkpoint-500 objective=gspo updates_per_batch=4
     gspo report logs/verl_file_logger.jsonl out=pages
+    gspo report wandb:ENTITY/PROJECT
 
 The page of a run is report.html in its directory. Every run also writes it at its end. The command
 only reads the run's other files, so it is safe during the run.
 
 Any other path may hold logs of TRL, verl, prime-rl, ROLL, slime, OpenRLHF, ms-swift, NeMo-RL or
-SkyRL (docs/other_frameworks.md). The page of each log is written to the folder `out`.
+SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]. The page of each run is
+written to the folder `out`.
 """
 
 from __future__ import annotations
@@ -17,25 +19,28 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.files import SETTINGS_FILE
+from gspo.io.tables import counted
 from gspo.run.entry_point import command_line, print_error
+from gspo.tracking.foreign_options import ForeignOptions
 from gspo.tracking.run_report import write_page
+
+if TYPE_CHECKING:
+    from gspo.tracking.frameworks.translate import ForeignRun
+
+SERVER = "wandb:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ForeignOptions):
     """The options of this command."""
 
-    paths: tuple[str, ...] = option(meaning="run directories, or logs of other frameworks")
-    framework: str = option("", "of other logs: trl, verl, ...; found by the names if not given")
-    objective: str = option(
-        "", "of other logs: gspo, grpo, ...; what clipped shares mean depends on it"
-    )
-    updates_per_batch: int = option(
-        0, "of other logs: optimizer steps of a rollout batch, if the steps are those", least=0
+    paths: tuple[str, ...] = option(
+        meaning="run directories, or logs of other frameworks; wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
     )
     out: Path = option(Path("reports"), "the folder for the pages of other logs")
 
@@ -49,15 +54,30 @@ def write_pages() -> None:
     """Write the page of each run. An error in a run does not stop the other pages."""
     exit_code = 0
     options = command_options(Options, __doc__)
-    for path in map(Path, options.paths):
+    own_runs = [path for path in options.paths if is_own_run(path)]
+    if options.given() and len(own_runs) == len(options.paths):
+        raise ValueError(options.without_effect())
+    for path in options.paths:
         try:
-            if (path / SETTINGS_FILE).exists() or not path.exists():
-                print(write_page(path))
+            if path in own_runs or not is_there(path):
+                print(write_page(Path(path)))
+            elif path.startswith(SERVER):
+                write_server_pages(path, options)
             else:
-                write_foreign_pages(path, options)
+                write_foreign_pages(Path(path), options)
         except ValueError as error:
             exit_code = print_error(error)
     sys.exit(exit_code)
+
+
+def is_own_run(path: str) -> bool:
+    """Return whether a path is a run directory of this repository."""
+    return (Path(path) / SETTINGS_FILE).exists()
+
+
+def is_there(path: str) -> bool:
+    """Return whether a path exists, or is an address of W&B's server."""
+    return path.startswith(SERVER) or Path(path).exists()
 
 
 def write_foreign_pages(path: Path, options: Options) -> None:
@@ -71,14 +91,37 @@ def write_foreign_pages(path: Path, options: Options) -> None:
         )
     # pandas, which a page of our own runs does not need, takes a second
     from gspo.analysis.foreign import read_foreign_runs
+
+    runs, problems = read_foreign_runs(path, options)
+    print_pages(runs, options.out)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def write_server_pages(source: str, options: Options) -> None:
+    """Write the page of each run of another framework of W&B's server.
+
+    Raises ValueError if there is none, if one cannot be read, and for runs of this repository."""
+    from gspo.analysis.sources import foreign_server_runs
+
+    runs, problems, own_names = foreign_server_runs(source, options)
+    print_pages(runs, options.out)
+    if own_names:
+        problems.append(
+            f"{source}: {counted(len(own_names), 'run')} of this repository ({own_names[0]}), whose "
+            "page is made from the run directory: gspo report runs/STUDY/RUN"
+        )
+    if not runs and not problems:
+        problems.append(f"{source}: there is no training run")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def print_pages(runs: list[ForeignRun], folder: Path) -> None:
+    """Write the pages of runs of other frameworks, and print their paths and the notes."""
     from gspo.tracking.foreign_report import write_foreign_page
 
-    runs, problems = read_foreign_runs(
-        path, options.framework, options.updates_per_batch, options.objective
-    )
     for run in runs:
         for note in run.notes:
             print(f"note: {escape_line(run.path)}: {escape_line(note)}", file=sys.stderr)
-        print(write_foreign_page(run, options.out))
-    if problems:
-        raise ValueError("; ".join(problems))
+        print(write_foreign_page(run, folder))

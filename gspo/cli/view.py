@@ -2,13 +2,15 @@
 
     gspo view runs/STUDY
     gspo view runs/STUDY runs/OTHER in=terminal
+    gspo view outputs objective=gspo updates_per_batch=4
 
 The page is trackio's, at http://127.0.0.1:PORT. To install trackio, use pip install -e '.[view]' or
 `make view RUNS=runs/STUDY`. A study is a project of the page. Runs can be grouped by arm (Group by:
 Group) or by any setting, and the x axis can be chosen. New rows appear within seconds. Ctrl-C ends
 it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
 
-The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
+Logs of other frameworks (docs/other_frameworks.md) have their own metrics after ours, under trl/,
+verl/ and so on. The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
 which is removed at the end.
 """
 
@@ -34,12 +36,14 @@ from urllib.parse import quote
 
 from gspo.analysis import sources
 from gspo.analysis.foreign import FRAMEWORK
+from gspo.analysis.foreign_joining import lasting_path, run_folder
 from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.files import read_events
 from gspo.io.tables import counted
 from gspo.run.entry_point import command_line
+from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.views import VIEWS
 
 if TYPE_CHECKING:
@@ -57,11 +61,13 @@ PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ForeignOptions):
     """The options of this command."""
 
     paths: tuple[str, ...] = option(
-        ("runs",), "run directories, offline W&B files, or folders above them (default: runs)"
+        ("runs",),
+        "run directories, offline W&B files, logs of other frameworks, or folders above them "
+        "(default: runs); wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]",
     )
     in_: str = option("browser", "show a page, or W&B's leet", choices=("browser", "terminal"))
     port: int = option(7860, "port of the page, or the next free port", least=1, most=65535)
@@ -86,14 +92,16 @@ def show() -> None:
         contextlib.suppress(KeyboardInterrupt),
     ):
         if options.in_ == "terminal":
+            if options.given():
+                raise ValueError(f"in=terminal shows files as they are: {options.without_effect()}")
             sys.exit(terminal(options.paths, Path(folder)))
-        browser(options.paths, Path(folder), options.port, options.open)
+        browser(options.paths, Path(folder), options)
     print("closed")
 
 
 # -------------------------------------------------------------------------------------------------
 # in a browser
-def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
+def browser(paths: Sequence[str], folder: Path, options: Options) -> None:
     """Fill trackio's store from the files, show its page, and add new rows until Ctrl-C."""
     # The user's variables could change the address, upload the data, or show another page.
     for name in list(os.environ):
@@ -102,7 +110,7 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
     order = [name for view in VIEWS for panel in view.panels() for name in panel.metrics]
     os.environ["TRACKIO_DIR"] = str(folder)
     os.environ["TRACKIO_PLOT_ORDER"] = ",".join(order)
-    os.environ["GRADIO_SERVER_PORT"] = str(port)  # trackio tries this port first
+    os.environ["GRADIO_SERVER_PORT"] = str(options.port)  # trackio tries this port first
     try:
         from trackio import SQLiteStorage
     except ImportError:
@@ -110,14 +118,16 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
             "the page needs trackio: make view, or pip install -e '.[view]'; or say in=terminal"
         ) from None
     page = Page(SQLiteStorage)
-    while not page.update(paths):
-        records = [record for path in paths for record in sources.records(path)]
+    while not page.update(paths, options):
+        records = [record for path in paths for record in sources.records(path, options)]
         if not any(record.settings for record in records):
             reasons = ["no folder with settings.yaml and metrics.jsonl"]
             reasons += [note for record in records for note in record.notes]
             raise ValueError(f"no runs under {', '.join(paths)}: {'; '.join(reasons[:5])}")
         page.say(f"no row yet under {', '.join(paths)}: waiting for the first")
         time.sleep(PAUSE_SECONDS)
+    if options.given() and not page.has_foreign_runs:
+        raise ValueError(options.without_effect())
     print(f"{counted(len(page.sent), 'run')} of {', '.join(page.studies())}")
     colours = palette(max(MIN_COLOURS, len(page.sent)))
     os.environ["TRACKIO_COLOR_PALETTE"] = ",".join(colours)
@@ -125,13 +135,13 @@ def browser(paths: Sequence[str], folder: Path, port: int, opens: bool) -> None:
     study = quote(page.studies()[0], safe="")
     address = f"http://{LOOPBACK}:{server.config.port}/?project={study}"
     print(f"{address}   (Ctrl-C ends it)", flush=True)
-    if opens:
+    if options.open:
         webbrowser.open(address)
     try:
         while True:
             started = time.monotonic()
             try:
-                page.update(paths)
+                page.update(paths, options)
             except (OSError, ValueError) as error:
                 # A folder was moved or W&B cannot be reached. The next reading may succeed.
                 page.say(str(error))
@@ -177,20 +187,24 @@ class Page:
         self.sent: dict[tuple[str, str], list[dict[str, float]]] = {}
         self.alert_counts: dict[tuple[str, str], int] = {}
         self.notes: set[str] = set()
+        self.has_foreign_runs = False
 
     def studies(self) -> list[str]:
         return sorted({study for study, _ in self.sent})
 
-    def update(self, paths: Sequence[str]) -> int:
+    def update(self, paths: Sequence[str], options: ForeignOptions = NOTHING_SAID) -> int:
         """Read the files again and return the number of new rows."""
-        return sum(self.add(record) for path in paths for record in sources.records(path))
+        records = [record for path in paths for record in sources.records(path, options)]
+        return sum(self.add(record) for record in records)
 
     def add(self, record: Record) -> int:
         """Give the store a run's new rows, or all rows again if earlier rows have changed.
 
         Earlier rows change if a run resumes from an earlier step. Returns the number of rows."""
         for note in record.notes:
-            self.say(note)
+            # counts in the notes on a run of another framework grow with every reading
+            self.say(note, re.sub(r"\d+", "", note) if FRAMEWORK in record.settings else "")
+        self.has_foreign_runs |= FRAMEWORK in record.settings
         study, name = self.study_and_name(record)
         rows = [
             {k: v for k, v in row.items() if v == v and v is not None}
@@ -228,11 +242,15 @@ class Page:
         In these cases a few digits are added to a name."""
         study = escape_line(record.settings.get("study", "runs"))
         name = escape_line(record.path.name)
-        if FRAMEWORK in record.settings:  # many logs have the same name
-            name = escape_line("-".join(record.path.parts[-2:]).strip("-/"))
+        run_id = record.id or str(record.path.absolute())
+        if FRAMEWORK in record.settings:
+            log = lasting_path(record.path)
+            run_id = record.id or str(log)
+            # many logs have the same name, and many runs the same name of a folder
+            names = dict.fromkeys((run_folder(record.path).name, log.name))
+            name = escape_line("-".join(filter(None, names)))
         if not self.is_unchanged(study):
             study = f"study-{study[:MAX_STUDY_CHARS]}-{digits(study)}"
-        run_id = record.id or str(record.path.absolute())
         if self.run_ids.setdefault((study, name), run_id) != run_id:
             name = f"{name}-{digits(run_id)}"
         return study, name
@@ -262,11 +280,14 @@ class Page:
         steps = [event["step"] for event in events]
         self.store.bulk_alert(study, name, titles, texts, levels, steps, alert_ids=ids, run_id=name)
 
-    def say(self, note: str) -> None:
-        """Print each note once. A file without an end is normal here and is not printed."""
-        if note not in self.notes and "has no end" not in note:
+    def say(self, note: str, key: str = "") -> None:
+        """Print each note once. A file without an end is normal here and is not printed.
+
+        Of notes with the same key, only the first is printed."""
+        key = key or note
+        if key not in self.notes and "has no end" not in note:
             print(f"note: {escape_line(note)}", file=sys.stderr)
-        self.notes.add(note)
+        self.notes.add(key)
 
 
 def arm_of(run: str) -> str:

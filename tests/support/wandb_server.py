@@ -197,6 +197,7 @@ class Server(ThreadingHTTPServer):
             run
             for run in self.runs.values()
             if wanted.get("group") in (None, run.about.get("groupName"))
+            and wanted.get("name") in (None, run.name)
         ]
         page = {"internalId": "1", "runCount": len(asked), "readOnly": False}
         return {"project": page | {"runs": self._page(self._run(run) for run in asked)}}

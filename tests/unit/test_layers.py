@@ -158,6 +158,8 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
     allowed = {
         "gspo.tracking.metrics",
         "gspo.tracking.collapse",
+        "gspo.tracking.foreign_options",
+        "gspo.tracking.frameworks.columns",
         "gspo.tracking.frameworks.known",
         "gspo.tracking.frameworks.table",
         "gspo.tracking.frameworks.translate",

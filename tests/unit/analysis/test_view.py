@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from commands import ROOT, SMALL, command, environment, train
+from foreign_logs import trl_row, write_state
 from recorded_runs import write
 from viewer import Viewer
 
@@ -224,6 +225,23 @@ print(len(SQLiteStorage.get_alerts(study)))
     assert rows[-2:] == [[rows[-2][0], 0.1], [99, 0.1]] and len({step for step, _ in rows}) == len(
         rows
     )
+
+
+def test_a_run_of_another_framework(page, tmp_path):
+    """Metrics under our names, then the framework's own; in trackio's real store."""
+    rows = [trl_row(step) for step in range(1, 9)]
+    write_state(tmp_path / "outputs" / "checkpoint-8" / "trainer_state.json", rows)
+    (tmp_path / "store").mkdir()
+    words = ("outputs", "objective=gspo", "updates_per_batch=2")
+    with Viewer(tmp_path, *words, TMPDIR=str(tmp_path / "store")) as viewer:
+        assert any("1 run of trl" in line for line in viewer.said)
+        page.goto(viewer.address)
+        page.locator(CURVE).first.wait_for(timeout=60_000)
+        shown = page.inner_text("body")
+        order = [shown.index(text) for text in ("reward (1)", "sequence_active", "trl (", "loss")]
+        assert order == sorted(order) and page.errors == []
+        (database,) = (path for path in (tmp_path / "store").rglob("*.db") if "trl" in path.name)
+        assert [row["step"] for row in logs(database, "outputs")] == [1, 2, 3, 4]
 
 
 def test_a_taken_port_a_damaged_run_and_a_terminated_viewer(tmp_path):
