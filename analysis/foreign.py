@@ -13,13 +13,19 @@ above it, says the rest:
     seed: 3
     steps: 500                # planned rollout batches
     study: my_study
+
+A trainer of your own is read if the file says which of its metrics are ours:
+
+    names: {train/avg_reward: reward/mean, train/grad: optim/grad_norm}
+    step: global_step         # the key of its steps, and what they count
+    counts: updates
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -27,7 +33,10 @@ import pandas as pd
 from gspo.analysis import foreign_files, foreign_joining, wandb_files
 from gspo.io import untrusted
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
+from gspo.tracking.frameworks.columns import listed
 from gspo.tracking.frameworks.known import TABLES
+from gspo.tracking.frameworks.own import own_table
+from gspo.tracking.frameworks.table import AXIS_COUNTS, Table
 from gspo.tracking.frameworks.translate import ForeignRun, Log, translate
 
 ABOUT = "foreign_run.yaml"
@@ -49,6 +58,9 @@ class About:
     seed: int | None = None
     steps: int = 0
     study: str = ""
+    names: dict[object, object] = field(default_factory=dict)  # of a trainer of one's own: ours
+    step: str = ""  # the key of its steps
+    counts: str = ""  # what its steps count: batches or updates
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,10 @@ def translated(
     frameworks = []
     for log in logs:
         try:
-            frameworks.append(options.framework or read_about(log.path).framework)
+            about = read_about(log.path)
+            framework = options.framework or about.framework
+            log.table = table_of_own(about, framework, log.path)
+            frameworks.append(framework)
             readable.append(log)
         except (OSError, ValueError) as error:
             unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
@@ -137,7 +152,11 @@ def translated_alone(log: Log, about: About) -> ForeignRun:
     """Return a log's run. Raises ValueError if nothing can be read."""
     run = translate(log, about.framework, about.updates_per_batch, about.objective)
     run.planned = about.steps or run.planned
-    table = TABLES[run.framework]
+    table = run.table
+    logged = {name for record in log.records for name in record}
+    missing = [str(name) for name in about.names if name not in logged]
+    if missing:
+        run.notes.append(f"{ABOUT} has names that are not in the log: {listed(missing)}")
     if about.updates_per_batch and not any(axis.counts == "updates" for axis in table.axes):
         run.notes.append(
             f"updates_per_batch={about.updates_per_batch} changes nothing: the steps of "
@@ -156,7 +175,8 @@ def read_about(log: Path) -> About:
     else:
         return About()
     values = untrusted.read_yaml(candidate)
-    kinds = {"framework": str, "objective": str, "study": str}
+    texts = ("framework", "objective", "study", "step", "counts")
+    kinds: dict[object, type] = {"names": dict, **dict.fromkeys(texts, str)}
     for key, value in values.items():
         kind = kinds.get(key, int)
         if key not in About.__dataclass_fields__:
@@ -169,6 +189,27 @@ def read_about(log: Path) -> About:
     return About(**values)
 
 
+def table_of_own(about: About, framework: str, log: Path) -> Table | None:
+    """Return the table of a trainer of the user's own, None if the log is of a known framework."""
+    if not about.names:
+        for key in ("step", "counts"):
+            if getattr(about, key):
+                raise ValueError(f"{log}: {ABOUT} says {key}, but no names: give names too")
+        return None
+    if framework:
+        raise ValueError(
+            f"{log}: {ABOUT} has names of a trainer of your own, and framework={framework} is set: "
+            "leave one of them out"
+        )
+    counts = about.counts or AXIS_COUNTS[0]
+    if counts not in AXIS_COUNTS:
+        raise ValueError(f"{log}: {ABOUT}: counts: {counts[:40]} is none of batches, updates")
+    try:
+        return own_table(about.names, about.step, counts)
+    except ValueError as error:
+        raise ValueError(f"{log}: {ABOUT}: {error}") from None
+
+
 def version() -> str:
     """Return a digest of all tables: rows that were cached under other tables are read again."""
     return hashlib.sha256(repr(TABLES).encode()).hexdigest()[:16]
@@ -177,7 +218,7 @@ def version() -> str:
 def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, object]:
     """Return the settings by which figures and tables know the run."""
     settings = dict(run.settings)
-    table = TABLES[run.framework]
+    table = run.table
     last = int(run.rows[-1]["step"])
     seed = about.seed if about.seed is not None else settings.get("seed")
     if type(seed) is not int:

@@ -151,7 +151,7 @@ def _part(log: Log, framework: str) -> Part | None:
     """Return a log with its numbers, None if its framework or its numbers cannot be told."""
     names = {name for record in log.records for name in record}
     try:
-        table = find_table(names, framework)
+        table = log.table or find_table(names, framework)
         columns = Columns(table, log.path)
         for record in log.records:
             columns.add(record)

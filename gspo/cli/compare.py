@@ -125,8 +125,8 @@ def differing(runs: list[Run]) -> list[str]:
     Runs of different frameworks have few settings in common, and only these are compared."""
     keys = sorted({key for run in runs for key in run.settings})
     if len({run.settings.get("framework") for run in runs}) > 1:
-        common = [key for key in keys if all(key in run.settings for run in runs)]
-        keys = ["framework", *common]
+        in_all = [key for key in keys if all(key in run.settings for run in runs)]
+        keys = ["framework", *(key for key in in_all if key != "framework")]
     ignored = ("tracking", "runs", "resume", "on_existing")
     return [
         key

@@ -15,7 +15,7 @@ import numpy as np
 from gspo.io.files import replace_text
 from gspo.tracking.collapse import SIGNALS, is_finite, levels
 from gspo.tracking.curves import Curve, curves
-from gspo.tracking.frameworks.known import TABLES, definition
+from gspo.tracking.frameworks.known import definition
 from gspo.tracking.frameworks.table import OTHER, Table
 from gspo.tracking.frameworks.translate import ForeignRun
 from gspo.tracking.metrics import lookup
@@ -44,7 +44,7 @@ def write_foreign_page(run: ForeignRun, folder: Path, notes: Sequence[str] = ())
 
 def foreign_page(run: ForeignRun, notes: Sequence[str] = ()) -> str:
     """Return the page's HTML. `notes` are further sentences about the reading of the log."""
-    table = TABLES[run.framework]
+    table = run.table
     values = {
         "name": run.path,
         "subtitle": subtitle(run, table),
@@ -54,7 +54,7 @@ def foreign_page(run: ForeignRun, notes: Sequence[str] = ()) -> str:
         "events": [(event.step, event.kind, event.text) for event in warnings(run, table)],
         "not_judged": not_judged(run, table),
         "definitions": definitions(run),
-        "version": f"{table.title} {table.version}",
+        "version": table.full_title,
         "settings": sorted((name, str(value)) for name, value in run.settings.items()),
     }
     return fill(TEMPLATES / "foreign_report.html.j2", f"{table.title}: {run.path}", values)

@@ -161,6 +161,7 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
         "gspo.tracking.foreign_options",
         "gspo.tracking.frameworks.columns",
         "gspo.tracking.frameworks.known",
+        "gspo.tracking.frameworks.own",
         "gspo.tracking.frameworks.table",
         "gspo.tracking.frameworks.translate",
         "gspo.io.files",

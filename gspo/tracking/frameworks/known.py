@@ -8,6 +8,7 @@ from gspo.tracking.frameworks import (
     ms_swift,
     nemo_rl,
     openrlhf,
+    own,
     prime_rl,
     roll,
     skyrl,
@@ -61,7 +62,8 @@ def find_table(names: Collection[str], framework: str = "") -> Table:
     shown = ", ".join(name[:MAX_SHOWN_CHARS] for name in sorted(names)[:FIRST_NAMES])
     raise ValueError(
         f"its names ({len(names)}: {shown}, ...) prove no framework that is known. If it is one of "
-        f"them, set framework= ({', '.join(TABLES)})"
+        f"them, set framework= ({', '.join(TABLES)}). If it is a trainer of your own, map its names "
+        "to ours in foreign_run.yaml (docs/other_frameworks.md)"
     )
 
 
@@ -70,6 +72,8 @@ def definition(name: str) -> Metric:
 
     Raises KeyError for a name that begins with no framework."""
     framework, _, theirs = name.partition("/")
+    if framework == own.NAME:
+        return Metric(name, "", "of your trainer")
     table = TABLES[framework]
     entry, _ = table.entry(theirs)
     meaning = entry.note if entry is not None and entry.note else "not in the table"

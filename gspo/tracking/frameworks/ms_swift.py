@@ -39,7 +39,7 @@ TABLE = Table(
         ("reward", "train_speed(*)"),
         ("reward", "rollout_correction/*"),
     ),
-    prefixes=("train/",),
+    prefixes=trl.PREFIXES,
     # each row has its own speed and memory, also two rows of one step
     ignored=(
         "profiling/*",

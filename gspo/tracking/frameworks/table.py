@@ -27,6 +27,7 @@ SCALED = "scaled"
 REWEIGHTED = "reweighted"
 OTHER = "other"
 RELATIONS = (SAME, SCALED, REWEIGHTED, OTHER)
+AXIS_COUNTS = ("batches", "updates")
 # the names that gspo.probe puts into the logs of other trainers
 PROBE = "gspo/*"
 ANY = "*"  # our name is the text of the star, if we have such a metric
@@ -104,7 +105,7 @@ class Axis:
     and prefix a record has is the record's."""
 
     key: str
-    counts: str = "batches"  # batches | updates
+    counts: str = "batches"  # one of AXIS_COUNTS
     first: int = 1  # the number of the first batch or update
     prefix: str = ""
 
@@ -122,7 +123,8 @@ class Table:
     proofs: tuple[tuple[str, ...], ...]
     # ... and none of these, which another framework of the same family adds
     disproofs: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ()  # that trackers put before a name: train/
+    # the beginnings that trackers give to names, and the beginnings in the table: train/ is nothing
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # names that are no metrics of training
     # names that several writers use for different things, and a name of each writer's own records
     shared: tuple[str, ...] = ()
@@ -138,11 +140,16 @@ class Table:
     updates: tuple[str, ...] = ()
     updates_divided_by: tuple[str, ...] = ()
 
+    @property
+    def full_title(self) -> str:
+        """The title and the version."""
+        return f"{self.title} {self.version}".strip()
+
     def bare(self, name: str) -> str:
-        """Return a name without the prefix that a tracker put before it."""
-        for prefix in self.prefixes:
+        """Return a name as the table has it, without the prefix of a tracker."""
+        for prefix, replacement in self.prefixes.items():
             if name.startswith(prefix):
-                return name.removeprefix(prefix)
+                return replacement + name.removeprefix(prefix)
         return name
 
     def entry(

@@ -41,6 +41,7 @@ class Log:
     notes: list[str] = field(default_factory=list)
     planned: int = 0
     steps_per_row: int = 0
+    table: Table | None = None  # of a trainer of the user's own
 
 
 @dataclass
@@ -49,7 +50,7 @@ class ForeignRun:
 
     path: Path
     kind: str
-    framework: str  # as in framework=
+    table: Table
     rows: list[dict[str, float]]
     config: dict[str, object]  # theirs, flat
     settings: dict[str, object]  # ours, as far as theirs say them; and their own that make an arm
@@ -61,6 +62,11 @@ class ForeignRun:
     relations: dict[str, Entry]  # of the rows' names, without the names that the table lacks
     notes: list[str]
     dropped: dict[str, int]  # reasons and counts
+
+    @property
+    def framework(self) -> str:
+        """The framework's name, as in framework=NAME."""
+        return self.table.name
 
     def mapped(self) -> list[str]:
         """Return the names of the rows that are metrics of ours."""
@@ -100,7 +106,7 @@ def translate(
     if not names:
         raise ValueError(f"{log.path}: {log.kind} without a record{_reasons(log.notes)}")
     try:
-        table = find_table(names, framework)
+        table = log.table or find_table(names, framework)
     except ValueError as error:
         raise ValueError(
             f"{log.path}: {log.kind} with {len(log.records)} records: {error}"
@@ -124,7 +130,7 @@ def translate(
     run = ForeignRun(
         path=log.path,
         kind=log.kind,
-        framework=table.name,
+        table=table,
         rows=rows,
         config=log.config,
         settings=_settings(table, log.config),
@@ -288,7 +294,7 @@ def _notes(run: ForeignRun, table: Table) -> list[str]:
     unknown = run.unknown()
     if unknown:
         notes.append(
-            f"{len(unknown)} names are not in the table of {table.title} {table.version}, and keep "
-            f"their names: {listed(unknown)}"
+            f"{len(unknown)} names are not in the table of {table.full_title}, and keep their "
+            f"names: {listed(unknown)}"
         )
     return notes

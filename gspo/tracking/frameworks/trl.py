@@ -2,6 +2,8 @@
 
 from gspo.tracking.frameworks.table import ANY, PROBE, Axis, Table, other, reweighted, same
 
+# transformers calls eval_reward eval/reward in TensorBoard and W&B
+PREFIXES = {"train/": "", "eval/": "eval_"}
 TOKEN_LEVEL = ("grpo", "drgrpo", "dapo", "bnpo")
 LEVEL = (
     "share of tokens, or of responses with importance_sampling_level=sequence. Under our name only "
@@ -94,7 +96,7 @@ TABLE = Table(
     axes=(Axis("train/global_step", "updates"), Axis("step", "updates")),
     proofs=(("reward", "completions/mean_length"), ("reward", "completion_length")),
     disproofs=("global_step/max_steps", "memory(GiB)", "train_speed(*)", "rollout_correction/*"),
-    prefixes=("train/",),
+    prefixes=PREFIXES,
     ignored=("profiling/*", "global_step"),
     row_is_mean=True,
     gradient_norm="trl/grad_norm",

@@ -381,3 +381,52 @@ def test_the_live_page_tells_logs_of_the_same_name_apart(tmp_path):
     assert page.update([str(two_runs(tmp_path / "runs"))]) == 60
     assert sent.keys() == {"a-file.jsonl", "b-file.jsonl"}
     assert sent["a-file.jsonl"][0]["reward/mean"] == 0.501
+
+
+# ------------------------------------------------------------------------------------------------
+# a trainer of one's own
+def own_log(folder: Path, about: str) -> Path:
+    rows = [{"it": n, "global_step": n, "loop/score": n / 10, "loop/x": 1.0} for n in range(1, 31)]
+    write_lines(folder / "history.jsonl", rows)
+    (folder / "foreign_run.yaml").write_text(about, encoding="utf-8")
+    return folder / "history.jsonl"
+
+
+def test_a_trainer_of_ones_own_is_read_by_the_names_that_the_user_gives(tmp_path):
+    about = "names: {loop/score: reward/mean, loop/gone: optim/lr}\ncounts: updates\n"
+    log = own_log(tmp_path, f"{about}updates_per_batch: 3\nobjective: mine\nseed: 2\n")
+    own = read_foreign(log)
+    assert own.framework == "own" and len(own.rows) == 10
+    assert own.rows[0] == {
+        "step": 1,
+        "reward/mean": pytest.approx(0.2),
+        "own/loop/x": 1,
+        "own/it": 2,
+    }
+    assert any("not in the log: loop/gone" in note for note in own.notes)
+    data = load.load([tmp_path])
+    assert data.runs[0].settings["framework"] == "your trainer" and data.runs[0].seed == 2
+    # a changed mapping is read anew, not from the cache
+    own_log(tmp_path, "names: {loop/x: reward/mean}\nobjective: mine\n")
+    assert set(load.load([tmp_path]).runs[0].rows["reward/mean"]) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        (
+            "names: {loop/score: rewards/mean}",
+            "loop/score: rewards/mean is none of our metrics",
+        ),
+        ("names: {a: reward/mean, b: reward/mean}", "b and a are both reward/mean"),
+        ("names: {a: 1}", "a: 1 must be two names"),
+        ("names: {a: eval/*}", r"eval/\* is none of our metrics"),
+        ("names: {a: reward/mean}\ncounts: epochs", "epochs is none of batches, updates"),
+        ("names: {a: reward/mean}\nframework: trl", "framework=trl is set"),
+        ("step: it", "says step, but no names"),
+        ("names: reward/mean", "names=reward/mean is no dict"),
+    ],
+)
+def test_a_wrong_mapping_is_refused_with_key_and_value(tmp_path, about, message):
+    with pytest.raises(ValueError, match=message):
+        read_foreign(own_log(tmp_path, about))

@@ -213,6 +213,13 @@ def test_shares_of_equal_groups_are_added_only_if_both_are_logged():
     assert run([row]).rows[0]["group/zero_variance"] == 0.375
 
 
+def test_trackers_call_eval_reward_eval_slash_reward():
+    row = {f"train/{name}": value for name, value in trl_row(1).items() if name != "step"}
+    run_of_tracker = run([row | {"train/global_step": 1, "eval/reward": 0.25}])
+    assert run_of_tracker.rows[0]["eval/held_out/avg@k"] == 0.25
+    assert not run_of_tracker.unknown()
+
+
 def test_slime_has_three_axes():
     records = [row for rollout in range(3) for row in slime_rows(rollout)]
     slime = run(records, config={"num_steps_per_rollout": 2, "advantage_estimator": "gspo"})
