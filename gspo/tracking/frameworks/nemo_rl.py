@@ -13,8 +13,15 @@ ENTRIES = (
     other("train/probs_ratio_*", "ratios after the clip, or their extremes by micro-batch"),
     other("train/kl_penalty", "the KL term of the loss"),
     other("train/token_mult_prob_error", "mean of exp|log-prob difference| of engine and trainer"),
-    other("train/gen_kl_error", "k3 in one of the two directions"),
-    other("train/policy_kl_error", "k3 in one of the two directions"),
+    other("train/gen_kl_error", "KL of engine to trainer, by reference_policy_kl_type"),
+    other("train/policy_kl_error", "KL of trainer to engine, by reference_policy_kl_type"),
+    other("train/js_divergence_error", "an estimate of the Jensen-Shannon divergence of both"),
+    other(
+        "train/sampling_importance_ratio", "weight of engine and trainer, token or response mean"
+    ),
+    other("train/is_oob_ratio", "share of tokens or responses with a weight outside its range"),
+    other("train/loss", "the loss with its KL term"),
+    other("train/num_valid_samples", "number of responses in the loss"),
     other("train/approx_entropy", "of the sampled tokens alone"),
     other("train/grad_norm", "norm of the last update"),
     other("train/moe/*", "load of the experts"),

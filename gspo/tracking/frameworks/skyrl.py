@@ -24,6 +24,9 @@ ENTRIES = (
     other("policy/*", "of the training step"),
     reweighted("eval/*/avg_score", "eval/*/avg@k", "samples per problem (k) are not logged"),
     other("eval/*", "of held-out problems"),
+    other("loss/avg_final_rewards", "the reward with the KL in the reward applied"),
+    other("loss/*", "of the advantages and of the KL"),
+    other("timing/*", "seconds of a part of the step"),
 )
 
 TABLE = Table(

@@ -41,6 +41,11 @@ ENTRIES = (
     other("num_tokens", "tokens so far, with the prompts"),
     other("step_time", "seconds of a whole step"),
     other("aux_loss", "load-balancing loss of the router"),
+    other("policy_loss", "the loss without the entropy bonus, only with one"),
+    other("entropy_coef", "coefficient of the entropy bonus"),
+    other("tools/call_frequency", "calls of tools per response"),
+    other("tools/failure_frequency", "share of the calls of tools that failed"),
+    other("vespo/phi_seq_mean", "mean of the weights of responses, only with loss_type=vespo"),
     reweighted(
         "sampling/sampling_logp_difference/mean",
         "mismatch/logp_abs",
@@ -56,6 +61,10 @@ ENTRIES = (
     ),
     other("eval_clip_ratio/*", "always 0: no update in an evaluation", absent_if_all_zero=True),
     other("eval_*", "of the held-out set, defined as in training"),
+    # in W&B and TensorBoard, transformers writes eval/ for eval_
+    reweighted("eval/reward", "eval/held_out/avg@k", "samples per prompt (k) are not in the row"),
+    other("eval/clip_ratio/*", "always 0: no update in an evaluation", absent_if_all_zero=True),
+    other("eval/*", "of the held-out set, defined as in training"),
     other("train_*", "summary at the end of the run"),
     other("epoch", "passes over the prompts"),
     other("total_flos", "transformers' estimate for a pass over the prompts"),
