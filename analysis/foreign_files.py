@@ -311,7 +311,9 @@ def console(path: Path) -> Log:
         if not matched:
             continue
         record: dict[str, object] = {"step": int(matched[1])}
-        for part in matched[2].strip().split(" - "):
+        # a progress bar may go on in the same line
+        pairs = matched[2].partition("\r")[0]
+        for part in pairs.strip().split(" - "):
             pair = CONSOLE_PAIR.fullmatch(part.strip())
             number = _float(pair[2]) if pair else None
             if pair and number is not None:
