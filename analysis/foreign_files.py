@@ -61,6 +61,7 @@ FIRST_BYTES = 1 << 20  # in which the kind of a file shows
 FIRST_CONSOLE_BYTES = 4 << 20  # a console has much before its first step
 MAX_STATE_BYTES = 256 << 20
 MAX_FOLDER_ENTRIES = 100_000
+MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
 
 
 # ------------------------------------------------------------------------------------------------
@@ -390,7 +391,10 @@ def wandb_log(segments: list[wandb_files.Segment]) -> Log:
     for segment in segments:
         log.records += [as_numbers(record) for record in segment.records]
         log.config |= flat(segment.config)
-        log.notes += [f"{segment.path}: {damage}" for damage in segment.damage]
+        log.notes += [f"{segment.path}: {damage}" for damage in segment.damage[:MAX_DAMAGE_NAMED]]
+        more = len(segment.damage) - MAX_DAMAGE_NAMED
+        if more > 0:
+            log.notes.append(f"{segment.path}: {more} more places are damaged")
     return log
 
 

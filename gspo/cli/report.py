@@ -48,22 +48,24 @@ def main() -> None:
 def write_pages() -> None:
     """Write the page of each run. An error in a run does not stop the other pages."""
     exit_code = 0
+    foreign_pages: set[Path] = set()
     options = command_options(Options, __doc__)
     for path in map(Path, options.paths):
         try:
             if (path / SETTINGS_FILE).exists() or not path.exists():
                 print(write_page(path))
             else:
-                write_foreign_pages(path, options)
+                write_foreign_pages(path, options, foreign_pages)
         except ValueError as error:
             exit_code = print_error(error)
     sys.exit(exit_code)
 
 
-def write_foreign_pages(path: Path, options: Options) -> None:
+def write_foreign_pages(path: Path, options: Options, pages: set[Path]) -> None:
     """Write the page of each log of another framework at or below a path.
 
-    Raises ValueError if there is none, or if one cannot be read."""
+    `pages` has the pages that this command wrote before, and gets these too. Raises ValueError if
+    there is none, or if one cannot be read."""
     own_runs = sorted(file.parent for file in path.rglob(SETTINGS_FILE))
     if own_runs:
         raise ValueError(
@@ -79,6 +81,8 @@ def write_foreign_pages(path: Path, options: Options) -> None:
     for run in runs:
         for note in run.notes:
             print(f"note: {escape_line(run.path)}: {escape_line(note)}", file=sys.stderr)
-        print(write_foreign_page(run, options.out))
+        page = write_foreign_page(run, options.out, taken=pages)
+        pages.add(page)
+        print(page)
     if problems:
         raise ValueError("; ".join(problems))

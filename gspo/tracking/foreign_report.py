@@ -7,7 +7,7 @@ reason, and every metric whose definition is not exactly ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +33,21 @@ SPIKE = 1.0  # log10 of a factor of 10
 MAX_NAME_BYTES = 200  # of a page; file systems allow 255
 
 
-def write_foreign_page(run: ForeignRun, folder: Path, notes: Sequence[str] = ()) -> Path:
-    """Write the page of a run of another framework to a folder, and return the page's path."""
+def write_foreign_page(
+    run: ForeignRun, folder: Path, notes: Sequence[str] = (), taken: Collection[Path] = ()
+) -> Path:
+    """Write the page of a run of another framework to a folder, and return the page's path.
+
+    The paths in `taken` are pages of other runs, which stay as they are."""
     name = "-".join(run.path.parts[-3:]).strip("-/")
     while len(f"{name}.html".encode(errors="replace")) > MAX_NAME_BYTES:
         # the end of a path says the most
         name = name[1:]
     path = folder / f"{name}.html"
+    number = 1
+    while path in taken:
+        number += 1
+        path = folder / f"{name}-{number}.html"
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(path, foreign_page(run, notes))
     return path

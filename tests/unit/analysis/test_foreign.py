@@ -235,6 +235,12 @@ def test_our_own_files_are_not_passed_over_either(tmp_path):
         load.load([tmp_path])
 
 
+def test_many_damaged_places_of_a_wandb_file_are_one_note(tmp_path):
+    segment = wandb_files.Segment(tmp_path, damage=[f"damaged at byte {i}" for i in range(500)])
+    notes = foreign_files.wandb_log([segment]).notes
+    assert len(notes) == 11 and notes[-1].endswith("490 more places are damaged")
+
+
 def test_records_of_ours_without_a_step_are_counted(tmp_path):
     segment = wandb_files.Segment(tmp_path, config={"record": {"run": "r"}})
     for row in ({"step": 1, "reward/mean": 0.5}, {"reward/mean": 1.0}, {"step": 1, "a/b": 1.0}):

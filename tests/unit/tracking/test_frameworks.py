@@ -357,6 +357,8 @@ def test_the_page_of_a_run_before_its_first_batch_and_with_a_long_path(tmp_path)
     page_file = write_foreign_page(translate(log), tmp_path)
     assert page_file.name.endswith("y-trainer_state.json.html")
     assert "no rollout batch has a finite one" in page_file.read_text()
+    second = write_foreign_page(translate(log), tmp_path, taken={page_file})
+    assert second.name.endswith("-2.html") and page_file.exists()
 
 
 def test_a_row_of_many_steps_counts_as_many_in_text_and_picture():
