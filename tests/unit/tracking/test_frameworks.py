@@ -305,6 +305,7 @@ def test_an_objective_that_no_line_of_the_table_has_is_told():
         ("verl", ("num_turns/mean", "train/num_gen_batches", "actor/reward_kl_penalty")),
         # NeMo-RL's own loss_functions.py
         ("nemo_rl", ("train/js_divergence_error", "train/loss", "train/is_oob_ratio")),
+        ("slime", ("passrate/pass@2", "multi_turn/multi_turn_metric/round_number_mean")),
         ("skyrl", ("timing/generate", "loss/avg_final_rewards", "policy/raw_grad_norm")),
     ],
 )
