@@ -46,6 +46,7 @@ CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 CONSOLE_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
 # a name may have spaces, because names of data sets have
 CONSOLE_PAIR = re.compile(r"(\S.*):(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?$")
+ROUNDED = re.compile(r"[-+]?\d+\.\d{3}")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8. Some editors write it before the first line
 # how files begin that hold no UTF-8 text
 OTHER_BEGINNINGS = {
@@ -303,6 +304,7 @@ def console(path: Path) -> Log:
     """Read the lines `step:3 - name:value - name:value` of a console."""
     log = Log(path, CONSOLE)
     odd = 0
+    is_rounded = True
     for line in _lines(path, log.notes):
         # most lines of a console are no steps
         if b"step:" not in line:
@@ -319,9 +321,15 @@ def console(path: Path) -> Log:
             number = _float(pair[2]) if pair else None
             if pair and number is not None:
                 record[pair[1]] = number
+                is_rounded = is_rounded and ROUNDED.fullmatch(pair[2]) is not None
             else:
                 odd += 1
         log.records.append(record)
+    if log.records and is_rounded:
+        log.notes.append(
+            "its numbers are rounded to 3 decimals, as older versions print them: a 0, such as that "
+            "of a learning rate, may be a small number"
+        )
     if odd:
         log.notes.append(f"left out: {odd} parts of lines that are no name and number")
     return log

@@ -104,6 +104,14 @@ ENTRIES = (
     other("timing_per_token_ms/*", "milliseconds per token"),
     other("perf/*", "tokens of this step with prompts, tokens per second and device"),
     other("global_seqlen/*", "tokens of the devices"),
+    # names of versions before 0.3
+    scaled("actor/lr(1e-4)", "optim/lr", factor=1e-4),
+    other("critic/lr(1e-4)", "of the critic, times 10,000"),
+    other("critic/kl", "KL in the reward, mean over responses"),
+    other("critic/kl_coeff", "coefficient of the KL in the reward"),
+    other("mfu/*", "share of the devices' peak speed"),
+    same("timing/gen", "time/rollout_s"),
+    other("timing/*", "seconds of a part of the step"),
 )  # fmt: skip
 
 ACTOR = "actor_rollout_ref.actor"

@@ -321,7 +321,11 @@ def test_a_console_with_a_mark_long_lines_progress_bars_and_a_late_first_step(
     assert run.notes[0] == "left out: 1 lines of more than 2,000 bytes"
     assert not any("parts of lines" in note for note in run.notes)
     file.write_text("INFO some words\n" * 20 + console_line(3))
-    assert read_foreign(file).rows[0]["step"] == 3
+    late = read_foreign(file)
+    assert late.rows[0]["step"] == 3 and not any("rounded" in note for note in late.notes)
+    pairs = " - ".join(f"{name}:{value:.3f}" for name, value in verl_row(1).items())
+    file.write_text(f"step:1 - {pairs}")  # as verl 0.3 printed
+    assert any("rounded to 3 decimals" in note for note in read_foreign(file).notes)
 
 
 def test_the_whole_history_on_the_last_line_of_ms_swift_may_be_too_long(tmp_path, monkeypatch):

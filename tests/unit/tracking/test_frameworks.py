@@ -303,6 +303,7 @@ def test_an_objective_that_no_line_of_the_table_has_is_told():
         ("trl", ("policy_loss", "entropy_coef", "tools/call_frequency", "vespo/phi_seq_mean")),
         # real logs of verl: DAPO's trainer and the KL in the reward
         ("verl", ("num_turns/mean", "train/num_gen_batches", "actor/reward_kl_penalty")),
+        ("verl", ("actor/lr(1e-4)", "critic/kl", "critic/kl_coeff", "mfu/actor", "timing/adv")),
         # NeMo-RL's own loss_functions.py
         ("nemo_rl", ("train/js_divergence_error", "train/loss", "train/is_oob_ratio")),
         ("slime", ("passrate/pass@2", "multi_turn/multi_turn_metric/round_number_mean")),
