@@ -104,7 +104,7 @@ ENTRIES = (
     other("timing_per_token_ms/*", "milliseconds per token"),
     other("perf/*", "tokens of this step with prompts, tokens per second and device"),
     other("global_seqlen/*", "tokens of the devices"),
-    # names of versions before 0.3
+    # names of old versions
     scaled("actor/lr(1e-4)", "optim/lr", factor=1e-4),
     other("critic/lr(1e-4)", "of the critic, times 10,000"),
     other("critic/kl", "KL in the reward, mean over responses"),
