@@ -2,6 +2,7 @@
 
     file                           what is in it                     written by
     trainer_state.json             `log_history`, a list of rows     transformers: TRL, ms-swift
+    *log_history*.json             the list alone                    scripts of users
     *.jsonl                        a row of numbers per line         prime-rl, exported histories
     *.jsonl                        {"step": 1, "data": {...}}        verl's file logger
     logging.jsonl                  rows, steps as "3/160"            ms-swift
@@ -19,12 +20,13 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
-from gspo.analysis import wandb_files
+from gspo.analysis import event_frames, wandb_files
 from gspo.io import untrusted
+from gspo.tracking.frameworks.known import STEP_KEYS
 from gspo.tracking.frameworks.translate import Log
 
 TRAINER_STATE = "transformers' trainer state"
@@ -35,24 +37,32 @@ EVENTS = "TensorBoard's event files"
 WANDB = "a W&B file"
 FINDABLE = "trainer_state.json, JSON lines with steps, verl's console, TensorBoard's event files, or *.wandb"
 
+HISTORY = "log_history"  # a list of rows; also in the names of files that hold the list alone
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
-STEP_KEYS = ("step", "_step", "global_step", "iteration", "global_step/max_steps")
 STEPS_AS_TEXT = ("global_step/max_steps", "iteration")
 STEP_OF_ALL = re.compile(r"(\d{1,9})/(\d{1,9})")  # ms-swift's "3/160"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 CONSOLE_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
-CONSOLE_PAIR = re.compile(r"(\S+):(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?$")
+# a name may have spaces, because names of data sets have
+CONSOLE_PAIR = re.compile(r"(\S.*):(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?$")
+ROUNDED = re.compile(r"[-+]?\d+\.\d{3}")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8. Some editors write it before the first line
+# how files begin that hold no UTF-8 text
+OTHER_BEGINNINGS = {
+    b"\x1f\x8b": "compressed by gzip: unpack it first",
+    b"\xff\xfe": "UTF-16 text: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
+}
 COLOURS = re.compile("\x1b\\[[0-9;]*m")
 # numbers that W&B's server spells as text
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-FIRST_BYTES = 64 << 10  # in which the kind of a file shows
+FIRST_BYTES = 1 << 20  # in which the kind of a file shows
 FIRST_CONSOLE_BYTES = 4 << 20  # a console has much before its first step
 MAX_STATE_BYTES = 256 << 20
 MAX_FOLDER_ENTRIES = 100_000
-FRAME_HEAD_BYTES = 12  # of TensorBoard: a length of 8 bytes and its checksum
-FRAME_TAIL_BYTES = 4
+MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,11 +108,12 @@ def _kind(file: Path) -> str:
     try:
         with untrusted.open_plain_file(file) as opened:
             size = FIRST_CONSOLE_BYTES if suffix in CONSOLE_SUFFIXES else FIRST_BYTES
-            content = opened.read(size)
+            content = opened.read(size).removeprefix(BYTE_ORDER_MARK)
     except (OSError, untrusted.Unreadable):
         return ""
     if suffix == ".json":
-        return TRAINER_STATE if b'"log_history"' in content else ""
+        is_history = HISTORY in file.name and content.lstrip().startswith(b"[")
+        return TRAINER_STATE if is_history or b'"log_history"' in content else ""
     if suffix in CONSOLE_SUFFIXES:
         return CONSOLE if b"step:" in content and _has_console_line(content) else ""
     for line in content.splitlines()[:20]:
@@ -131,12 +142,14 @@ def _newest_state(files: list[Path]) -> Path:
 def content_of(path: Path) -> str:
     """Return in words what a path holds, for a message that nothing could be read of it."""
     if not path.is_dir():
-        return f"the file is none of {FINDABLE}"
+        return _why_unreadable(path) or f"the file is none of {FINDABLE}"
     suffixes: dict[str, int] = {}
     for number, file in enumerate(path.rglob("*")):
         if number > MAX_FOLDER_ENTRIES:
             break
-        if file.is_file():
+        if file.is_symlink():
+            suffixes["links"] = suffixes.get("links", 0) + 1
+        elif file.is_file():
             suffix = file.suffix or "no suffix"
             suffixes[suffix] = suffixes.get(suffix, 0) + 1
     if not suffixes:
@@ -144,6 +157,21 @@ def content_of(path: Path) -> str:
     most = sorted(suffixes, key=lambda suffix: -suffixes[suffix])[:5]
     counts = ", ".join(f"{suffixes[suffix]} {suffix}" for suffix in most)
     return f"the folder holds {sum(suffixes.values())} files ({counts}), none of them {FINDABLE}"
+
+
+def _why_unreadable(file: Path) -> str:
+    """Return in words why a file cannot be read as text, empty if it can."""
+    if file.is_symlink():
+        return "the file is a link, and links are not followed: name the file that it points to"
+    try:
+        with untrusted.open_plain_file(file) as opened:
+            content = opened.read(2)
+    except OSError as error:
+        return f"the file cannot be read: {error.strerror}"
+    except untrusted.Unreadable:
+        return "it is no file with a content, but a pipe or a device"
+    reason = OTHER_BEGINNINGS.get(content)
+    return f"the file is {reason}" if reason else ""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -159,8 +187,11 @@ def read_log(path: Path) -> Log:
     kind = _kind(path)
     if kind == TRAINER_STATE:
         return trainer_state(path)
-    if kind == CONSOLE:
-        return console(path)
+    if path.suffix.lower() in CONSOLE_SUFFIXES and path.is_file():
+        # its first step may come after the first bytes
+        log = console(path)
+        if log.records:
+            return log
     if kind in (LINES, FILE_LOGGER):
         return json_lines(path, kind)
     raise untrusted.Unreadable(f"{path}: {content_of(path)}")
@@ -172,7 +203,9 @@ def trainer_state(path: Path) -> Log:
     content = untrusted.read_bytes(path, MAX_STATE_BYTES)
     try:
         state = untrusted.parse_json(content)
-        history = state.get("log_history") if isinstance(state, dict) else None
+        if isinstance(state, list):
+            state = {HISTORY: state}
+        history = state.get(HISTORY) if isinstance(state, dict) else None
     except ValueError as error:
         state = {}
         history = list(_objects_of_a_cut_list(content.decode(errors="replace")))
@@ -195,7 +228,7 @@ def trainer_state(path: Path) -> Log:
 
 def _objects_of_a_cut_list(text: str) -> Iterator[object]:
     """Yield the complete objects at the start of the list `log_history` in a damaged text."""
-    position = text.find("[", text.find('"log_history"'))
+    position = text.find("[", max(text.find(f'"{HISTORY}"'), 0))
     decoder = json.JSONDecoder()
     while position >= 0:
         position += 1
@@ -214,7 +247,7 @@ def json_lines(path: Path, kind: str = LINES) -> Log:
     """Read a file with a row of JSON per line."""
     log = Log(path, kind)
     damaged = 0
-    for line in untrusted.read_lines(path):
+    for line in _lines(path, log.notes):
         row = _object(line)
         if row is None:
             damaged += bool(line.strip())
@@ -233,6 +266,31 @@ def json_lines(path: Path, kind: str = LINES) -> Log:
     return log
 
 
+def _lines(path: Path, notes: list[str]) -> Iterator[bytes]:
+    """Yield the lines of a file. Lines that are too long are left out, with a note.
+
+    The last line of ms-swift's logging.jsonl has the whole history again, and may be one."""
+    too_long = 0
+    limit = untrusted.MAX_LINE_BYTES
+    with untrusted.open_plain_file(path) as file:
+        if os.fstat(file.fileno()).st_size > untrusted.MAX_ROWS_FILE_BYTES:
+            raise untrusted.Unreadable(
+                f"{path} is larger than {untrusted.MAX_ROWS_FILE_BYTES:,} bytes, "
+                "the most that is read of it"
+            )
+        is_rest = False  # of a line that is too long
+        for number, part in enumerate(iter(partial(file.readline, limit), b"")):
+            if number == 0:
+                part = part.removeprefix(BYTE_ORDER_MARK)
+            is_whole = part.endswith(b"\n") or len(part) < limit
+            if is_whole and not is_rest:
+                yield part
+            too_long += not is_whole and not is_rest
+            is_rest = not is_whole
+    if too_long:
+        notes.append(f"left out: {too_long} lines of more than {limit:,} bytes")
+
+
 def _object(line: bytes) -> dict | None:
     """Return the mapping of a line of JSON, None if it is none."""
     try:
@@ -246,20 +304,32 @@ def console(path: Path) -> Log:
     """Read the lines `step:3 - name:value - name:value` of a console."""
     log = Log(path, CONSOLE)
     odd = 0
-    for line in untrusted.read_lines(path):
+    is_rounded = True
+    for line in _lines(path, log.notes):
+        # most lines of a console are no steps
+        if b"step:" not in line:
+            continue
         text = COLOURS.sub("", line.decode(errors="replace"))
         matched = CONSOLE_LINE.search(text)
         if not matched:
             continue
         record: dict[str, object] = {"step": int(matched[1])}
-        for part in matched[2].strip().split(" - "):
+        # a progress bar may go on in the same line
+        pairs = matched[2].partition("\r")[0]
+        for part in pairs.strip().split(" - "):
             pair = CONSOLE_PAIR.fullmatch(part.strip())
             number = _float(pair[2]) if pair else None
             if pair and number is not None:
                 record[pair[1]] = number
+                is_rounded = is_rounded and ROUNDED.fullmatch(pair[2]) is not None
             else:
                 odd += 1
         log.records.append(record)
+    if log.records and is_rounded:
+        log.notes.append(
+            "its numbers are rounded to 3 decimals, as older versions print them: a 0, such as that "
+            "of a learning rate, may be a small number"
+        )
     if odd:
         log.notes.append(f"left out: {odd} parts of lines that are no name and number")
     return log
@@ -279,7 +349,7 @@ def event_files(folder: Path, files: Iterable[Path] = ()) -> Log:
     from google.protobuf.message import DecodeError
 
     try:
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
         raise untrusted.Unreadable(
@@ -288,55 +358,29 @@ def event_files(folder: Path, files: Iterable[Path] = ()) -> Log:
     log = Log(folder, EVENTS)
     # the names hold the time of the start
     for file in sorted(files) or sorted(folder.glob(f"{EVENT_FILE}*")):
-        loaded = 0
+        damaged = 0
         try:
-            frames = _count_frames(file, log.notes)
-        except (OSError, untrusted.Unreadable) as error:
-            log.notes.append(f"left out: {error}")
-            continue
-        try:
-            for event in EventFileLoader(str(file)).Load():
-                loaded += 1
-                record: dict[str, object] = {"step": event.step}
-                for value in event.summary.value:
-                    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                        array = make_ndarray(value.tensor)
-                        if array.dtype.kind == "f" and array.size == 1:
-                            record[value.tag] = float(array)
+            for payload in event_frames.events(file, log.notes):
+                try:
+                    event = Event.FromString(payload)
+                    record: dict[str, object] = {"step": event.step}
+                    for value in event.summary.value:
+                        if value.HasField("simple_value"):
+                            record[value.tag] = value.simple_value
+                        elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                            array = make_ndarray(value.tensor)
+                            if array.dtype.kind == "f" and array.size == 1:
+                                record[value.tag] = float(array)
+                except (DecodeError, ValueError, TypeError, KeyError):
+                    damaged += 1
+                    continue
                 if len(record) > 1:
                     log.records.append(record)
-        except (DecodeError, ValueError, TypeError, KeyError) as error:
-            log.notes.append(f"{file}: damaged: {str(error)[:100]}")
-        if loaded < frames:
-            log.notes.append(f"{file}: damaged: {loaded} of {frames} events are read")
+        except (OSError, untrusted.Unreadable) as error:
+            log.notes.append(f"left out: {error}")
+        if damaged:
+            log.notes.append(f"{file}: left out: {damaged} events that cannot be decoded")
     return log
-
-
-def _count_frames(file: Path, notes: list[str]) -> int:
-    """Return the number of complete frames of an event file. An incomplete frame becomes a note.
-
-    TensorBoard's reader says nothing if it stops early."""
-    with untrusted.open_plain_file(file) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if size > untrusted.MAX_ROWS_FILE_BYTES:
-            raise untrusted.Unreadable(
-                f"{file} is larger than {untrusted.MAX_ROWS_FILE_BYTES:,} bytes"
-            )
-        position = 0
-        frames = 0
-        while position < size:
-            opened.seek(position)
-            head = opened.read(FRAME_HEAD_BYTES)
-            end = size + 1
-            if len(head) == FRAME_HEAD_BYTES:
-                (length,) = struct.unpack_from("<Q", head)
-                end = position + FRAME_HEAD_BYTES + length + FRAME_TAIL_BYTES
-            if end > size:
-                notes.append(f"{file}: cut or damaged at byte {position}")
-                break
-            frames += 1
-            position = end
-    return frames
 
 
 # ------------------------------------------------------------------------------------------------
@@ -355,7 +399,10 @@ def wandb_log(segments: list[wandb_files.Segment]) -> Log:
     for segment in segments:
         log.records += [as_numbers(record) for record in segment.records]
         log.config |= flat(segment.config)
-        log.notes += [f"{segment.path}: {damage}" for damage in segment.damage]
+        log.notes += [f"{segment.path}: {damage}" for damage in segment.damage[:MAX_DAMAGE_NAMED]]
+        more = len(segment.damage) - MAX_DAMAGE_NAMED
+        if more > 0:
+            log.notes.append(f"{segment.path}: {more} more places are damaged")
     return log
 
 

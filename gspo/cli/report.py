@@ -53,6 +53,7 @@ def main() -> None:
 def write_pages() -> None:
     """Write the page of each run. An error in a run does not stop the other pages."""
     exit_code = 0
+    pages: set[Path] = set()
     options = command_options(Options, __doc__)
     own_runs = [path for path in options.paths if is_own_run(path)]
     if options.given() and len(own_runs) == len(options.paths):
@@ -62,9 +63,9 @@ def write_pages() -> None:
             if path in own_runs or not is_there(path):
                 print(write_page(Path(path)))
             elif path.startswith(SERVER):
-                write_server_pages(path, options)
+                write_server_pages(path, options, pages)
             else:
-                write_foreign_pages(Path(path), options)
+                write_foreign_pages(Path(path), options, pages)
         except ValueError as error:
             exit_code = print_error(error)
     sys.exit(exit_code)
@@ -80,10 +81,11 @@ def is_there(path: str) -> bool:
     return path.startswith(SERVER) or Path(path).exists()
 
 
-def write_foreign_pages(path: Path, options: Options) -> None:
+def write_foreign_pages(path: Path, options: Options, pages: set[Path]) -> None:
     """Write the page of each log of another framework at or below a path.
 
-    Raises ValueError if there is none, or if one cannot be read."""
+    `pages` has the pages that this command wrote before, and gets these too. Raises ValueError if
+    there is none, or if one cannot be read."""
     own_runs = sorted(file.parent for file in path.rglob(SETTINGS_FILE))
     if own_runs:
         raise ValueError(
@@ -93,19 +95,19 @@ def write_foreign_pages(path: Path, options: Options) -> None:
     from gspo.analysis.foreign import read_foreign_runs
 
     runs, problems = read_foreign_runs(path, options)
-    print_pages(runs, options.out)
+    print_pages(runs, options.out, pages)
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def write_server_pages(source: str, options: Options) -> None:
+def write_server_pages(source: str, options: Options, pages: set[Path]) -> None:
     """Write the page of each run of another framework of W&B's server.
 
     Raises ValueError if there is none, if one cannot be read, and for runs of this repository."""
     from gspo.analysis.sources import foreign_server_runs
 
     runs, problems, own_names = foreign_server_runs(source, options)
-    print_pages(runs, options.out)
+    print_pages(runs, options.out, pages)
     if own_names:
         problems.append(
             f"{source}: {counted(len(own_names), 'run')} of this repository ({own_names[0]}), whose "
@@ -117,11 +119,15 @@ def write_server_pages(source: str, options: Options) -> None:
         raise ValueError("; ".join(problems))
 
 
-def print_pages(runs: list[ForeignRun], folder: Path) -> None:
-    """Write the pages of runs of other frameworks, and print their paths and the notes."""
+def print_pages(runs: list[ForeignRun], folder: Path, pages: set[Path]) -> None:
+    """Write the pages of runs of other frameworks, and print their paths and the notes.
+
+    `pages` has the pages that this command wrote before, and gets these too."""
     from gspo.tracking.foreign_report import write_foreign_page
 
     for run in runs:
         for note in run.notes:
             print(f"note: {escape_line(run.path)}: {escape_line(note)}", file=sys.stderr)
-        print(write_foreign_page(run, folder))
+        page = write_foreign_page(run, folder, taken=pages)
+        pages.add(page)
+        print(page)

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gspo.tracking.collapse import collapse, is_finite, levels
+import numpy as np
+
+from gspo.tracking.collapse import MAX_BATCHES_OF_A_ROW, collapse, is_finite, levels
 from gspo.tracking.metrics import HELD_OUT_MEANS, Metric, lookup, stderr_of
 
 # Each metric, and whether its axis is logarithmic. Metrics that a run does not have are left out.
@@ -25,6 +27,9 @@ CURVES = (
     ("episode/turns", False),
     ("episode/environment_tokens", False),
 )
+# of a line; a picture with many more points looks the same, and browsers draw it slowly
+MAX_POINTS = 4_000
+COLUMNS = 1_000  # of which each keeps two points of a longer line
 
 
 @dataclass(frozen=True)
@@ -55,27 +60,31 @@ class Curve:
     is_log: bool
 
 
-def curves(rows: list[dict], custom: dict[str, Metric], more: Sequence[str] = ()) -> list[Curve]:
+def curves(
+    rows: list[dict], custom: dict[str, Metric], more: Sequence[str] = (), batches_per_row: int = 1
+) -> list[Curve]:
     """Return one curve per metric that the run has.
 
     After the metrics of CURVES come the metrics `more`, then held-out scores, and the user's own
-    metrics last. `custom` has the definitions of metrics that are not ours."""
+    metrics last. `custom` has the definitions of metrics that are not ours. A row is the mean over
+    `batches_per_row` rollout batches."""
     recorded = {name for row in rows for name, value in row.items() if is_finite(value)}
     names = [(name, log) for name, log in CURVES if name in recorded]
     names += [(name, False) for name in more if name in recorded]
     for family in (HELD_OUT_MEANS, "custom/*"):
         names += [(name, False) for name in sorted(fnmatch.filter(recorded, family))]
     return [
-        curve(rows, custom.get(name) or replace(lookup(name), name=name), log)
+        curve(rows, custom.get(name) or replace(lookup(name), name=name), log, batches_per_row)
         for name, log in names
     ]
 
 
-def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
+def curve(rows: list[dict], metric: Metric, log: bool, batches_per_row: int = 1) -> Curve:
     """Return the curve of one metric.
 
-    The reward also has its smoothed curve and its collapse. A held-out score has dots with 95 %
-    intervals over its problems, on an axis from 0."""
+    The reward also has its smoothed curve and its collapse, for which each row counts as so many
+    rollout batches. A held-out score has dots with 95 % intervals over its problems, on an axis
+    from 0. Of many points in a column of the picture, the smallest and the largest are drawn."""
     rows = [row for row in rows if is_finite(row.get(metric.name))]
     steps = [row["step"] for row in rows]
     values = [row[metric.name] for row in rows]
@@ -103,19 +112,23 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
         return round(Curve.TOP + (Curve.BOTTOM - Curve.TOP) * share, 1)
 
     def line(series: list[float]) -> str:
-        return " ".join(f"{x(step)},{y(value)}" for step, value in zip(steps, series, strict=True))
+        shown = extremes(steps, series) if len(steps) > MAX_POINTS else range(len(steps))
+        return " ".join(f"{x(steps[index])},{y(series[index])}" for index in shown)
 
     grid = [low, (low + high) / 2, high] if high > low else [low]
     smooth = ""
     collapse_mark = None
     if metric.name == "reward/mean":
-        smooth = line(levels(values)[0].tolist())
-        collapse_index = collapse(values)
+        batches_per_row = min(batches_per_row, MAX_BATCHES_OF_A_ROW)
+        by_batch = np.repeat(np.array(values), batches_per_row)
+        smooth = line(levels(by_batch)[0][batches_per_row - 1 :: batches_per_row].tolist())
+        collapse_index = collapse(by_batch)
         if collapse_index is not None:
-            step = steps[collapse_index]
+            step = steps[collapse_index // batches_per_row]
             collapse_mark = (x(step), step)
     unit = f" [{metric.unit}]" if metric.unit else ""
-    dots = [(x(step), y(value)) for step, value in zip(steps, drawn, strict=True)]
+    has_dots = is_score or len(rows) == 1
+    dots = [(x(step), y(value)) for step, value in zip(steps, drawn, strict=True) if has_dots]
     return Curve(
         name=metric.name,
         about=f"{metric.name}: {metric.meaning}{unit}",
@@ -123,8 +136,20 @@ def curve(rows: list[dict], metric: Metric, log: bool) -> Curve:
         ticks=[(y(value), f"{10**value if log else value:.3g}") for value in grid],
         points=line(drawn),
         smooth=smooth,
-        dots=dots if is_score or len(rows) == 1 else [],
+        dots=dots,
         errors=[(x(step), y(bottom), y(top)) for step, bottom, top in intervals if top > bottom],
         collapse=collapse_mark,
         is_log=log,
     )
+
+
+def extremes(steps: Sequence[int], series: Sequence[float]) -> list[int]:
+    """Return the indices of the smallest and the largest number of each column of the picture."""
+    columns = np.array(steps) * COLUMNS // max(*steps, 1)
+    values = np.array(series)
+    # in each column, the first number is the smallest, and the last one the largest
+    order = np.lexsort((values, columns))
+    starts = np.flatnonzero(np.diff(columns[order], prepend=-1))
+    ends = np.append(starts[1:], len(order)) - 1
+    shown = {0, len(order) - 1, *order[starts].tolist(), *order[ends].tolist()}
+    return sorted(shown)

@@ -7,7 +7,7 @@ reason, and every metric whose definition is not exactly ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +31,24 @@ OF_GRADIENTS = ("grad_spike", "grad_growth")
 # metrics that a page of our own runs does not draw
 MORE_CURVES = ("clip/sequence_active", "kl/old_k1", "kl/ref_k3")
 SPIKE = 1.0  # log10 of a factor of 10
+MAX_NAME_BYTES = 200  # of a page; file systems allow 255
 
 
-def write_foreign_page(run: ForeignRun, folder: Path, notes: Sequence[str] = ()) -> Path:
-    """Write the page of a run of another framework to a folder, and return the page's path."""
+def write_foreign_page(
+    run: ForeignRun, folder: Path, notes: Sequence[str] = (), taken: Collection[Path] = ()
+) -> Path:
+    """Write the page of a run of another framework to a folder, and return the page's path.
+
+    The paths in `taken` are pages of other runs, which stay as they are."""
     name = "-".join(run.path.parts[-3:]).strip("-/")
+    while len(f"{name}.html".encode(errors="replace")) > MAX_NAME_BYTES:
+        # the end of a path says the most
+        name = name[1:]
     path = folder / f"{name}.html"
+    number = 1
+    while path in taken:
+        number += 1
+        path = folder / f"{name}-{number}.html"
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(path, foreign_page(run, notes))
     return path
@@ -90,9 +102,9 @@ def _curves(run: ForeignRun, table: Table) -> list[Curve]:
     """Return the curves of a run's page, and MORE_CURVES that other frameworks log."""
     norm = gradient_norm(run, table)
     if not norm or norm == GRADIENT:
-        return curves(run.rows, {}, MORE_CURVES)
+        return curves(run.rows, {}, MORE_CURVES, run.batches_per_row)
     metric = lookup(norm) if norm == LARGEST_GRADIENT else definition(norm)
-    return curves(run.rows, {norm: metric}, (*MORE_CURVES, norm))
+    return curves(run.rows, {norm: metric}, (*MORE_CURVES, norm), run.batches_per_row)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -124,6 +136,8 @@ def _gradient_answer(rows: list[dict[str, float]], name: str) -> str:
     if not name:
         return question + "It cannot be judged: no row has one."
     norms = np.array([row[name] for row in rows if is_finite(row.get(name))])
+    if not len(norms):
+        return question + "It cannot be judged: no rollout batch has a finite one."
     missing = sum(name in row and not is_finite(row[name]) for row in rows)
     spikes = int((SIGNALS["grad_spike"].score(norms) > SPIKE).sum())
     zeros = int((norms == 0).sum())

@@ -19,6 +19,7 @@ import numpy as np
 from gspo.io.ranges import Ranged, choice, ranged
 from gspo.tracking.collapse import (
     FALLEN,
+    MAX_BATCHES_OF_A_ROW,
     SIGNALS,
     START,
     STEPS_FALLEN,
@@ -259,6 +260,7 @@ def reward_answer(rows: list[dict], stopped: bool = False, batches_per_row: int 
         )
     if len(rows) < START:
         return question + f"Unknown: {len(rows)} rows have a reward."
+    batches_per_row = min(batches_per_row, MAX_BATCHES_OF_A_ROW)
     by_batch = rewards.repeat(batches_per_row)
     smoothed, _, _ = levels(by_batch)
     last = smoothed[-1]

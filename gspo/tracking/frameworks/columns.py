@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from gspo.io import untrusted
+from gspo.io.untrusted import MAX_MAGNITUDE
 from gspo.tracking.frameworks.table import Axis, Table, has
 
 MAX_REWINDS = 20  # a file whose steps go back more often holds no run
@@ -38,6 +39,7 @@ class Columns:
         self.texts: set[str] = set()  # names whose values are no numbers
         self.first: dict[str, int] = {}  # the step of a name's first number
         self.last: dict[str, int] = {}  # the step of a name's newest number
+        self.largest_step = -1
         self.rewinds = 0
         self.left_out: list[str] = []  # sentences about rows that were written again
         self.bare_names: dict[str, str] = {}  # empty: no metric
@@ -58,8 +60,9 @@ class Columns:
                 self.dropped[NO_METRIC] += 1
             return
         self.counts.add(axis.counts)
-        if any(self._is_again(name, step) for name in numbers):
+        if step < self.largest_step and any(self._is_again(name, step) for name in numbers):
             self._go_back(axis, step)
+        self.largest_step = max(self.largest_step, step)
         for name, number in numbers.items():
             self._put(name, step, number, axis)
         untrusted.check_table(self.path, self.longest, len(self.values), self.count)
@@ -80,14 +83,18 @@ class Columns:
             bare = self.bare_names[name]
             if not bare:
                 continue
-            if not untrusted.is_number(value):
-                self.texts.add(bare)
-                continue
             if bare in self.table.shared:
                 if not writer:
                     self.dropped[UNKNOWN_WRITER] += 1
                     continue
                 bare = f"{writer}/{bare}"
+            # most values are such numbers
+            if type(value) is float and -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE:
+                numbers[bare] = value
+                continue
+            if not untrusted.is_number(value):
+                self.texts.add(bare)
+                continue
             number = untrusted.finite(value)
             if number is None:
                 self.dropped[NOT_FINITE] += 1
@@ -150,7 +157,8 @@ class Columns:
         removed: set[int] = set()
         is_empty = True
         for name, column in self.values.items():
-            if self.axes[name] != axis:
+            # several keys may hold the same steps
+            if (self.axes[name].counts, self.axes[name].first) != (axis.counts, axis.first):
                 continue
             removed |= {old_step for old_step in column if old_step >= step}
             kept = {old_step: number for old_step, number in column.items() if old_step < step}

@@ -21,6 +21,10 @@ from gspo.tracking.metrics import Metric
 
 MODULES = (trl, ms_swift, verl, prime_rl, roll, slime, openrlhf, nemo_rl, skyrl)
 TABLES = {module.TABLE.name: module.TABLE for module in MODULES}
+# names of a record's step: of all frameworks, and those of exported histories
+STEP_KEYS = frozenset(
+    ["_step", "global_step", *(axis.key for table in TABLES.values() for axis in table.axes)]
+)
 REWARD = "reward/mean"
 FIRST_NAMES = 8  # that a message shows
 MAX_SHOWN_CHARS = 80  # of a name in a message

@@ -31,6 +31,13 @@ ENTRIES = (
         f"by reference_policy_kl_type, of which k3 is the default; {SUM_OF_UPDATES}",
     ),
     other("train/policy_kl_error", "the same in the other direction: k3 of trainer to engine"),
+    other("train/js_divergence_error", "an estimate of the Jensen-Shannon divergence of both"),
+    other(
+        "train/sampling_importance_ratio", "weight of engine and trainer, token or response mean"
+    ),
+    other("train/is_oob_ratio", "share of tokens or responses with a weight outside its range"),
+    other("train/loss", "the loss with its KL term"),
+    other("train/num_valid_samples", "number of responses in the loss"),
     other("train/approx_entropy", "of the sampled tokens alone"),
     other("train/grad_norm", "norm of the last update"),
     other("train/moe/*", "load of the experts"),

@@ -21,9 +21,13 @@ ENTRIES = (
     same("policy/rollout_train_logprobs_abs_diff_mean", "mismatch/logp_abs"),
     same("policy/rollout_train_logprobs_abs_diff_max", "mismatch/logp_abs_max"),
     other("policy/response_length", "the padded width"),
+    other("policy/raw_grad_norm", "norm before clipping, mean over mini-batches"),
     other("policy/*", "of the training step"),
     reweighted("eval/*/avg_score", "eval/*/avg@k", "samples per problem (k) are not logged"),
     other("eval/*", "of held-out problems"),
+    other("loss/avg_final_rewards", "the reward with the KL in the reward applied"),
+    other("loss/*", "of the advantages and of the KL"),
+    other("timing/*", "seconds of a part of the step"),
 )
 
 TABLE = Table(
@@ -34,7 +38,7 @@ TABLE = Table(
     axes=(Axis("trainer/global_step"), Axis("step"), Axis("_step")),
     proofs=(("reward/avg_raw_reward",), ("policy/policy_entropy", "policy/policy_lr")),
     ignored=("trainer/global_step", "trainer/epoch"),
-    gradient_norm="optim/grad_norm",
+    gradient_norm="skyrl/policy/raw_grad_norm",
     settings={
         "seed": ("trainer.seed",),
         "optim.lr": ("trainer.policy.optimizer_config.lr",),

@@ -27,6 +27,8 @@ ENTRIES = (
     same("eval/*", "eval/*/avg@k", "samples per problem (k) are not logged"),
     same("perf/rollout_time", "time/rollout_s"),
     other("perf/*", "seconds and tokens per second"),
+    other("passrate/*", "estimates of pass@k from the rollout batch's groups"),
+    other("multi_turn/*", "lengths with and without the environment's tokens, and rounds"),
 )  # fmt: skip
 
 TABLE = Table(

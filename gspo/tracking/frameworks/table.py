@@ -165,7 +165,7 @@ class Table:
             parts = match(entry.theirs, name)
             if parts is None or (entry.objectives and objective not in entry.objectives):
                 continue
-            if entry.if_only and count(names, entry.theirs) != 1:
+            if entry.if_only and not is_only(names, entry.theirs):
                 continue
             if entry.plus and filled(entry.plus, parts) not in names:
                 continue
@@ -215,9 +215,10 @@ def filled(pattern: str, parts: Iterable[str]) -> str:
     return pattern
 
 
-def count(names: Iterable[str], pattern: str) -> int:
-    """Return the number of names that match a pattern."""
-    return sum(match(pattern, name) is not None for name in names)
+def is_only(names: Iterable[str], pattern: str) -> bool:
+    """Return whether exactly one of the names matches a pattern."""
+    matches = (name for name in names if match(pattern, name) is not None)
+    return next(matches, None) is not None and next(matches, None) is None
 
 
 def has(names: Iterable[str], pattern: str) -> bool:

@@ -14,6 +14,7 @@ Nothing is left out without a note that counts it.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -121,10 +122,9 @@ def translate(
     relations: dict[str, Entry] = {}
     rows = _rows(by_batch, table, objective, relations, notes)
     if not rows:
-        reasons = [f"{count} {reason}" for reason, count in columns.dropped.items()]
         raise ValueError(
             f"{log.path}: none of its {len(log.records)} records could be read as a row of "
-            f"{table.title}{_reasons([*notes, *reasons])}"
+            f"{table.title}{_reasons(notes)}"
         )
     counts_updates = columns.counts == {"updates"} and not updates
     run = ForeignRun(
@@ -137,7 +137,7 @@ def translate(
         objective=objective,
         planned=0,
         updates_per_batch=updates,
-        batches_per_row=_batches_per_row(rows, log, updates) if table.row_is_mean else 1,
+        batches_per_row=_batches_per_row(rows, log, updates, table) if table.row_is_mean else 1,
         counts_updates=counts_updates,
         relations=relations,
         notes=notes,
@@ -148,7 +148,7 @@ def translate(
         run.planned = math.ceil(log.planned / max(updates, 1))
     elif type(steps) is int and steps > 0:
         run.planned = steps
-    run.notes += _notes(run, table)
+    run.notes += _notes(run, table, columns.counts)
     return run
 
 
@@ -232,14 +232,17 @@ def _distance(entry: Entry | None) -> int:
     return RELATIONS.index(entry.relation) if entry is not None else len(RELATIONS)
 
 
-def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int) -> int:
-    """Return the most frequent distance of two successive rows with a reward.
+def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int, table: Table) -> int:
+    """Return the median distance of two successive rows of training.
 
-    With a single row, the log says it."""
-    steps = [int(row["step"]) for row in rows if REWARD in row]
-    distances = Counter(later - step for step, later in pairwise(steps))
+    The framework's gradient norm is in every such row. The reward is not, if a batch has several
+    updates. With a single row, the log says it."""
+    steps = [int(row["step"]) for row in rows if table.gradient_norm in row]
+    if not steps:
+        steps = [int(row["step"]) for row in rows if REWARD in row]
+    distances = [later - step for step, later in pairwise(steps)]
     if distances:
-        return distances.most_common(1)[0][0]
+        return statistics.median_low(distances)
     return max(log.steps_per_row // max(updates, 1), 1)
 
 
@@ -276,9 +279,24 @@ def _updates(table: Table, config: Mapping[str, object]) -> int:
     return updates if product % divisor == 0 and updates <= MAX_UPDATES else 0
 
 
-def _notes(run: ForeignRun, table: Table) -> list[str]:
-    """Return sentences about the axis, and about names that the table lacks."""
+def _notes(run: ForeignRun, table: Table, counts: set[str]) -> list[str]:
+    """Return sentences about the axis, and about names that the table lacks.
+
+    `counts` has the kinds of the axes that the records had."""
     notes = []
+    if len(counts) > 1 and not run.updates_per_batch:
+        notes.append(
+            "some of its rows count optimizer steps and others rollout batches. The log does not "
+            "say how many updates a batch has, so each of its optimizer steps is taken as a batch: "
+            "set updates_per_batch="
+        )
+    rewards = sum(REWARD in row for row in run.rows)
+    norms = sum(table.gradient_norm in row for row in run.rows)
+    if run.counts_updates and 0 < 2 * rewards <= norms + 1 and norms > 1:
+        notes.append(
+            f"only {rewards} of {norms} rows of training have a reward, so a batch seems to have "
+            "several updates: set updates_per_batch="
+        )
     if run.counts_updates:
         notes.append(
             "its steps are optimizer steps, taken as rollout batches: the log does not say how many "
@@ -286,10 +304,16 @@ def _notes(run: ForeignRun, table: Table) -> list[str]:
         )
     if run.batches_per_row > 1:
         notes.append(f"a row is the mean over {run.batches_per_row} steps, also of extremes")
-    if not run.objective and any(entry.objectives for entry in table.entries):
+    objectives = {name for entry in table.entries for name in entry.objectives}
+    if not run.objective and objectives:
         notes.append(
             "the objective is not logged, so the clipped shares keep the framework's name "
             "(objective=)"
+        )
+    elif objectives and run.objective not in objectives:
+        notes.append(
+            f"the table has no line for objective={run.objective[:80]}, so the clipped shares keep "
+            f"the framework's name. It has lines for {', '.join(sorted(objectives))}"
         )
     unknown = run.unknown()
     if unknown:

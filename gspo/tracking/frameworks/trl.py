@@ -44,6 +44,11 @@ ENTRIES = (
     other("num_tokens", "tokens so far, with the prompts"),
     other("step_time", "seconds of a whole step"),
     other("aux_loss", "load-balancing loss of the router"),
+    other("policy_loss", "the loss without the entropy bonus, only with one"),
+    other("entropy_coef", "coefficient of the entropy bonus"),
+    other("tools/call_frequency", "calls of tools per response"),
+    other("tools/failure_frequency", "share of the calls of tools that failed"),
+    other("vespo/phi_seq_mean", "mean of the weights of responses, only with loss_type=vespo"),
     reweighted(
         "sampling/sampling_logp_difference/mean",
         "mismatch/logp_abs",

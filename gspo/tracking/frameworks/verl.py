@@ -29,7 +29,8 @@ ENTRIES = (
     other("actor/entropy_loss", "the entropy as a term of the loss"),
     other("actor/kl_loss", "KL to the reference by kl_loss_type and loss_agg_mode"),
     same("actor/kl_coef", "kl/coef"),
-    other("actor/reward_kl_penalty*", "mean over responses"),
+    other("actor/reward_kl_penalty", "KL in the reward, mean over responses"),
+    other("actor/reward_kl_penalty_coeff", "coefficient of the KL in the reward"),
     same("actor/grad_norm", "optim/grad_norm"),
     same("actor/lr", "optim/lr"),
     reweighted("actor/ppo_kl", "kl/old_k1", MEAN_OF_MEANS),
@@ -83,6 +84,9 @@ ENTRIES = (
     other("training/rollout_actor_probs_pearson_corr", "correlation of probabilities"),
     other("training/off_policy/*", "age of the weights that sampled, in rollout batches"),
     other("training/num_turns/*", "turns of an episode"),
+    other("num_turns/*", "turns of an episode"),
+    other("tool_call_counts/*", "calls of tools in an episode"),
+    other("train/num_gen_batches", "generated batches for a batch of dynamic sampling (DAPO)"),
     other("training/epoch", "passes over the prompts"),
     scaled("rollout/moe/max_vio/avg", "routing/load_max", "measured in the engine", offset=1),
     other("rollout/moe/*", "load of single layers, measured in the engine"),
@@ -101,6 +105,14 @@ ENTRIES = (
     other("timing_per_token_ms/*", "milliseconds per token"),
     other("perf/*", "tokens of this step with prompts, tokens per second and device"),
     other("global_seqlen/*", "tokens of the devices"),
+    # names of old versions
+    scaled("actor/lr(1e-4)", "optim/lr", factor=1e-4),
+    other("critic/lr(1e-4)", "of the critic, times 10,000"),
+    other("critic/kl", "KL in the reward, mean over responses"),
+    other("critic/kl_coeff", "coefficient of the KL in the reward"),
+    other("mfu/*", "share of the devices' peak speed"),
+    same("timing/gen", "time/rollout_s"),
+    other("timing/*", "seconds of a part of the step"),
 )  # fmt: skip
 
 ACTOR = "actor_rollout_ref.actor"

@@ -23,7 +23,7 @@ from foreign_logs import (
     write_lines,
     write_state,
 )
-from gspo.analysis import fig_curves, foreign_files, load, sources, wandb_files
+from gspo.analysis import event_frames, fig_curves, foreign_files, load, sources, wandb_files
 from gspo.analysis.foreign import ABOUT, read_foreign
 from gspo.cli import compare, view
 from gspo.io import untrusted
@@ -235,6 +235,12 @@ def test_our_own_files_are_not_passed_over_either(tmp_path):
         load.load([tmp_path])
 
 
+def test_many_damaged_places_of_a_wandb_file_are_one_note(tmp_path):
+    segment = wandb_files.Segment(tmp_path, damage=[f"damaged at byte {i}" for i in range(500)])
+    notes = foreign_files.wandb_log([segment]).notes
+    assert len(notes) == 11 and notes[-1].endswith("490 more places are damaged")
+
+
 def test_records_of_ours_without_a_step_are_counted(tmp_path):
     segment = wandb_files.Segment(tmp_path, config={"record": {"run": "r"}})
     for row in ({"step": 1, "reward/mean": 0.5}, {"reward/mean": 1.0}, {"step": 1, "a/b": 1.0}):
@@ -285,7 +291,7 @@ def test_bounds(tmp_path, monkeypatch):
     file = write_lines(tmp_path / "metrics.jsonl", prime_rl_rows(1))
     link = tmp_path / "link.jsonl"
     link.symlink_to(file)
-    with pytest.raises(ValueError, match="the file is none of"):
+    with pytest.raises(ValueError, match="the file is a link, and links are not followed"):
         read_foreign(link)
     monkeypatch.setattr(untrusted, "MAX_METRICS", 5)
     with pytest.raises(ValueError, match="5 metrics"):
@@ -293,6 +299,97 @@ def test_bounds(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "MAX_ROWS_FILE_BYTES", 10)
     with pytest.raises(ValueError, match="is larger than 10 bytes"):
         foreign_files.json_lines(file)
+
+
+def console_line(step, **changes):
+    row = verl_row(step, **changes)
+    return f"step:{step} - " + " - ".join(f"{name}:{value}" for name, value in row.items())
+
+
+def test_a_console_with_a_mark_long_lines_progress_bars_and_a_late_first_step(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(untrusted, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(foreign_files, "FIRST_CONSOLE_BYTES", 100)
+    file = tmp_path / "train.log"
+    set_with_spaces = {"val-core/My Set/acc/mean@4": 0.5}
+    lines = [console_line(1), "x" * 5000, console_line(2, **set_with_spaces) + "\rTraining: 10%"]
+    file.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
+    run = read_foreign(file)
+    assert [row["step"] for row in run.rows] == [1, 2], "the byte order mark hides no row"
+    assert run.rows[1]["eval/My Set/avg@4"] == 0.5
+    assert run.notes[0] == "left out: 1 lines of more than 2,000 bytes"
+    assert not any("parts of lines" in note for note in run.notes)
+    file.write_text("INFO some words\n" * 20 + console_line(3))
+    late = read_foreign(file)
+    assert late.rows[0]["step"] == 3 and not any("rounded" in note for note in late.notes)
+    pairs = " - ".join(f"{name}:{value:.3f}" for name, value in verl_row(1).items())
+    file.write_text(f"step:1 - {pairs}")  # as verl 0.3 printed
+    assert any("rounded to 3 decimals" in note for note in read_foreign(file).notes)
+
+
+def test_the_whole_history_on_the_last_line_of_ms_swift_may_be_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(untrusted, "MAX_LINE_BYTES", 4000)
+    rows: list[dict] = [ms_swift_line(step) for step in range(1, 20)]
+    rows.append({"global_step": 19, "log_history": [trl_row(step) for step in range(1, 20)]})
+    run = read_foreign(write_lines(tmp_path / "logging.jsonl", rows))
+    assert len(run.rows) == 19 and "left out: 1 lines of more than 4,000 bytes" in run.notes
+
+
+def test_a_history_that_a_script_saved_as_a_list(tmp_path):
+    file = tmp_path / "trainer_log_history.json"
+    text = json.dumps([trl_row(step) for step in range(1, 9)], indent=1)
+    file.write_text(text)
+    assert len(read_foreign(tmp_path).rows) == 8
+    file.write_text(text[:-200])
+    cut = read_foreign(file)
+    assert len(cut.rows) == 7 and any("is damaged" in note for note in cut.notes)
+
+
+def test_rows_with_the_axes_of_slime_alone_are_found(tmp_path):
+    rows = [row for rollout in range(2) for row in slime_rows(rollout)]
+    slime = read_foreign(write_lines(tmp_path / "history.jsonl", rows))
+    assert slime.rows[0]["reward/mean"] == 0.5
+    assert any("others rollout batches" in note for note in slime.notes), "4 updates, 2 batches"
+    (tmp_path / "history.jsonl").unlink()
+    wide = verl_row(1) | {f"timing_s/a_long_name_of_a_part_{i}": 1.0 for i in range(3000)}
+    write_lines(tmp_path / "wide.jsonl", [{"step": 1, "data": wide}])
+    assert read_foreign(tmp_path).framework == "verl"
+
+
+def test_files_that_are_no_text_say_so(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for content, reason in (
+        (b"\x1f\x8b\x08\x00", "compressed by gzip: unpack it"),
+        ("step".encode("utf-16"), "UTF-16 text: convert it"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=reason):
+            read_foreign(file)
+    os.mkfifo(tmp_path / "pipe.log")
+    with pytest.raises(ValueError, match="a pipe or a device"):
+        read_foreign(tmp_path / "pipe.log")
+
+
+def test_event_files_of_zeros_and_with_a_damaged_event(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    rows = [{f"train/{name}": v for name, v in trl_row(step).items()} for step in (1, 2)]
+    folder = event_folder(tmp_path / "runs", rows, "train/step")
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    notes: list[str] = []
+    events = list(event_frames.events(file, notes))
+    assert not notes and len(events) > 20
+    position = whole.index(events[4]) + 3
+    file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+    assert list(event_frames.events(file, notes)) == [*events[:4], *events[5:]]
+    assert f"{len(events) - 1} of {len(events)} events are read" in notes[0]
+    # long events are checked one by one
+    monkeypatch.setattr(event_frames, "MAX_COLUMN_BYTES", 10)
+    file.write_bytes(whole)
+    assert list(event_frames.events(file, notes)) == events
+    file.write_bytes(bytes(1 << 20))
+    assert not list(event_frames.events(file, notes)) and "damaged at byte 0" in notes[-1]
 
 
 def test_names_that_are_no_text_or_too_long_are_left_out(tmp_path):

@@ -305,6 +305,57 @@ def test_numbers_that_are_not_finite_are_kept_as_nan_and_counted():
     assert trl.dropped == {"numbers that are not finite (kept as NaN)": 3}
 
 
+def test_rows_without_a_reward_do_not_make_the_others_means():
+    records = [trl_row(step) for step in range(1, 13)]
+    for record in records[1::2]:
+        del record["reward"]  # 2 updates of a batch, each with a row
+    trl = run(records)
+    assert trl.batches_per_row == 1 and not any("is the mean over" in note for note in trl.notes)
+    assert any("6 of 12 rows of training have a reward" in note for note in trl.notes)
+    # evaluations between the rows do not count either
+    records = [trl_row(step) for step in (10, 20, 30)]
+    records[1:1] = [{"eval_reward": 0.1, "step": step} for step in (12, 14, 16, 18)]
+    assert run(records).batches_per_row == 10
+
+
+def test_a_console_that_starts_anew_begins_with_its_evaluation():
+    def console(reward):
+        rows = [{"step": 0, "val-core/math/acc/mean@8": reward}]
+        return rows + [{"step": step} | verl_row(step) for step in (1, 2)]
+
+    first = console(0.1)
+    first[2]["val-core/math/acc/mean@8"] = 0.3
+    verl = run(first + console(0.2))
+    assert verl.rows[0]["eval/math/avg@8"] == 0.2 and not verl.dropped
+    assert "eval/math/avg@8" not in verl.rows[2]
+    assert any("begin again at 0" in note for note in verl.notes)
+
+
+def test_an_objective_that_no_line_of_the_table_has_is_told():
+    (note,) = [note for note in run([trl_row(1)], objective="gspoo").notes if "gspoo" in note]
+    assert "the clipped shares keep the framework's name" in note and "gspo" in note
+
+
+@pytest.mark.parametrize(
+    ("framework", "names"),
+    [
+        # in W&B and TensorBoard; transformers 5 and TRL 1.16
+        ("trl", ("eval/reward", "eval/entropy", "eval/clip_ratio/low_mean", "train/train_loss")),
+        ("trl", ("policy_loss", "entropy_coef", "tools/call_frequency", "vespo/phi_seq_mean")),
+        # real logs of verl: DAPO's trainer and the KL in the reward
+        ("verl", ("num_turns/mean", "train/num_gen_batches", "actor/reward_kl_penalty")),
+        ("verl", ("actor/lr(1e-4)", "critic/kl", "critic/kl_coeff", "mfu/actor", "timing/adv")),
+        # NeMo-RL's own loss_functions.py
+        ("nemo_rl", ("train/js_divergence_error", "train/loss", "train/is_oob_ratio")),
+        ("slime", ("passrate/pass@2", "multi_turn/multi_turn_metric/round_number_mean")),
+        ("skyrl", ("timing/generate", "loss/avg_final_rewards", "policy/raw_grad_norm")),
+    ],
+)
+def test_names_of_real_logs_are_in_the_tables(framework, names):
+    table = TABLES[framework]
+    assert not [name for name in names if table.entry(table.bare(name))[0] is None]
+
+
 def test_what_is_left_out_is_counted():
     records = [trl_row(1), {"reward": 1.0}, {"step": 2, "profiling/Time taken": 1.0}]
     records += [{"step": -1, "reward": 1.0}, {"step": 2.5, "reward": 1.0}]
@@ -344,6 +395,27 @@ def test_the_page_of_definitions_is_what_the_tables_give():
 
 # ------------------------------------------------------------------------------------------------
 # the report
+def test_the_page_of_a_run_before_its_first_batch_and_with_a_long_path(tmp_path):
+    log = Log(Path("x" * 250, "y" * 250, "trainer_state.json"), "rows", [trl_row(0)])
+    page_file = write_foreign_page(translate(log), tmp_path)
+    assert page_file.name.endswith("y-trainer_state.json.html")
+    assert "no rollout batch has a finite one" in page_file.read_text()
+    second = write_foreign_page(translate(log), tmp_path, taken={page_file})
+    assert second.name.endswith("-2.html") and page_file.exists()
+
+
+def test_a_row_of_many_steps_counts_as_many_in_text_and_picture():
+    rewards = [0.1 * min(step, 6) for step in range(15)] + [0.05] * 5
+    records = [trl_row(10 * step + 10, reward=reward) for step, reward in enumerate(rewards)]
+    trl = run(records)
+    html = foreign_page(trl)
+    assert trl.batches_per_row == 10 and "it collapsed at step 160" in html
+    assert "collapsed, step 160" in html, "the picture says the same"
+    # steps that are far apart take no time
+    far = [trl_row(step) for step in range(0, 1_000_001, 90_000)]
+    assert "Does the reward keep rising" in foreign_page(run(far))
+
+
 def test_the_report_of_a_collapsed_run_of_verl(tmp_path):
     rewards = [0.2 + 0.6 * min(step, 30) / 30 for step in range(40)] + [0.05] * 50
     records = []
