@@ -45,7 +45,7 @@ from gspo.model.forward.layers import (
 )
 from gspo.model.forward.packed_weights import LayerWeights, prepare_layer
 from gspo.model.forward.packing import attention
-from gspo.model.routing_replay import gate_weights
+from gspo.model.routers import gate_weights
 from gspo.model.sharding.dtensors import (
     architecture,
     full_tensor,
