@@ -202,7 +202,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     a router selects experts, are hashed too.
     """
     hashed = hashlib.blake2b(digest_size=6)
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
     for name, parameter in tensors.items():

@@ -70,7 +70,7 @@ class Family:
             "moe_intermediate_size": 16,
             "num_hidden_layers": LAYERS,
             "num_experts_per_tok": TOP_K,
-            "max_position_embeddings": 128,
+            "max_position_embeddings": 256,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
