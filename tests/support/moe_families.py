@@ -1,6 +1,6 @@
 """Small random models of the families of MoE models whose routers are known here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,3 +185,14 @@ MOE_FAMILIES = {
         },
     ),
 }
+
+
+def wider(family: Family) -> Family:
+    """The family with heads of 32 dimensions: vLLM has no kernel for smaller ones."""
+    sizes = {
+        "hidden_size": 64,
+        "head_dim": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+    }
+    return replace(family, sizes=family.sizes | sizes)
