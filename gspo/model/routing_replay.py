@@ -53,12 +53,17 @@ class Routing:
         self.routers: list[nn.Module] = []
         self.fixed_routers: list[nn.Module] = []
         self.layer_numbers: list[int] = []
+        # the classes of modules that are routers by their name, but are not known here
+        self._unknown: set[str] = set()
         for name, module in model.named_modules():
-            if type(module).__name__ in FORMULAS:
+            class_name = type(module).__name__
+            if class_name in FORMULAS:
                 self.routers.append(module)
                 self.layer_numbers.append(layer_number(name))
-            elif type(module).__name__ in FIXED_ROUTERS:
+            elif class_name in FIXED_ROUTERS:
                 self.fixed_routers.append(module)
+            elif class_name.endswith(("Router", "Gate")):
+                self._unknown.add(class_name)
         # set within `recording`: the experts that each router chose, by its layer
         self._chosen_NK: dict[int, Tensor] | None = None
         self._replay_BSLK: Tensor | None = None
@@ -90,20 +95,23 @@ class Routing:
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights of all routers. Raises ValueError if there is no router."""
         if not self.routers:
-            raise ValueError(
-                f"this model has no router that is known here; known are {', '.join(FORMULAS)}"
-            )
+            raise ValueError(f"this model has no router that is known here; {self._known()}")
         routers = self.routers + self.fixed_routers
         return [parameter for router in routers for parameter in router.parameters()]
 
     def check_replay(self) -> None:
         """Raise ValueError if there is no router, or if a router has another gate formula."""
         if not self.routers:
-            raise ValueError(
-                f"there is no router to replay; routing is known of {', '.join(FORMULAS)}"
-            )
+            raise ValueError(f"there is no router to replay; {self._known()}")
         for router in self.routers:
             check_gate_formula(router)
+
+    def _known(self) -> str:
+        """Return in words which routers are known, and which of the model's are not."""
+        known = f"routing is known of {', '.join(FORMULAS)}"
+        if not self._unknown:
+            return known
+        return f"{known}. This model has {', '.join(sorted(self._unknown))}"
 
     def leave_out_of_autocast(self) -> None:
         """Make all routers compute in their weights' precision, in any autocast."""

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from builders import batch_of, fed, sample, small_policy
@@ -139,6 +140,17 @@ def test_a_replay_is_what_transformers_computes_if_a_bias_makes_it_choose_these_
     logp_N, _, router_gradients = gradients(policy, replace(batch, replay_BSLK=replay_BSLK))
     torch.testing.assert_close(logp_N, expected_logp_N, atol=1e-3, rtol=1e-3)
     assert_same_gradients(router_gradients, expected_gradients)
+
+
+@families
+def test_the_engine_records_what_the_trainer_would_choose(family):
+    """Decoding with the model's cache, or from whole rows, for R3. Rounding may move a token."""
+    policy = policy_of(family)
+    batch = batch_of(policy, sample(policy, group_size=2, tokens=6, record_experts=True))
+    real = fed(batch)
+    theirs, own = batch.engine_experts_BSLK[real], batch.experts_BSLK[real]
+    assert (theirs >= 0).all() and (theirs < EXPERTS).all()
+    assert (theirs.sort(-1).values == own.sort(-1).values).all(-1).float().mean() > 0.98
 
 
 def selection_biases(policy: Policy) -> list[torch.Tensor]:
@@ -289,6 +301,19 @@ def test_a_router_whose_weights_contain_the_bias_is_refused():
 
     with pytest.raises(ValueError, match=r"Glm4MoeTopkRouter .* cannot be replayed"):
         Routing(Glm4MoeTopkRouter()).check_replay()
+
+
+def test_a_router_of_another_class_is_refused_by_name():
+    """It returns its results in another order."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_local_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = GraniteMoeConfig(vocab_size=40, **sizes, **heads)
+    routing = Routing(GraniteMoeForCausalLM(config))
+    assert routing.layers == 0, "so nothing is recorded"
+    with pytest.raises(ValueError, match=r"no router to replay.*has GraniteMoeTopKRouter$"):
+        routing.check_replay()
+    with pytest.raises(ValueError, match=r"no router that is known.*has GraniteMoeTopKRouter$"):
+        routing.parameters()
 
 
 # ------------------------------------------------------------------------------------------ metrics
