@@ -198,10 +198,14 @@ def fingerprint(model: torch.nn.Module) -> str:
     """Hash a model's weights to twelve hexadecimal digits.
 
     It hashes evenly spaced weights of every parameter. An optimizer step changes nearly all
-    weights, so these are enough.
+    weights, so these are enough. Buffers that are saved with the model, such as the bias with which
+    a router selects experts, are hashed too.
     """
     hashed = hashlib.blake2b(digest_size=6)
-    for name, parameter in model.named_parameters():
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
+    for name, parameter in tensors.items():
         flat = parameter.detach().flatten()
         stride = max(1, len(flat) // FINGERPRINT_WEIGHTS)
         weights = flat[::stride][:FINGERPRINT_WEIGHTS]

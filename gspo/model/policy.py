@@ -86,6 +86,7 @@ class Policy(PolicyText):
         else:
             # a model that cannot be padded is refused now
             _ = self.padding_side
+            self.routing.leave_out_of_autocast()
             if head_dtype == torch.float32:
                 use_float32_head(model)
         if checkpointing and not self.network:

@@ -8,13 +8,14 @@ paper, section 5.3). There are two kinds (names of arXiv:2512.01374):
          log-probs and the gradient steps
 
 Only the expert *indices* are replayed. The gate weights come from the *current* router, which
-therefore keeps its gradient:
+therefore keeps its gradient. For example, a Qwen3-MoE computes:
 
     p = softmax(router logits)
     w_e = p_e / sum_{e' in replayed} p_e'     (normalised only if the model itself does so)
 
-Recording and replay use forward hooks on the routers of transformers that are named below. Before a
-replay each router is tried on random input. A router with another gate formula is refused.
+Recording and replay use forward hooks on the routers of transformers that are named in
+gspo.model.routers, with the formula of each. Before a replay each router is tried on random input.
+A router with another gate formula is refused.
 
 Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E experts, N = B*S.
 """
@@ -27,23 +28,42 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from gspo.data.batch import NOT_RECORDED
-from gspo.model.sharding.dtensors import full_tensor
-
-# The routers that return (logits, weights, experts). Other routers are neither recorded nor
-# replayed.
-ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
+from gspo.model.routers import (
+    FIXED_ROUTERS,
+    FORMULAS,
+    check_gate_formula,
+    gate_weights,
+    leave_out_of_autocast,
+    probabilities,
+)
 
 
 class Routing:
     """The hooks on a model's routers.
 
-    For a dense model `layers` is 0, and nothing is recorded."""
+    For a dense model `layers` is 0, and nothing is recorded. Layers whose experts follow from the
+    token alone (FIXED_ROUTERS) are no MoE layers here.
+
+    layer_numbers   the number of each MoE layer among all layers of the model, from 0
+    """
 
     def __init__(self, model: nn.Module):
-        self.routers = [m for m in model.modules() if type(m).__name__ in ROUTERS]
+        self.routers: list[nn.Module] = []
+        self.fixed_routers: list[nn.Module] = []
+        self.layer_numbers: list[int] = []
+        # the classes of modules that are routers by their name, but are not known here
+        self._unknown: set[str] = set()
+        for name, module in model.named_modules():
+            class_name = type(module).__name__
+            if class_name in FORMULAS:
+                self.routers.append(module)
+                self.layer_numbers.append(layer_number(name))
+            elif class_name in FIXED_ROUTERS:
+                self.fixed_routers.append(module)
+            elif class_name.endswith(("Router", "Gate")):
+                self._unknown.add(class_name)
         # set within `recording`: the experts that each router chose, by its layer
         self._chosen_NK: dict[int, Tensor] | None = None
         self._replay_BSLK: Tensor | None = None
@@ -75,19 +95,28 @@ class Routing:
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights of all routers. Raises ValueError if there is no router."""
         if not self.routers:
-            raise ValueError(
-                f"this model has no router that is known here; known are {', '.join(ROUTERS)}"
-            )
-        return [parameter for router in self.routers for parameter in router.parameters()]
+            raise ValueError(f"this model has no router that is known here; {self._known()}")
+        routers = self.routers + self.fixed_routers
+        return [parameter for router in routers for parameter in router.parameters()]
 
     def check_replay(self) -> None:
         """Raise ValueError if there is no router, or if a router has another gate formula."""
         if not self.routers:
-            raise ValueError(
-                f"there is no router to replay; routing is known of {', '.join(ROUTERS)}"
-            )
+            raise ValueError(f"there is no router to replay; {self._known()}")
         for router in self.routers:
-            _check_gate_formula(router)
+            check_gate_formula(router)
+
+    def _known(self) -> str:
+        """Return in words which routers are known, and which of the model's are not."""
+        known = f"routing is known of {', '.join(FORMULAS)}"
+        if not self._unknown:
+            return known
+        return f"{known}. This model has {', '.join(sorted(self._unknown))}"
+
+    def leave_out_of_autocast(self) -> None:
+        """Make all routers compute in their weights' precision, in any autocast."""
+        for router in self.routers + self.fixed_routers:
+            leave_out_of_autocast(router)
 
     @contextmanager
     def recording(self, replay_BSLK: Tensor | None = None) -> Generator[None]:
@@ -107,9 +136,9 @@ class Routing:
     def balancing(self, loads_LE: Tensor | None) -> Generator[None]:
         """Compute E sum_e load_e p_e of each token and MoE layer in every forward in this context.
 
-        p is the softmax of the router's logits and has a gradient. The loads are on the model's
-        device. If they are None, nothing is computed. The backward pass must run in the context
-        too, because with checkpointing it repeats the forward.
+        p are the router's probabilities (gspo.model.routers), which have a gradient. The loads are
+        on the model's device. If they are None, nothing is computed. The backward pass must run in
+        the context too, because with checkpointing it repeats the forward.
         """
         self._loads_LE = loads_LE
         try:
@@ -146,7 +175,7 @@ class Routing:
         """Record a router's choice. In a replay, return an output that replaces the router's."""
         logits_NE, weights_NK, chosen_NK = output
         if self._loads_LE is not None:
-            p_NE = logits_NE.softmax(-1, dtype=torch.float32)
+            p_NE = probabilities(router, logits_NE)
             self._balances_LN.append(self.experts * (p_NE @ self._loads_LE[layer]))
         if self._chosen_NK is None:
             return None
@@ -161,30 +190,11 @@ class Routing:
         return logits_NE, replayed_weights_NK, experts_NK
 
 
-def gate_weights(router: object, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-    """Return the softmax over all experts, at the chosen experts [N, K].
+def layer_number(module_name: str) -> int:
+    """Return the number of the layer that a module belongs to.
 
-    It is normalised over the chosen experts if the model does so."""
-    weights_NK = logits_NE.softmax(-1, dtype=torch.float32).gather(-1, experts_NK)
-    # Mixtral's router has no such setting and always normalises
-    if getattr(router, "norm_topk_prob", True):
-        weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-    return weights_NK
-
-
-def _check_gate_formula(router: nn.Module) -> None:
-    """Raise ValueError if `gate_weights` does not give the router's own weights on random input.
-
-    If the router's weights are sharded, all ranks must call this."""
-    parameters = {name: full_tensor(parameter) for name, parameter in router.named_parameters()}
-    weight = parameters["weight"]
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(4, weight.shape[-1], generator=generator).to(weight)
-    with torch.no_grad():
-        logits_NE, weights_NK, experts_NK = functional_call(router, parameters, (probe,))
-        ours_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
-    if not torch.allclose(ours_NK, weights_NK, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-            f"{type(router).__name__} does not weigh experts by softmax over all of them: "
-            "it cannot be replayed"
-        )
+    >>> layer_number("model.layers.3.mlp.gate")
+    3
+    """
+    numbers = [part for part in module_name.split(".") if part.isdecimal()]
+    return int(numbers[0]) if numbers else 0

@@ -37,7 +37,7 @@ from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
 from gspo.model.forward.experts import grouped_product_replaced
 from gspo.model.forward.kernels import head_as_on
-from gspo.model.forward.network import FAMILIES, Network
+from gspo.model.forward.network import Network
 from gspo.model.forward.outputs import network_outputs
 from gspo.model.forward.packing import Sequences, lay_out
 from gspo.model.routing_replay import Routing
@@ -45,6 +45,7 @@ from gspo.model.settings import LoraSettings
 from gspo.model.sharding.dtensors import expert_ranks, local_tensor, reshard, run_unsharded
 from gspo.model.sharding.expert_parallel import ExpertRanks
 from gspo.model.sharding.fsdp import Shards
+from gspo.model.sharding.sharded_files import SHARDED_FAMILIES
 from gspo.planning.models import class_of
 
 
@@ -213,9 +214,9 @@ def fake_process_group(world_size: int) -> Generator[None]:
 def measure(config: PretrainedConfig, work: Work) -> Measured:
     """Measure a run's memory on a rank. Raises ValueError for an unknown architecture."""
     architecture = (config.architectures or [""])[0]
-    if architecture not in FAMILIES:
+    if architecture not in SHARDED_FAMILIES:
         raise ValueError(
-            f"memory is planned for {', '.join(FAMILIES)}; model.path names a {architecture!r}"
+            f"memory is planned for {', '.join(SHARDED_FAMILIES)}; model.path names a {architecture!r}"
         )
     with (
         fake_process_group(work.ranks),

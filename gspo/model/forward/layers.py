@@ -42,6 +42,7 @@ class Norm(Protocol):
 class Attention(Protocol):
     """The projections of attention."""
 
+    config: transformers.PretrainedConfig
     head_dim: int
     q_proj: Linear
     k_proj: Linear
@@ -109,6 +110,12 @@ class MoeMlp(Protocol):
     experts: Experts | ExpertsWrapper
 
 
+class SharedMoeMlp(MoeMlp, Protocol):
+    """A router, its experts, and an MLP that all tokens go through."""
+
+    shared_experts: DenseMlp
+
+
 class DenseLayer(Protocol):
     """A layer with a dense MLP."""
 
@@ -158,3 +165,14 @@ def is_moe(layer: Layer) -> TypeIs[MoeLayer]:
 def has_head_norms(attention: Attention) -> TypeIs[NormedAttention]:
     """Return whether attention normalises q and k."""
     return getattr(attention, "q_norm", None) is not None
+
+
+def has_shared_experts(mlp: MoeMlp) -> TypeIs[SharedMoeMlp]:
+    """Return whether an MoE layer has an MLP that all tokens go through."""
+    return hasattr(mlp, "shared_experts")
+
+
+def rotated_dims(attention: Attention) -> int:
+    """Return how many dimensions of a head the rotary embedding rotates, from the first on."""
+    parameters = getattr(attention.config, "rope_parameters", None) or {}
+    return int(attention.head_dim * parameters.get("partial_rotary_factor", 1.0))

@@ -10,6 +10,7 @@ scoring and training differ only in `attend`. A layer computes:
     x += W_o attend(q, k, v)
     h = norm(x)
     x += mlp(h)      or      x += sum over the router's K experts e of  w_e expert_e(h)
+                                   + shared_mlp(h)     (in some families)
 
 Models outside FAMILIES run through their own forward. Before our forward is used it is compared
 with the model's own forward on a few tokens. If they differ, the model is not supported.
@@ -40,12 +41,13 @@ from gspo.model.forward.layers import (
     Norm,
     Router,
     body,
+    has_shared_experts,
     is_moe,
     output_head,
 )
 from gspo.model.forward.packed_weights import LayerWeights, prepare_layer
 from gspo.model.forward.packing import attention
-from gspo.model.routing_replay import gate_weights
+from gspo.model.routers import gate_weights
 from gspo.model.sharding.dtensors import (
     architecture,
     full_tensor,
@@ -61,6 +63,7 @@ FAMILIES = (
     "LlamaForCausalLM",
     "OlmoeForCausalLM",
     "MixtralForCausalLM",
+    "Glm4MoeForCausalLM",
 )
 # the number of tokens on which both forwards are compared
 PROBE_TOKENS = 12
@@ -198,6 +201,8 @@ class Network:
         mlp_NW = run_unsharded(
             module, run_experts, module, h_NW, weights_NK, experts_NK, weights, self._casts
         )
+        if has_shared_experts(layer.mlp):
+            mlp_NW = mlp_NW + layer.mlp.shared_experts(h_NW)
         return x_NW + mlp_NW, chosen_NK
 
     @torch.no_grad()
@@ -208,8 +213,10 @@ class Network:
             cos, sin = self.body.rotary_emb(torch.empty(0, device=device), positions)
             # both halves of a head rotate by the same angles
             half = cos.shape[-1] // 2
-            cos = cos[0, :, :half].contiguous()
-            sin = sin[0, :, :half].contiguous()
+            # the other pairs of a head do not rotate
+            resting = self.head_dim // 2 - half
+            cos = F.pad(cos[0, :, :half], (0, resting), value=1.0).contiguous()
+            sin = F.pad(sin[0, :, :half], (0, resting)).contiguous()
             self._rotation_table = torch.complex(cos, sin)
         return self._rotation_table
 

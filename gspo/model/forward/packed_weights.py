@@ -33,6 +33,7 @@ from gspo.model.forward.layers import (
     Linear,
     has_head_norms,
     is_moe,
+    rotated_dims,
 )
 from gspo.model.forward.low_rank import factors, is_adapted, merged, merged_experts, unwrapped
 
@@ -140,8 +141,8 @@ def _with_adapter(qkv: Product, attention: Attention) -> Product:
     if not adapters:
         return qkv
     (q_b, q_a), (k_b, k_a), (v_b, v_a) = adapters
-    q_b = _interleaved(q_b, attention.head_dim)
-    k_b = _interleaved(k_b, attention.head_dim)
+    q_b = _interleaved(q_b, attention)
+    k_b = _interleaved(k_b, attention)
     b = (q_b, k_b, v_b)
     a = torch.cat([q_a, k_a, v_a])
 
@@ -190,18 +191,21 @@ def _projection(attention: Attention, freeze: bool) -> tuple[Tensor, Tensor | No
     in the first half of a head, and the second numbers in its second half. Here the rows of q's and
     k's weights are reordered, which puts the two numbers of a pair side by side. The products of q
     and k do not change."""
-    dim = attention.head_dim
     q = attention.q_proj
     k = attention.k_proj
     v = attention.v_proj
     q_weight, k_weight, v_weight = (merged(x) if freeze else x.weight for x in (q, k, v))
-    weight = torch.cat([_interleaved(q_weight, dim), _interleaved(k_weight, dim), v_weight])
+    q_weight = _interleaved(q_weight, attention)
+    k_weight = _interleaved(k_weight, attention)
+    weight = torch.cat([q_weight, k_weight, v_weight])
     # either all three have a bias or none
     biases = [layer.bias for layer in (q, k, v) if layer.bias is not None]
     if not biases:
         return weight, None
     q_bias, k_bias, v_bias = biases
-    return weight, torch.cat([_interleaved(q_bias, dim), _interleaved(k_bias, dim), v_bias])
+    q_bias = _interleaved(q_bias, attention)
+    k_bias = _interleaved(k_bias, attention)
+    return weight, torch.cat([q_bias, k_bias, v_bias])
 
 
 def _head_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
@@ -210,8 +214,8 @@ def _head_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
         return (), 0.0
     dim = attention.head_dim
     epsilon = attention.q_norm.variance_epsilon
-    q_norm = _interleaved(attention.q_norm.weight, dim)
-    k_norm = _interleaved(attention.k_norm.weight, dim)
+    q_norm = _interleaved(attention.q_norm.weight, attention)
+    k_norm = _interleaved(attention.k_norm.weight, attention)
     if q_norm.numel() != dim:
         return (q_norm, k_norm), epsilon
     q_norms = q_norm.expand(attention.q_proj.out_features // dim, dim)
@@ -219,7 +223,16 @@ def _head_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
     return (torch.cat([q_norms, k_norms]),), epsilon
 
 
-def _interleaved(x: Tensor, dim: int) -> Tensor:
-    """Return the rows of every head in the order 0, D/2, 1, D/2 + 1, ..."""
-    halves = x.unflatten(0, (-1, 2, dim // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
+def _interleaved(x: Tensor, attention: Attention) -> Tensor:
+    """Return the rows of every head in the order 0, R/2, 1, R/2 + 1, ..., R - 1, R, R + 1, ...
+
+    R is the number of dimensions that the rotary embedding rotates, in most families all."""
+    dim = attention.head_dim
+    rotated = rotated_dims(attention)
+    if rotated == dim:
+        halves = x.unflatten(0, (-1, 2, dim // 2))
+        return halves.transpose(1, 2).flatten(0, 2)
+    heads = x.unflatten(0, (-1, dim))
+    halves = heads[:, :rotated].unflatten(1, (2, rotated // 2))
+    pairs = halves.transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, heads[:, rotated:]], 1).flatten(0, 1)

@@ -47,6 +47,8 @@ FILE_BYTES = 4e9
 # The matrices of an expert that lie above each other in one tensor, by their names in files.
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MIXTRAL_MATRICES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+# The routers of GLM-4.5 have a bias that is no parameter. Only parameters are read and written here.
+SHARDED_FAMILIES = tuple(name for name in FAMILIES if name != "Glm4MoeForCausalLM")
 STORED_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -94,11 +96,11 @@ def load_sharded(
         tokenizer = load_tokenizer(folder)
         config = load_config(str(folder), attention)
     model_class = (config.architectures or [""])[0]
-    if model_class not in FAMILIES:
+    if model_class not in SHARDED_FAMILIES:
         raise SettingError(
             "parallel.mode",
             "shard",
-            f"knows {', '.join(FAMILIES)}; model.path={path!r} is a {model_class!r}",
+            f"knows {', '.join(SHARDED_FAMILIES)}; model.path={path!r} is a {model_class!r}",
         )
     if getattr(config, "quantization_config", None):
         raise SettingError(

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,6 +82,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         self.batch_rows = settings.batch_rows
         self.shapes = policy.shapes()
         self.tied = tied_names(policy.model)
+        # such as the bias with which a router selects experts
+        self.buffers = {name for name, _ in policy.model.named_buffers()}
         # the precision in which the engine stores its weights, None if there are several
         self.stored: torch.dtype | None = None
         # None: the model has no bound
@@ -145,11 +148,13 @@ class OutsideEngine(Engine, Generic[SettingsT]):
                 yield name, tensor
 
     def _hand_over(self, piece: dict[str, Tensor], folder: WeightsFolder) -> None:
-        """Let the engine load a piece of the weights, in the precision in which it stores them."""
-        on_cpu = {
-            name: tensor.detach().to("cpu", self.stored or tensor.dtype)
-            for name, tensor in piece.items()
-        }
+        """Let the engine load a piece of the weights, in the precision in which it stores them.
+
+        Buffers keep their precision: a rounded bias would send tokens to other experts."""
+        on_cpu = {}
+        for name, tensor in piece.items():
+            dtype = tensor.dtype if name in self.buffers else self.stored or tensor.dtype
+            on_cpu[name] = tensor.detach().to("cpu", dtype)
         path = folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()
@@ -202,8 +207,18 @@ class OutsideEngine(Engine, Generic[SettingsT]):
             fill(row, sampled, self.policy, request.sampling)
             row.experts = []
             if request.record_experts and sampled.experts is not None:
-                row.experts.append(sampled.experts)
+                row.experts.append(self._of_moe_layers(sampled.experts))
         on_ended(list(range(len(rows))))
+
+    def _of_moe_layers(self, experts_SLK: np.ndarray) -> np.ndarray:
+        """Return the experts of the layers whose routers are recorded here.
+
+        On a GPU, vLLM returns an entry for every layer of the model, also for dense layers."""
+        routing = self.policy.routing
+        layers = self.policy.model.config.get_text_config().num_hidden_layers
+        if experts_SLK.shape[1] == layers > routing.layers:
+            return experts_SLK[:, routing.layer_numbers]
+        return experts_SLK
 
     def logprobs_of(
         self, prompts: list[list[int]], responses: list[list[int]]

@@ -58,8 +58,8 @@ def quantize(policy: Policy, number_format: str) -> None:
     """Round the matrices of a policy's layers in place."""
     model = policy.model
     not_rounded = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    for router in policy.routing.routers:
-        not_rounded += router.parameters()
+    if policy.routing.layers:
+        not_rounded += policy.routing.parameters()
     not_rounded_ids = {id(parameter) for parameter in not_rounded}
     for parameter in model.parameters():
         if parameter.ndim >= 2 and id(parameter) not in not_rounded_ids:

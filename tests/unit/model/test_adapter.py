@@ -20,6 +20,7 @@ from gspo.model.loading import load, save
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout.engines.local import LocalEngine
+from moe_families import MOE_FAMILIES
 from refusals import refuses
 
 MOE = TinyMoE(hidden=32, layers=3, heads=2, experts=8, experts_per_token=2, expert_width=16)
@@ -162,6 +163,17 @@ def test_in_bfloat16_the_adapter_still_acts_and_is_rounded_as_the_rest():
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
 def test_other_families(family, which):
     policy = adapted(which=which, policy=other_family(family))
+    assert policy.network
+    batch = batch_of(policy, sample(policy))
+    learning = policy.forward(batch).logp_BT
+    close(policy.copy().forward(batch).logp_BT, learning, batch.mask_BT)
+    policy.network = None
+    close(policy.forward(batch).logp_BT, learning, batch.mask_BT)
+
+
+@pytest.mark.parametrize("which", ["attention", "experts"])
+def test_heads_that_rotate_in_part_and_shared_experts(which):
+    policy = adapted(which=which, policy=small_policy(MOE_FAMILIES["glm4_moe"]))
     assert policy.network
     batch = batch_of(policy, sample(policy))
     learning = policy.forward(batch).logp_BT

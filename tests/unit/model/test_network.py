@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -55,6 +57,16 @@ FAMILIES = {
     ),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"norm_topk_prob": False, **MOE}),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    # biases, norms of heads, half of a head rotates, a dense layer, groups of experts, a shared expert
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        {
+            "head_dim": 16, "moe_intermediate_size": 12, "n_routed_experts": 6, "num_experts_per_tok": 2,
+            "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5,
+            "use_qk_norm": True, "attention_bias": True,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -8,12 +8,19 @@ from builders import batch_of, perturb, sample, small_policy
 from families import other_family
 from gspo.model.settings import TinyDense
 from gspo.probe import RoutingProbe, routing_statistics
+from moe_families import MOE_FAMILIES
 from probing import forward, record, response_mask
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "minimax_m2", "deepseek_v4"]
+)
 def test_the_experts_are_those_that_the_policy_records(family):
-    policy = small_policy() if family == "qwen3_moe" else other_family(family)
+    """Also after a layer without a router, dense or with a fixed table."""
+    if family in ("mixtral", "olmoe"):
+        policy = other_family(family)
+    else:
+        policy = small_policy(MOE_FAMILIES[family])
     batch = batch_of(policy, sample(policy))
     probe = RoutingProbe(policy.model)
     experts_BSLK = record(probe, policy.model, batch)

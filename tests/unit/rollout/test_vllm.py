@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from builders import perturb, problems
+from builders import perturb, problems, small_policy
 
 pytest.importorskip("vllm")
 
@@ -21,6 +21,7 @@ from gspo.data.pack import pack
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
 from gspo.model.policy import Policy
+from gspo.model.routers import SELECTION_BIAS
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
 from gspo.rollout.engines import vllm as module
 from gspo.rollout.engines import vllm_worker
@@ -29,6 +30,7 @@ from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.vllm_settings import VLLMRollout
+from moe_families import MOE_FAMILIES, wider
 from outside_engines import agreement, gap
 from refusals import refuses
 
@@ -271,6 +273,29 @@ def test_an_adapter_is_merged_when_vllm_starts_and_in_every_hand_over(kind):
             assert kind == "dense" or agreement(policy, found) > 0.999
             learn()
             assert gap(policy, found) > 0.01, "the update should make a difference"
+            engine.load_weights(policy.named_tensors())
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", daily_but(("float32", "bfloat16"), "float32"))
+def test_the_bias_with_which_routers_select_arrives_with_the_weights(dtype):
+    """GLM-4.5, whose first layer is dense: vLLM's routers choose what the policy's do."""
+    policy = small_policy(wider(MOE_FAMILIES["glm4_moe"]))
+    settings = VLLMRollout(routes=True, dtype=dtype, batch_rows=64, kv_cache_gib=0.25)
+    engine = VLLMEngine(policy, settings)
+    exact = dtype == "float32"
+    generator = torch.Generator().manual_seed(7)
+    try:
+        for _ in range(2):
+            found = run(engine, Sampling(0.0, 24), experts=True)
+            assert found[0].experts.shape[1:] == (policy.routing.layers, policy.routing.top_k)
+            assert agreement(policy, found) > (0.999 if exact else 0.9)
+            assert not exact or gap(policy, found) < 1e-5
+            for name, buffer in policy.model.named_buffers():
+                if name.endswith(SELECTION_BIAS):
+                    buffer.normal_(0, 1, generator=generator)
+            assert agreement(policy, found) < 0.9, "the new bias should make a difference"
             engine.load_weights(policy.named_tensors())
     finally:
         engine.close()
