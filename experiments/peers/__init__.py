@@ -12,6 +12,7 @@ number by number.
     clips.py     each peer's clip counters, from our loss outputs
     result.py    what our side of an entry consists of
     credit.py    advantages, reward normalisation, baselines
+    credit_2026.py  the advantages of 2026: MaxRL, GDPO, NSR, OTB
     others.py    KL estimators, the KL coefficient's controller, weights for the mismatch of engine
                  and trainer
     compare.py   one entry: our value, the differences, the tolerance, the verdict

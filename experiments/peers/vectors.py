@@ -51,6 +51,8 @@ class Entry:
         names = (
             self.config.get("groups") or self.settings.get("groups") or self.inputs.get("groups")
         )
+        if names is None and "index" in self.inputs:
+            names = self.inputs["index"].tolist()
         if names is None:
             size = self.settings["num_generations"]
             names = [i // size for i in range(len(self.inputs["rewards"]))]
@@ -149,7 +151,8 @@ def labels(text: str) -> dict:
     True}.
     """
     found = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    # the options may stand in several brackets: [gdpo][weights]
+    for part in filter(None, (part.strip() for part in text.replace("][", ",").split(","))):
         name, equals, value = part.partition("=")
         found[name] = scalar(value) if equals else True
     return found

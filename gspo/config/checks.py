@@ -31,6 +31,7 @@ def check(s: Settings) -> None:
     check_objective(s)
     check_truncation(s)
     check_credit(s)
+    check_advantage_inputs(s)
     check_episodes(s)
     check_unread_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
@@ -331,6 +332,54 @@ def check_credit(s: Settings) -> None:
             "reward.overlong_cache",
             s.reward.overlong_cache,
             f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
+        )
+
+
+def check_advantage_inputs(s: Settings) -> None:
+    """Refuse rewards and old log-probs that are not what the advantage estimator is made for."""
+    advantage = f"with advantage={s.advantage.name}"
+    if s.advantage.needs_raw_rewards:
+        reason = f"{advantage}, the verifier's own rewards are compared, and nothing else"
+        shaped = [
+            (s.reward.shift != "none", "reward.shift", s.reward.shift),
+            (s.reward.scale != "none", "reward.scale", s.reward.scale),
+            (s.reward.clip is not None, "reward.clip", s.reward.clip),
+            (s.reward.overlong_cache > 0, "reward.overlong_cache", s.reward.overlong_cache),
+            (s.reward.turns == "each", "reward.turns", s.reward.turns),
+            (s.kl.in_reward, "kl", s.kl.name),
+        ]
+        for is_set, key, value in shaped:
+            if is_set:
+                raise SettingError(key, value, reason, remedy="leave it out")
+    if s.advantage.needs_named_rewards and len(s.reward.weights) < 2:
+        raise SettingError(
+            "reward.weights",
+            s.reward.weights,
+            f"{advantage}, there must be at least two named rewards",
+            remedy="return them from the reward function and weigh each by its name, for example "
+            "reward.weights={correct: 1, format: 0.5}, or use advantage=group_normalized",
+        )
+    if s.reward.weights and s.task.environments():
+        raise SettingError(
+            "reward.weights",
+            s.reward.weights,
+            f"with task={s.task.name}, an episode has a single reward",
+            remedy="leave it out",
+        )
+    if s.advantage.learns_from_equal_rewards and s.rollout.refill_rounds:
+        raise SettingError(
+            "rollout.refill_rounds",
+            s.rollout.refill_rounds,
+            f"{advantage}, dynamic sampling drops groups whose rewards are equal, from which it "
+            "learns",
+            remedy="use rollout.refill_rounds=0",
+        )
+    if s.advantage.needs_sum_pi_squared and s.policy.old_logprobs != "step_start":
+        raise SettingError(
+            "policy.old_logprobs",
+            s.policy.old_logprobs,
+            f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
+            remedy="use policy.old_logprobs=step_start",
         )
 
 

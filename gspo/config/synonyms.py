@@ -148,6 +148,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "custom_reward_function.name",
     ),
     "reward.truncated": ("truncated_reward",),
+    "reward.weights": ("reward_weights", "gdpo_reward_weights"),
     "prompt.system": ("system_prompt", "system_message", "system"),
     "prompt.thinking": ("enable_thinking", "thinking"),
     "steps": (
@@ -192,7 +193,9 @@ OPTIONS = {
         "grpo": "group_normalized", "grpo_vectorized": "group_normalized",
         "group_norm": "group_normalized", "dr_grpo": "group_mean", "drgrpo": "group_mean",
         "grpo_no_std": "group_mean", "reinforce_plus_plus": "reinforce_pp",
-        "reinforce++": "reinforce_pp", "ppo": "gae",
+        "reinforce++": "reinforce_pp", "ppo": "gae", "max_rl": "maxrl",
+        "normalize_then_sum": "gdpo", "optimal_token_baseline": "otb_verl_columns",
+        "tir_optimal_token_baseline": "otb", "negative": "nsr", "positive": "psr",
     },
     "objective": {
         "dr_grpo": "drgrpo", "bnpo": "dapo", "reinforce_plus_plus": "reinforce", "vanilla": "grpo",

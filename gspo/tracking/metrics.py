@@ -52,6 +52,11 @@ METRICS = [
         "reward",
         "mean over the step's responses, also those that dynamic sampling dropped",
     ),
+    Metric(
+        "reward/*/mean",
+        "reward",
+        "mean of one of several named rewards (reward.weights), before its weight",
+    ),
     Metric("reward/*", "reward", "mean reward of one task's responses"),
     Metric(
         "verdict/*",
@@ -74,6 +79,23 @@ METRICS = [
     Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
     Metric("advantage/std", "advantage", "standard deviation over response tokens"),
     Metric("advantage/abs_max", "advantage", "largest absolute advantage of the step"),
+    Metric(
+        "advantage/score_norm",
+        "sum of squares",
+        "advantage=otb: mean over responses of sum_t ||e_y - pi_t||^2, the squared score at the "
+        "logits",
+    ),
+    Metric(
+        "advantage/square",
+        "squared advantage",
+        "advantage=otb: mean over responses of the squared mean advantage",
+    ),
+    Metric(
+        "advantage/power",
+        "squared gradient at the logits",
+        "advantage=otb: mean over responses of A^2 sum_t w_t, with verl's name total_power. It has "
+        "another unit than optim/grad_norm, so their difference is no variance",
+    ),
     Metric(
         "filter/zero_variance",
         "groups",

@@ -89,7 +89,8 @@ VIEWS = (
         "Stability",
         (
             ("Reward", (
-                _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
+                _panel("reward/mean"), _panel("reward/*"), _panel("reward/*/mean"),
+                _panel("verdict/*"),
                 _panel("group/: zero_variance all_correct"), _panel("reward/overlong_penalty"),
             )),
             ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
@@ -98,6 +99,8 @@ VIEWS = (
                 _panel("optim/: grad_norm grad_norm_max", log=True),
                 _panel("optim/: skipped missing_updates"), _panel("optim/loss"), _panel("optim/lr"),
                 _panel("advantage/: mean std abs_max"),
+                _panel("advantage/power", log=True), _panel("advantage/square", log=True),
+                _panel("advantage/score_norm", log=True),
             )),
             ("Ratios", (
                 _panel("ratio/: sequence_min sequence_mean sequence_max"),

@@ -54,6 +54,9 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
     responses = list(chain.from_iterable(groups))
     total = sum(r.reward for r in responses)
     accumulator.mean("reward/mean", total, len(responses))
+    for name in responses[0].score.rewards:
+        values = [r.score.rewards.get(name, 0.0) for r in responses]
+        accumulator.mean(f"reward/{name}/mean", sum(values), len(values))
     tasks = {r.problem.task for r in responses}
     for task in sorted(tasks):
         of_task = [r for r in responses if r.problem.task == task]

@@ -40,10 +40,12 @@ class OldPolicyPass:
         correction: Correction,
         settings: PolicySettings,
         trainer_settings: TrainerSettings,
+        sum_pi_squared: bool = False,
     ):
         self.policy = policy
         self.reference = reference
         self.correction = correction
+        self.sum_pi_squared = sum_pi_squared  # compute it too, for advantages that need it
         self.settings = settings
         self.micro_batch_size = trainer_settings.micro_batch_size
         self.comparison = EngineComparison(source.settings.routes_floor)
@@ -54,6 +56,7 @@ class OldPolicyPass:
             samples_ahead=source.settings.samples_ahead,
             correction=correction.name,
             critic=bool(policy.value_head),
+            sum_pi_squared=sum_pi_squared,
         )
         if self.is_skipped and policy.routing.layers:
             source.start_recording_experts()
@@ -88,9 +91,13 @@ class OldPolicyPass:
         else:
             results = pack_recorded(responses, batch)
         values_BT = None
-        if results is None or self.policy.value_head:
-            scored = self.score(self.policy, batch, local_rows_N, ranks)
+        sum_pi_squared_BT = None
+        if results is None or self.policy.value_head or self.sum_pi_squared:
+            scored = self.score(
+                self.policy, batch, local_rows_N, ranks, sum_pi_squared=self.sum_pi_squared
+            )
             values_BT = scored.values_BT
+            sum_pi_squared_BT = scored.sum_pi_squared_BT
             results = results or (scored.logp_BT, scored.experts_BSLK)
         old_logp_BT, experts_BSLK = results
         if not self.is_skipped and len(local_rows_N):
@@ -112,18 +119,28 @@ class OldPolicyPass:
             diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
         if replay == "r2":
             batch = replace(batch, replay_BSLK=experts_BSLK)
-        old_batch = batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+        old_batch = batch.with_old_policy(
+            old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
+        )
         return old_batch, values_BT
 
     def score(
-        self, policy: Policy, batch: TokenBatch, local_rows_N: Tensor, ranks: Ranks
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        local_rows_N: Tensor,
+        ranks: Ranks,
+        *,
+        sum_pi_squared: bool = False,
     ) -> PolicyOutput:
         """Compute log-probs and values of a batch, and the experts of the local rows."""
+        rows_N = None if ranks.world_size == 1 else local_rows_N
+        scored = policy.score(batch, self.micro_batch_size, rows_N, sum_pi_squared=sum_pi_squared)
         if ranks.world_size == 1:
-            return policy.score(batch, self.micro_batch_size)
-        local = policy.score(batch, self.micro_batch_size, local_rows_N)
-        logp_BT = ranks.all_reduce(local.logp_BT)
-        values_BT = local.values_BT
-        if values_BT is not None:
-            values_BT = ranks.all_reduce(values_BT)
-        return replace(local, logp_BT=logp_BT, values_BT=values_BT)
+            return scored
+        reduced = replace(scored, logp_BT=ranks.all_reduce(scored.logp_BT))
+        if scored.values_BT is not None:
+            reduced.values_BT = ranks.all_reduce(scored.values_BT)
+        if scored.sum_pi_squared_BT is not None:
+            reduced.sum_pi_squared_BT = ranks.all_reduce(scored.sum_pi_squared_BT)
+        return reduced

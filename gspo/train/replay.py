@@ -100,7 +100,7 @@ def replay(
         coefficient.value = float(state["kl_coef"])
     entropy = entropy_term(record, settings, recorded_entropy)
 
-    groups = groups_of(record)
+    groups = groups_of(record, algorithm.reward.weights)
     rollout = Rollout(groups, rollout_s=0.0, score_s=0.0, limit=record.header.limit)
     rollout_batch = to_rollout_batch(record, rollout)
     comparison = EngineComparison(routes_floor=0.0)
@@ -158,6 +158,14 @@ def check_advantages(record: StepRecord, algorithm: Algorithm, recorded_advantag
             "needs rewards, which this record does not hold",
             remedy="leave advantage=... out, so that the recorded advantages are taken",
         )
+    advantage = algorithm.advantage
+    missing = ""
+    if advantage.needs_named_rewards and not record.header.named_rewards:
+        missing = "several named rewards of each response, and this record holds one"
+    elif advantage.needs_sum_pi_squared and record.sum_pi_squared is None:
+        missing = "sum_v pi_v^2 of every token, which only runs with this advantage record"
+    if missing and not recorded_advantages:
+        raise SettingError("advantage", advantage.name, f"needs {missing}")
     if recorded_advantages and np.isnan(record.advantages).all():
         raise SettingError(
             "advantage", problem="this record holds no advantages, so compute them from the rewards"
@@ -251,8 +259,10 @@ def entropy_term(
 
 # --------------------------------------------------------------------------------------------------
 # from the record to batches
-def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
-    """Return the responses of a record, group by group. They have no texts."""
+def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[ScoredResponse]]:
+    """Return the responses of a record, group by group. They have no texts.
+
+    If the record has named rewards, the rewards are their sums with these `weights`."""
     header = record.header
     positions_of_rows = np.cumsum(record.prompt_lengths.astype(np.int64) + record.response_lengths)
     groups: list[list[ScoredResponse]] = []
@@ -264,6 +274,10 @@ def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
             end = int(positions_of_rows[row])
             begin = end - len(prompt_ids) - len(token_ids)
             experts = record.engine_experts[begin:end].astype(np.int16)
+        named_rewards = {name: values[row] for name, values in header.named_rewards.items()}
+        score = Score(float(record.rewards[row]), header.verdicts[row], rewards=named_rewards)
+        if named_rewards and score.verdict != "truncated":
+            score = score.weighted(weights)
         response = ScoredResponse(
             problem=Problem(header.tasks[row], int(record.problems[row]), "", None),
             sample=int(record.samples[row]),
@@ -275,7 +289,7 @@ def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
             policy_step=int(record.policy_steps[row]),
             experts=experts,
             turns=turns,
-            score=Score(float(record.rewards[row]), header.verdicts[row]),
+            score=score,
         )
         if record.groups[row] == len(groups):
             groups.append([])
@@ -313,7 +327,12 @@ def add_old_policy(
         shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])
         experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
         experts_BSLK[batch.attention_BS] = torch.from_numpy(record.old_experts).short()
-    return batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+    sum_pi_squared_BT = None
+    if algorithm.advantage.needs_sum_pi_squared:
+        sum_pi_squared_BT = of_tokens(record.sum_pi_squared, batch)
+    return batch.with_old_policy(
+        old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
+    )
 
 
 def of_tokens(x: ndarray | None, batch: TokenBatch) -> Tensor | None:

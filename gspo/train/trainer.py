@@ -100,7 +100,13 @@ class Trainer:
         self.starts_at_old_policy = divides_by_old and old_is_start
         self.state = TrainState()
         self.old_policy = OldPolicyPass(
-            policy, reference, source, algorithm.correction, policy_settings, settings
+            policy,
+            reference,
+            source,
+            algorithm.correction,
+            policy_settings,
+            settings,
+            sum_pi_squared=algorithm.advantage.needs_sum_pi_squared,
         )
         # set if the end of the engine's process is noticed after the last update of a step
         self.engine_ended: EngineEnded | None = None

@@ -11,12 +11,13 @@ import torch
 
 from daily import daily_but
 from games import Echoes
-from gspo.algorithm.advantages import GAE, GroupMean, TurnNormalized
+from gspo.algorithm.advantages import GAE, GroupMean
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GMPO, GRPO, GSPO, PPO, SAPO, GSPOToken, Reinforce
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.data.pack import pack
 from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.errors import SettingError
