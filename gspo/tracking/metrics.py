@@ -68,7 +68,7 @@ METRICS = [
         "group/zero_variance",
         "share of groups",
         "groups whose responses all have the same reward: no signal (except with "
-        "advantage=turn_normalized)",
+        "advantage=turn_normalized, gdpo or nsr)",
     ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric(

@@ -274,6 +274,28 @@ BAD = [
     ("correction=tis correction.level=word", ("correction.level", "word")),
     ("correction=tis correction.high=0", ("correction.high", 0.0)),
     ("advantage=gae", ("objective", "gspo", "has one advantage per response,")),
+    ("advantage=otb", ("objective", "gspo", "has one advantage per response,")),
+    (
+        "advantage=otb objective=gspo_token policy.old_logprobs=engine",
+        ("policy.old_logprobs", "engine", "must be of the same policy"),
+    ),
+    ("advantage=maxrl reward.clip=1", ("reward.clip", 1.0, "the verifier's own rewards")),
+    ("advantage=nsr reward.overlong_cache=4", ("reward.overlong_cache", 4, "advantage=nsr")),
+    ("advantage=maxrl kl=reward", ("kl", "reward", "with advantage=maxrl")),
+    ("advantage=maxrl rollout.group_size=1", ("rollout.group_size", 1, "nothing to compare")),
+    ("advantage=gdpo", ("reward.weights", {}, "at least two named rewards")),
+    (
+        "advantage=gdpo reward.weights={a:1}",
+        ("reward.weights", {"a": 1.0}, "at least two named rewards"),
+    ),
+    (
+        "advantage=nsr rollout.refill_rounds=2",
+        ("rollout.refill_rounds", 2, "drops groups whose rewards are equal"),
+    ),
+    (
+        "task=guessing reward.weights={a:1}",
+        ("reward.weights", {"a": 1.0}, "an episode has a single reward"),
+    ),
     ("advantage=returns kl=reward", ("objective", "gspo", "advantage=returns with kl=reward")),
     (
         "advantage=returns advantage.gamma=0.9",
