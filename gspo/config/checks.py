@@ -33,6 +33,7 @@ def check(s: Settings) -> None:
     check_credit(s)
     check_advantage_inputs(s)
     check_episodes(s)
+    check_probe(s)
     check_unread_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise SettingError(
@@ -380,6 +381,17 @@ def check_advantage_inputs(s: Settings) -> None:
             s.policy.old_logprobs,
             f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
             remedy="use policy.old_logprobs=step_start",
+        )
+
+
+def check_probe(s: Settings) -> None:
+    """Refuse the measurement of the gradient's noise for weights that are sharded."""
+    if s.tracking.snr_every and s.parallel.mode == "shard":
+        raise SettingError(
+            "tracking.snr_every",
+            s.tracking.snr_every,
+            "with parallel.mode=shard, no process has the gradient of two halves of a batch",
+            remedy="use parallel.mode=replicate or 0",
         )
 
 

@@ -33,10 +33,11 @@ class MetricAccumulator:
 
     def __init__(self):
         # for each name the numbers of each call: (total, count) of `mean`, (n, sum w, sum w^2) of
-        # `ess`, (value,) of `largest` and `smallest`
+        # `ess`, (value,) of `largest` and `smallest`, (groups, weights) of `group_ess`
         self._sums: dict[str, Rows] = defaultdict(list)
         self._moments: dict[str, Rows] = defaultdict(list)
         self._extremes: dict[str, Rows] = defaultdict(list)
+        self._grouped: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._smallest: set[str] = set()  # the names of `smallest`
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
@@ -72,6 +73,13 @@ class MetricAccumulator:
         square_total = _detached(weights.square().sum())
         row = (weights.numel(), total, square_total)
         self._moments[name].append(row)
+
+    def group_ess(self, name: str, groups: Tensor, weights: Tensor) -> None:
+        """Add weights to the metric that is the effective sample size of the groups' mean weights.
+
+        `groups` has the number of each weight's group. A group may be added in several parts.
+        """
+        self._grouped[name].append((groups.detach(), weights.detach()))
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -112,15 +120,17 @@ class MetricAccumulator:
         self._read()
         local_sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
         local_moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
+        local_groups = {name: _group_sums(parts) for name, parts in self._grouped.items()}
         local = (
             local_sums,
             local_moments,
+            local_groups,
             self._extremes,
             self._smallest,
             self._loads_LE,
         )
         of_ranks = ranks.all_gather(local)
-        sums, moments, extremes, smallest, loads = zip(*of_ranks, strict=True)
+        sums, moments, grouped, extremes, smallest, loads = zip(*of_ranks, strict=True)
         result: dict[str, float] = {}
         for name, rows in _by_name(sums).items():
             total, count = _column_sums(rows)
@@ -130,6 +140,10 @@ class MetricAccumulator:
             n, weight_sum, square_sum = _column_sums(rows)
             if n and square_sum:
                 result[name] = weight_sum * weight_sum / (n * square_sum)
+        for name, parts in _by_name(grouped).items():
+            size = _effective_share(parts)
+            if size is not None:
+                result[name] = size
         names_of_smallest = set().union(*smallest)
         for name, rows in _by_name(extremes).items():
             values = chain.from_iterable(chain.from_iterable(rows))
@@ -186,6 +200,28 @@ def _column_sums(rows: Sequence[tuple[Number, ...]]) -> tuple[float, ...]:
     """Return the sum of each column."""
     columns = zip(*rows, strict=True)
     return tuple(sum(map(float, column)) for column in columns)
+
+
+def _group_sums(parts: list[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, int]]:
+    """Return the sum and the number of the weights of each group."""
+    all_groups = torch.cat([groups for groups, _ in parts]).cpu()
+    all_weights = torch.cat([weights for _, weights in parts]).double().cpu()
+    distinct, index, counts = all_groups.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add(0, index, all_weights)
+    numbers = zip(sums.tolist(), counts.tolist(), strict=True)
+    return dict(zip(distinct.tolist(), numbers, strict=True))
+
+
+def _effective_share(parts: list[dict[int, tuple[float, int]]]) -> float | None:
+    """Return the effective sample size of the groups' means as a share, None if all are 0."""
+    totals: dict[int, tuple[float, int]] = {}
+    for part in parts:
+        for group, (weight, count) in part.items():
+            earlier_weight, earlier_count = totals.get(group, (0.0, 0))
+            totals[group] = (earlier_weight + weight, earlier_count + count)
+    means = [weight / count for weight, count in totals.values()]
+    squares = sum(mean * mean for mean in means)
+    return sum(means) ** 2 / (len(means) * squares) if squares else None
 
 
 def load_metrics(loads_LE: Tensor) -> dict[str, float]:

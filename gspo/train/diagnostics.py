@@ -180,10 +180,18 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         accumulator.mean_of(f"mismatch/weight_{level}_mean", weight_N)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
+        if level == "token":
+            # by response and by group too, as effective_sizes measures them after truncation
+            mean_N = batch.of_rows(masked_mean(weight_BT, mask_BT))
+            groups_N = batch.of_rows(batch.prompts_B)
+            accumulator.ess("mismatch/ess_sequence", mean_N)
+            accumulator.group_ess("mismatch/ess_group", groups_N, mean_N)
 
 
-def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the correction's mean weight on a token's loss, and the share of masked tokens."""
+def correction(correction_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
+    """Measure the correction's weights: their mean, the share of 0, and effective sample sizes."""
+    mask_BT = batch.mask_BT
+    effective_sizes("mismatch", correction_BT, batch, accumulator)
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
     tokens = mask_BT.sum()
     accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
@@ -220,6 +228,24 @@ def clips(
     accumulator.token_mean("clip/weight", outputs.weight_BT, mask_BT, tokens)
     if outputs.dual_BT is not None:
         accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT, tokens)
+
+
+def effective_sizes(
+    family: str, weight_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator
+) -> None:
+    """Measure the effective sample sizes of weights after truncation: tokens, responses and groups.
+
+    The weight of a response is the mean over its tokens, and that of a group the mean over its
+    responses. Truncation raises the size of weights that it bounds, and lowers it by those that it
+    sets to 0."""
+    weight_BT = weight_BT.detach().expand(batch.mask_BT.shape)
+    weight_N = batch.of_tokens(weight_BT)
+    if not len(weight_N):
+        return
+    accumulator.ess(f"{family}/ess_token_used", weight_N)
+    mean_N = batch.of_rows(masked_mean(weight_BT, batch.mask_BT))
+    accumulator.ess(f"{family}/ess_sequence_used", mean_N)
+    accumulator.group_ess(f"{family}/ess_group_used", batch.of_rows(batch.prompts_B), mean_N)
 
 
 def rounding_floor(
@@ -290,6 +316,8 @@ def ratios(
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
         accumulator.largest(f"ratio/{kind}_max", ratio_N.max())
         accumulator.ess(f"ratio/ess_{kind}", ratio_N)
+    groups_N = batch.of_rows(batch.prompts_B)
+    accumulator.group_ess("ratio/ess_group", groups_N, ratios_N["sequence"])
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean_of("kl/old_k1", -log_N)

@@ -43,13 +43,14 @@ from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import add_advantages
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_terms
+from gspo.train.loss_terms import EntropyTerm, PolicyTerm, TermInputs, loss_terms
 from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
 from gspo.train.minibatches import local_rows, split_into_minibatches
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.recorder import Recorder
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.signal_probe import SignalProbe, measure_snr
 
 
 class Trainer:
@@ -57,7 +58,7 @@ class Trainer:
 
     `reference` is the policy to which a KL term is measured. `extensions` are the user's own
     metrics and callbacks. `ranks` are the processes that train the policy together. `recorder`
-    records steps for a later replay.
+    records steps for a later replay. `probe` measures the signal of batches.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Trainer:
         extensions: Extensions | None = None,
         ranks: Ranks | None = None,
         recorder: Recorder | None = None,
+        probe: SignalProbe | None = None,
     ):
         if algorithm.kl.needs_reference and not reference:
             raise SettingError(
@@ -91,6 +93,7 @@ class Trainer:
         self.extensions = extensions or Extensions({}, {})
         self.ranks = ranks or Ranks()
         self.recorder = recorder or Recorder()
+        self.probe = probe or SignalProbe()
         self.policy_settings = policy_settings
         # The first ratios of a step must be 1 if they divide by log-probs of the weights that the
         # step begins with, computed by the trainer or by the engine.
@@ -204,6 +207,7 @@ class Trainer:
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
         self.recorder.add_batch(batch, rollout)
+        self.measure_signal(batch, rollout, local_rows_N, step, accumulator)
 
         # one update per mini-batch
         minibatches = list(chain.from_iterable(epochs))
@@ -368,7 +372,34 @@ class Trainer:
             )
 
     # ----------------------------------------------------------------------------------------------
-    # after the updates
+    # around the updates
+
+    def measure_signal(
+        self,
+        batch: TrainBatch,
+        rollout: Rollout,
+        local_rows_N: Tensor,
+        step: int,
+        accumulator: MetricAccumulator,
+    ) -> None:
+        """Measure mutual information, signal and noise of the batch, at steps at which it is due."""
+        size = self.settings.micro_batch_size
+        with accumulator.timed("time/diagnostics_s"):
+            if self.probe.measures_information(step):
+                self.probe.information(self.policy, rollout.groups, size, self.ranks, accumulator)
+            if self.probe.measures_snr(step):
+                engine_is_old = self.policy_settings.old_logprobs == "engine"
+                measure_snr(
+                    self.policy,
+                    PolicyTerm(self.algorithm.objective, self.settings.aggregation),
+                    batch,
+                    starts_at_old=self.starts_at_old_policy and not engine_is_old,
+                    micro_batch_size=size,
+                    local_rows_N=local_rows_N,
+                    position=(self.seed, step),
+                    ranks=self.ranks,
+                    accumulator=accumulator,
+                )
 
     def routing_after_step(
         self, batch: TrainBatch, local_rows_N: Tensor, step: int, accumulator: MetricAccumulator

@@ -693,6 +693,7 @@ LATER = {
     "prompt.thinking": False,
     "prompt.date": "2031-12-24",
     "reward.truncated": -1.0,
+    "reward.weights": {"correct": 1.0, "format": 0.5},
     "prompt.control_tokens": True,
     "prompt.special_tokens": False,
 }
