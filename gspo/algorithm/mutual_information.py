@@ -32,7 +32,7 @@ def prompt_information(
         mi_sequence      the same of whole responses, in nats per response
         bound            log P
         retrieval@k      the share of responses whose own prompt is among the k most probable
-        chance@k         the share by chance: k / P for different prompts
+        chance@k         the share by chance: k / P for different prompts, an upper bound for equal
 
     - `mi` takes a mean of log-probs inside the logsumexp: the mixture of tempered distributions,
       not the mutual information over T.
@@ -49,11 +49,12 @@ def prompt_information(
         numbers[f"marginal{suffix}"] = float(marginal_R.mean())
         numbers[f"mi{suffix}"] = float((matched_R - marginal_R).mean())
     is_own_RP = identity_P[own_R].unsqueeze(1) == identity_P
-    share_R = is_own_RP.sum(1).double() / prompts
+    # the mean share of prompts that equal the own prompt
+    share = float(is_own_RP.sum(1).double().mean()) / prompts
     for depth in RETRIEVAL_DEPTHS:
         k = min(depth, prompts)
         best_RK = mean_logp_RP.topk(k, dim=1).indices
         is_retrieved_R = is_own_RP.gather(1, best_RK).any(1)
         numbers[f"retrieval@{depth}"] = float(is_retrieved_R.double().mean())
-        numbers[f"chance@{depth}"] = float((k * share_R).clamp(max=1).mean())
+        numbers[f"chance@{depth}"] = min(1.0, k * share)
     return numbers

@@ -70,6 +70,12 @@ METRICS = [
         "groups whose responses all have the same reward: no signal (except with "
         "advantage=turn_normalized, gdpo or nsr)",
     ),
+    Metric(
+        "group/steps_without_signal",
+        "rollout batches",
+        "batches in a row, up to this one, whose advantages are all 0",
+        "max",
+    ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric(
         "reward/overlong_penalty",

@@ -92,6 +92,7 @@ VIEWS = (
                 _panel("reward/mean"), _panel("reward/*"), _panel("reward/*/mean"),
                 _panel("verdict/*"),
                 _panel("group/: zero_variance all_correct"), _panel("reward/overlong_penalty"),
+                _panel("group/steps_without_signal"),
             )),
             ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
             ("Policy and gradient", (

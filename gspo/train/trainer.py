@@ -206,6 +206,9 @@ class Trainer:
         )
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
+        has_signal = bool(batch.adv_BT.any())
+        self.state.without_signal = 0 if has_signal else self.state.without_signal + 1
+        accumulator.largest("group/steps_without_signal", self.state.without_signal)
         self.recorder.add_batch(batch, rollout)
         self.measure_signal(batch, rollout, local_rows_N, step, accumulator)
 

@@ -1,6 +1,8 @@
 """Effective sample sizes, mutual information and the gradient's signal and noise in a trainer."""
 
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -8,16 +10,18 @@ import torch
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.mutual_information import prompt_information
 from gspo.algorithm.objectives import GRPO, GSPO
+from gspo.data.samples import Score
 from gspo.distributed.ranks import Ranks
 from gspo.model.settings import TinyDense
 from gspo.train.accumulator import MetricAccumulator
+from gspo.train.checkpoint import TrainState
 from gspo.train.signal_probe import (
     SignalProbe,
     cross_log_probs,
     random_halves,
     signal_and_noise,
 )
-from trainers import gap_trainer, steps, trainer, weights
+from trainers import FirstCharacter, gap_trainer, steps, trainer, weights
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 CLOCKS = ("time/", "throughput/", "compute/")
@@ -74,6 +78,15 @@ def test_information_by_hand():
     assert found["bound"] == pytest.approx(math.log(2))
     assert (found["retrieval@1"], found["chance@1"]) == (1.0, 0.5)
     assert (found["retrieval@8"], found["chance@8"]) == (1.0, 1.0)
+
+
+def test_equal_prompts_count_as_one_of_them():
+    """Three of four prompts are equal: chance is the mean over responses, cut off at 1."""
+    logp = torch.tensor([[-9.0, -1.0, -9.0, -2.0], [-9.0, -9.0, -1.0, -2.0]], dtype=torch.float64)
+    equal = torch.tensor([5, 5, 5, 8])
+    found = prompt_information(logp, logp, torch.tensor([0, 3]), equal)
+    assert (found["retrieval@1"], found["chance@1"]) == (0.5, 0.5)
+    assert (found["retrieval@2"], found["chance@2"]) == (1.0, 1.0)
 
 
 def test_information_is_0_if_the_prompt_makes_no_difference():
@@ -192,3 +205,18 @@ def test_the_halves_gradients_add_up_to_the_batchs():
     row = steps(t, 1)[0]
     total = row["optim/gradient_signal"] + row["optim/gradient_noise"]
     assert total == pytest.approx(row["optim/grad_norm"] ** 2, rel=1e-3)
+
+
+def test_batches_without_signal_are_counted_and_the_count_survives_a_checkpoint():
+    class Constant(FirstCharacter):
+        def score(self, answers):
+            return [Score(self.always, "wrong") for _ in answers]
+
+    task = Constant()
+    task.always = 0.5
+    t = trainer(GRPO(), model=DENSE, task=task)
+    assert [row["group/steps_without_signal"] for row in steps(t, 2)] == [1, 2]
+    state = TrainState.from_json(json.loads(json.dumps(asdict(t.state))))
+    assert state.without_signal == 2
+    t.source.task = FirstCharacter()
+    assert steps(t, 1)[0]["group/steps_without_signal"] == 0
