@@ -5,6 +5,7 @@
                     baseline is 0
     negative        MaxRL of negative rewards is refused in our settings; the formula is compared
     other values    NSR of rewards other than 0 and 1 is refused; the peer keeps them
+    holes           NSR's peer starts the return anew at a masked position; ours is the response's
     variance proxy  verl counts the tokens of a response plus 1e-8
 
 Shape suffixes: B responses, T response tokens, K named rewards.
@@ -67,16 +68,29 @@ class AnyMaxRL(MaxRL):
 
 @dataclass
 class AnyNSR(NSR):
-    """NSR of any rewards: r, r - 1, and with weights the reward itself unless it is 0 or 1."""
+    """NSR of any rewards and masks, as the authors' code has it.
+
+    The return starts anew at a masked position. So tokens before a hole have a return of 0, which
+    counts as wrong with kind=negative. With kind=weighted, a response of another reward than 0 and
+    1 keeps its return as its advantage."""
 
     kind: str = "weighted"
 
     def estimate(self, credit: Credit) -> Tensor:
-        rewards_B = credit.rewards_B
-        is_known_B = (rewards_B == 0) | (rewards_B == 1)
-        adv_B = super().estimate(by_response(rewards_B.where(is_known_B, 0.0), credit.groups_B))
-        other_B = rewards_B - 1 if self.kind == "negative" else rewards_B
-        return torch.where(is_known_B, adv_B, other_B)
+        rewards_BT = credit.token_rewards_BT
+        return_BT = torch.zeros_like(rewards_BT)
+        running_B = torch.zeros_like(rewards_BT[:, 0])
+        for t in reversed(range(rewards_BT.shape[1])):
+            running_B = rewards_BT[:, t] + running_B
+            return_BT[:, t] = running_B
+            running_B = torch.where(credit.mask_BT[:, t], running_B, 0.0)
+        if self.kind == "positive":
+            return return_BT
+        if self.kind == "negative":
+            return return_BT - 1
+        sum_B1 = rewards_BT.sum(-1, keepdim=True)
+        adv_BT = torch.where(sum_B1 == 1, self.positive_weight * return_BT, return_BT)
+        return torch.where(sum_B1 == 0, return_BT - 1, adv_BT)
 
 
 def group_ids(entry: Entry) -> Tensor:
@@ -152,11 +166,19 @@ def nsr(options: Options, entry: Entry) -> Ours:
     weights = {"positive": (1.0, 0.0), "negative": (0.0, 1.0), "weighted": (weight, 1.0)}
     positive, negative = weights[kind]
     rewards_B = rewards_of(entry)
-    note = ""
-    if bool(((rewards_B != 0) & (rewards_B != 1)).any()):
-        note = "rewards other than 0 and 1, which our settings refuse"
-    estimator = AnyNSR(positive_weight=positive, negative_weight=negative, kind=kind)
+    mask_BT = entry.mask_BT
+    has_holes = bool((mask_BT[:, 1:] & ~mask_BT[:, :-1]).any())
+    is_binary = bool(((rewards_B == 0) | (rewards_B == 1)).all())
+    estimator = NSR(positive_weight=positive, negative_weight=negative)
     credit = by_response(rewards_B, torch.zeros(len(rewards_B), dtype=torch.int64))
+    if is_binary and not has_holes:
+        return compared(estimator, credit, entry)
+    token_rewards_BT = entry.inputs["token_level_rewards"]
+    credit = replace(credit, token_rewards_BT=token_rewards_BT, mask_BT=mask_BT)
+    estimator = AnyNSR(positive_weight=positive, negative_weight=negative, kind=kind)
+    note = "the peer's return starts anew at a hole in the mask; ours is the response's reward"
+    if not is_binary:
+        note = "rewards other than 0 and 1, which our settings refuse"
     return compared(estimator, credit, entry, note=note)
 
 

@@ -138,18 +138,21 @@ def variance_proxies(
         noise  = max(0, power - signal) / (B - 1), 0 for a single response
 
     A_i and rho_i are means over the response, and rho = 1 without correction. w_it is without rho
-    here, but the mean of its sums, `score_norm`, is with rho^2.
+    here and 0 at tokens with rho = 0, but the mean of its sums, `score_norm`, is with rho^2.
 
     The gradient norm is over all parameters, while w is the squared norm at the logits. So their
     difference compares unlike numbers, and the noise is not a variance. Compare the power between
-    runs of the same model, and measure the noise of the gradient with `diagnostics.snr_every`.
+    runs of the same model, and measure the noise of the gradient with `tracking.snr_every`.
     """
     mask_BT = credit.mask_BT
     mean_B = masked_mean(adv_BT, mask_BT)
     weighted_B = mean_B
     if credit.correction_BT is not None:
         weighted_B = mean_B * masked_mean(credit.correction_BT, mask_BT)
-    norm_B = score_norms(replace(credit, correction_BT=None)).sum(-1)
+    norm_BT = score_norms(replace(credit, correction_BT=None))
+    if credit.correction_BT is not None:
+        norm_BT = torch.where(credit.correction_BT == 0, 0.0, norm_BT)
+    norm_B = norm_BT.sum(-1)
     power = float((weighted_B.square() * norm_B).mean())
     proxies = {
         "power": power,

@@ -367,3 +367,13 @@ def test_variance_proxies_by_hand():
     weighted = replace(made, correction_BT=torch.full((2, 1), 2.0, dtype=torch.float64))
     assert variance_proxies(adv, weighted)["power"] == pytest.approx(4 * power)
     assert variance_proxies(adv, weighted)["score_norm"] == pytest.approx(4 * 0.6875)
+
+
+def test_tokens_of_weight_0_have_no_power():
+    made = credit([1, 0])
+    made.old_logp_BT = torch.tensor([[0.5], [0.25]], dtype=torch.float64).log()
+    made.sum_pi_squared_BT = torch.tensor([[0.5], [0.375]], dtype=torch.float64)
+    made.correction_BT = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    adv = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
+    found = variance_proxies(adv, made)
+    assert (found["power"], found["score_norm"]) == (pytest.approx(1.0), pytest.approx(0.25))
