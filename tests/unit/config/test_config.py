@@ -958,6 +958,12 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
 def test_warnings_name_what_may_not_be_meant():
     assert warnings(settings()) == []
     assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
+    (line,) = warnings(
+        settings(
+            "advantage=nsr", "objective=reinforce", "allow_on_policy=true", "trainer.minibatches=1"
+        )
+    )
+    assert "advantage=nsr" in line and "objective=reinforce" in line
     (line,) = warnings(settings("rollout.top_p=.9", "rollout.top_k=20"))
     assert line.startswith(
         "rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution"
