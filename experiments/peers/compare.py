@@ -32,6 +32,7 @@ from peers.clips import counters
 from peers.credit import CREDIT
 from peers.hugging import HUGGING_LOSSES
 from peers.losses import LOSSES
+from peers.off_policy import OFF_POLICY_LOSSES, OFF_POLICY_OTHERS
 from peers.options import Options, Untranslated
 from peers.others import OTHERS
 from peers.recipe import LARGE_EXPONENT, PolicyLoss, by_sequence, described, evaluate
@@ -39,7 +40,8 @@ from peers.result import Ours
 from peers.roll import ROLL_LOSSES
 from peers.vectors import Entry
 
-POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES}
+POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES, **OFF_POLICY_LOSSES}
+OTHER_VALUES = {**OTHERS, **OFF_POLICY_OTHERS}
 UNREAD = "options that were not read: "
 ALL = torch.tensor(True)
 OK, OUT, STATED, UNTRANSLATED = "ok", "OUT OF TOLERANCE", "stated difference", "not translated"
@@ -83,8 +85,8 @@ def translated(entry: Entry) -> Ours:
     options, key = Options(entry), (entry.peer, entry.function)
     if key in POLICY_LOSSES:
         ours = policy_loss(POLICY_LOSSES[key](options, entry), entry)
-    elif key in CREDIT or key in OTHERS:
-        ours = {**CREDIT, **OTHERS}[key](options, entry)
+    elif key in CREDIT or key in OTHER_VALUES:
+        ours = {**CREDIT, **OTHER_VALUES}[key](options, entry)
     else:
         raise Untranslated(f"no translation of {entry.peer}'s {entry.function}")
     unread = options.unread()
@@ -110,6 +112,7 @@ def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
         setting=" · ".join(said),
         loss=evaluation.loss,
         grad_BT=evaluation.grad_BT,
+        outputs=peer.outputs(evaluation, entry) if peer.outputs else {},
         metrics=counters(peer, evaluation, entry),
         epsilon=peer.epsilon is not None,
         epsilon_loss=None if exact is None else exact.loss,
@@ -283,7 +286,7 @@ def exactly(pair: Pair, result: Comparison) -> Tensor:
 def counter_tolerance(entry: Entry, ours: Ours) -> Tolerance:
     if entry.peer == "ms-swift" and entry.mask_BT.shape[1] == 1:  # float32 there
         return Tolerance(1e-6)
-    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL") else 1e-12)
+    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL", "CTPO") else 1e-12)
 
 
 def relative(ours: Tensor, expected: Tensor) -> Tensor:

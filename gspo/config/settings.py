@@ -31,8 +31,8 @@ from gspo.algorithm.advantages import (
     Returns,
     TurnNormalized,
 )
-from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
+from gspo.algorithm.masks import CORRECTIONS
 from gspo.algorithm.objectives import OBJECTIVES
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.evaluation.settings import EvaluationSettings
@@ -112,7 +112,7 @@ CHOICES: dict[str, dict[str, type[DataclassInstance]]] = {
         )
     },
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
-    "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
+    "correction": {kind.name: kind for kind in CORRECTIONS},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel, "stand_in": StandIn},

@@ -195,7 +195,7 @@ VIEWS = (
             ("Correction", (
                 _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
                 _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
-                _panel("mismatch/masked"),
+                _panel("mismatch/masked"), _panel("mismatch/sequence_masked"),
             )),
             ("Staleness", (
                 _panel("staleness/: mean max"), _panel("staleness/segments"),
