@@ -72,6 +72,10 @@ class PolicyTerm(Term):
         accumulator = inputs.accumulator
         tensors = replace(loss_inputs(inputs.output, batch), statistic=inputs.statistic)
         outputs = self.objective(tensors)
+        if self.correction.acts == "minibatch":
+            # a record of the step shows which tokens have left the mini-batch
+            weight_BT = torch.where(batch.mask_BT, outputs.weight_BT, 0.0)
+            outputs = replace(outputs, weight_BT=weight_BT)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
