@@ -221,7 +221,7 @@ def test_every_correction_of_2026_is_tried():
 
 @pytest.mark.parametrize("correction", MADE, ids=str)
 def test_weights_have_no_gradient_do_not_see_padding_and_mask_some_tokens(correction):
-    inputs = random_inputs(0)
+    inputs = random_inputs(1)
     weights = weights_of(correction, inputs)
     mask = inputs.mask_BT
     assert not weights.requires_grad and not weights[~mask].any()

@@ -20,7 +20,7 @@ from gspo.algorithm.advantages import (
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
-from gspo.algorithm.masks import M2PO, OPSM, RhoMask
+from gspo.algorithm.masks import M2PO, OPSM, KPop, RhoMask
 from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, P3O, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.rollout.engines.local import LocalEngine
@@ -288,9 +288,7 @@ def test_what_depends_on_the_mini_batch_does_not_depend_on_the_micro_batch_size(
     objective, correction, name = OF_THE_MINIBATCH[case]
     results = []
     for size in (1, 5, 32):
-        t = trainer(
-            objective, lr=1e-2, micro_batch_size=size, parts={"correction": correction}, **SMOOTH
-        )
+        t = trainer(objective, micro_batch_size=size, parts={"correction": correction}, **SMOOTH)
         with recorded_gradients() as gradients:
             metrics = t.train_step(1, noisy(t, 0.2))
         results.append((metrics, gradients))
@@ -301,7 +299,10 @@ def test_what_depends_on_the_mini_batch_does_not_depend_on_the_micro_batch_size(
             assert_same_sums(ours, others)
 
 
-CORRECTIONS = [TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection()]
+CORRECTIONS = [
+    TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection(), KPop(), M2PO(),
+    OPSM(delta=0.05), RhoMask(mask_low=0.5, mask_high=2.0), RhoMask(measure="tv", mask_high=0.5),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ def check_alike(
         "kl in the reward",
         "dynamic sampling",
         "partial rollouts",
-        "m2po",
         "p3o",
     ),
 )
