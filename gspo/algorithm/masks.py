@@ -43,7 +43,7 @@ MIN_PROBABILITY = 1e-8  # KPop's divergences clamp probabilities to [1e-8, 1 - 1
 
 @dataclass
 class KPop(Correction):
-    """KPop (Ring-2.6, arXiv:2606.15079): token weights are set to 0 by a divergence of probabilities.
+    """KPop (Ring-2.6, arXiv:2606.15079): token weights, 0 if the probabilities diverge.
 
         D(p, q)   p log(p/q) + (1 - p) log((1 - p)/(1 - q))     the KL of two Bernoulli variables
         weight    p/q if max( D(p, q), D(q, p) ) <= high, else 0
