@@ -10,6 +10,8 @@ number by number.
     hugging.py   those of TRL and ms-swift, which share their options' names
     roll.py      those of ROLL
     clips.py     each peer's clip counters, from our loss outputs
+    off_policy.py  the losses and masks of 2026: VESPO, OPSM, M2PO, KPop, rho, prime-rl, DRO,
+                 CTPO, P3O
     result.py    what our side of an entry consists of
     credit.py    advantages, reward normalisation, baselines
     credit_2026.py  the advantages of 2026: MaxRL, GDPO, NSR, OTB

@@ -33,6 +33,7 @@ from peers.credit import CREDIT
 from peers.credit_2026 import CREDIT_2026
 from peers.hugging import HUGGING_LOSSES
 from peers.losses import LOSSES
+from peers.off_policy import OFF_POLICY_LOSSES, OFF_POLICY_OTHERS
 from peers.options import Options, Untranslated
 from peers.others import OTHERS
 from peers.recipe import LARGE_EXPONENT, PolicyLoss, by_sequence, described, evaluate
@@ -40,7 +41,8 @@ from peers.result import Ours
 from peers.roll import ROLL_LOSSES
 from peers.vectors import Entry
 
-POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES}
+POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES, **OFF_POLICY_LOSSES}
+OTHER_VALUES = {**OTHERS, **OFF_POLICY_OTHERS}
 UNREAD = "options that were not read: "
 ALL = torch.tensor(True)
 OK, OUT, STATED, UNTRANSLATED = "ok", "OUT OF TOLERANCE", "stated difference", "not translated"
@@ -84,8 +86,8 @@ def translated(entry: Entry) -> Ours:
     options, key = Options(entry), (entry.peer, entry.function)
     if key in POLICY_LOSSES:
         ours = policy_loss(POLICY_LOSSES[key](options, entry), entry)
-    elif key in CREDIT or key in OTHERS or key in CREDIT_2026:
-        ours = {**CREDIT, **OTHERS, **CREDIT_2026}[key](options, entry)
+    elif key in CREDIT or key in OTHER_VALUES or key in CREDIT_2026:
+        ours = {**CREDIT, **OTHER_VALUES, **CREDIT_2026}[key](options, entry)
     else:
         raise Untranslated(f"no translation of {entry.peer}'s {entry.function}")
     unread = options.unread()
@@ -111,6 +113,7 @@ def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
         setting=" · ".join(said),
         loss=evaluation.loss,
         grad_BT=evaluation.grad_BT,
+        outputs=peer.outputs(evaluation, entry) if peer.outputs else {},
         metrics=counters(peer, evaluation, entry),
         epsilon=peer.epsilon is not None,
         epsilon_loss=None if exact is None else exact.loss,
@@ -292,7 +295,7 @@ def counter_tolerance(entry: Entry, ours: Ours) -> Tolerance:
         return Tolerance(1e-10, 1e-6)
     if entry.peer == "ms-swift" and entry.mask_BT.shape[1] == 1:  # float32 there
         return Tolerance(1e-6)
-    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL") else 1e-12)
+    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL", "CTPO") else 1e-12)
 
 
 def relative(ours: Tensor, expected: Tensor) -> Tensor:

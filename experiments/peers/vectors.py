@@ -111,6 +111,10 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
     if match is None:
         raise ValueError("the key is not <peer>@<version>/<function>[options]")
     grad = expected.get("grad_logp")
+    metrics = expected.get("metrics") or {}
+    # metrics of each response are compared like outputs
+    of_rows = {name: value for name, value in metrics.items() if isinstance(value, list)}
+    outputs = {**(expected.get("outputs") or {}), **of_rows}
     return Entry(
         case=case,
         key=key,
@@ -122,8 +126,8 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
         inputs=inputs,
         loss=None if expected.get("loss") is None else float(expected["loss"]),
         grad_BT=None if grad is None else values(grad),
-        metrics={name: float(value) for name, value in (expected.get("metrics") or {}).items()},
-        outputs={name: values(value) for name, value in (expected.get("outputs") or {}).items()},
+        metrics={name: float(value) for name, value in metrics.items() if name not in of_rows},
+        outputs={name: values(value) for name, value in outputs.items()},
         precision=expected.get("precision") or "",
     )
 

@@ -9,6 +9,7 @@
     reward_shaping.py   changes to rewards before advantages: penalties, scaling
     kl.py               the distance from a reference policy
     corrections.py      weights for the mismatch of engine and trainer
+    masks.py            corrections of 2026: OPSM, M2PO, KPop, masks by total variation
     entropy.py          the coefficient of the entropy bonus
     invariances.py      checks that every objective must pass (`gspo check-objective`)
 

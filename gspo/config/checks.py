@@ -248,7 +248,23 @@ def check_objective(s: Settings) -> None:
             "ratio per response",
             remedy="use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true",
         )
-    if s.correction.name != "none" and s.policy.old_logprobs == "engine":
+    check_correction(s)
+    if s.kl.in_loss and s.kl.weighted and not s.correction.has_rollout_weights:
+        raise SettingError(
+            "kl.weighted",
+            True,
+            f"with correction={s.correction.name}, there are no weights to multiply by",
+        )
+
+
+def check_correction(s: Settings) -> None:
+    """Refuse a correction that the objective cannot use, or that would do nothing."""
+    correction = s.correction
+    objective = s.objective
+    if correction.name == "none":
+        return
+    compares_both = correction.compares_old and correction.compares_engine
+    if compares_both and s.policy.old_logprobs == "engine":
         raise SettingError(
             "correction",
             s.correction.name,
@@ -256,15 +272,31 @@ def check_objective(s: Settings) -> None:
             "weight is 1",
             remedy="use policy.old_logprobs=step_start",
         )
-    if s.correction.name != "none" and s.objective.ratio_to == "engine":
+    if correction.compares_old and objective.ratio_to == "engine":
         raise SettingError(
             "correction",
-            s.correction.name,
-            f"with objective={s.objective.name}, its ratio is to the sampling policy already",
+            correction.name,
+            f"with objective={objective.name}, its ratio is to the sampling policy already",
         )
-    if s.kl.in_loss and s.kl.weighted and s.correction.name == "none":
+    joint_ratio = objective.sequence_level or objective.joint_ratio
+    if correction.acts == "minibatch" and joint_ratio:
         raise SettingError(
-            "kl.weighted", True, "with correction=none, there are no weights to multiply by"
+            "correction",
+            correction.name,
+            f"with objective={objective.name}, a ratio is of several tokens, of which some would "
+            "be missing",
+            remedy="use an objective with one ratio per token",
+        )
+    is_token_weight = (
+        correction.acts == "rollout" and correction.level == "token" and not correction.normalize
+    )
+    if objective.includes_correction and correction.weighs and not is_token_weight:
+        raise SettingError(
+            "correction",
+            correction.name,
+            f"with objective={objective.name}, token weights become a factor of its product of "
+            "ratios, and this correction has none",
+            remedy="use correction=tis or mis with level=token and normalize=false, or opsm",
         )
 
 
@@ -276,7 +308,7 @@ def check_truncation(s: Settings) -> None:
     distribution would multiply it by the probability that the truncation keeps."""
     for rule, value in s.rollout.rules.items():
         truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
-        if s.correction.name != "none":
+        if s.correction.name != "none" and s.correction.compares_engine:
             raise SettingError(
                 "correction",
                 s.correction.name,

@@ -30,9 +30,9 @@ from gspo.algorithm.advantages import (
     ReinforcePP,
     Returns,
 )
-from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.gdpo import GDPO
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
+from gspo.algorithm.masks import CORRECTIONS
 from gspo.algorithm.maxrl import MaxRL
 from gspo.algorithm.nsr import NSR
 from gspo.algorithm.objectives import OBJECTIVES
@@ -120,7 +120,7 @@ CHOICES: dict[str, dict[str, type[DataclassInstance]]] = {
         )
     },
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
-    "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
+    "correction": {kind.name: kind for kind in CORRECTIONS},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel, "stand_in": StandIn},

@@ -115,6 +115,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "correction.high (with correction=tis)": (
         "tis_imp_ratio_cap", "vllm_importance_sampling_cap", "rollout_is_threshold", "tis_cap",
     ),
+    "correction.delta (with correction=opsm)": ("off_policy_mask_threshold", "opsm_delta"),
+    "correction.threshold (with correction=m2po)": ("m2_threshold",),
+    "correction.mask_high (with correction=rho)": ("rho_mask_upper_bound",),
+    "objective.beta (with objective=dro)": ("dro_beta",),
+    "objective.power (with objective=ctpo_la)": ("clip_ratio_la_power",),
+    "objective.delta_high (with objective=prime_rl)": ("dppo_mask_high",),
+    "objective.delta_low (with objective=prime_rl)": ("dppo_mask_low",),
+    "objective.k_positive (with objective=vespo)": ("vespo_k_pos",),
     "policy.routing_replay": (
         "routing_replay", "router_replay", "moe_routing_replay", "enable_rollout_routing_replay",
         "r3", "r2",

@@ -25,7 +25,7 @@ def unread_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
     old_policy_read = (
         s.objective.ratio_to == "old"
         or s.kl.needs_reference
-        or s.correction.name != "none"
+        or (s.correction.name != "none" and s.correction.compares_old)
         or (s.rollout.samples_ahead and s.policy.routing_replay == "r2")
     )
     # the responses of a group differ in their turns, so in the discount of a reward and of a shift

@@ -384,6 +384,11 @@ METRICS = [
     ),
     Metric("mismatch/masked", TOKEN, "tokens that the correction leaves out of the loss"),
     Metric(
+        "mismatch/sequence_masked",
+        SEQUENCE,
+        "responses that the correction leaves out entirely (opsm, rho, m2po), over updates",
+    ),
+    Metric(
         "value/error",
         "reward^2",
         "mean squared error of the critic's values, over updates",

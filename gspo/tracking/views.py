@@ -210,7 +210,7 @@ VIEWS = (
                 _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
                 _panel("mismatch/: ess_sequence ess_group"),
                 _panel("mismatch/: ess_token_used ess_sequence_used ess_group_used"),
-                _panel("mismatch/masked"),
+                _panel("mismatch/masked"), _panel("mismatch/sequence_masked"),
             )),
             ("Staleness", (
                 _panel("staleness/: mean max"), _panel("staleness/segments"),

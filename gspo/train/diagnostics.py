@@ -197,6 +197,21 @@ def correction(correction_BT: Tensor, batch: TokenBatch, accumulator: MetricAccu
     accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
 
 
+def masked(kept_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+    """Measure the tokens and the whole responses that a correction leaves out of an update."""
+    removed_BT = mask_BT & ~kept_BT
+    accumulator.token_mean("mismatch/masked", removed_BT, mask_BT, mask_BT.sum())
+    has_tokens_B = mask_BT.any(-1)
+    removed_B = has_tokens_B & ~kept_BT.any(-1)
+    accumulator.mean("mismatch/sequence_masked", removed_B.sum(), has_tokens_B.sum())
+
+
+def update_correction(weights_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+    """Measure a correction's weights in an update: their mean, and what gets the weight 0."""
+    accumulator.token_mean("mismatch/corrected_mean", weights_BT, mask_BT, mask_BT.sum())
+    masked(weights_BT != 0, mask_BT, accumulator)
+
+
 def clips(
     outputs: LossOutputs, inputs: LossInputs, minibatch: int, accumulator: MetricAccumulator
 ) -> None:

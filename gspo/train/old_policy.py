@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.corrections import Correction
-from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch
+from gspo.algorithm.objectives import Objective
+from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.pack import pack_recorded
 from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
@@ -23,6 +24,7 @@ from gspo.rollout.sources.base import RolloutSource
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.engine_comparison import EngineComparison
+from gspo.train.loss_terms import loss_inputs
 from gspo.train.settings import PolicySettings, TrainerSettings
 
 
@@ -114,7 +116,7 @@ class OldPolicyPass:
             ref_logp_BT = self.score(self.reference, batch, local_rows_N, ranks).logp_BT
             diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
         correction_BT = None
-        if self.correction.name != "none":
+        if self.correction.has_rollout_weights:
             correction_BT = self.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
             diagnostics.correction(correction_BT, batch, accumulator)
         if replay == "r2":
@@ -123,6 +125,26 @@ class OldPolicyPass:
             old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
         )
         return old_batch, values_BT
+
+    @torch.no_grad()
+    def statistic(
+        self,
+        objective: Objective,
+        minibatch: TrainBatch,
+        is_local_B: Tensor,
+        ranks: Ranks,
+        is_old: bool,
+    ) -> Tensor | None:
+        """Return the number of a whole mini-batch that the objective's loss depends on, if any.
+
+        It takes a pass under the current policy, unless that is the old policy (`is_old`)."""
+        if not objective.needs_statistic:
+            return None
+        logp_BT = minibatch.old_logp_BT
+        if not is_old:
+            local_rows_N = is_local_B.nonzero().squeeze(-1)
+            logp_BT = self.score(self.policy, minibatch, local_rows_N, ranks).logp_BT
+        return objective.statistic(loss_inputs(PolicyOutput(logp_BT, None, None), minibatch))
 
     def score(
         self,

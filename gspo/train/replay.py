@@ -39,12 +39,18 @@ from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.rollout.sources.base import Rollout
-from gspo.train import diagnostics
+from gspo.train import diagnostics, measured_pass
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.credit import add_advantages
 from gspo.train.engine_comparison import EngineComparison
-from gspo.train.loss_terms import EntropyTerm, Term, TermInputs, clip_bits, loss_terms
-from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
+from gspo.train.loss_terms import (
+    EntropyTerm,
+    Term,
+    TermInputs,
+    clip_bits,
+    loss_inputs,
+    loss_terms,
+)
 from gspo.train.settings import Algorithm, PolicySettings, TrainerSettings
 
 # tokens of a batch with its padding; more are refused if so few of them are tokens
@@ -133,17 +139,21 @@ def replay(
     updates = []
     for number, update in enumerate(record.updates, start=1):
         minibatch = batch.rows(torch.from_numpy(update.rows).long())
+        minibatch = measured_pass.reduce_minibatch(minibatch, algorithm.correction, accumulator)
         output = recorded_output(update, minibatch)
         if number == 1 and starts_at_old:
-            minibatch = start_at_old_policy(
+            minibatch = measured_pass.start_at_old_policy(
                 output, minibatch, objective, engine_is_old, accumulator
             )
-        updates.append(replay_update(update, minibatch, output, number, terms, accumulator))
-        measure_pass(output, minibatch, number, objective, experts, accumulator)
+        totals = Totals.of(minibatch.mask_BT)
+        inputs = TermInputs(output, minibatch, totals, number, accumulator)
+        inputs.statistic = objective.statistic(loss_inputs(output, minibatch))
+        updates.append(replay_update(update, inputs, terms))
+        measured_pass.measure_pass(output, minibatch, number, objective, experts, accumulator)
         if knows_engine and skips_old_pass and number == 1:
-            compare_with_engine(output, minibatch, comparison, accumulator)
+            measured_pass.compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
-            entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
+            entropy.end_update(totals, Ranks())
     metrics = accumulator.result()
     metrics = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch))
@@ -182,6 +192,13 @@ def check_record(
             algorithm.kl.name,
             "needs log-probs of the reference policy, which this record does not hold",
             remedy="set kl=none",
+        )
+    needs_engine = algorithm.objective.ratio_to == "engine"
+    if needs_engine and np.isnan(record.engine_logp).all():
+        raise SettingError(
+            "objective",
+            algorithm.objective.name,
+            "divides by the engine's log-probs, which this record does not hold",
         )
     has_values = record.old_values is not None
     has_values = has_values and all(update.values is not None for update in record.updates)
@@ -319,7 +336,7 @@ def add_old_policy(
     if ref_logp_BT is not None:
         diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
     correction_BT = None
-    if algorithm.correction.name != "none":
+    if algorithm.correction.has_rollout_weights:
         correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
         diagnostics.correction(correction_BT, batch, accumulator)
     experts_BSLK = None
@@ -376,20 +393,15 @@ def recorded_output(update: RecordedUpdate, minibatch: TrainBatch) -> PolicyOutp
 # --------------------------------------------------------------------------------------------------
 # the update
 def replay_update(
-    update: RecordedUpdate,
-    minibatch: TrainBatch,
-    output: PolicyOutput,
-    number: int,
-    terms: Sequence[Term],
-    accumulator: MetricAccumulator,
+    update: RecordedUpdate, inputs: TermInputs, terms: Sequence[Term]
 ) -> ReplayedUpdate:
     """Compute the loss of an update, and its gradient by the log-probs."""
-    totals = Totals.of(minibatch.mask_BT)
+    minibatch = inputs.batch
+    output = inputs.output
     loss = torch.zeros(())
-    inputs = TermInputs(output, minibatch, totals, number, accumulator)
     for term in terms:
         loss = loss + term(inputs)
-    accumulator.mean("optim/loss", loss.detach())
+    inputs.accumulator.mean("optim/loss", loss.detach())
     gradient_BT = torch.zeros_like(output.logp_BT)
     if loss.requires_grad:
         (computed_BT,) = torch.autograd.grad(loss, [output.logp_BT], allow_unused=True)

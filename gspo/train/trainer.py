@@ -44,7 +44,12 @@ from gspo.train.checkpoint import TrainState
 from gspo.train.credit import add_advantages
 from gspo.train.extensions import Extensions, TrainedStep
 from gspo.train.loss_terms import EntropyTerm, PolicyTerm, TermInputs, loss_terms
-from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
+from gspo.train.measured_pass import (
+    compare_with_engine,
+    measure_pass,
+    reduce_minibatch,
+    start_at_old_policy,
+)
 from gspo.train.minibatches import local_rows, split_into_minibatches
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
@@ -233,6 +238,7 @@ class Trainer:
         train_s = time.perf_counter() - started
         # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
+        update_passes += self.algorithm.objective.needs_statistic
         passes = self.old_policy.passes + update_passes * num_epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
@@ -294,8 +300,11 @@ class Trainer:
         """Take an optimizer step on a mini-batch, with the loss of the local rows of each rank.
 
         The loss is normalised by the counts of the whole mini-batch, over all ranks."""
+        batch = reduce_minibatch(batch, self.algorithm.correction, accumulator)
         totals = Totals.of(batch.mask_BT)
         objective = self.algorithm.objective
+        is_old = minibatch == 1 and self.starts_at_old_policy
+        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, is_old)
         engine_is_old = self.policy_settings.old_logprobs == "engine"
         experts = self.policy.routing.experts
         local = batch
@@ -317,12 +326,14 @@ class Trainer:
                 micro = micros[i].to(self.policy.device)
                 with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
                     output = self.policy.forward(micros[i])
-                    if minibatch == 1 and self.starts_at_old_policy:
+                    if is_old:
                         micro = start_at_old_policy(
                             output, micro, objective, engine_is_old, accumulator
                         )
                     loss = torch.zeros((), device=self.policy.device)
-                    inputs = TermInputs(output, micro, totals, minibatch, accumulator)
+                    inputs = TermInputs(
+                        output, micro, totals, minibatch, accumulator, statistic=statistic
+                    )
                     for term in self.terms:
                         loss = loss + term(inputs)
                     if learns:
@@ -394,7 +405,11 @@ class Trainer:
                 engine_is_old = self.policy_settings.old_logprobs == "engine"
                 measure_snr(
                     self.policy,
-                    PolicyTerm(self.algorithm.objective, self.settings.aggregation),
+                    PolicyTerm(
+                        self.algorithm.objective,
+                        self.settings.aggregation,
+                        self.algorithm.correction,
+                    ),
                     batch,
                     starts_at_old=self.starts_at_old_policy and not engine_is_old,
                     micro_batch_size=size,

@@ -267,6 +267,55 @@ BAD = [
     ("objective.dual_clip=0.5", ("objective.dual_clip", 0.5)),
     ("objective=dppo objective.delta=2", ("objective.delta", 2.0)),
     ("objective=dppo correction=tis", ("correction", "tis", "with objective=dppo")),
+    ("objective=prime_rl correction=kpop", ("correction", "kpop", "with objective=prime_rl")),
+    ("objective=prime_rl correction=m2po", ("correction", "m2po", "with objective=prime_rl")),
+    ("objective=prime_rl correction=opsm_slime", ("correction", "opsm", "with objective=prime_rl")),
+    ("correction=m2po", ("correction", "m2po", "a ratio is of several tokens")),
+    ("objective=ctpo correction=m2po", ("correction", "m2po", "a ratio is of several tokens")),
+    ("objective=gspo_turn correction=m2po", ("correction", "m2po", "a ratio is of several")),
+    ("objective=vespo correction=tis_ctpo", ("correction", "tis", "token weights become a factor")),
+    (
+        "objective=vespo correction=tis correction.normalize=true",
+        ("correction", "tis", "token weights become a factor"),
+    ),
+    ("objective=vespo correction=tv", ("correction", "rho", "token weights become a factor")),
+    (
+        "objective=grpo correction=kpop policy.old_logprobs=engine",
+        ("correction", "kpop", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=grpo correction=m2po policy.old_logprobs=engine",
+        ("correction", "m2po", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=grpo correction=tv policy.old_logprobs=engine",
+        ("correction", "rho", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=prime_rl correction=opsm policy.old_logprobs=engine",
+        ("policy.old_logprobs", "engine", "is not read with objective=prime_rl"),
+    ),
+    ("correction=opsm correction.delta=0", ("correction.delta", 0.0)),
+    ("correction=opsm correction.against=nobody", ("correction.against", "nobody")),
+    ("correction=kpop correction.high=0", ("correction.high", 0.0)),
+    ("objective=grpo correction=m2po correction.threshold=0", ("correction.threshold", 0.0)),
+    (
+        "correction=tv correction.mask_high=null",
+        ("correction.mask_high", None, "nothing is masked"),
+    ),
+    (
+        "correction=rho correction.mask_low=3",
+        ("correction.mask_low", 3.0, "must be below correction.mask_high=2"),
+    ),
+    ("correction=rho correction.low=3", ("correction.low", 3.0, "must be below")),
+    (
+        "kl=loss kl.weighted=true correction=opsm",
+        ("kl.weighted", True, "with correction=opsm"),
+    ),
+    ("rollout.top_p=.9 correction=opsm", ("correction", "opsm", "use correction=none")),
+    ("rollout.top_k=5 objective=prime_rl", ("objective", "prime_rl", "divides by the engine's")),
+    ("objective=dro objective.beta=0", ("objective.beta", 0.0)),
+    ("objective=vespo objective.lambda_positive=0", ("objective.lambda_positive", 0.0)),
     (
         "correction=icepop policy.old_logprobs=engine",
         ("correction", "icepop", "with policy.old_logprobs=engine"),
@@ -613,6 +662,15 @@ def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
         # its ratio is to the engine's policy, not to pi_old
         "objective=dppo trainer.minibatches=1",
         "objective=gspo_token advantage=returns advantage.gamma=0.9",
+        # OPSM compares the current policy
+        "objective=grpo correction=opsm policy.old_logprobs=engine",
+        "objective=prime_rl correction=opsm",
+        "objective=prime_rl trainer.minibatches=1",
+        "objective=vespo correction=opsm",
+        "objective=vespo correction=icepop",
+        "rollout.top_p=.9 correction=opsm_slime",
+        "task=guessing objective=gspo_turn advantage=turn_normalized",
+        "task=guessing reward.turns=each objective=gspo_turn advantage=gae",
         "objective=drgrpo trainer.aggregation.length=100",  # mode=auto is Dr.GRPO's, which reads it
         # both of the whole distribution
         "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",
@@ -933,7 +991,7 @@ def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
         settings("objective=gsop")
     said = explain(refused.value)
     assert said.startswith(
-        "objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, "
+        "objective=gsop: there is no such option; the nearest is gspo (there are cispo, ctpo, "
     )
     assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
 
