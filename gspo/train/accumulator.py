@@ -157,7 +157,7 @@ class MetricAccumulator:
         return result
 
     def _read(self) -> None:
-        """Turn all numbers on a GPU into floats, and copy the loads to the CPU, with one wait."""
+        """Turn all numbers on a GPU into floats, and copy all else to the CPU, with one wait."""
         row_lists: list[Rows] = []
         for rows_by_name in (self._sums, self._moments, self._extremes):
             row_lists += rows_by_name.values()
@@ -167,10 +167,22 @@ class MetricAccumulator:
         if not tensors:
             return
         stacked = torch.stack([tensor.double() for tensor in tensors])
-        if self._loads_LE is None:
-            (stacked,) = to_cpu(stacked)
-        else:
-            stacked, self._loads_LE = to_cpu(stacked, self._loads_LE)
+        copied = [stacked]
+        if self._loads_LE is not None:
+            copied.append(self._loads_LE)
+        calls = self._groups_on_gpu()
+        if calls:
+            copied.append(torch.cat([parts[i][0] for parts, i in calls]))
+            copied.append(torch.cat([parts[i][1].double() for parts, i in calls]))
+        stacked, *others = to_cpu(*copied)
+        if calls:
+            sizes = [len(parts[i][0]) for parts, i in calls]
+            weights = others.pop().split(sizes)
+            groups = others.pop().split(sizes)
+            for (parts, i), of_call, weights_of_call in zip(calls, groups, weights, strict=True):
+                parts[i] = (of_call, weights_of_call)
+        if others:
+            self._loads_LE = others.pop()
         floats = iter(stacked.tolist())
 
         def read(number: Number) -> float:
@@ -178,6 +190,15 @@ class MetricAccumulator:
 
         for row_list in row_lists:
             row_list[:] = [tuple(map(read, row)) for row in row_list]
+
+    def _groups_on_gpu(self) -> list[tuple[list[tuple[Tensor, Tensor]], int]]:
+        """Return the list and the index in it of each call of `group_ess` with tensors on a GPU."""
+        calls = []
+        for parts in self._grouped.values():
+            for i, (groups, _) in enumerate(parts):
+                if groups.device.type != "cpu":
+                    calls.append((parts, i))
+        return calls
 
 
 def _detached(number: Number) -> Number:
@@ -204,8 +225,8 @@ def _column_sums(rows: Sequence[tuple[Number, ...]]) -> tuple[float, ...]:
 
 def _group_sums(parts: list[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, int]]:
     """Return the sum and the number of the weights of each group."""
-    all_groups = torch.cat([groups for groups, _ in parts]).cpu()
-    all_weights = torch.cat([weights for _, weights in parts]).double().cpu()
+    all_groups = torch.cat([groups for groups, _ in parts])
+    all_weights = torch.cat([weights.double() for _, weights in parts])
     distinct, index, counts = all_groups.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(distinct), dtype=torch.float64).index_add(0, index, all_weights)
     numbers = zip(sums.tolist(), counts.tolist(), strict=True)
