@@ -73,7 +73,7 @@ class PolicyTerm(Term):
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
             used_BT = corrected(outputs.weight_BT.float(), batch)
-            diagnostics.effective_sizes("ratio", used_BT, batch, accumulator)
+            accumulator.row_weights("ratio", "_used", batch.prompts_B, used_BT, batch.mask_BT)
         loss_BT = corrected(outputs.loss_BT, batch)
         return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)
 

@@ -321,7 +321,7 @@ def add_old_policy(
     correction_BT = None
     if algorithm.correction.name != "none":
         correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-        diagnostics.correction(correction_BT, batch, accumulator)
+        diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
     experts_BSLK = None
     if record.old_experts is not None:
         shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])
