@@ -365,10 +365,12 @@ METRICS = [
         "the same, geometric mean of a response's token weights, averaged over tokens",
     ),
     Metric(
-        "mismatch/ess_sequence",
+        "mismatch/ess_token",
         "share",
-        "effective sample size of the responses: of their mean token weight, before truncation",
+        "with a correction: effective sample size of the weights pi_old/mu over tokens, before "
+        "truncation",
     ),
+    Metric("mismatch/ess_sequence", "share", "the same of the responses' mean weights"),
     Metric("mismatch/ess_group", "share", "the same of the groups, by their mean response"),
     Metric(
         "mismatch/ess_token_used",

@@ -208,7 +208,7 @@ VIEWS = (
             ("Correction", (
                 _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
                 _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
-                _panel("mismatch/: ess_sequence ess_group"),
+                _panel("mismatch/: ess_token ess_sequence ess_group"),
                 _panel("mismatch/: ess_token_used ess_sequence_used ess_group_used"),
                 _panel("mismatch/masked"), _panel("mismatch/sequence_masked"),
             )),

@@ -22,7 +22,7 @@ from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
-from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
+from gspo.data.batch import Critic, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same
 from gspo.tracking.episodes import few, numbers
@@ -180,18 +180,21 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         accumulator.mean_of(f"mismatch/weight_{level}_mean", weight_N)
         accumulator.largest(f"mismatch/weight_{level}_max", weight_N.max())
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
-        if level == "token":
-            # by response and by group too, as effective_sizes measures them after truncation
-            mean_N = batch.of_rows(masked_mean(weight_BT, mask_BT))
-            groups_N = batch.of_rows(batch.prompts_B)
-            accumulator.ess("mismatch/ess_sequence", mean_N)
-            accumulator.group_ess("mismatch/ess_group", groups_N, mean_N)
 
 
-def correction(correction_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
-    """Measure the correction's weights: their mean, the share of 0, and effective sample sizes."""
+def correction(
+    correction_BT: Tensor,
+    old_logp_BT: Tensor,
+    batch: RolloutBatch,
+    accumulator: MetricAccumulator,
+) -> None:
+    """Measure the correction's weights: their mean, the share of 0, and effective sample sizes.
+
+    The sizes are those before truncation, of pi_old / mu by token, and those after it."""
     mask_BT = batch.mask_BT
-    effective_sizes("mismatch", correction_BT, batch, accumulator)
+    weight_BT = importance_weight(old_logp_BT, batch.engine_logp_BT, mask_BT, "token")
+    accumulator.row_weights("mismatch", "", batch.prompts_B, weight_BT, mask_BT)
+    accumulator.row_weights("mismatch", "_used", batch.prompts_B, correction_BT, mask_BT)
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
     tokens = mask_BT.sum()
     accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
@@ -243,24 +246,6 @@ def clips(
     accumulator.token_mean("clip/weight", outputs.weight_BT, mask_BT, tokens)
     if outputs.dual_BT is not None:
         accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT, tokens)
-
-
-def effective_sizes(
-    family: str, weight_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator
-) -> None:
-    """Measure the effective sample sizes of weights after truncation: tokens, responses and groups.
-
-    The weight of a response is the mean over its tokens, and that of a group the mean over its
-    responses. Truncation raises the size of weights that it bounds, and lowers it by those that it
-    sets to 0."""
-    weight_BT = weight_BT.detach().expand(batch.mask_BT.shape)
-    weight_N = batch.of_tokens(weight_BT)
-    if not len(weight_N):
-        return
-    accumulator.ess(f"{family}/ess_token_used", weight_N)
-    mean_N = batch.of_rows(masked_mean(weight_BT, batch.mask_BT))
-    accumulator.ess(f"{family}/ess_sequence_used", mean_N)
-    accumulator.group_ess(f"{family}/ess_group_used", batch.of_rows(batch.prompts_B), mean_N)
 
 
 def rounding_floor(

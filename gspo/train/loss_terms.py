@@ -91,7 +91,7 @@ class PolicyTerm(Term):
             with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
                 diagnostics.update_correction(weights_BT, batch.mask_BT, accumulator)
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.effective_sizes("ratio", used_BT, batch, accumulator)
+            accumulator.row_weights("ratio", "_used", batch.prompts_B, used_BT, batch.mask_BT)
         return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)
 
 

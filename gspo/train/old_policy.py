@@ -118,7 +118,7 @@ class OldPolicyPass:
         correction_BT = None
         if self.correction.has_rollout_weights:
             correction_BT = self.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-            diagnostics.correction(correction_BT, batch, accumulator)
+            diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
         if replay == "r2":
             batch = replace(batch, replay_BSLK=experts_BSLK)
         old_batch = batch.with_old_policy(

@@ -338,7 +338,7 @@ def add_old_policy(
     correction_BT = None
     if algorithm.correction.has_rollout_weights:
         correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-        diagnostics.correction(correction_BT, batch, accumulator)
+        diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
     experts_BSLK = None
     if record.old_experts is not None:
         shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])

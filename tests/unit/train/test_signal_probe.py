@@ -39,6 +39,22 @@ def test_the_effective_size_of_groups_by_hand():
     assert accumulator.result() == {"a": pytest.approx(9 / (3 * 5))}
 
 
+def test_the_effective_sizes_of_rows_by_hand():
+    """Rows with the weights (1, 3), (0) and (2, 2, 2), and a row without tokens."""
+    accumulator = MetricAccumulator()
+    mask_BT = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
+    weight_BT = torch.tensor([[1.0, 3.0, 9.0], [0.0, 5.0, 5.0], [7.0, 7.0, 7.0]])
+    accumulator.row_weights("a", "_used", torch.tensor([4, 4, 5]), weight_BT, mask_BT)
+    all_BT = torch.ones(1, 3, dtype=torch.bool)
+    accumulator.row_weights("a", "_used", torch.tensor([8]), torch.tensor([[2.0]]), all_BT)
+    expected = {
+        "a/ess_token_used": 10**2 / (6 * 22),
+        "a/ess_sequence_used": 4**2 / (3 * 8),  # means 2, 0 and 2
+        "a/ess_group_used": 3**2 / (2 * 5),  # means 1 and 2
+    }
+    assert accumulator.result() == pytest.approx(expected)
+
+
 def test_micro_batches_do_not_change_the_effective_sizes():
     names = [
         f"ratio/ess_{unit}{used}"
@@ -61,7 +77,7 @@ def test_a_correction_raises_the_effective_size():
         GRPO(), model=DENSE, parts={"correction": TIS(high=1.0)}, dtype="bfloat16", lr=1e-2
     )
     row = steps(t, 1)[0]
-    assert row["mismatch/weight_token_ess"] < row["mismatch/ess_token_used"] <= 1
+    assert row["mismatch/ess_token"] < row["mismatch/ess_token_used"] <= 1
     assert row["mismatch/ess_sequence"] < row["mismatch/ess_sequence_used"] <= 1
     assert row["mismatch/ess_group"] < row["mismatch/ess_group_used"] <= 1
 
