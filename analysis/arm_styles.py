@@ -65,6 +65,14 @@ STYLES: ArmStyles = {
     "DPPO": ArmStyle(PURPLE, "d", CHAIN),
     "SAPO": ArmStyle(SKY, "8", DOTS),
     "GSPO, all tokens": ArmStyle(VERMILION, "H", DOTS),
+    "GSPO-turn": ArmStyle(GREEN, "$t$", DASHES),
+    "VESPO": ArmStyle(BLUE, "$v$", DASHES),
+    "CTPO": ArmStyle(ORANGE, "$c$", CHAIN),
+    "CTPO-LA": ArmStyle(ORANGE, "$l$", DOTS),
+    "DRO": ArmStyle(GREEN, "$d$", CHAIN),
+    "prime-rl": ArmStyle(BLUE, "$p$", DOTS),
+    "prime-rl, IPO": ArmStyle(BLUE, "$i$", CHAIN),
+    "P3O": ArmStyle(PURPLE, "$3$", DOTS),
 }
 UNLISTED = ArmStyle(GREY, ".", "-")  # of an objective outside the list, such as a user's own
 VARIANT_LINES = ("-", DASHES, CHAIN, DOTS)

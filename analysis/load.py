@@ -32,6 +32,14 @@ OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a 
     "minirl": "MiniRL",
     "dppo": "DPPO",
     "sapo": "SAPO",
+    "gspo_turn": "GSPO-turn",
+    "vespo": "VESPO",
+    "ctpo": "CTPO",
+    "ctpo_la": "CTPO-LA",
+    "dro": "DRO",
+    "prime_rl": "prime-rl",
+    "prime_rl_ipo": "prime-rl, IPO",
+    "p3o": "P3O",
 }
 
 # a record without one of these settings is no training run

@@ -6,6 +6,10 @@
         metrics.retrieval.path=experiments.signal_probe:Retrieval \\
         metrics.gradient_snr.path=experiments.signal_probe:GradientSNR
 
+Runs have these metrics themselves now: tracking.information_every and tracking.snr_every
+(gspo/train/signal_probe.py). This callback is kept for the recorded study, whose formula of the
+gradient has more parts.
+
 Run it in the repository's folder. The numbers are computed from the step's batch before the
 updates, under the weights that sampled it. They change no other number of the run.
 

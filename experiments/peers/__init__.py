@@ -10,8 +10,11 @@ number by number.
     hugging.py   those of TRL and ms-swift, which share their options' names
     roll.py      those of ROLL
     clips.py     each peer's clip counters, from our loss outputs
+    off_policy.py  the losses and masks of 2026: VESPO, OPSM, M2PO, KPop, rho, prime-rl, DRO,
+                 CTPO, P3O
     result.py    what our side of an entry consists of
     credit.py    advantages, reward normalisation, baselines
+    credit_2026.py  the advantages of 2026: MaxRL, GDPO, NSR, OTB
     others.py    KL estimators, the KL coefficient's controller, weights for the mismatch of engine
                  and trainer
     compare.py   one entry: our value, the differences, the tolerance, the verdict

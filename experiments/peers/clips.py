@@ -171,8 +171,17 @@ def roll(counts: Counts) -> dict[str, float]:
     }
 
 
+def feynrl(counts: Counts) -> dict[str, float]:
+    """Return FeynRL's counter: the tokens whose ratio left [0.8, 1.2], which clips nothing."""
+    inputs = counts.evaluation.inputs
+    ratio_BT, _ = counts.peer.objective.token_ratio(inputs)
+    return {"clipfrac": counts.tokens((ratio_BT > 1.2) | (ratio_BT < 0.8))}
+
+
 COUNTERS = {
     "verl": verl,
+    "CTPO": verl,
+    "FeynRL": feynrl,
     "TRL": trl,
     "ms-swift": ms_swift,
     "slime": slime,

@@ -11,8 +11,8 @@ Tolerances, |ours - peer's| <= atol + rtol |peer's|, in float64:
     log-ratios of about 12 nats and more                 rtol 3e-8, atol 1e-12 for the latter;
                                                          ROLL's mean log-ratio has the 1e-8 in the
                                                          exponent: rtol 1e-6
-    float32 inside the peer                              the entry's rtol, atol 1e-6 (float32 of a
-                                                         log-prob)
+    float32 inside the peer                              the entry's rtol and atol, else 1e-4 and
+                                                         1e-6 (float32 of a log-prob)
     clip counters                                        rtol 3e-8 where the peer's token count
                                                          holds 1e-8, else exact
 
@@ -30,8 +30,10 @@ from torch import Tensor
 
 from peers.clips import counters
 from peers.credit import CREDIT
+from peers.credit_2026 import CREDIT_2026
 from peers.hugging import HUGGING_LOSSES
 from peers.losses import LOSSES
+from peers.off_policy import OFF_POLICY_LOSSES, OFF_POLICY_OTHERS
 from peers.options import Options, Untranslated
 from peers.others import OTHERS
 from peers.recipe import LARGE_EXPONENT, PolicyLoss, by_sequence, described, evaluate
@@ -39,7 +41,8 @@ from peers.result import Ours
 from peers.roll import ROLL_LOSSES
 from peers.vectors import Entry
 
-POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES}
+POLICY_LOSSES = {**LOSSES, **HUGGING_LOSSES, **ROLL_LOSSES, **OFF_POLICY_LOSSES}
+OTHER_VALUES = {**OTHERS, **OFF_POLICY_OTHERS}
 UNREAD = "options that were not read: "
 ALL = torch.tensor(True)
 OK, OUT, STATED, UNTRANSLATED = "ok", "OUT OF TOLERANCE", "stated difference", "not translated"
@@ -83,8 +86,8 @@ def translated(entry: Entry) -> Ours:
     options, key = Options(entry), (entry.peer, entry.function)
     if key in POLICY_LOSSES:
         ours = policy_loss(POLICY_LOSSES[key](options, entry), entry)
-    elif key in CREDIT or key in OTHERS:
-        ours = {**CREDIT, **OTHERS}[key](options, entry)
+    elif key in CREDIT or key in OTHER_VALUES or key in CREDIT_2026:
+        ours = {**CREDIT, **OTHER_VALUES, **CREDIT_2026}[key](options, entry)
     else:
         raise Untranslated(f"no translation of {entry.peer}'s {entry.function}")
     unread = options.unread()
@@ -110,6 +113,7 @@ def policy_loss(peer: PolicyLoss, entry: Entry) -> Ours:
         setting=" · ".join(said),
         loss=evaluation.loss,
         grad_BT=evaluation.grad_BT,
+        outputs=peer.outputs(evaluation, entry) if peer.outputs else {},
         metrics=counters(peer, evaluation, entry),
         epsilon=peer.epsilon is not None,
         epsilon_loss=None if exact is None else exact.loss,
@@ -263,6 +267,12 @@ def tolerance_of(entry: Entry, ours: Ours) -> Tolerance:
     return Tolerance()
 
 
+def named_number(name: str, text: str, default: float) -> float:
+    """Return the number after a name in a text, for example 2e-5 after "rtol"."""
+    match = re.search(rf"{name} (\S+)", text)
+    return float(match[1].rstrip(".,;")) if match else default
+
+
 def close(pair: Pair, result: Comparison) -> Tensor:
     """Return whether ours is within the tolerance, elementwise; NaN is not."""
     tolerance = (
@@ -281,9 +291,11 @@ def exactly(pair: Pair, result: Comparison) -> Tensor:
 
 
 def counter_tolerance(entry: Entry, ours: Ours) -> Tolerance:
+    if entry.peer == "RAGEN":  # shares are means in float32 there
+        return Tolerance(1e-10, 1e-6)
     if entry.peer == "ms-swift" and entry.mask_BT.shape[1] == 1:  # float32 there
         return Tolerance(1e-6)
-    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL") else 1e-12)
+    return Tolerance(3e-8 if ours.epsilon or entry.peer in ("verl", "ROLL", "CTPO") else 1e-12)
 
 
 def relative(ours: Tensor, expected: Tensor) -> Tensor:

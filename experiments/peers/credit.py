@@ -30,6 +30,7 @@ from gspo.algorithm.advantages import (
     discounted,
 )
 from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
+from peers.credit_2026 import ms_swift_gdpo
 from peers.options import Options, Untranslated
 from peers.recipe import described
 from peers.result import Ours, Values
@@ -96,6 +97,8 @@ def advantage(estimator: Advantage, values: Values, epsilon: bool = False) -> Ou
 
 def trl_or_ms_swift(options: Options, entry: Entry) -> Ours:
     scale = options.take("scale_rewards", default="group")
+    if scale == "gdpo":
+        return ms_swift_gdpo(options, entry)
     if scale not in ("group", "batch", "none"):
         raise Untranslated(f"scale_rewards={scale}")
     named = [name for name in ("rloo", "reinforce_plus_plus") if options.take(name)]

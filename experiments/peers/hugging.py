@@ -34,6 +34,7 @@ from gspo.algorithm.objectives import (
     Objective,
 )
 from peers.losses import clipped, per_token, sapo
+from peers.off_policy import trl_opsm, trl_vespo
 from peers.options import Options, Untranslated
 from peers.recipe import UNBOUNDED, PolicyLoss, times_length
 from peers.vectors import Entry
@@ -42,6 +43,8 @@ LEVELS = ("token", "sequence", "sequence_token")
 
 
 def trl(options: Options, entry: Entry) -> PolicyLoss:
+    if options.take("loss_type") == "vespo":
+        return trl_vespo(options, entry)
     peer = shared(options, entry, default_loss="dapo")
     beta = options.take("beta", default=0.0)
     if beta:
@@ -61,7 +64,7 @@ def trl(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("vllm_importance_sampling_mode")
     if mode is not None and "rollout_logp" in entry.inputs:
         peer.correction = trl_correction(mode, options)
-    return peer
+    return trl_opsm(options, peer)
 
 
 def ms_swift(options: Options, entry: Entry) -> PolicyLoss:

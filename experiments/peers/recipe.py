@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Aggregation, Totals
-from gspo.algorithm.corrections import Correction
+from gspo.algorithm.corrections import EXPONENT_BOUND, Correction
 from gspo.algorithm.kl import KLInLoss
+from gspo.algorithm.masks import KPop
 from gspo.algorithm.objectives import GMPO, SAPO, LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import RatioObjective
 from gspo.data.masked import masked_mean
 from peers.options import Untranslated
+from peers.result import Values
 from peers.vectors import Entry
 
 UNBOUNDED = 80.0  # nats; our largest log_ratio_bound, for peers that have none
@@ -58,6 +60,9 @@ class PolicyLoss:
     aggregation: Aggregation
     kl: KLInLoss | None = None
     correction: Correction | None = None  # corrects from the sampling policy to the old one
+    weights: str = ""  # the input that holds the weights of a correction, instead of `correction`
+    # computes the peer's other outputs
+    outputs: Callable[[Evaluation, Entry], dict[str, Values]] | None = None
     # computes what the aggregation counts, from the mask
     totals: Callable[[Tensor], Totals] = Totals.of
     advantages: Callable[[Tensor, Tensor], Tensor] = as_given  # applied to the advantages first
@@ -82,6 +87,8 @@ class Evaluation:
     inputs: LossInputs  # the inputs as our objective saw them
     mask_BT: Tensor  # the entry's own mask
     totals: Totals
+    correction_BT: Tensor | None
+    objective: Objective
     exponent: float  # the largest |log-ratio| that was exponentiated, in nats
     beyond: str  # if not empty, what lies beyond a bound of ours that the peer does not have
 
@@ -94,7 +101,9 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
     epsilon = epsilon or Epsilon()
     logp_BT = entry.inputs["logp"].clone().requires_grad_()
     inputs, correction_BT = loss_inputs(peer, entry, logp_BT)
-    totals = peer.totals(entry.mask_BT)
+    # M2PO reduces the mask, and the peer divides by what remains
+    is_reduced = peer.correction is not None and peer.correction.acts == "minibatch"
+    totals = peer.totals(inputs.mask_BT if is_reduced else entry.mask_BT)
     length_B1 = entry.mask_BT.sum(-1, keepdim=True).double()
     share_B1 = shrunk(length_B1) if epsilon.tokens else torch.ones_like(length_B1)
     if epsilon.responses:
@@ -120,6 +129,8 @@ def evaluate(peer: PolicyLoss, entry: Entry, epsilon: Epsilon | None = None) -> 
         inputs=inputs,
         mask_BT=entry.mask_BT,
         totals=totals,
+        correction_BT=correction_BT,
+        objective=peer.objective,
         exponent=float(exponent_BT.abs().max()),
         beyond=beyond(peer, inputs, outputs, exponent_BT),
     )
@@ -159,7 +170,8 @@ def loss_inputs(
         logp_BT = given["old_logp"] + mean_B.unsqueeze(-1)
     inputs = LossInputs(
         logp_BT=logp_BT,
-        old_logp_BT=given["old_logp"],
+        # prime-rl has no old policy
+        old_logp_BT=given["old_logp"] if "old_logp" in given else given["rollout_logp"],
         adv_BT=peer.advantages(adv_BT, mask_BT),
         mask_BT=torch.ones_like(mask_BT) if peer.everywhere else mask_BT,
         engine_logp_BT=given.get("rollout_logp"),
@@ -169,10 +181,21 @@ def loss_inputs(
         raise Untranslated("the peer's loss reads padding, which holds NaN or infinity here")
     if peer.kl is not None and inputs.ref_logp_BT is None:
         raise Untranslated("a KL term without ref_logp among the inputs")
+    if peer.weights:
+        if peer.objective.includes_correction:
+            return replace(inputs, correction_BT=given[peer.weights]), None
+        return inputs, torch.where(mask_BT, given[peer.weights], 0.0)
     if peer.correction is None:
         return inputs, None
-    if inputs.engine_logp_BT is None:
+    if peer.correction.compares_engine and inputs.engine_logp_BT is None:
         raise Untranslated("rollout weights without rollout_logp among the inputs")
+    if peer.correction.acts == "loss":
+        return inputs, peer.correction.loss_weights(inputs)
+    if peer.correction.acts == "minibatch":
+        reduced_BT = peer.correction.reduced_mask(
+            inputs.old_logp_BT, inputs.engine_logp_BT, mask_BT
+        )
+        return replace(inputs, mask_BT=reduced_BT), None
     return inputs, peer.correction(inputs.old_logp_BT, inputs.engine_logp_BT, mask_BT)
 
 
@@ -226,11 +249,22 @@ def beyond(peer: PolicyLoss, inputs: LossInputs, outputs: LossOutputs, exponent_
         furthest = float(exponent_BT[outside_BT].abs().max())
         bound = peer.objective.log_ratio_bound if peer.bound == "none" else 20
         return f"a log-ratio of {furthest:.4g} nats lies beyond our bound of {bound:g}; the peer has none there"
+    if isinstance(peer.correction, KPop):
+        furthest = largest_mismatch(inputs)
+        if furthest > EXPONENT_BOUND:
+            return (
+                f"log pi_old/mu of {furthest:.4g} nats lies beyond our bound of {EXPONENT_BOUND:g}"
+            )
     if peer.kl is not None and peer.kl.value_bound is None:
         d = log_ratio(inputs.logp_BT.detach(), inputs.ref_logp_BT, inputs.mask_BT).abs().max()
         if d > peer.kl.log_ratio_bound:
             return f"log pi/pi_ref of {float(d):.4g} nats lies beyond our bound of {peer.kl.log_ratio_bound:g} for KL"
     return ""
+
+
+def largest_mismatch(inputs: LossInputs) -> float:
+    """Return the largest |log pi_old - log mu| of a response token."""
+    return float(log_ratio(inputs.old_logp_BT, inputs.engine_logp_BT, inputs.mask_BT).abs().max())
 
 
 def described(settings: object) -> str:

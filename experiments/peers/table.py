@@ -20,6 +20,7 @@ SECTIONS = {
     "Advantages": "values",
     "Rewards": "values",
     "Corrections": "weights or masks",
+    "Mutual information": "metrics",
 }
 INTRODUCTION = """\
 Golden vectors are inputs with what the peers' own functions returned for them (by default those of tests/data/parity).
@@ -102,6 +103,8 @@ def cell(entries: list[Comparison]) -> str:
     values = [most(compared, lambda c: c.loss), most(compared, lambda c: c.grad)]
     if values == [None, None]:
         values = [most(compared, lambda c: c.outputs)]
+    if values == [None]:
+        values = [most(compared, lambda c: c.metrics)]
     marks = "†" if any(c.remarks for c in entries) else ""
     marks += " **out**" if any(c.verdict == OUT for c in entries) else ""
     return " / ".join(difference(value) for value in values) + marks

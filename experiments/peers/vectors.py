@@ -51,6 +51,8 @@ class Entry:
         names = (
             self.config.get("groups") or self.settings.get("groups") or self.inputs.get("groups")
         )
+        if names is None and "index" in self.inputs:
+            names = self.inputs["index"].tolist()
         if names is None:
             size = self.settings["num_generations"]
             names = [i // size for i in range(len(self.inputs["rewards"]))]
@@ -109,6 +111,10 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
     if match is None:
         raise ValueError("the key is not <peer>@<version>/<function>[options]")
     grad = expected.get("grad_logp")
+    metrics = expected.get("metrics") or {}
+    # metrics of each response are compared like outputs
+    of_rows = {name: value for name, value in metrics.items() if isinstance(value, list)}
+    outputs = {**(expected.get("outputs") or {}), **of_rows}
     return Entry(
         case=case,
         key=key,
@@ -120,8 +126,8 @@ def entry(case: str, key: str, expected: dict, settings: dict, inputs: dict) -> 
         inputs=inputs,
         loss=None if expected.get("loss") is None else float(expected["loss"]),
         grad_BT=None if grad is None else values(grad),
-        metrics={name: float(value) for name, value in (expected.get("metrics") or {}).items()},
-        outputs={name: values(value) for name, value in (expected.get("outputs") or {}).items()},
+        metrics={name: float(value) for name, value in metrics.items() if name not in of_rows},
+        outputs={name: values(value) for name, value in outputs.items()},
         precision=expected.get("precision") or "",
     )
 
@@ -149,7 +155,8 @@ def labels(text: str) -> dict:
     True}.
     """
     found = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    # the options may stand in several brackets: [gdpo][weights]
+    for part in filter(None, (part.strip() for part in text.replace("][", ",").split(","))):
         name, equals, value = part.partition("=")
         found[name] = scalar(value) if equals else True
     return found

@@ -4,7 +4,7 @@ An estimator reads the reward of every token, the mask, and the group of every r
 an advantage for every token. A group is the set of responses to a problem. Usually only the last
 token has a reward: the verifier's, minus any KL penalty. Settings can whiten or clip advantages.
 
-Shape suffixes: B responses, T response tokens, K turns of an episode, N selected responses.
+Shape suffixes: B responses, T response tokens, K named rewards, N selected responses.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ class Credit:
     values_BT: Tensor | None = None  # the critic's V(x, y_<t), for estimators that need it
     # int64, the index of the policy's turn in an episode; None: no episodes
     turns_BT: Tensor | None = None
+    # the named rewards of each response and their weights; None: the task gives a single reward
+    named_rewards_BK: Tensor | None = None
+    weights_K: Tensor | None = None
+    # of the old policy, for estimators that need them: log-probs of the tokens, and sum_v pi_v^2
+    old_logp_BT: Tensor | None = None
+    sum_pi_squared_BT: Tensor | None = None
+    correction_BT: Tensor | None = None  # weights for the mismatch of engine and trainer
 
     @property
     def rewards_B(self) -> Tensor:
@@ -51,10 +58,17 @@ class Advantage(Ranged, key="advantage"):
     needs_values: ClassVar[bool] = False  # a critic is trained
     # tokens of a response can differ even if only its last token has a reward
     per_token: ClassVar[bool] = False
+    # it compares the verifier's own rewards: shaping, penalties and KL in the reward are refused
+    needs_raw_rewards: ClassVar[bool] = False
+    needs_named_rewards: ClassVar[bool] = False  # the task must give several (reward.weights)
+    needs_sum_pi_squared: ClassVar[bool] = False  # the old policy's pass computes sum_v pi_v^2
+    # a group whose rewards are all equal can have advantages, so no group may be dropped for that
+    learns_from_equal_rewards: ClassVar[bool] = False
     # Some estimators have these settings. The others behave as if they had these values
     # (gspo.config.checks reads them). Without annotations they are not fields, which would change
     # the order of the subclasses' fields.
     group_of_one = "zero"
+    whiten_eps = 1e-4
     gamma = 1.0
     std = "none"
     baseline = "none"
@@ -67,7 +81,7 @@ class Advantage(Ranged, key="advantage"):
         Masked tokens have the advantage 0.
 
             whiten=tokens       (A - mean) / sqrt(var + 1e-8), over the tokens of the batch
-            whiten=responses    (A - mean) / (std + 1e-4), over the responses' mean advantages
+            whiten=responses    (A - mean) / (std + whiten_eps), over the responses' mean advantages
 
         The variance has ddof 1.
         """
@@ -80,7 +94,8 @@ class Advantage(Ranged, key="advantage"):
             adv_BT = whitened(adv_BT, adv_BT[mask_BT])
         elif self.whiten == "responses" and has_tokens_B.sum() > 1:
             mean_N = masked_mean(adv_BT, mask_BT)[has_tokens_B]
-            adv_BT = (adv_BT - mean_N.mean()) / (mean_N.std() + 1e-4)
+            scale = mean_N.std() + self.whiten_eps
+            adv_BT = (adv_BT - mean_N.mean()) / torch.where(scale > 0, scale, 1.0)
         adv_BT = torch.where(mask_BT, adv_BT, 0.0)
         if self.clip is not None:
             adv_BT = adv_BT.clamp(-self.clip, self.clip)
@@ -93,6 +108,11 @@ class Advantage(Ranged, key="advantage"):
     def returns(self, credit: Credit) -> Tensor:
         """Compute the returns that the critic is trained to predict. Shape [B, T]."""
         raise TypeError(f"advantage {self.name!r} trains no critic")
+
+    def refuse_whitening(self, reason: str) -> None:
+        """Raise ValueError if the advantages would be whitened."""
+        if self.whiten != "none":
+            raise SettingError("advantage.whiten", self.whiten, f"with {self.name}, {reason}")
 
 
 @dataclass
@@ -108,8 +128,10 @@ class GroupAdvantage(Advantage):
     needs_group: ClassVar[bool] = True
 
     def estimate(self, credit: Credit) -> Tensor:
-        rewards_B = credit.rewards_B
-        groups = Groups(credit.groups_B)
+        return self.of_rewards(credit.rewards_B, Groups(credit.groups_B))
+
+    def of_rewards(self, rewards_B: Tensor, groups: Groups) -> Tensor:
+        """Compute the advantages of responses with these rewards. Shape [B]."""
         adv_B = self.compare(rewards_B, groups)
         adv_B = torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
         alone_B = torch.zeros_like(rewards_B)
@@ -180,66 +202,6 @@ class LeaveOneOut(GroupAdvantage):
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
         distance_B = rewards_B - groups.mean(rewards_B)
         return distance_B * groups.size_B / groups.freedom_B
-
-
-@dataclass
-class TurnNormalized(GroupAdvantage):
-    """An advantage for every turn of an episode, normalised over the same turn of its group.
-
-        R_ik = sum_{m >= k} gamma^(m-k) r_im
-        A_ik = (R_ik - mean_j R_jk) / (std_j R_jk + eps)
-
-    i is an episode and k a turn. The mean and the std (ddof 1) are over the episodes j of the group
-    that have a turn k. All tokens of a turn have its advantage. The advantage is 0 if a single
-    episode has the turn, or if all its returns are equal.
-
-    Turn-level comparison within the group follows arXiv:2505.11821, section 4.2. GSPO-token can
-    use such advantages (arXiv:2507.18071, section 4.3, does not specify any).
-    """
-
-    name: str = "turn_normalized"
-    eps: float = ranged(1e-6, least=0)
-    gamma: float = ranged(1.0, least=0, most=1)  # from turn to turn
-    per_token: ClassVar[bool] = True
-    std = "group"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.group_of_one != "zero":
-            raise SettingError(
-                "advantage.group_of_one",
-                self.group_of_one,
-                "a turn that is alone has the advantage 0",
-            )
-
-    def estimate(self, credit: Credit) -> Tensor:
-        """Compute the advantages [B, T]. Without turns, a response counts as a single turn."""
-        mask_BT = credit.mask_BT
-        turns_BT = credit.turns_BT
-        if turns_BT is None:
-            turns_BT = torch.zeros_like(mask_BT, dtype=torch.int64)
-        turns = int(turns_BT.max()) + 1
-        rewards_BT = torch.where(mask_BT, credit.token_rewards_BT, 0.0)
-        zeros_BK = rewards_BT.new_zeros(len(mask_BT), turns)
-        return_BK = zeros_BK.scatter_add(1, turns_BT, rewards_BT)
-        for k in reversed(range(turns - 1)):
-            later_B = return_BK[:, k + 1]
-            return_BK[:, k] += self.gamma * later_B
-        tokens_BK = zeros_BK.long().scatter_add(1, turns_BT, mask_BT.long())
-        adv_BK = torch.zeros_like(return_BK)
-        for k in range(turns):
-            has_turn_B = tokens_BK[:, k] > 0
-            if has_turn_B.any():
-                groups = Groups(credit.groups_B[has_turn_B])
-                returns_N = return_BK[has_turn_B, k]
-                adv_BK[has_turn_B, k] = self.compare(returns_N, groups)
-        return adv_BK.gather(1, turns_BT)
-
-    def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        """Compute the advantages of a turn from its returns. Shape [episodes that have the turn]."""
-        distance_B = rewards_B - groups.mean(rewards_B)
-        adv_B = distance_B / (groups.std(rewards_B) + self.eps)
-        return torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
 
 
 @dataclass

@@ -11,6 +11,9 @@ levels are
 
 Weights carry no gradient and are 0 where masked. The exponent is kept within +-20, as in verl.
 
+The corrections of this module act before the updates. gspo.algorithm.masks has corrections of
+2026, of which some act in the updates.
+
 Shape suffixes: B responses, T response tokens.
 """
 
@@ -18,10 +21,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gspo.algorithm.kl import kl_estimate
-from gspo.algorithm.objectives.base import log_ratio
+from gspo.algorithm.objectives.base import LossInputs, log_ratio
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean, masked_sum
 from gspo.io.errors import SettingError
@@ -39,10 +42,33 @@ class Correction(Ranged, key="correction"):
     """The base of the corrections. The base itself corrects nothing: every weight is 1."""
 
     name: str = "none"
+    # rollout: weights from the log-probs of old policy and engine, before the updates
+    # minibatch: tokens leave the mask of a mini-batch, by statistics of the whole of it
+    # loss: weights of an update, which depend on the advantages or on the current policy
+    acts: ClassVar[str] = "rollout"
+    weighs: ClassVar[bool] = True  # by importance weights, not only by 0 and 1
+    compares_engine: ClassVar[bool] = True  # it reads the engine's log-probs
+    compares_old: ClassVar[bool] = True  # it reads the old policy's log-probs
+    # Some corrections have these settings. Without annotations they are no fields here.
+    level = "token"
+    normalize = False
+
+    @property
+    def has_rollout_weights(self) -> bool:
+        """Whether there are weights before the updates."""
+        return self.acts == "rollout" and self.name != "none"
 
     def __call__(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Compute the weights of the response tokens, 0 where masked. Shape [B, T]."""
         return mask_BT.to(old_logp_BT.dtype)
+
+    def reduced_mask(self, old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return the mask of a whole mini-batch without the tokens that leave the loss. [B, T]."""
+        return mask_BT
+
+    def loss_weights(self, inputs: LossInputs) -> Tensor:
+        """Compute the weights of the response tokens in an update, 0 where masked. [B, T]."""
+        return inputs.mask_BT.to(inputs.logp_BT.dtype)
 
 
 @dataclass
@@ -136,6 +162,7 @@ class Rejection(BandCorrection):
     """
 
     name: str = "rejection"
+    weighs: ClassVar[bool] = False
     measure: str = choice("ratio", ("ratio", "k2", "k3"))
     level: str = choice("token", (*LEVELS, "largest"))
     low: float = ranged(0.0, least=0)

@@ -77,10 +77,11 @@ def random_inputs(seed: int, spread: float) -> LossInputs:
     )
 
 
-def all_inputs() -> Iterator[LossInputs]:
+def all_inputs(objective: Objective) -> Iterator[LossInputs]:
     """Yield the inputs of a check for each spread of the log-ratios."""
     for seed, spread in enumerate(SPREADS):
-        yield random_inputs(seed, spread)
+        inputs = random_inputs(seed, spread)
+        yield replace(inputs, statistic=objective.statistic(inputs))
 
 
 def changed(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
@@ -101,11 +102,18 @@ def with_padding(inputs: LossInputs, value: float) -> LossInputs:
 
 
 def gradient(
-    objective: Objective, inputs: LossInputs, totals: Totals | None = None
+    objective: Objective, inputs: LossInputs, totals: Totals | None = None, penalty: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and its gradient with respect to the log-probs [B, T]."""
+    """Return the loss and its gradient with respect to the log-probs [B, T].
+
+    If `penalty` is false, the penalty is left out (LossOutputs.penalty_BT).
+    """
     totals = totals or Totals.of(inputs.mask_BT)
-    loss = AGGREGATION(objective(inputs).loss_BT, inputs.mask_BT, totals)
+    outputs = objective(inputs)
+    loss_BT = outputs.loss_BT
+    if not penalty and outputs.penalty_BT is not None:
+        loss_BT = loss_BT - outputs.penalty_BT
+    loss = AGGREGATION(loss_BT, inputs.mask_BT, totals)
     gradient_BT = None
     if loss.requires_grad:
         (gradient_BT,) = torch.autograd.grad(loss, inputs.logp_BT, allow_unused=True)
@@ -125,7 +133,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def outputs_fit(objective: Objective) -> CheckResult:
     """Check that the outputs have the shapes and dtypes of LossOutputs."""
     name = "outputs"
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         outputs = objective(inputs)
         if not isinstance(outputs, LossOutputs):
             return CheckResult(
@@ -155,7 +163,7 @@ def outputs_fit(objective: Objective) -> CheckResult:
 def masked_tokens_do_nothing(objective: Objective) -> CheckResult:
     """Check that values outside the mask change neither loss nor gradient."""
     name = "masking"
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         loss, gradient_BT = gradient(objective, inputs)
         padded_loss, padded_BT = gradient(objective, with_padding(inputs, -7.0))
         if bool(gradient_BT[~inputs.mask_BT].any()):
@@ -175,7 +183,7 @@ def masked_tokens_do_nothing(objective: Objective) -> CheckResult:
 def nan_in_padding_stays_there(objective: Objective) -> CheckResult:
     """Check that NaN and infinity outside the mask reach neither loss nor gradient."""
     name = "NaN in padding"
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         expected, expected_BT = gradient(objective, inputs)
         for value in (float("nan"), float("inf"), float("-inf")):
             loss, gradient_BT = gradient(objective, with_padding(inputs, value))
@@ -198,7 +206,7 @@ def nan_in_padding_stays_there(objective: Objective) -> CheckResult:
 def cut_of_the_batch_does_not_matter(objective: Objective) -> CheckResult:
     """Check that micro-batches, order of the responses and width of the padding change nothing."""
     name = "cut of the batch"
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         totals = Totals.of(inputs.mask_BT)
         loss, gradient_BT = gradient(objective, inputs)
         parts = [
@@ -232,7 +240,7 @@ def cut_of_the_batch_does_not_matter(objective: Objective) -> CheckResult:
 def no_advantage_no_gradient(objective: Objective) -> CheckResult:
     """Check that advantages of 0 give no gradient, unless the class says needs_every_row."""
     name = "no advantage, no gradient"
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         _, gradient_BT = gradient(objective, inputs)
         if bool(gradient_BT[1].any()):
             if objective.needs_every_row:
@@ -312,7 +320,7 @@ def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
     the values that it returned without the shift.
     """
     largest_error = 0.0
-    for inputs in all_inputs():
+    for inputs in all_inputs(objective):
         _, gradient_BT = gradient(objective, inputs)
         logp_BT = inputs.logp_BT.detach()
         with torch.no_grad(), RecordDetach() as recorded:
@@ -359,9 +367,10 @@ def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
 def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
     """Check that `active_BT` and `weight_BT`, which metrics show, describe the gradient."""
     name = "clip metrics"
-    for inputs in all_inputs():
-        _, gradient_BT = gradient(objective, inputs)
+    for inputs in all_inputs(objective):
+        _, gradient_BT = gradient(objective, inputs, penalty=False)
         outputs = objective(inputs)
+        has_penalty = outputs.penalty_BT is not None
         mask_BT = inputs.mask_BT
         active_BT = (outputs.active_BT & mask_BT).broadcast_to(mask_BT.shape)
         if bool(gradient_BT[active_BT].any()):
@@ -369,7 +378,7 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
         count_B1 = mask_BT.sum(-1, keepdim=True)
         expected_BT = -outputs.weight_BT * inputs.adv_BT / count_B1 / BATCH_SIZE
         error = relative_error(torch.where(mask_BT, expected_BT, 0.0), gradient_BT)
-        if error > 1e-9 and not objective.needs_every_row:
+        if error > 1e-9 and (has_penalty or not objective.needs_every_row):
             return CheckResult(
                 name,
                 False,

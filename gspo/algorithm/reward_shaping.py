@@ -8,17 +8,20 @@ Shape suffix: B responses.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gspo.algorithm.advantages import Groups, deviation
 from gspo.data.lazy_torch import torch
 from gspo.data.samples import LARGEST_REWARD
+from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PLAIN_NAME = re.compile(r"[\w-]{1,60}", re.ASCII)
 OVER = ("none", "batch", "group", "running")
 
 
@@ -93,6 +96,20 @@ class RewardShaping(Ranged, key="reward"):
         0.0, least=-LARGEST_REWARD, most=LARGEST_REWARD, metadata=HASHED_IF_CHANGED
     )
     turns: str = choice("outcome", ("outcome", "each"), metadata=HASHED_IF_CHANGED)
+    # of a task that gives several rewards: the weight of each by name, for example
+    # {correct: 1, format: 0.2}. The reward is their sum with these weights
+    weights: dict[str, float] = ranged(default_factory=dict, metadata=HASHED_IF_CHANGED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.weights:
+            if not PLAIN_NAME.fullmatch(name):
+                raise SettingError(
+                    f"reward.weights.{name}",
+                    problem="is no plain name of letters, digits, _ and -, as metrics need it",
+                )
+        if self.weights and not any(self.weights.values()):
+            raise SettingError("reward.weights", self.weights, "makes every reward 0")
 
     def overlong(self, length_B: Tensor, limit: int) -> Tensor:
         """Compute the soft overlong penalty, in [-overlong_penalty, 0]. Shape [B].

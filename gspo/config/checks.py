@@ -31,7 +31,9 @@ def check(s: Settings) -> None:
     check_objective(s)
     check_truncation(s)
     check_credit(s)
+    check_advantage_inputs(s)
     check_episodes(s)
+    check_probe(s)
     check_unread_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise SettingError(
@@ -246,7 +248,23 @@ def check_objective(s: Settings) -> None:
             "ratio per response",
             remedy="use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true",
         )
-    if s.correction.name != "none" and s.policy.old_logprobs == "engine":
+    check_correction(s)
+    if s.kl.in_loss and s.kl.weighted and not s.correction.has_rollout_weights:
+        raise SettingError(
+            "kl.weighted",
+            True,
+            f"with correction={s.correction.name}, there are no weights to multiply by",
+        )
+
+
+def check_correction(s: Settings) -> None:
+    """Refuse a correction that the objective cannot use, or that would do nothing."""
+    correction = s.correction
+    objective = s.objective
+    if correction.name == "none":
+        return
+    compares_both = correction.compares_old and correction.compares_engine
+    if compares_both and s.policy.old_logprobs == "engine":
         raise SettingError(
             "correction",
             s.correction.name,
@@ -254,15 +272,31 @@ def check_objective(s: Settings) -> None:
             "weight is 1",
             remedy="use policy.old_logprobs=step_start",
         )
-    if s.correction.name != "none" and s.objective.ratio_to == "engine":
+    if correction.compares_old and objective.ratio_to == "engine":
         raise SettingError(
             "correction",
-            s.correction.name,
-            f"with objective={s.objective.name}, its ratio is to the sampling policy already",
+            correction.name,
+            f"with objective={objective.name}, its ratio is to the sampling policy already",
         )
-    if s.kl.in_loss and s.kl.weighted and s.correction.name == "none":
+    joint_ratio = objective.sequence_level or objective.joint_ratio
+    if correction.acts == "minibatch" and joint_ratio:
         raise SettingError(
-            "kl.weighted", True, "with correction=none, there are no weights to multiply by"
+            "correction",
+            correction.name,
+            f"with objective={objective.name}, a ratio is of several tokens, of which some would "
+            "be missing",
+            remedy="use an objective with one ratio per token",
+        )
+    is_token_weight = (
+        correction.acts == "rollout" and correction.level == "token" and not correction.normalize
+    )
+    if objective.includes_correction and correction.weighs and not is_token_weight:
+        raise SettingError(
+            "correction",
+            correction.name,
+            f"with objective={objective.name}, token weights become a factor of its product of "
+            "ratios, and this correction has none",
+            remedy="use correction=tis or mis with level=token and normalize=false, or opsm",
         )
 
 
@@ -274,7 +308,7 @@ def check_truncation(s: Settings) -> None:
     distribution would multiply it by the probability that the truncation keeps."""
     for rule, value in s.rollout.rules.items():
         truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
-        if s.correction.name != "none":
+        if s.correction.name != "none" and s.correction.compares_engine:
             raise SettingError(
                 "correction",
                 s.correction.name,
@@ -331,6 +365,65 @@ def check_credit(s: Settings) -> None:
             "reward.overlong_cache",
             s.reward.overlong_cache,
             f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
+        )
+
+
+def check_advantage_inputs(s: Settings) -> None:
+    """Refuse rewards and old log-probs that are not what the advantage estimator is made for."""
+    advantage = f"with advantage={s.advantage.name}"
+    if s.advantage.needs_raw_rewards:
+        reason = f"{advantage}, the verifier's own rewards are compared, and nothing else"
+        shaped = [
+            (s.reward.shift != "none", "reward.shift", s.reward.shift),
+            (s.reward.scale != "none", "reward.scale", s.reward.scale),
+            (s.reward.clip is not None, "reward.clip", s.reward.clip),
+            (s.reward.overlong_cache > 0, "reward.overlong_cache", s.reward.overlong_cache),
+            (s.reward.turns == "each", "reward.turns", s.reward.turns),
+            (s.kl.in_reward, "kl", s.kl.name),
+        ]
+        for is_set, key, value in shaped:
+            if is_set:
+                raise SettingError(key, value, reason, remedy="leave it out")
+    if s.advantage.needs_named_rewards and len(s.reward.weights) < 2:
+        raise SettingError(
+            "reward.weights",
+            s.reward.weights,
+            f"{advantage}, there must be at least two named rewards",
+            remedy="return them from the reward function and weigh each by its name, for example "
+            "reward.weights={correct: 1, format: 0.5}, or use advantage=group_normalized",
+        )
+    if s.reward.weights and s.task.environments():
+        raise SettingError(
+            "reward.weights",
+            s.reward.weights,
+            f"with task={s.task.name}, an episode has a single reward",
+            remedy="leave it out",
+        )
+    if s.advantage.learns_from_equal_rewards and s.rollout.refill_rounds:
+        raise SettingError(
+            "rollout.refill_rounds",
+            s.rollout.refill_rounds,
+            f"{advantage}, dynamic sampling drops groups whose rewards are equal, from which it "
+            "learns",
+            remedy="use rollout.refill_rounds=0",
+        )
+    if s.advantage.needs_sum_pi_squared and s.policy.old_logprobs != "step_start":
+        raise SettingError(
+            "policy.old_logprobs",
+            s.policy.old_logprobs,
+            f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
+            remedy="use policy.old_logprobs=step_start",
+        )
+
+
+def check_probe(s: Settings) -> None:
+    """Refuse the measurement of the gradient's noise for weights that are sharded."""
+    if s.tracking.snr_every and s.parallel.mode == "shard":
+        raise SettingError(
+            "tracking.snr_every",
+            s.tracking.snr_every,
+            "with parallel.mode=shard, no process has the gradient of two halves of a batch",
+            remedy="use parallel.mode=replicate or 0",
         )
 
 

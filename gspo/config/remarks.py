@@ -40,6 +40,12 @@ def warnings(s: Settings) -> list[str]:
         lines.append(
             "policy.old_logprobs=engine with one update: the ratio is the engine's mismatch alone"
         )
+    unbounded = s.objective.ratio_to == "none" and s.kl.name == "none"
+    if s.advantage.name == "nsr" and s.advantage.negative_weight and unbounded:
+        lines.append(
+            f"advantage=nsr with objective={s.objective.name} and kl=none: nothing bounds how far "
+            "the log-probs of wrong responses fall; use an objective that clips, or kl=loss"
+        )
     if s.objective.ratio_to == "none" and updates > 1:
         lines.append(
             f"objective={s.objective.name} has no ratio: with several updates per batch it takes "
@@ -95,6 +101,8 @@ def nothing_to_learn(
             f"{truncated_share:.1%} of the responses were cut off at "
             f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise the limit"
         )
+    if s.advantage.learns_from_equal_rewards:
+        return lines
     has_reward_function = bool(getattr(s.task, "reward", ""))  # the user's
     rewards = [r.reward for r in responses]
     no_group_differs = metrics.get("group/zero_variance") == 1

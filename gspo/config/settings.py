@@ -29,12 +29,16 @@ from gspo.algorithm.advantages import (
     LeaveOneOut,
     ReinforcePP,
     Returns,
-    TurnNormalized,
 )
-from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
+from gspo.algorithm.gdpo import GDPO
 from gspo.algorithm.kl import KL, KLInLoss, KLInReward
+from gspo.algorithm.masks import CORRECTIONS
+from gspo.algorithm.maxrl import MaxRL
+from gspo.algorithm.nsr import NSR
 from gspo.algorithm.objectives import OBJECTIVES
+from gspo.algorithm.otb import OTB
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.io import untrusted
 from gspo.io.errors import SettingError
@@ -109,10 +113,14 @@ CHOICES: dict[str, dict[str, type[DataclassInstance]]] = {
             Returns,
             ReinforcePP,
             GAE,
+            MaxRL,
+            GDPO,
+            NSR,
+            OTB,
         )
     },
     "kl": {kind.name: kind for kind in (KL, KLInLoss, KLInReward)},
-    "correction": {kind.name: kind for kind in (Correction, TIS, MIS, IcePop, Rejection)},
+    "correction": {kind.name: kind for kind in CORRECTIONS},
     "sampler": {kind.name: kind for kind in (Uniform, Grouped)},
     "rollout": {kind.name: kind for kind in (RolloutSettings, VLLMRollout, VLLMServerRollout)},
     "model": {"tiny_moe": TinyMoE, "tiny_dense": TinyDense, "hf": HFModel, "stand_in": StandIn},
@@ -210,6 +218,7 @@ class Settings(Ranged):
         super().__post_init__()
         if isinstance(self.task, Task):
             self.task.truncated_reward = self.reward.truncated
+            self.task.reward_weights = dict(self.reward.weights)
         if not self.study or "/" in self.study or self.study.startswith("."):
             raise SettingError("study", self.study, "must be a plain folder name")
 

@@ -115,6 +115,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "correction.high (with correction=tis)": (
         "tis_imp_ratio_cap", "vllm_importance_sampling_cap", "rollout_is_threshold", "tis_cap",
     ),
+    "correction.delta (with correction=opsm)": ("off_policy_mask_threshold", "opsm_delta"),
+    "correction.threshold (with correction=m2po)": ("m2_threshold",),
+    "correction.mask_high (with correction=rho)": ("rho_mask_upper_bound",),
+    "objective.beta (with objective=dro)": ("dro_beta",),
+    "objective.power (with objective=ctpo_la)": ("clip_ratio_la_power",),
+    "objective.delta_high (with objective=prime_rl)": ("dppo_mask_high",),
+    "objective.delta_low (with objective=prime_rl)": ("dppo_mask_low",),
+    "objective.k_positive (with objective=vespo)": ("vespo_k_pos",),
     "policy.routing_replay": (
         "routing_replay", "router_replay", "moe_routing_replay", "enable_rollout_routing_replay",
         "r3", "r2",
@@ -148,6 +156,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "custom_reward_function.name",
     ),
     "reward.truncated": ("truncated_reward",),
+    "reward.weights": ("reward_weights", "gdpo_reward_weights"),
     "prompt.system": ("system_prompt", "system_message", "system"),
     "prompt.thinking": ("enable_thinking", "thinking"),
     "steps": (
@@ -192,7 +201,9 @@ OPTIONS = {
         "grpo": "group_normalized", "grpo_vectorized": "group_normalized",
         "group_norm": "group_normalized", "dr_grpo": "group_mean", "drgrpo": "group_mean",
         "grpo_no_std": "group_mean", "reinforce_plus_plus": "reinforce_pp",
-        "reinforce++": "reinforce_pp", "ppo": "gae",
+        "reinforce++": "reinforce_pp", "ppo": "gae", "max_rl": "maxrl",
+        "normalize_then_sum": "gdpo", "optimal_token_baseline": "otb_verl_columns",
+        "tir_optimal_token_baseline": "otb", "negative": "nsr", "positive": "psr",
     },
     "objective": {
         "dr_grpo": "drgrpo", "bnpo": "dapo", "reinforce_plus_plus": "reinforce", "vanilla": "grpo",

@@ -25,13 +25,16 @@ def unread_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
     old_policy_read = (
         s.objective.ratio_to == "old"
         or s.kl.needs_reference
-        or s.correction.name != "none"
+        or (s.correction.name != "none" and s.correction.compares_old)
         or (s.rollout.samples_ahead and s.policy.routing_replay == "r2")
     )
     # the responses of a group differ in their turns, so in the discount of a reward and of a shift
     discounts_turns = s.advantage.name == "turn_normalized" and s.advantage.gamma < 1
+    # a baseline of 0 in the tail of the longest response
+    has_zero_tail = s.advantage.name == "otb" and s.advantage.zero_tail
     # every advantage is a difference within its group
     mean_removed = s.advantage.needs_group and s.reward.clip is None and not discounts_turns
+    mean_removed = mean_removed and not has_zero_tail
     batch_std = s.advantage.std == "batch"
     shift_cancels = mean_removed and not (batch_std and s.reward.shift == "group")
     scale_cancels = (

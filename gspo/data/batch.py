@@ -175,6 +175,7 @@ class RolloutBatch(TokenBatch):
         experts_BSLK: Tensor | None = None,
         ref_logp_BT: Tensor | None = None,
         correction_BT: Tensor | None = None,
+        sum_pi_squared_BT: Tensor | None = None,
     ) -> OldPolicyBatch:
         """Return the batch with the results of the passes before the updates."""
         return OldPolicyBatch(
@@ -183,6 +184,7 @@ class RolloutBatch(TokenBatch):
             experts_BSLK=experts_BSLK,
             ref_logp_BT=ref_logp_BT,
             correction_BT=correction_BT,
+            sum_pi_squared_BT=sum_pi_squared_BT,
         )
 
 
@@ -196,6 +198,8 @@ class OldPolicyBatch(RolloutBatch):
     ref_logp_BT: Tensor | None = None  # log-probs under the reference policy
     # weights for the mismatch of engine and trainer; None: no correction
     correction_BT: Tensor | None = None
+    # sum_v pi_v^2 of every token; None: the advantages do not need it
+    sum_pi_squared_BT: Tensor | None = None
 
     def with_advantages(self, adv_BT: Tensor, critic: Critic | None = None) -> TrainBatch:
         """Return the batch with advantages."""

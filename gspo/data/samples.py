@@ -5,13 +5,14 @@ This module does not import torch, so tasks, rewards, figures and tests can use 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 import numpy as np
 from numpy import ndarray
 
 from gspo.data.problems import Problem
+from gspo.io.errors import SettingError
 
 # The verdicts on responses that the verifier cannot judge: no answer, an answer in another form
 # than the problem requires, a text that is no program, a program without the function. A user's
@@ -50,6 +51,42 @@ class Score:
     # the normal form of the answer that was judged, for majority votes; "" if there is none
     answer: str = ""
     reason: str = ""  # why there is no reward, in words, if the verifier said it
+    # the rewards by name if the verifier gives several. `reward` is then their sum with the weights
+    # of reward.weights
+    rewards: dict[str, float] = field(default_factory=dict, hash=False)
+
+    def weighted(self, weights: dict[str, float] | None) -> Score:
+        """Return the score with the weighted sum of its named rewards as `reward`.
+
+        Without named rewards it returns the score. `weights` of None are all 1. Raises ValueError
+        if the weights are of other names, or if there are weights and only a single reward."""
+        if self.reward is None:
+            return self
+        if not self.rewards:
+            if not weights:
+                return self
+            raise SettingError(
+                "reward.weights",
+                weights,
+                "a response got a single reward, and not one for each of these names",
+                remedy="leave it out, or return a mapping from the reward function",
+            )
+        names = ", ".join(sorted(self.rewards))
+        if weights is None:
+            weights = dict.fromkeys(self.rewards, 1.0)
+        if set(weights) != set(self.rewards):
+            raise SettingError(
+                "reward.weights",
+                weights,
+                f"a response got the rewards {names}",
+                remedy="give each of them a weight, the same names in every response",
+            )
+        total = sum(weights[name] * self.rewards[name] for name in weights)
+        return replace(self, reward=total)
+
+    def truncated(self, reward: float | None, weights: dict[str, float] | None) -> Score:
+        """Return the score of a truncated response: `reward`, also as each named reward."""
+        return replace(self, reward=reward, rewards=dict.fromkeys(weights or (), reward))
 
 
 @dataclass
@@ -147,7 +184,16 @@ def rewards_of(group: list[ScoredResponse]) -> list[float]:
 
     Rewards that differ by rounding alone all become the first of them, so no advantage is made of
     rounding."""
-    rewards = [response.reward for response in group]
+    return without_rounding([response.reward for response in group])
+
+
+def named_rewards_of(group: list[ScoredResponse], name: str) -> list[float]:
+    """Return the named rewards of a group's responses, as `rewards_of` returns their rewards."""
+    return without_rounding([response.score.rewards[name] for response in group])
+
+
+def without_rounding(rewards: list[float]) -> list[float]:
+    """Return the rewards, or the first for all if they differ by rounding alone."""
     if all_same(rewards):
         return [rewards[0] for _ in rewards]
     return rewards

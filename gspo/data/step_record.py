@@ -95,6 +95,9 @@ class Header:
         default_factory=dict
     )  # the text of each token ID that occurs
     metrics: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
+    # the named rewards of the rows [B] if the task gives several. A record of a task with a single
+    # reward does not have the key
+    named_rewards: dict[str, list[float]] = field(default_factory=dict)
     # sentences on what another framework's dump did not hold, see gspo.data.foreign_records
     notes: list[str] = field(default_factory=list)
 
@@ -120,6 +123,8 @@ class StepRecord:
     advantages: ndarray = array("float32", "N")
     # log-probs under the weights after the last update
     after_logp: ndarray | None = array("float32", "N", required=False)
+    # sum_v pi_v^2 under the old policy, if the advantages need it
+    sum_pi_squared: ndarray | None = array("float32", "N", required=False)
     ref_logp: ndarray | None = array("float32", "N", required=False)  # of the reference policy
     correction: ndarray | None = array("float32", "N", required=False)  # of the engine's mismatch
     old_values: ndarray | None = array("float32", "N", required=False)  # the critic's at the start

@@ -84,6 +84,8 @@ def write_record(path: Path, record: StepRecord) -> int:
     for number, update in enumerate(record.updates, start=1):
         arrays |= _arrays_of(update, f"update_{number}.")
     content = asdict(record.header)
+    if not record.header.named_rewards:
+        del content["named_rewards"]
     for name in ("settings", "state"):
         content[name] = _spelled(content[name])
     header = json.dumps(content, allow_nan=False, default=_plain)
@@ -279,6 +281,11 @@ def _check_rows(record: StepRecord) -> None:
     for name in ("tasks", "finish_reasons", "verdicts"):
         if len(getattr(header, name)) != rows:
             raise ValueError(f"it has {rows} responses, but {len(getattr(header, name))} {name}")
+    for name, values in header.named_rewards.items():
+        if len(values) != rows or not all(_is_finite(value) for value in values):
+            raise ValueError(
+                f"the reward {name[:40]!r} is not a number of each of {rows} responses"
+            )
     lengths = record.response_lengths.astype(np.int64)
     prompt_lengths = record.prompt_lengths.astype(np.int64)
     if lengths.min() < 1 or prompt_lengths.min() < 1:

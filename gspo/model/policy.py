@@ -189,17 +189,19 @@ class Policy(PolicyText):
         """Let `forward` return an entropy with a gradient, for an entropy term in the loss."""
         self._entropy_has_gradient = True
 
-    def forward(self, batch: TokenBatch, entropy: bool = True) -> PolicyOutput:
+    def forward(
+        self, batch: TokenBatch, entropy: bool = True, sum_pi_squared: bool = False
+    ) -> PolicyOutput:
         """Compute log-probs of the response tokens, 0 at padding.
 
-        If the batch has `replay_BSLK`, the tokens go through these experts. `entropy` says whether
-        to compute the entropy too."""
+        If the batch has `replay_BSLK`, the tokens go through these experts. `entropy` and
+        `sum_pi_squared` say whether to compute these too."""
         self.routing.begin_forward()
         with self._adapter_switched():
             if self.network:
-                output = self._network_forward(self.network, batch, entropy)
+                output = self._network_forward(self.network, batch, entropy, sum_pi_squared)
             else:
-                output = self._model_forward(batch, entropy)
+                output = self._model_forward(batch, entropy, sum_pi_squared)
         if self.shards and not torch.is_grad_enabled():
             # FSDP keeps the outermost weights for a backward pass
             reshard(self.model)
@@ -244,7 +246,9 @@ class Policy(PolicyText):
         can_freeze = not self.shards and self.precision == torch.float32
         return self.network.frozen() if self.network and can_freeze else nullcontext()
 
-    def _network_forward(self, network: Network, batch: TokenBatch, entropy: bool) -> PolicyOutput:
+    def _network_forward(
+        self, network: Network, batch: TokenBatch, entropy: bool, sum_pi_squared: bool
+    ) -> PolicyOutput:
         """Use our own forward (gspo.model.forward.network), with logits at response tokens only.
 
         The layout is computed on the CPU, where the batch is. Reading its sizes from a GPU would
@@ -257,8 +261,14 @@ class Policy(PolicyText):
         if batch.replay_BSLK is not None:
             replay_NLK = to_device(sequences.flat(batch.replay_BSLK), self.device)
         sequences = sequences.to(self.device)
-        logp_M, entropy_M, experts_NLK, hidden_MW, balance_N = run_unsharded(
-            self.model, self._network_outputs, network, sequences, replay_NLK, entropy
+        logp_M, entropy_M, experts_NLK, hidden_MW, squares_M, balance_N = run_unsharded(
+            self.model,
+            self._network_outputs,
+            network,
+            sequences,
+            replay_NLK,
+            entropy,
+            sum_pi_squared,
         )
         output = PolicyOutput(sequences.responses(logp_M, width), None, None)
         if entropy_M is not None:
@@ -269,6 +279,8 @@ class Policy(PolicyText):
             output.experts_BSLK = sequences.experts(experts_NLK)
         if self.value_head:
             output.values_BT = sequences.responses(self.value_head(hidden_MW), width)
+        if squares_M is not None:
+            output.sum_pi_squared_BT = sequences.responses(squares_M, width)
         if balance_N is not None:
             balance_M = balance_N.index_select(0, sequences.predicting_M)
             output.balance_BT = sequences.responses(balance_M, width)
@@ -285,15 +297,28 @@ class Policy(PolicyText):
         return uses_varlen(self.device, dtype, config.num_attention_heads, key_heads, head_dim)
 
     def _network_outputs(
-        self, network: Network, sequences: Sequences, replay_NLK: Tensor | None, entropy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        self,
+        network: Network,
+        sequences: Sequences,
+        replay_NLK: Tensor | None,
+        entropy: bool,
+        sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
         """Return `network_outputs` and the balance of the routers [N]."""
         outputs = network_outputs(
-            network, sequences, replay_NLK, self.precision, self.temperature, entropy
+            network,
+            sequences,
+            replay_NLK,
+            self.precision,
+            self.temperature,
+            entropy,
+            sum_pi_squared,
         )
         return *outputs, self.routing.balance()
 
-    def _model_forward(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
+    def _model_forward(
+        self, batch: TokenBatch, entropy: bool, sum_pi_squared: bool
+    ) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
         batch = batch.to(self.device)
         rows = PaddedRows(batch, self.padding_side)
@@ -320,6 +345,8 @@ class Policy(PolicyText):
         output = PolicyOutput(log_probs_of_logits(logits_BTV, tokens_BT), None, experts_BSLK)
         if entropy:
             output.entropy_BT = entropy_of_logits(logits_BTV, self._entropy_has_gradient)
+        if sum_pi_squared:
+            output.sum_pi_squared_BT = logits_BTV.detach().softmax(-1).square().sum(-1)
         if self.value_head:
             hidden_BTW = rows.predicting(self.value_head.hidden_of_last_forward())
             output.values_BT = self.value_head(hidden_BTW)
@@ -330,15 +357,21 @@ class Policy(PolicyText):
 
     @torch.no_grad()
     def score(
-        self, batch: TokenBatch, micro_batch_size: int, rows_N: Tensor | None = None
+        self,
+        batch: TokenBatch,
+        micro_batch_size: int,
+        rows_N: Tensor | None = None,
+        *,
+        sum_pi_squared: bool = False,
     ) -> PolicyOutput:
         """Compute log-probs, experts and values of a batch under the current weights, on the CPU.
 
         The batch is computed in micro-batches, without gradient and entropy. With `rows_N` only
         these rows are computed. Log-probs and values of other rows are 0, and their experts are not
-        recorded."""
+        recorded. With `sum_pi_squared` sum_v pi_v^2 is computed too."""
         logp_BT = torch.zeros(batch.mask_BT.shape)
         values_BT = torch.zeros(batch.mask_BT.shape) if self.value_head else None
+        squares_BT = torch.zeros(batch.mask_BT.shape) if sum_pi_squared else None
         experts_BSLK = None
         if self.routing.layers:
             shape = (*batch.tokens_BS.shape, self.routing.layers, self.routing.top_k)
@@ -353,6 +386,8 @@ class Policy(PolicyText):
             logp_BT[rows, :width] = output.logp_BT
             if values_BT is not None and output.values_BT is not None:
                 values_BT[rows, :width] = output.values_BT
+            if squares_BT is not None and output.sum_pi_squared_BT is not None:
+                squares_BT[rows, :width] = output.sum_pi_squared_BT
             if experts_BSLK is not None and output.experts_BSLK is not None:
                 first_column = batch.prompt_width - chunk.prompt_width
                 is_token = chunk.attention_BS[:, :, None, None]
@@ -367,7 +402,7 @@ class Policy(PolicyText):
                     self.idle(batch, needs_gradient=False)
                     continue
                 chunk = batch.rows(chunks[i])
-                output = self.forward(chunk, entropy=False).to_cpu()
+                output = self.forward(chunk, entropy=False, sum_pi_squared=sum_pi_squared).to_cpu()
                 if self.device.type == "cpu":
                     store(chunks[i], chunk, output)
                 else:
@@ -375,7 +410,7 @@ class Policy(PolicyText):
             wait_for_copies(self.device)
         for rows, chunk, output in pending:
             store(rows, chunk, output)
-        return PolicyOutput(logp_BT, None, experts_BSLK, values_BT)
+        return PolicyOutput(logp_BT, None, experts_BSLK, values_BT, sum_pi_squared_BT=squares_BT)
 
     # -------------------------------------------------------------------------------------- cost
     @cached_property

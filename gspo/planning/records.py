@@ -27,7 +27,7 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work) -> in
     token += epochs * (3 * 4 + 1)
     if settings.kl.needs_reference:
         token += 4
-    if settings.correction.name != "none":
+    if settings.correction.has_rollout_weights:
         token += 4
     if tracking.record_after:
         token += 4

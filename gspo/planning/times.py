@@ -59,10 +59,12 @@ def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEsti
     if settings.kl.needs_reference:
         scored_policies += 1
     epochs = settings.trainer.epochs
+    # an objective may need a number of the whole mini-batch under the current policy
+    scored_per_epoch = 1 if settings.objective.needs_statistic else 0
     minibatches = settings.trainer.minibatches
     return Passes(
         learning=epochs * minibatches * math.ceil(responses / minibatches / work.rows),
-        scoring=scored_policies * math.ceil(responses / work.scored),
+        scoring=(scored_policies + epochs * scored_per_epoch) * math.ceil(responses / work.scored),
         updates=epochs * minibatches,
     )
 

@@ -23,10 +23,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, SupportsFloat
 
 from gspo.data.samples import LARGEST_REWARD, Score
 from gspo.io.user_code import import_object
@@ -75,10 +75,13 @@ class TrialRow(dict):
 def as_score(value: Any) -> Score:
     """Return the value of a reward function as a Score.
 
-    The value is a number, True or False, None for no reward, or a Score. Raises NotAScore for
-    anything else, and ValueError for a number that is not finite or too large."""
+    The value is a number, True or False, None for no reward, a mapping of named numbers, or a
+    Score. Raises NotAScore for anything else, and ValueError for a number that is not finite or too
+    large."""
     if isinstance(value, Score):
         score = value
+    elif isinstance(value, Mapping):
+        score = named_score(value)
     elif value is None:
         score = Score(None, "none", reason="the reward function returned None")
     else:
@@ -89,9 +92,31 @@ def as_score(value: Any) -> Score:
                 f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number"
             ) from None
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
-    if score.reward is not None and not abs(score.reward) <= LARGEST_REWARD:
-        raise ValueError(f"the reward is {score.reward}, not a number within +-{LARGEST_REWARD:g}")
+    for reward in (score.reward, *score.rewards.values()):
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(f"the reward is {reward}, not a number within +-{LARGEST_REWARD:g}")
     return score
+
+
+def named_score(values: Mapping[Any, Any]) -> Score:
+    """Return the score of named rewards, with their sum as its reward until weights are known.
+
+    Raises NotAScore for an empty mapping, for a name that is no text, and for no number."""
+    rewards = {}
+    for name, value in values.items():
+        is_number = isinstance(value, SupportsFloat) and not isinstance(value, str)
+        if not isinstance(name, str) or not is_number:
+            raise NotAScore(f"it returned a mapping with {name!r}: {str(value)[:40]}, not a number")
+        rewards[name] = float(value)
+    if not rewards:
+        raise NotAScore("it returned an empty mapping, not named rewards")
+    distinct = set(rewards.values())
+    verdict = "partial"
+    if distinct == {1.0}:
+        verdict = "correct"
+    elif distinct == {0.0}:
+        verdict = "wrong"
+    return Score(sum(rewards.values()), verdict, rewards=rewards)
 
 
 @dataclass

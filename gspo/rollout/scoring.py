@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from queue import SimpleQueue
 
 from gspo.data.samples import Response, ScoredResponse
@@ -202,7 +201,9 @@ def score(
         if not isinstance(response, ScoredResponse):
             verdict = next(scores)
             if verdict.verdict == "truncated" and not judges_truncated:
-                verdict = replace(verdict, reward=task.truncated_reward)
+                verdict = verdict.truncated(task.truncated_reward, task.reward_weights)
+            else:
+                verdict = verdict.weighted(task.reward_weights)
             response = response.scored(verdict)
         scored.append(response)
     return scored

@@ -46,6 +46,7 @@ from gspo.train.checkpoint import load_optimizer
 from gspo.train.extensions import Extensions
 from gspo.train.optimizer import check_optimizer
 from gspo.train.recorder import Recorder, StepRecorder
+from gspo.train.signal_probe import SignalProbe
 from gspo.train.trainer import Trainer
 
 # how long the other ranks wait for rank 0's cold start
@@ -147,6 +148,12 @@ def trainer_on_engine(
         extensions=Extensions(settings.metrics, settings.callbacks),
         ranks=ranks,
         recorder=make_recorder(settings, policy, ranks),
+        probe=SignalProbe(
+            settings.tracking.information_every,
+            settings.tracking.information_prompts,
+            settings.tracking.information_samples,
+            settings.tracking.snr_every,
+        ),
     )
     check_same_weights(policy, ranks)
     if checkpoint:

@@ -145,7 +145,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
     for between in range(start + 1, step):
         record = read_step(run, between)
         check_fits(record, policy)
-        trainer.train_step(between, recorded_rollout(record))
+        trainer.train_step(between, recorded_rollout(record, settings))
     if loss_parts(changed) != loss_parts(settings):
         other = replace(settings)
         for name, value in loss_parts(changed).items():
@@ -164,7 +164,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         trainer = other_trainer
     record = read_step(run, step)
     check_fits(record, policy)
-    metrics = trainer.train_step(step, recorded_rollout(record))
+    metrics = trainer.train_step(step, recorded_rollout(record, changed))
     return ModelReplay(metrics, trainer.first_gradient or [])
 
 
@@ -208,12 +208,12 @@ def build(
     )
 
 
-def recorded_rollout(record: StepRecord) -> Rollout:
+def recorded_rollout(record: StepRecord, settings: Settings) -> Rollout:
     """Return the recorded responses, with the log-probs and experts under the old policy.
 
     They are left out if the experts of an MoE model were not recorded. The trainer then computes
     both."""
-    groups = groups_of(record)
+    groups = groups_of(record, settings.reward.weights)
     is_complete = record.old_experts is not None or not record.header.state.get("experts")
     if is_complete:
         ends = (record.prompt_lengths.astype(int) + record.response_lengths).cumsum()

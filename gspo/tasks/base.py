@@ -41,6 +41,9 @@ class Task(Ranged):
     # The reward of a truncated response. With None, `score` judges it like any other response. The
     # setting reward.truncated sets it.
     truncated_reward: ClassVar[float | None] = 0.0
+    # The weights of named rewards, which the setting reward.weights sets. With None, outside of
+    # training, all are 1.
+    reward_weights: ClassVar[dict[str, float] | None] = None
     # `demonstration` writes worked responses, so a cold start is possible
     has_demonstrations: ClassVar[bool] = False
 

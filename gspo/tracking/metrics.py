@@ -52,6 +52,11 @@ METRICS = [
         "reward",
         "mean over the step's responses, also those that dynamic sampling dropped",
     ),
+    Metric(
+        "reward/*/mean",
+        "reward",
+        "mean of one of several named rewards (reward.weights), before its weight",
+    ),
     Metric("reward/*", "reward", "mean reward of one task's responses"),
     Metric(
         "verdict/*",
@@ -63,7 +68,13 @@ METRICS = [
         "group/zero_variance",
         "share of groups",
         "groups whose responses all have the same reward: no signal (except with "
-        "advantage=turn_normalized)",
+        "advantage=turn_normalized, gdpo or nsr)",
+    ),
+    Metric(
+        "group/steps_without_signal",
+        "rollout batches",
+        "batches in a row, up to this one, whose advantages are all 0",
+        "max",
     ),
     Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
     Metric(
@@ -74,6 +85,23 @@ METRICS = [
     Metric("advantage/mean", "advantage", "mean over response tokens, after whitening and clip"),
     Metric("advantage/std", "advantage", "standard deviation over response tokens"),
     Metric("advantage/abs_max", "advantage", "largest absolute advantage of the step"),
+    Metric(
+        "advantage/score_norm",
+        "sum of squares",
+        "advantage=otb: mean over responses of sum_t ||e_y - pi_t||^2, the squared score at the "
+        "logits",
+    ),
+    Metric(
+        "advantage/square",
+        "squared advantage",
+        "advantage=otb: mean over responses of the squared mean advantage",
+    ),
+    Metric(
+        "advantage/power",
+        "squared gradient at the logits",
+        "advantage=otb: mean over responses of A^2 sum_t w_t, with verl's name total_power. It has "
+        "another unit than optim/grad_norm, so their difference is no variance",
+    ),
     Metric(
         "filter/zero_variance",
         "groups",
@@ -234,6 +262,24 @@ METRICS = [
     ),
     Metric("ratio/ess_sequence", "share", "effective sample size of the sequence ratios s"),
     Metric(
+        "ratio/ess_group",
+        "share",
+        "effective sample size of the groups: of the mean s of each group's responses",
+    ),
+    Metric(
+        "ratio/ess_token_used",
+        "share",
+        "effective sample size of the weights that the gradient has (clip/weight times the "
+        "correction), over tokens: after truncation. It may exceed ess_token, because a bound "
+        "makes weights alike; a weight of 0 lowers it",
+    ),
+    Metric(
+        "ratio/ess_sequence_used",
+        "share",
+        "the same of the responses, whose weight is the mean over their tokens",
+    ),
+    Metric("ratio/ess_group_used", "share", "the same of the groups, by their mean response"),
+    Metric(
         "ratio/floor_sequence_abs",
         "nats",
         "mean |log s| in the step's first mini-batch. The policy is the old policy there, so "
@@ -319,11 +365,31 @@ METRICS = [
         "the same, geometric mean of a response's token weights, averaged over tokens",
     ),
     Metric(
+        "mismatch/ess_token",
+        "share",
+        "with a correction: effective sample size of the weights pi_old/mu over tokens, before "
+        "truncation",
+    ),
+    Metric("mismatch/ess_sequence", "share", "the same of the responses' mean weights"),
+    Metric("mismatch/ess_group", "share", "the same of the groups, by their mean response"),
+    Metric(
+        "mismatch/ess_token_used",
+        "share",
+        "effective sample size of the correction's weights, after truncation, over tokens",
+    ),
+    Metric("mismatch/ess_sequence_used", "share", "the same of the responses' mean weights"),
+    Metric("mismatch/ess_group_used", "share", "the same of the groups, by their mean response"),
+    Metric(
         "mismatch/corrected_mean",
         "weight",
         "mean weight of a token's loss by the correction",
     ),
     Metric("mismatch/masked", TOKEN, "tokens that the correction leaves out of the loss"),
+    Metric(
+        "mismatch/sequence_masked",
+        SEQUENCE,
+        "responses that the correction leaves out entirely (opsm, rho, m2po), over updates",
+    ),
     Metric(
         "value/error",
         "reward^2",
@@ -358,6 +424,23 @@ METRICS = [
         "largest gradient norm before clipping",
         "max",
     ),
+    Metric(
+        "optim/gradient_signal",
+        "squared gradient",
+        "g_1 . g_2 of the gradients of two halves of the batch, every tracking.snr_every steps: an "
+        "unbiased estimate of |G|^2, which may be negative",
+    ),
+    Metric(
+        "optim/gradient_noise",
+        "squared gradient",
+        "|g_1 - g_2|^2 / 4: an unbiased estimate of the variance of the batch's gradient",
+    ),
+    Metric(
+        "optim/snr",
+        "ratio",
+        "gradient_signal / gradient_noise of the step; over several steps divide the means",
+    ),
+    Metric("optim/snr_cosine", "cosine", "cosine of the gradients of two halves of the batch"),
     Metric("optim/lr", "learning rate", "learning rate of the step's last update", "last"),
     Metric("optim/updates", "updates", "optimizer updates so far", "last"),
     Metric(
@@ -381,6 +464,32 @@ METRICS = [
         "max",
     ),
     # responses
+    Metric(
+        "information/mi",
+        "nats per token",
+        "RAGEN-2's proxy of the mutual information of prompts and responses, every "
+        "tracking.information_every steps: 0 if responses do not depend on their prompts",
+    ),
+    Metric(
+        "information/mi_sequence",
+        "nats per response",
+        "the same of whole responses: at most information/bound, which a few tokens reach",
+    ),
+    Metric("information/bound", "nats", "log of the number of prompts that were compared", "last"),
+    Metric("information/matched", "nats per token", "mean log-prob under the own prompt"),
+    Metric(
+        "information/marginal",
+        "nats per token",
+        "mean log of the mean probability over the prompts, of mean log-probs per token",
+    ),
+    Metric("information/matched_sequence", "nats per response", "the same of whole responses"),
+    Metric("information/marginal_sequence", "nats per response", "the same of whole responses"),
+    Metric(
+        "information/retrieval@*",
+        SEQUENCE,
+        "responses whose own prompt is among the k under which they are most probable",
+    ),
+    Metric("information/chance@*", SEQUENCE, "the same by chance", "last"),
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),
     Metric("length/limit", "tokens", "largest number of response tokens in this step", "last"),
@@ -619,6 +728,7 @@ FAMILIES = {
     "policy": "Optimization",
     "value": "Optimization",
     "monitor": "Optimization",
+    "information": "Responses and episodes",
     "length": "Responses and episodes",
     "episode": "Responses and episodes",
     "routing": "Expert routing",

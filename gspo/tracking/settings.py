@@ -37,6 +37,15 @@ class TrackingSettings(Ranged, key="tracking"):
     record_experts: bool = True
     # whether records hold log-probs after the last update too: a pass over all responses of the step
     record_after: bool = False
+    # measure every so many steps how much responses tell of their prompts (information/*): every
+    # response is scored under every prompt, of the first prompts of the step and a few responses of
+    # each; 0: never
+    information_every: int = ranged(0, least=0)
+    information_prompts: int = ranged(16, least=2)
+    information_samples: int = ranged(2, least=1)
+    # measure every so many steps signal and noise of the gradient (optim/snr), from the gradients of
+    # two halves of the batch: a forward and backward pass over it; 0: never
+    snr_every: int = ranged(0, least=0)
     # responses of a saved batch that are also shown as a W&B table
     table_rows: int = ranged(16, least=1)
     # upload checkpoints to W&B too. Otherwise W&B gets only their paths.
@@ -61,6 +70,13 @@ class TrackingSettings(Ranged, key="tracking"):
                         f"tracking.{name}",
                         value,
                         "without tracking.record_every or tracking.record_last, nothing is recorded",
+                    )
+        if not self.information_every:
+            for name in ("information_prompts", "information_samples"):
+                value = getattr(self, name)
+                if value != getattr(TrackingSettings, name):
+                    raise SettingError(
+                        f"tracking.{name}", value, "is not read with tracking.information_every=0"
                     )
         if self.upload_checkpoints and self.wandb == "disabled":
             raise SettingError(

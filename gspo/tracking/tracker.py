@@ -144,6 +144,8 @@ def rollout_row(response: ScoredResponse) -> dict:
         "policy_step": response.policy_step,
         "segments": response.segments or [(response.policy_step, response.length)],
     }
+    if response.score.rewards:
+        row["rewards"] = response.score.rewards
     if response.turns:  # an episode
         row["turns"] = [asdict(turn) for turn in response.turns]
         row["measures"] = response.measures

@@ -89,22 +89,29 @@ VIEWS = (
         "Stability",
         (
             ("Reward", (
-                _panel("reward/mean"), _panel("reward/*"), _panel("verdict/*"),
+                _panel("reward/mean"), _panel("reward/*"), _panel("reward/*/mean"),
+                _panel("verdict/*"),
                 _panel("group/: zero_variance all_correct"), _panel("reward/overlong_penalty"),
+                _panel("group/steps_without_signal"),
             )),
             ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
             ("Policy and gradient", (
                 _panel("policy/entropy"), _panel("policy/entropy_coef"),
                 _panel("optim/: grad_norm grad_norm_max", log=True),
-                _panel("optim/: skipped missing_updates"), _panel("optim/loss"), _panel("optim/lr"),
+                _panel("optim/: gradient_signal gradient_noise", log=True), _panel("optim/snr"),
+                _panel("optim/snr_cosine"), _panel("optim/: skipped missing_updates"),
+                _panel("optim/loss"), _panel("optim/lr"),
                 _panel("advantage/: mean std abs_max"),
+                _panel("advantage/power", log=True), _panel("advantage/square", log=True),
+                _panel("advantage/score_norm", log=True),
             )),
             ("Ratios", (
                 _panel("ratio/: sequence_min sequence_mean sequence_max"),
                 _panel("ratio/sequence_log_abs", log=True),
                 _panel("ratio/: token_min token_mean token_max", log=True),
                 _panel("ratio/token_log_var", log=True),
-                _panel("ratio/: ess_token ess_sequence"),
+                _panel("ratio/: ess_token ess_sequence ess_group"),
+                _panel("ratio/: ess_token_used ess_sequence_used ess_group_used"),
                 _panel("ratio/floor_sequence_abs", log=True), _panel("ratio/floor_outside"),
                 _panel("ratio/floor_of_range", log=True),
             )),
@@ -115,6 +122,12 @@ VIEWS = (
             ("Responses", (
                 _panel("length/: mean p95 limit"), _panel("length/truncated"),
                 _panel("length/repetition"),
+            )),
+            ("Prompts and responses", (
+                _panel("information/mi"), _panel("information/: matched marginal"),
+                _panel("information/: mi_sequence matched_sequence marginal_sequence"),
+                _panel("information/bound"), _panel("information/retrieval@*"),
+                _panel("information/chance@*"),
             )),
             ("Critic", (
                 _panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"),
@@ -195,7 +208,9 @@ VIEWS = (
             ("Correction", (
                 _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
                 _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
-                _panel("mismatch/masked"),
+                _panel("mismatch/: ess_token ess_sequence ess_group"),
+                _panel("mismatch/: ess_token_used ess_sequence_used ess_group_used"),
+                _panel("mismatch/masked"), _panel("mismatch/sequence_masked"),
             )),
             ("Staleness", (
                 _panel("staleness/: mean max"), _panel("staleness/segments"),

@@ -33,10 +33,13 @@ class MetricAccumulator:
 
     def __init__(self):
         # for each name the numbers of each call: (total, count) of `mean`, (n, sum w, sum w^2) of
-        # `ess`, (value,) of `largest` and `smallest`
+        # `ess`, (value,) of `largest` and `smallest`, (groups, weights) of `group_ess`, (groups,
+        # numbers, sums, sums of squares) of `row_weights`
         self._sums: dict[str, Rows] = defaultdict(list)
         self._moments: dict[str, Rows] = defaultdict(list)
         self._extremes: dict[str, Rows] = defaultdict(list)
+        self._grouped: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
+        self._rows: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
         self._smallest: set[str] = set()  # the names of `smallest`
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
@@ -72,6 +75,27 @@ class MetricAccumulator:
         square_total = _detached(weights.square().sum())
         row = (weights.numel(), total, square_total)
         self._moments[name].append(row)
+
+    def group_ess(self, name: str, groups: Tensor, weights: Tensor) -> None:
+        """Add weights to the metric that is the effective sample size of the groups' mean weights.
+
+        `groups` has the number of each weight's group. A group may be added in several parts.
+        """
+        self._grouped[name].append((groups.detach(), weights.detach()))
+
+    def row_weights(
+        self, family: str, suffix: str, groups_B: Tensor, weight_BT: Tensor, mask_BT: Tensor
+    ) -> None:
+        """Add weights to the effective sample sizes of tokens, responses and groups.
+
+        The metrics are FAMILY/ess_token, ess_sequence and ess_group with the suffix. The weight of a
+        response is the mean over its tokens, and that of a group the mean over its responses. A
+        bound makes weights alike and raises the size. Weights of 0 lower it.
+        """
+        weight_BT = torch.where(mask_BT, weight_BT.detach(), 0.0)
+        squares_B = torch.linalg.vecdot(weight_BT, weight_BT)
+        row = (groups_B, mask_BT.sum(-1), weight_BT.sum(-1), squares_B)
+        self._rows[f"{family}/ess_*{suffix}"].append(row)
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -110,17 +134,20 @@ class MetricAccumulator:
         """
         ranks = ranks or Ranks()
         self._read()
+        self._add_rows()
         local_sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
         local_moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
+        local_groups = {name: _group_sums(parts) for name, parts in self._grouped.items()}
         local = (
             local_sums,
             local_moments,
+            local_groups,
             self._extremes,
             self._smallest,
             self._loads_LE,
         )
         of_ranks = ranks.all_gather(local)
-        sums, moments, extremes, smallest, loads = zip(*of_ranks, strict=True)
+        sums, moments, grouped, extremes, smallest, loads = zip(*of_ranks, strict=True)
         result: dict[str, float] = {}
         for name, rows in _by_name(sums).items():
             total, count = _column_sums(rows)
@@ -130,6 +157,10 @@ class MetricAccumulator:
             n, weight_sum, square_sum = _column_sums(rows)
             if n and square_sum:
                 result[name] = weight_sum * weight_sum / (n * square_sum)
+        for name, parts in _by_name(grouped).items():
+            size = _effective_share(parts)
+            if size is not None:
+                result[name] = size
         names_of_smallest = set().union(*smallest)
         for name, rows in _by_name(extremes).items():
             values = chain.from_iterable(chain.from_iterable(rows))
@@ -143,7 +174,7 @@ class MetricAccumulator:
         return result
 
     def _read(self) -> None:
-        """Turn all numbers on a GPU into floats, and copy the loads to the CPU, with one wait."""
+        """Turn all numbers on a GPU into floats, and copy all else to the CPU, with one wait."""
         row_lists: list[Rows] = []
         for rows_by_name in (self._sums, self._moments, self._extremes):
             row_lists += rows_by_name.values()
@@ -153,10 +184,20 @@ class MetricAccumulator:
         if not tensors:
             return
         stacked = torch.stack([tensor.double() for tensor in tensors])
-        if self._loads_LE is None:
-            (stacked,) = to_cpu(stacked)
-        else:
-            stacked, self._loads_LE = to_cpu(stacked, self._loads_LE)
+        copied = [stacked]
+        if self._loads_LE is not None:
+            copied.append(self._loads_LE)
+        calls = self._calls_on_gpu()
+        vectors = [vector for parts, i in calls for vector in parts[i]]
+        if vectors:
+            copied.append(torch.cat([vector.double() for vector in vectors]))
+        stacked, *others = to_cpu(*copied)
+        if vectors:
+            parts_of_copy = iter(others.pop().split([len(vector) for vector in vectors]))
+            for parts, i in calls:
+                parts[i] = tuple(next(parts_of_copy) for _ in parts[i])
+        if others:
+            self._loads_LE = others.pop()
         floats = iter(stacked.tolist())
 
         def read(number: Number) -> float:
@@ -164,6 +205,31 @@ class MetricAccumulator:
 
         for row_list in row_lists:
             row_list[:] = [tuple(map(read, row)) for row in row_list]
+
+    def _add_rows(self) -> None:
+        """Add the rows of `row_weights`, which are on the CPU, to the effective sample sizes."""
+        for name, calls in self._rows.items():
+            for groups_B, counts_B, sums_B, squares_B in calls:
+                has_tokens_B = counts_B > 0
+                total = float(sums_B.double().sum())
+                square_total = float(squares_B.double().sum())
+                moments = (int(counts_B.sum()), total, square_total)
+                self._moments[name.replace("*", "token")].append(moments)
+                means_N = (sums_B.double() / counts_B)[has_tokens_B]
+                self.ess(name.replace("*", "sequence"), means_N)
+                self.group_ess(name.replace("*", "group"), groups_B[has_tokens_B], means_N)
+        self._rows.clear()
+
+    def _calls_on_gpu(self) -> list[tuple[list[tuple[Tensor, ...]], int]]:
+        """Return the list and the index in it of each call that left vectors on a GPU.
+
+        The vectors of a call have the same length."""
+        calls = []
+        for parts in (*self._grouped.values(), *self._rows.values()):
+            for i, vectors in enumerate(parts):
+                if vectors[0].device.type != "cpu":
+                    calls.append((parts, i))
+        return calls
 
 
 def _detached(number: Number) -> Number:
@@ -186,6 +252,28 @@ def _column_sums(rows: Sequence[tuple[Number, ...]]) -> tuple[float, ...]:
     """Return the sum of each column."""
     columns = zip(*rows, strict=True)
     return tuple(sum(map(float, column)) for column in columns)
+
+
+def _group_sums(parts: list[tuple[Tensor, ...]]) -> dict[int, tuple[float, int]]:
+    """Return the sum and the number of the weights of each group."""
+    all_groups = torch.cat([groups for groups, _ in parts])
+    all_weights = torch.cat([weights.double() for _, weights in parts])
+    distinct, index, counts = all_groups.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add(0, index, all_weights)
+    numbers = zip(sums.tolist(), counts.tolist(), strict=True)
+    return dict(zip(distinct.tolist(), numbers, strict=True))
+
+
+def _effective_share(parts: list[dict[int, tuple[float, int]]]) -> float | None:
+    """Return the effective sample size of the groups' means as a share, None if all are 0."""
+    totals: dict[int, tuple[float, int]] = {}
+    for part in parts:
+        for group, (weight, count) in part.items():
+            earlier_weight, earlier_count = totals.get(group, (0.0, 0))
+            totals[group] = (earlier_weight + weight, earlier_count + count)
+    means = [weight / count for weight, count in totals.values()]
+    squares = sum(mean * mean for mean in means)
+    return sum(means) ** 2 / (len(means) * squares) if squares else None
 
 
 def load_metrics(loads_LE: Tensor) -> dict[str, float]:

@@ -52,6 +52,7 @@ class TrainState:
     flops: float = 0.0
     seconds: float = 0.0
     skipped: int = 0  # updates in a row, up to the latest, whose gradient was not finite
+    without_signal: int = 0  # steps in a row, up to the latest, whose advantages were all 0
     kl_coef: float | None = None  # the adaptive coefficient of the KL term
     # the coefficient of the entropy bonus, and the entropy of the latest update
     entropy_coef: list[float | None] | None = None

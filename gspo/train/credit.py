@@ -4,21 +4,23 @@
     (reward.turns=each: every turn's own reward -> its last token)
     - beta KL of every token, if KL is in the reward -> estimator, whitening, clip
 
-Shape suffixes: B responses, T response tokens.
+Shape suffixes: B responses, T response tokens, K named rewards.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from gspo.algorithm.advantages import Credit
+from gspo.algorithm.otb import variance_proxies
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
 from gspo.data.pack import pack_turns
-from gspo.data.samples import ScoredResponse, rewards_of
+from gspo.data.samples import ScoredResponse, named_rewards_of, rewards_of
 from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout
 from gspo.train import diagnostics
@@ -116,7 +118,20 @@ def assign_credit(
         values_BT=None if values_BT is None else values_BT.double(),
         turns_BT=None if turns is None else turns.index_BT,
     )
-    adv_BT = algorithm.advantage(credit).float()
+    weights = algorithm.reward.weights
+    if weights and algorithm.advantage.needs_named_rewards:
+        credit.named_rewards_BK = named_rewards(rollout, list(weights))
+        credit.weights_K = torch.tensor(list(weights.values()), dtype=torch.float64)
+    if batch.sum_pi_squared_BT is not None:
+        credit.old_logp_BT = batch.old_logp_BT.double()
+        credit.sum_pi_squared_BT = batch.sum_pi_squared_BT.double()
+        if batch.correction_BT is not None:
+            credit.correction_BT = batch.correction_BT.double()
+    adv64_BT = algorithm.advantage(credit)
+    if algorithm.advantage.needs_sum_pi_squared:
+        for name, value in variance_proxies(adv64_BT, credit).items():
+            accumulator.mean(f"advantage/{name}", value)
+    adv_BT = adv64_BT.float()
     diagnostics.advantages(adv_BT, mask_BT, accumulator)
     critic = None
     if algorithm.advantage.needs_values and values_BT is not None:
@@ -124,6 +139,17 @@ def assign_credit(
         critic = Critic(values_BT, returns_BT.float())
         diagnostics.explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
+
+
+def named_rewards(rollout: Rollout, names: list[str]) -> Tensor | None:
+    """Return the named rewards of all responses, float64 [B, K], or None if one has none."""
+    if any(set(names) - set(r.score.rewards) for r in rollout.responses):
+        return None
+    columns = []
+    for name in names:
+        values = [named_rewards_of(group, name) for group in rollout.groups]
+        columns.append(torch.tensor(list(chain.from_iterable(values)), dtype=torch.float64))
+    return torch.stack(columns, dim=1)
 
 
 def without_truncated(

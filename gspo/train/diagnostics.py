@@ -22,7 +22,7 @@ from gspo.algorithm.corrections import EXPONENT_BOUND, LEVELS, importance_weight
 from gspo.algorithm.kl import kl_estimate
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective, log_ratio
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
-from gspo.data.batch import Critic, OldPolicyBatch, TokenBatch, TrainBatch
+from gspo.data.batch import Critic, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same
 from gspo.tracking.episodes import few, numbers
@@ -54,6 +54,9 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
     responses = list(chain.from_iterable(groups))
     total = sum(r.reward for r in responses)
     accumulator.mean("reward/mean", total, len(responses))
+    for name in responses[0].score.rewards:
+        values = [r.score.rewards.get(name, 0.0) for r in responses]
+        accumulator.mean(f"reward/{name}/mean", sum(values), len(values))
     tasks = {r.problem.task for r in responses}
     for task in sorted(tasks):
         of_task = [r for r in responses if r.problem.task == task]
@@ -179,11 +182,37 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
-def correction(correction_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the correction's mean weight on a token's loss, and the share of masked tokens."""
+def correction(
+    correction_BT: Tensor,
+    old_logp_BT: Tensor,
+    batch: RolloutBatch,
+    accumulator: MetricAccumulator,
+) -> None:
+    """Measure the correction's weights: their mean, the share of 0, and effective sample sizes.
+
+    The sizes are those before truncation, of pi_old / mu by token, and those after it."""
+    mask_BT = batch.mask_BT
+    weight_BT = importance_weight(old_logp_BT, batch.engine_logp_BT, mask_BT, "token")
+    accumulator.row_weights("mismatch", "", batch.prompts_B, weight_BT, mask_BT)
+    accumulator.row_weights("mismatch", "_used", batch.prompts_B, correction_BT, mask_BT)
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
     tokens = mask_BT.sum()
     accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
+
+
+def masked(kept_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+    """Measure the tokens and the whole responses that a correction leaves out of an update."""
+    removed_BT = mask_BT & ~kept_BT
+    accumulator.token_mean("mismatch/masked", removed_BT, mask_BT, mask_BT.sum())
+    has_tokens_B = mask_BT.any(-1)
+    removed_B = has_tokens_B & ~kept_BT.any(-1)
+    accumulator.mean("mismatch/sequence_masked", removed_B.sum(), has_tokens_B.sum())
+
+
+def update_correction(weights_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+    """Measure a correction's weights in an update: their mean, and what gets the weight 0."""
+    accumulator.token_mean("mismatch/corrected_mean", weights_BT, mask_BT, mask_BT.sum())
+    masked(weights_BT != 0, mask_BT, accumulator)
 
 
 def clips(
@@ -287,6 +316,8 @@ def ratios(
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
         accumulator.largest(f"ratio/{kind}_max", ratio_N.max())
         accumulator.ess(f"ratio/ess_{kind}", ratio_N)
+    groups_N = batch.of_rows(batch.prompts_B)
+    accumulator.group_ess("ratio/ess_group", groups_N, ratios_N["sequence"])
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean_of("kl/old_k1", -log_N)

@@ -8,13 +8,14 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.corrections import Correction
 from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient, KLInLoss
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
@@ -41,6 +42,7 @@ class TermInputs:
     minibatch: int  # the number of the update in its step, from 1
     accumulator: MetricAccumulator
     outputs: LossOutputs | None = None  # the objective's, which PolicyTerm adds
+    statistic: Tensor | None = None  # Objective.statistic of the whole mini-batch
 
 
 class Term:
@@ -60,6 +62,7 @@ class PolicyTerm(Term):
 
     objective: Objective
     aggregation: Aggregation
+    correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self):
         self.needs_every_row = self.objective.needs_every_row
@@ -67,12 +70,28 @@ class PolicyTerm(Term):
     def __call__(self, inputs: TermInputs) -> Tensor:
         batch = inputs.batch
         accumulator = inputs.accumulator
-        tensors = loss_inputs(inputs.output, batch)
+        tensors = replace(loss_inputs(inputs.output, batch), statistic=inputs.statistic)
         outputs = self.objective(tensors)
+        if self.correction.acts == "minibatch":
+            # a record of the step shows which tokens have left the mini-batch
+            weight_BT = torch.where(batch.mask_BT, outputs.weight_BT, 0.0)
+            outputs = replace(outputs, weight_BT=weight_BT)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
-        loss_BT = corrected(outputs.loss_BT, batch)
+        loss_BT = outputs.loss_BT
+        used_BT = outputs.weight_BT.detach().float()
+        if not self.objective.includes_correction:
+            loss_BT = corrected(loss_BT, batch)
+            used_BT = corrected(used_BT, batch)
+        if self.correction.acts == "loss":
+            weights_BT = self.correction.loss_weights(tensors)
+            loss_BT = loss_BT * weights_BT
+            used_BT = used_BT * weights_BT
+            with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
+                diagnostics.update_correction(weights_BT, batch.mask_BT, accumulator)
+        with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
+            accumulator.row_weights("ratio", "_used", batch.prompts_B, used_BT, batch.mask_BT)
         return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)
 
 
@@ -245,7 +264,9 @@ def loss_terms(
     BalanceTerm   if trainer.router_aux_loss_coef is not 0
     EntropyTerm   if there is an entropy bonus
     """
-    terms: list[Term] = [PolicyTerm(algorithm.objective, settings.aggregation)]
+    terms: list[Term] = [
+        PolicyTerm(algorithm.objective, settings.aggregation, algorithm.correction)
+    ]
     if isinstance(algorithm.kl, KLInLoss):
         terms.append(KLTerm(algorithm.kl, coefficient))
     if algorithm.advantage.needs_values:
@@ -268,6 +289,7 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         engine_logp_BT=batch.engine_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
         lengths_B=real_BT.sum(-1),
+        correction_BT=batch.correction_BT,
     )
 
 

@@ -5,8 +5,11 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from gspo.algorithm.corrections import Correction
 from gspo.algorithm.objectives import Objective
 from gspo.data.batch import TrainBatch
 from gspo.model.forward.outputs import PolicyOutput
@@ -14,6 +17,22 @@ from gspo.train import diagnostics, routing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.engine_comparison import EngineComparison
 from gspo.train.loss_terms import loss_inputs
+
+
+@torch.no_grad()
+def reduce_minibatch(
+    minibatch: TrainBatch, correction: Correction, accumulator: MetricAccumulator
+) -> TrainBatch:
+    """Leave tokens out of a whole mini-batch if the correction does so, and measure their share.
+
+    All ranks hold the whole mini-batch, so the result does not depend on their number.
+    """
+    if correction.acts != "minibatch":
+        return minibatch
+    mask_BT = minibatch.mask_BT
+    reduced_BT = correction.reduced_mask(minibatch.old_logp_BT, minibatch.engine_logp_BT, mask_BT)
+    diagnostics.masked(reduced_BT, mask_BT, accumulator)
+    return replace(minibatch, mask_BT=reduced_BT)
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.corrections import Correction
-from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch
+from gspo.algorithm.objectives import Objective
+from gspo.data.batch import OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.pack import pack_recorded
 from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
@@ -23,6 +24,7 @@ from gspo.rollout.sources.base import RolloutSource
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.engine_comparison import EngineComparison
+from gspo.train.loss_terms import loss_inputs
 from gspo.train.settings import PolicySettings, TrainerSettings
 
 
@@ -40,10 +42,12 @@ class OldPolicyPass:
         correction: Correction,
         settings: PolicySettings,
         trainer_settings: TrainerSettings,
+        sum_pi_squared: bool = False,
     ):
         self.policy = policy
         self.reference = reference
         self.correction = correction
+        self.sum_pi_squared = sum_pi_squared  # compute it too, for advantages that need it
         self.settings = settings
         self.micro_batch_size = trainer_settings.micro_batch_size
         self.comparison = EngineComparison(source.settings.routes_floor)
@@ -54,6 +58,7 @@ class OldPolicyPass:
             samples_ahead=source.settings.samples_ahead,
             correction=correction.name,
             critic=bool(policy.value_head),
+            sum_pi_squared=sum_pi_squared,
         )
         if self.is_skipped and policy.routing.layers:
             source.start_recording_experts()
@@ -88,9 +93,13 @@ class OldPolicyPass:
         else:
             results = pack_recorded(responses, batch)
         values_BT = None
-        if results is None or self.policy.value_head:
-            scored = self.score(self.policy, batch, local_rows_N, ranks)
+        sum_pi_squared_BT = None
+        if results is None or self.policy.value_head or self.sum_pi_squared:
+            scored = self.score(
+                self.policy, batch, local_rows_N, ranks, sum_pi_squared=self.sum_pi_squared
+            )
             values_BT = scored.values_BT
+            sum_pi_squared_BT = scored.sum_pi_squared_BT
             results = results or (scored.logp_BT, scored.experts_BSLK)
         old_logp_BT, experts_BSLK = results
         if not self.is_skipped and len(local_rows_N):
@@ -107,23 +116,53 @@ class OldPolicyPass:
             ref_logp_BT = self.score(self.reference, batch, local_rows_N, ranks).logp_BT
             diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
         correction_BT = None
-        if self.correction.name != "none":
+        if self.correction.has_rollout_weights:
             correction_BT = self.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-            diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
+            diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
         if replay == "r2":
             batch = replace(batch, replay_BSLK=experts_BSLK)
-        old_batch = batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+        old_batch = batch.with_old_policy(
+            old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
+        )
         return old_batch, values_BT
 
+    @torch.no_grad()
+    def statistic(
+        self,
+        objective: Objective,
+        minibatch: TrainBatch,
+        is_local_B: Tensor,
+        ranks: Ranks,
+        is_old: bool,
+    ) -> Tensor | None:
+        """Return the number of a whole mini-batch that the objective's loss depends on, if any.
+
+        It takes a pass under the current policy, unless that is the old policy (`is_old`)."""
+        if not objective.needs_statistic:
+            return None
+        logp_BT = minibatch.old_logp_BT
+        if not is_old:
+            local_rows_N = is_local_B.nonzero().squeeze(-1)
+            logp_BT = self.score(self.policy, minibatch, local_rows_N, ranks).logp_BT
+        return objective.statistic(loss_inputs(PolicyOutput(logp_BT, None, None), minibatch))
+
     def score(
-        self, policy: Policy, batch: TokenBatch, local_rows_N: Tensor, ranks: Ranks
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        local_rows_N: Tensor,
+        ranks: Ranks,
+        *,
+        sum_pi_squared: bool = False,
     ) -> PolicyOutput:
         """Compute log-probs and values of a batch, and the experts of the local rows."""
+        rows_N = None if ranks.world_size == 1 else local_rows_N
+        scored = policy.score(batch, self.micro_batch_size, rows_N, sum_pi_squared=sum_pi_squared)
         if ranks.world_size == 1:
-            return policy.score(batch, self.micro_batch_size)
-        local = policy.score(batch, self.micro_batch_size, local_rows_N)
-        logp_BT = ranks.all_reduce(local.logp_BT)
-        values_BT = local.values_BT
-        if values_BT is not None:
-            values_BT = ranks.all_reduce(values_BT)
-        return replace(local, logp_BT=logp_BT, values_BT=values_BT)
+            return scored
+        reduced = replace(scored, logp_BT=ranks.all_reduce(scored.logp_BT))
+        if scored.values_BT is not None:
+            reduced.values_BT = ranks.all_reduce(scored.values_BT)
+        if scored.sum_pi_squared_BT is not None:
+            reduced.sum_pi_squared_BT = ranks.all_reduce(scored.sum_pi_squared_BT)
+        return reduced

@@ -243,6 +243,8 @@ def to_record(
         for row, r in enumerate(responses)
         if r.turns
     }
+    names = list(responses[0].score.rewards)
+    header.named_rewards = {name: [r.score.rewards[name] for r in responses] for name in names}
     real_BT = batch.attention_BS[:, batch.prompt_width :]
 
     def of_tokens(x_BT: Tensor | None) -> ndarray | None:
@@ -284,6 +286,7 @@ def to_record(
         engine_experts=engine_experts,
         old_experts=old_experts,
         after_logp=of_rows("after_logp"),
+        sum_pi_squared=of_tokens(batch.sum_pi_squared_BT),
     )
 
 

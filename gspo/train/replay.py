@@ -39,12 +39,18 @@ from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.rollout.sources.base import Rollout
-from gspo.train import diagnostics
+from gspo.train import diagnostics, measured_pass
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.credit import add_advantages
 from gspo.train.engine_comparison import EngineComparison
-from gspo.train.loss_terms import EntropyTerm, Term, TermInputs, clip_bits, loss_terms
-from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
+from gspo.train.loss_terms import (
+    EntropyTerm,
+    Term,
+    TermInputs,
+    clip_bits,
+    loss_inputs,
+    loss_terms,
+)
 from gspo.train.settings import Algorithm, PolicySettings, TrainerSettings
 
 # tokens of a batch with its padding; more are refused if so few of them are tokens
@@ -100,7 +106,7 @@ def replay(
         coefficient.value = float(state["kl_coef"])
     entropy = entropy_term(record, settings, recorded_entropy)
 
-    groups = groups_of(record)
+    groups = groups_of(record, algorithm.reward.weights)
     rollout = Rollout(groups, rollout_s=0.0, score_s=0.0, limit=record.header.limit)
     rollout_batch = to_rollout_batch(record, rollout)
     comparison = EngineComparison(routes_floor=0.0)
@@ -133,17 +139,21 @@ def replay(
     updates = []
     for number, update in enumerate(record.updates, start=1):
         minibatch = batch.rows(torch.from_numpy(update.rows).long())
+        minibatch = measured_pass.reduce_minibatch(minibatch, algorithm.correction, accumulator)
         output = recorded_output(update, minibatch)
         if number == 1 and starts_at_old:
-            minibatch = start_at_old_policy(
+            minibatch = measured_pass.start_at_old_policy(
                 output, minibatch, objective, engine_is_old, accumulator
             )
-        updates.append(replay_update(update, minibatch, output, number, terms, accumulator))
-        measure_pass(output, minibatch, number, objective, experts, accumulator)
+        totals = Totals.of(minibatch.mask_BT)
+        inputs = TermInputs(output, minibatch, totals, number, accumulator)
+        inputs.statistic = objective.statistic(loss_inputs(output, minibatch))
+        updates.append(replay_update(update, inputs, terms))
+        measured_pass.measure_pass(output, minibatch, number, objective, experts, accumulator)
         if knows_engine and skips_old_pass and number == 1:
-            compare_with_engine(output, minibatch, comparison, accumulator)
+            measured_pass.compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
-            entropy.end_update(Totals.of(minibatch.mask_BT), Ranks())
+            entropy.end_update(totals, Ranks())
     metrics = accumulator.result()
     metrics = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch))
@@ -158,6 +168,14 @@ def check_advantages(record: StepRecord, algorithm: Algorithm, recorded_advantag
             "needs rewards, which this record does not hold",
             remedy="leave advantage=... out, so that the recorded advantages are taken",
         )
+    advantage = algorithm.advantage
+    missing = ""
+    if advantage.needs_named_rewards and not record.header.named_rewards:
+        missing = "several named rewards of each response, and this record holds one"
+    elif advantage.needs_sum_pi_squared and record.sum_pi_squared is None:
+        missing = "sum_v pi_v^2 of every token, which only runs with this advantage record"
+    if missing and not recorded_advantages:
+        raise SettingError("advantage", advantage.name, f"needs {missing}")
     if recorded_advantages and np.isnan(record.advantages).all():
         raise SettingError(
             "advantage", problem="this record holds no advantages, so compute them from the rewards"
@@ -174,6 +192,13 @@ def check_record(
             algorithm.kl.name,
             "needs log-probs of the reference policy, which this record does not hold",
             remedy="set kl=none",
+        )
+    needs_engine = algorithm.objective.ratio_to == "engine"
+    if needs_engine and np.isnan(record.engine_logp).all():
+        raise SettingError(
+            "objective",
+            algorithm.objective.name,
+            "divides by the engine's log-probs, which this record does not hold",
         )
     has_values = record.old_values is not None
     has_values = has_values and all(update.values is not None for update in record.updates)
@@ -251,8 +276,10 @@ def entropy_term(
 
 # --------------------------------------------------------------------------------------------------
 # from the record to batches
-def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
-    """Return the responses of a record, group by group. They have no texts."""
+def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[ScoredResponse]]:
+    """Return the responses of a record, group by group. They have no texts.
+
+    If the record has named rewards, the rewards are their sums with these `weights`."""
     header = record.header
     positions_of_rows = np.cumsum(record.prompt_lengths.astype(np.int64) + record.response_lengths)
     groups: list[list[ScoredResponse]] = []
@@ -264,6 +291,10 @@ def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
             end = int(positions_of_rows[row])
             begin = end - len(prompt_ids) - len(token_ids)
             experts = record.engine_experts[begin:end].astype(np.int16)
+        named_rewards = {name: values[row] for name, values in header.named_rewards.items()}
+        score = Score(float(record.rewards[row]), header.verdicts[row], rewards=named_rewards)
+        if named_rewards and score.verdict != "truncated":
+            score = score.weighted(weights)
         response = ScoredResponse(
             problem=Problem(header.tasks[row], int(record.problems[row]), "", None),
             sample=int(record.samples[row]),
@@ -275,7 +306,7 @@ def groups_of(record: StepRecord) -> list[list[ScoredResponse]]:
             policy_step=int(record.policy_steps[row]),
             experts=experts,
             turns=turns,
-            score=Score(float(record.rewards[row]), header.verdicts[row]),
+            score=score,
         )
         if record.groups[row] == len(groups):
             groups.append([])
@@ -305,15 +336,20 @@ def add_old_policy(
     if ref_logp_BT is not None:
         diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
     correction_BT = None
-    if algorithm.correction.name != "none":
+    if algorithm.correction.has_rollout_weights:
         correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-        diagnostics.correction(correction_BT, batch.mask_BT, accumulator)
+        diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
     experts_BSLK = None
     if record.old_experts is not None:
         shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])
         experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
         experts_BSLK[batch.attention_BS] = torch.from_numpy(record.old_experts).short()
-    return batch.with_old_policy(old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT)
+    sum_pi_squared_BT = None
+    if algorithm.advantage.needs_sum_pi_squared:
+        sum_pi_squared_BT = of_tokens(record.sum_pi_squared, batch)
+    return batch.with_old_policy(
+        old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
+    )
 
 
 def of_tokens(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
@@ -357,20 +393,15 @@ def recorded_output(update: RecordedUpdate, minibatch: TrainBatch) -> PolicyOutp
 # --------------------------------------------------------------------------------------------------
 # the update
 def replay_update(
-    update: RecordedUpdate,
-    minibatch: TrainBatch,
-    output: PolicyOutput,
-    number: int,
-    terms: Sequence[Term],
-    accumulator: MetricAccumulator,
+    update: RecordedUpdate, inputs: TermInputs, terms: Sequence[Term]
 ) -> ReplayedUpdate:
     """Compute the loss of an update, and its gradient by the log-probs."""
-    totals = Totals.of(minibatch.mask_BT)
+    minibatch = inputs.batch
+    output = inputs.output
     loss = torch.zeros(())
-    inputs = TermInputs(output, minibatch, totals, number, accumulator)
     for term in terms:
         loss = loss + term(inputs)
-    accumulator.mean("optim/loss", loss.detach())
+    inputs.accumulator.mean("optim/loss", loss.detach())
     gradient_BT = torch.zeros_like(output.logp_BT)
     if loss.requires_grad:
         (computed_BT,) = torch.autograd.grad(loss, [output.logp_BT], allow_unused=True)

@@ -190,15 +190,22 @@ class PolicySettings(Ranged, key="policy"):
     lora: LoraSettings = field(default_factory=LoraSettings, metadata=HASHED_IF_CHANGED)
 
     def skips_old_pass(
-        self, *, exact_engine: bool, samples_ahead: bool, correction: str, critic: bool
+        self,
+        *,
+        exact_engine: bool,
+        samples_ahead: bool,
+        correction: str,
+        critic: bool,
+        sum_pi_squared: bool = False,
     ) -> bool:
         """Return whether the engine's log-probs and experts stand for those of the old policy.
 
         They are the same, but for rounding, if the engine computes with the trainer's own weights
         and precision (`exact_engine`) and no response is older than the step. The pass under the
-        old policy is still needed for a correction, for the values of a critic, and for Routing
-        Replay R3."""
-        pass_needed = correction != "none" or critic or self.routing_replay == "r3"
+        old policy is still needed for a correction, for the values of a critic, for sum_v pi_v^2,
+        and for Routing Replay R3."""
+        pass_needed = correction != "none" or critic or sum_pi_squared
+        pass_needed = pass_needed or self.routing_replay == "r3"
         engine_reports_old_policy = (
             exact_engine and not samples_ahead and self.old_logprobs == "step_start"
         )

@@ -43,13 +43,19 @@ from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.credit import add_advantages
 from gspo.train.extensions import Extensions, TrainedStep
-from gspo.train.loss_terms import EntropyTerm, TermInputs, loss_terms
-from gspo.train.measured_pass import compare_with_engine, measure_pass, start_at_old_policy
+from gspo.train.loss_terms import EntropyTerm, PolicyTerm, TermInputs, loss_terms
+from gspo.train.measured_pass import (
+    compare_with_engine,
+    measure_pass,
+    reduce_minibatch,
+    start_at_old_policy,
+)
 from gspo.train.minibatches import local_rows, split_into_minibatches
 from gspo.train.old_policy import OldPolicyPass
 from gspo.train.optimizer import make_optimizer, parameter_groups
 from gspo.train.recorder import Recorder
 from gspo.train.settings import Algorithm, OptimSettings, PolicySettings, TrainerSettings
+from gspo.train.signal_probe import SignalProbe, measure_snr
 
 
 class Trainer:
@@ -57,7 +63,7 @@ class Trainer:
 
     `reference` is the policy to which a KL term is measured. `extensions` are the user's own
     metrics and callbacks. `ranks` are the processes that train the policy together. `recorder`
-    records steps for a later replay.
+    records steps for a later replay. `probe` measures the signal of batches.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Trainer:
         extensions: Extensions | None = None,
         ranks: Ranks | None = None,
         recorder: Recorder | None = None,
+        probe: SignalProbe | None = None,
     ):
         if algorithm.kl.needs_reference and not reference:
             raise SettingError(
@@ -91,6 +98,7 @@ class Trainer:
         self.extensions = extensions or Extensions({}, {})
         self.ranks = ranks or Ranks()
         self.recorder = recorder or Recorder()
+        self.probe = probe or SignalProbe()
         self.policy_settings = policy_settings
         # The first ratios of a step must be 1 if they divide by log-probs of the weights that the
         # step begins with, computed by the trainer or by the engine.
@@ -100,7 +108,13 @@ class Trainer:
         self.starts_at_old_policy = divides_by_old and old_is_start
         self.state = TrainState()
         self.old_policy = OldPolicyPass(
-            policy, reference, source, algorithm.correction, policy_settings, settings
+            policy,
+            reference,
+            source,
+            algorithm.correction,
+            policy_settings,
+            settings,
+            sum_pi_squared=algorithm.advantage.needs_sum_pi_squared,
         )
         # set if the end of the engine's process is noticed after the last update of a step
         self.engine_ended: EngineEnded | None = None
@@ -197,7 +211,11 @@ class Trainer:
         )
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
+        has_signal = bool(batch.adv_BT.any())
+        self.state.without_signal = 0 if has_signal else self.state.without_signal + 1
+        accumulator.largest("group/steps_without_signal", self.state.without_signal)
         self.recorder.add_batch(batch, rollout)
+        self.measure_signal(batch, rollout, local_rows_N, step, accumulator)
 
         # one update per mini-batch
         minibatches = list(chain.from_iterable(epochs))
@@ -220,6 +238,7 @@ class Trainer:
         train_s = time.perf_counter() - started
         # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
+        update_passes += self.algorithm.objective.needs_statistic
         passes = self.old_policy.passes + update_passes * num_epochs
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
@@ -281,8 +300,11 @@ class Trainer:
         """Take an optimizer step on a mini-batch, with the loss of the local rows of each rank.
 
         The loss is normalised by the counts of the whole mini-batch, over all ranks."""
+        batch = reduce_minibatch(batch, self.algorithm.correction, accumulator)
         totals = Totals.of(batch.mask_BT)
         objective = self.algorithm.objective
+        is_old = minibatch == 1 and self.starts_at_old_policy
+        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, is_old)
         engine_is_old = self.policy_settings.old_logprobs == "engine"
         experts = self.policy.routing.experts
         local = batch
@@ -304,12 +326,14 @@ class Trainer:
                 micro = micros[i].to(self.policy.device)
                 with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
                     output = self.policy.forward(micros[i])
-                    if minibatch == 1 and self.starts_at_old_policy:
+                    if is_old:
                         micro = start_at_old_policy(
                             output, micro, objective, engine_is_old, accumulator
                         )
                     loss = torch.zeros((), device=self.policy.device)
-                    inputs = TermInputs(output, micro, totals, minibatch, accumulator)
+                    inputs = TermInputs(
+                        output, micro, totals, minibatch, accumulator, statistic=statistic
+                    )
                     for term in self.terms:
                         loss = loss + term(inputs)
                     if learns:
@@ -362,7 +386,38 @@ class Trainer:
             )
 
     # ----------------------------------------------------------------------------------------------
-    # after the updates
+    # around the updates
+
+    def measure_signal(
+        self,
+        batch: TrainBatch,
+        rollout: Rollout,
+        local_rows_N: Tensor,
+        step: int,
+        accumulator: MetricAccumulator,
+    ) -> None:
+        """Measure mutual information, signal and noise of the batch, at steps at which it is due."""
+        size = self.settings.micro_batch_size
+        with accumulator.timed("time/diagnostics_s"):
+            if self.probe.measures_information(step):
+                self.probe.information(self.policy, rollout.groups, size, self.ranks, accumulator)
+            if self.probe.measures_snr(step):
+                engine_is_old = self.policy_settings.old_logprobs == "engine"
+                measure_snr(
+                    self.policy,
+                    PolicyTerm(
+                        self.algorithm.objective,
+                        self.settings.aggregation,
+                        self.algorithm.correction,
+                    ),
+                    batch,
+                    starts_at_old=self.starts_at_old_policy and not engine_is_old,
+                    micro_batch_size=size,
+                    local_rows_N=local_rows_N,
+                    position=(self.seed, step),
+                    ranks=self.ranks,
+                    accumulator=accumulator,
+                )
 
     def routing_after_step(
         self, batch: TrainBatch, local_rows_N: Tensor, step: int, accumulator: MetricAccumulator

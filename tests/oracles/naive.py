@@ -62,6 +62,8 @@ class Response:
     old: list[float]
     mu: list[float]
     adv: list[float]
+    turns: list[tuple[int, int]]  # the first token of each turn and the one after its last
+    ess: float  # of the token ratios sg / old of the whole batch
 
     def __len__(self) -> int:
         return len(self.pi)
@@ -75,6 +77,7 @@ class Token:
     weight: float  # w in: the gradient of -J is -w A grad log pi
     active: bool  # the clip or mask removed its gradient
     outside: bool  # the ratio (for DPPO the difference of probabilities) lies outside the range
+    pull: float = 0.0  # the gradient of the loss that does not come from the advantage
 
 
 def clip(x: float, lowest: float, highest: float) -> float:
@@ -225,7 +228,117 @@ def sapo(y: Response, tau_positive, tau_negative, level) -> list[Token]:
     return tokens
 
 
+# ---- formulas of 2026
+# ------------------------------------------------------------------------------------------------
+
+
+def gspo_turn(y: Response, clip_low, clip_high, dual_clip) -> list[Token]:
+    """arXiv:2511.20718: GSPO's ratio of each turn, with the gradient of the token's own log-prob."""
+    tokens = []
+    for begin, end in y.turns:
+        turn = slice(begin, end)
+        s = sequence_ratio(y.sg[turn], y.old[turn])
+        for pi, sg, adv in zip(y.pi[turn], y.sg[turn], y.adv[turn], strict=True):
+            tokens.append(ppo_token(s * pi / sg, adv, clip_low, clip_high, dual_clip))
+    return tokens
+
+
+def vespo(y: Response, k_positive, lambda_positive, k_negative, lambda_negative) -> list[Token]:
+    """arXiv:2602.10693: phi(W) = W^k e^(lambda (1 - W)), W the probability ratio of the response."""
+    product = math.prod(y.sg) / math.prod(y.old)
+    tokens = []
+    for pi, adv in zip(y.pi, y.adv, strict=True):
+        k, lam = (k_positive, lambda_positive) if adv >= 0 else (k_negative, lambda_negative)
+        phi = product**k * math.exp(lam * (1 - product))
+        tokens.append(Token(-phi * adv * math.log(pi), phi, False, False))
+    return tokens
+
+
+def prefix_ratios(y: Response, prefix: str) -> list[float]:
+    ratios = []
+    for t in range(1, len(y) + 1):
+        product = math.prod(y.sg[:t]) / math.prod(y.old[:t])
+        ratios.append(product if prefix == "product" else product ** (1 / t))
+    return ratios
+
+
+def ctpo(y: Response, clip_low, clip_high, dual_clip, prefix) -> list[Token]:
+    """arXiv:2605.07331: the ratio of the prefix."""
+    ratios = prefix_ratios(y, prefix)
+    return [
+        ppo_token(r * pi / sg, adv, clip_low, clip_high, dual_clip)
+        for r, pi, sg, adv in zip(ratios, y.pi, y.sg, y.adv, strict=True)
+    ]
+
+
+def ctpo_la(y: Response, clip_low, clip_high, dual_clip, prefix, power) -> list[Token]:
+    """arXiv:2605.07331: the same with the range [e^(-low t^p), e^(high t^p)] at position t."""
+    tokens = []
+    for t, r in enumerate(prefix_ratios(y, prefix), start=1):
+        low = 1 - math.exp(-clip_low * t**power)
+        high = math.exp(clip_high * t**power) - 1
+        dual = None if dual_clip is None else math.exp(dual_clip * t**power)
+        tokens.append(ppo_token(r * y.pi[t - 1] / y.sg[t - 1], y.adv[t - 1], low, high, dual))
+    return tokens
+
+
+def dro(y: Response, beta) -> list[Token]:
+    """verl: A log pi - beta/2 log(pi/pi_old)^2."""
+    tokens = []
+    for pi, old, adv in zip(y.pi, y.old, y.adv, strict=True):
+        d = math.log(pi / old)
+        loss = beta / 2 * d * d - adv * math.log(pi)
+        tokens.append(Token(loss, 1.0, False, False, pull=beta * d))
+    return tokens
+
+
+def engine_ratio(y: Response, removed, adv_scale, kl_coef) -> list[Token]:
+    """prime-rl: the ratio to the sampler under a mask, and kl_coef log(pi/mu)^2 for every token."""
+    tokens = []
+    for pi, sg, mu, adv in zip(y.pi, y.sg, y.mu, y.adv, strict=True):
+        gone, outside = removed(sg - mu, adv)
+        weight = 0.0 if gone else adv_scale * pi / mu
+        log = math.log(pi / mu)
+        loss = kl_coef * log * log - weight * adv
+        tokens.append(Token(loss, weight, gone and adv != 0, outside, pull=2 * kl_coef * log))
+    return tokens
+
+
+def prime_rl(y: Response, delta_low, delta_high, adv_scale, kl_coef) -> list[Token]:
+    def removed(change: float, adv: float) -> tuple[bool, bool]:
+        gone = change > delta_high if adv > 0 else change < -delta_low
+        return gone, change > delta_high or change < -delta_low
+
+    return engine_ratio(y, removed, adv_scale, kl_coef)
+
+
+def prime_rl_ipo(y: Response, delta, adv_scale, kl_coef) -> list[Token]:
+    return engine_ratio(
+        y, lambda change, _: (abs(change) > delta, abs(change) > delta), adv_scale, kl_coef
+    )
+
+
+def p3o(y: Response) -> list[Token]:
+    """FeynRL: -sg[min(w, ESS)] A log pi + (1 - ESS) k3. `y.ess` is that of the whole batch."""
+    tokens = []
+    for pi, sg, old, adv in zip(y.pi, y.sg, y.old, y.adv, strict=True):
+        w = sg / old
+        weight = min(w, y.ess)
+        d = math.log(pi / old)
+        loss = (1 - y.ess) * (d + old / pi - 1) - weight * adv * math.log(pi)
+        pull = (1 - y.ess) * (1 - old / pi)
+        tokens.append(Token(loss, weight, False, w > y.ess, pull))
+    return tokens
+
+
+def effective_share(ratios: list[float]) -> float:
+    """(sum w)^2 / (n sum w^2)."""
+    return sum(ratios) ** 2 / (len(ratios) * sum(w * w for w in ratios))
+
+
 FORMULAS = {
+    "gspo_turn": gspo_turn, "vespo": vespo, "ctpo": ctpo, "ctpo_la": ctpo_la, "dro": dro,
+    "prime_rl": prime_rl, "prime_rl_ipo": prime_rl_ipo, "p3o": p3o,
     "gspo": gspo, "gspo_all_tokens": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo, "grpo": grpo,
     "drgrpo": grpo, "dapo": grpo, "ppo": grpo, "reinforce": reinforce, "cispo": cispo, "minirl": minirl, "dppo": dppo,
     "sapo": sapo,
@@ -240,6 +353,7 @@ class Told:
     weight: np.ndarray
     active: np.ndarray
     outside: np.ndarray
+    pull: np.ndarray
 
 
 def objective(name: str, batch: Batch, sg: np.ndarray | None = None, **settings) -> Told:
@@ -247,19 +361,28 @@ def objective(name: str, batch: Batch, sg: np.ndarray | None = None, **settings)
     given.
     """
     shape = batch.mask.shape
-    told = Told(np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool))
+    told = Told(
+        np.zeros(shape), np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool),
+        np.zeros(shape),
+    )  # fmt: skip
+    held = batch.logp if sg is None else sg
+    ess = effective_share([math.exp(d) for d in (held - batch.old)[batch.mask]])
     for i in range(len(batch.mask)):
         places = [t for t in range(shape[1]) if batch.mask[i, t]]
         if not places:
             continue
         probabilities = [
             [math.exp(values[i, t]) for t in places]
-            for values in (batch.logp, batch.logp if sg is None else sg, batch.old, batch.mu)
+            for values in (batch.logp, held, batch.old, batch.mu)
         ]
-        response = Response(*probabilities, [float(batch.adv[i, t]) for t in places])
+        starts = [k for k, t in enumerate(places) if k == 0 or places[k - 1] != t - 1]
+        turns = list(zip(starts, [*starts[1:], len(places)], strict=True))
+        advantages = [float(batch.adv[i, t]) for t in places]
+        response = Response(*probabilities, advantages, turns, ess)
         for t, token in zip(places, FORMULAS[name](response, **settings), strict=True):
             told.loss[i, t], told.weight[i, t] = token.loss, token.weight
             told.active[i, t], told.outside[i, t] = token.active, token.outside
+            told.pull[i, t] = token.pull
     return told
 
 

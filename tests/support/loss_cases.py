@@ -9,25 +9,38 @@ import naive
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.objectives import (
     CISPO,
+    CTPO,
+    CTPOLA,
     DAPO,
     DPPO,
+    DRO,
     GMPO,
     GRPO,
     GSPO,
     LUSPO,
     OBJECTIVES,
+    P3O,
     PPO,
     SAPO,
+    VESPO,
     DrGRPO,
     GSPOToken,
+    GSPOTurn,
     LossInputs,
     MiniRL,
+    PrimeIPO,
+    PrimeRL,
     Reinforce,
 )
 
 BAND = {"clip_low": 0.2, "clip_high": 0.27}
 DUAL = {**BAND, "dual_clip": 1.3}
-DUAL_KINDS = [kind for kind in OBJECTIVES if "dual_clip" in {field.name for field in fields(kind)}]
+# CTPO-LA's dual clip bounds a log-ratio
+DUAL_KINDS = [
+    kind
+    for kind in OBJECTIVES
+    if "dual_clip" in {field.name for field in fields(kind)} and kind is not CTPOLA
+]
 
 
 # An objective, and the spread of log-ratios at which its clip cuts some of the tokens and spares
@@ -52,6 +65,21 @@ CASES = [
     (SAPO(), 0.5),
     (SAPO(level="sequence"), 0.8),
     (SAPO(tau_positive=0.5, tau_negative=3.0), 1.0),
+    (GSPOTurn(), 1e-3),
+    (GSPOTurn(clip_low=0.1, clip_high=0.15), 0.5),
+    (VESPO(), 0.3),
+    (VESPO(k_positive=1.5, lambda_positive=2.0, k_negative=2.5, lambda_negative=1.0), 0.6),
+    (CTPO(), 0.3),
+    (CTPO(prefix="geometric"), 0.5),
+    (CTPOLA(), 0.05),
+    (CTPOLA(prefix="geometric", power=-0.5), 0.1),
+    (CTPOLA(dual_clip=None), 0.2),
+    (DRO(), 0.5),
+    (DRO(beta=0.1), 2.0),
+    (PrimeRL(), 0.8),
+    (PrimeRL(delta_low=0.05, delta_high=0.3, adv_scale=2.0, kl_coef=0.1), 0.8),
+    (PrimeIPO(), 0.5),
+    (P3O(), 0.5),
 ]
 
 

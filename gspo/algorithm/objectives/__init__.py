@@ -1,24 +1,33 @@
 """The policy objectives: small dataclasses whose fields are settings and whose call is the loss.
 
-    sequence.py   one ratio per response: GSPO, GSPO-token, LUSPO, GMPO
-    token.py      one ratio per token, clipped: GRPO, Dr.GRPO, DAPO, PPO
-    weighted.py   a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
+    sequence.py    one ratio per response or turn: GSPO, GSPO-token, GSPO-turn, LUSPO, GMPO
+    token.py       one ratio per token, clipped: GRPO, Dr.GRPO, DAPO, PPO
+    weighted.py    a weight on A grad log pi: REINFORCE, CISPO, MiniRL, DPPO, SAPO
+    off_policy.py  VESPO, CTPO, CTPO-LA, DRO, prime-rl's losses, P3O
 
 An objective returns the loss of every token. Averaging over tokens is a separate choice
 (gspo.algorithm.aggregation). The only difference from the papers: log-ratios are bounded before
 exp (base.RatioObjective).
 """
 
-from gspo.algorithm.objectives import sequence, token, weighted
+from gspo.algorithm.objectives import off_policy, sequence, token, weighted
 from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, log_ratio
-from gspo.algorithm.objectives.sequence import GMPO, GSPO, LUSPO, GSPOAllTokens, GSPOToken
+from gspo.algorithm.objectives.off_policy import CTPO, CTPOLA, DRO, P3O, VESPO, PrimeIPO, PrimeRL
+from gspo.algorithm.objectives.sequence import (
+    GMPO,
+    GSPO,
+    LUSPO,
+    GSPOAllTokens,
+    GSPOToken,
+    GSPOTurn,
+)
 from gspo.algorithm.objectives.token import DAPO, GRPO, PPO, DrGRPO
 from gspo.algorithm.objectives.weighted import CISPO, DPPO, SAPO, MiniRL, Reinforce
 
 # Every class of these modules that has a name is an option of the group `objective`.
 OBJECTIVES: tuple[type[Objective], ...] = tuple(
     kind
-    for module in (sequence, token, weighted)
+    for module in (sequence, token, weighted, off_policy)
     for kind in vars(module).values()
     if isinstance(kind, type)
     and issubclass(kind, Objective)
@@ -28,22 +37,30 @@ OBJECTIVES: tuple[type[Objective], ...] = tuple(
 
 __all__ = [
     "CISPO",
+    "CTPO",
+    "CTPOLA",
     "DAPO",
     "DPPO",
+    "DRO",
     "GMPO",
     "GRPO",
     "GSPO",
     "LUSPO",
     "OBJECTIVES",
+    "P3O",
     "PPO",
     "SAPO",
+    "VESPO",
     "DrGRPO",
     "GSPOAllTokens",
     "GSPOToken",
+    "GSPOTurn",
     "LossInputs",
     "LossOutputs",
     "MiniRL",
     "Objective",
+    "PrimeIPO",
+    "PrimeRL",
     "Reinforce",
     "log_ratio",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from gspo.data.lazy_torch import torch
 from gspo.data.masked import masked_mean
+from gspo.io.errors import SettingError
 from gspo.io.ranges import Ranged, ranged
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class LossInputs:
     # the number of tokens of each response, the environment's tokens included; None: as many as the
     # mask has
     lengths_B: Tensor | None = None
+    # the weights of the correction, only for an objective with includes_correction
+    correction_BT: Tensor | None = None
+    # Objective.statistic of the whole mini-batch; None: of these inputs
+    statistic: Tensor | None = None
 
     def __post_init__(self):
         for name in ("logp_BT", "old_logp_BT", "engine_logp_BT", "ref_logp_BT"):
@@ -68,6 +73,9 @@ class LossOutputs:
     bounded_BT: Tensor  # bool, True if the log-ratio lies beyond its numerical bound
     # bool, True if the dual clip removed the gradient, a part of active_BT; None without dual clip
     dual_BT: Tensor | None = None
+    # the part of loss_BT that does not depend on the advantage, to which weight_BT and active_BT do
+    # not apply; None: there is no such part
+    penalty_BT: Tensor | None = None
 
 
 @dataclass
@@ -95,6 +103,19 @@ class Objective(Ranged, key="objective"):
     needs_every_row: ClassVar[bool] = False
     # clip_low and clip_high bound the ratio of the response
     clips_sequence_ratio: ClassVar[bool] = False
+    # the ratio of a token is made of several tokens, as it is if sequence_level
+    joint_ratio: ClassVar[bool] = False
+    # the correction's weights are part of the formula, so the loss is not multiplied by them
+    includes_correction: ClassVar[bool] = False
+    # the loss depends on `statistic` of the whole mini-batch
+    needs_statistic: ClassVar[bool] = False
+
+    def statistic(self, inputs: LossInputs) -> Tensor | None:
+        """Compute the number of a whole mini-batch that the loss depends on, None without any.
+
+        It has no gradient.
+        """
+        return None
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token."""
@@ -160,25 +181,37 @@ class Clipped(RatioObjective):
 
     def clipped(self, ratio_BT: Tensor, bounded_BT: Tensor, inputs: LossInputs) -> LossOutputs:
         """Compute the clipped loss, with the dual clip if it is on, and the clip masks."""
-        adv_BT = inputs.advantage_BT
-        gain_BT = ratio_BT * adv_BT
-        clipped_gain_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high) * adv_BT
-        loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
-        active_BT = clipped_gain_BT < gain_BT
-        dual_BT = None
-        if self.dual_clip is not None:
-            largest_BT = -self.dual_clip * adv_BT
-            dual_BT = (adv_BT < 0) & (loss_BT > largest_BT)
-            loss_BT = torch.where(dual_BT, largest_BT, loss_BT)
-            active_BT = active_BT | dual_BT
-        return LossOutputs(
-            loss_BT=loss_BT,
-            weight_BT=torch.where(active_BT | bounded_BT, 0.0, ratio_BT.detach()),
-            active_BT=active_BT,
-            outside_BT=self.outside(ratio_BT),
-            bounded_BT=bounded_BT,
-            dual_BT=dual_BT,
-        )
+        clipped_BT = ratio_BT.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return clipped_loss(ratio_BT, clipped_BT, bounded_BT, self.dual_clip, inputs)
+
+
+def clipped_loss(
+    ratio_BT: Tensor,
+    clipped_ratio_BT: Tensor,
+    bounded_BT: Tensor,
+    dual_clip: Tensor | float | None,
+    inputs: LossInputs,
+) -> LossOutputs:
+    """Compute PPO's loss from ratios and clipped ratios, with the dual clip if there is one."""
+    adv_BT = inputs.advantage_BT
+    gain_BT = ratio_BT * adv_BT
+    clipped_gain_BT = clipped_ratio_BT * adv_BT
+    loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
+    active_BT = clipped_gain_BT < gain_BT
+    dual_BT = None
+    if dual_clip is not None:
+        largest_BT = -dual_clip * adv_BT
+        dual_BT = (adv_BT < 0) & (loss_BT > largest_BT)
+        loss_BT = torch.where(dual_BT, largest_BT, loss_BT)
+        active_BT = active_BT | dual_BT
+    return LossOutputs(
+        loss_BT=loss_BT,
+        weight_BT=torch.where(active_BT | bounded_BT, 0.0, ratio_BT.detach()),
+        active_BT=active_BT,
+        outside_BT=clipped_ratio_BT.detach() != ratio_BT.detach(),
+        bounded_BT=bounded_BT,
+        dual_BT=dual_BT,
+    )
 
 
 def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -187,3 +220,15 @@ def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
     No gradient reaches the old log-probs.
     """
     return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
+
+
+def required_engine_logp(inputs: LossInputs, group: str, name: str) -> Tensor:
+    """Return the engine's log-probs without gradient. Raises ValueError if they are missing.
+
+    `group` and `name` are the settings that need them.
+    """
+    if inputs.engine_logp_BT is None:
+        raise SettingError(
+            group, name, "compares with the sampling policy: engine_logp_BT is missing"
+        )
+    return inputs.engine_logp_BT.detach()

@@ -1,4 +1,4 @@
-"""Objectives with one importance ratio per response: GSPO, GSPO-token, LUSPO, GMPO.
+"""Objectives with one ratio per response or per turn: GSPO, GSPO-token, GSPO-turn, LUSPO, GMPO.
 
 J is the objective that the papers maximise. The aggregation `seq-mean-token-mean` of the token
 losses gives -J. |y_i| is the number of tokens of response i, and sg is the stop-gradient.
@@ -95,6 +95,55 @@ class GSPOToken(Clipped):
         logp_BT = torch.where(inputs.mask_BT & ~bounded_B1, inputs.logp_BT, 0.0)
         ratio_BT = ratio_B1.detach() * (logp_BT - logp_BT.detach()).exp()
         return self.clipped(ratio_BT, bounded_B1.expand_as(inputs.mask_BT), inputs)
+
+
+@dataclass
+class GSPOTurn(Clipped):
+    """GSPO with one ratio per turn of an episode (ST-PPO's turn ratio, arXiv:2511.20718).
+
+        s_ik = exp( 1/|y_ik| sum_{t in turn k} log( pi(y_it) / pi_old(y_it) ) )
+        J    = 1/G sum_i 1/|y_i| sum_k sum_{t in turn k} min( s_it A_it,
+                                            clip(s_it, 1 - clip_low, 1 + clip_high) A_it )
+
+    A turn is an unbroken run of the policy's tokens. The value of s_it is s_ik, and its gradient
+    goes through the token's own log-prob, as in GSPO-token. On responses of a single turn the
+    objective equals GSPO-token, and GSPO if A_it = A_i. A turn of one token is clipped like GRPO.
+    """
+
+    name: str = "gspo_turn"
+    clip_low: float = 3e-4  # GSPO's, arXiv:2507.18071
+    clip_high: float = 4e-4
+    token_advantages: ClassVar[bool] = True
+    joint_ratio: ClassVar[bool] = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio_BT, bounded_BT = self.turn_ratio(inputs)
+        logp_BT = torch.where(inputs.mask_BT & ~bounded_BT, inputs.logp_BT, 0.0)
+        ratio_BT = ratio_BT * (logp_BT - logp_BT.detach()).exp()
+        return self.clipped(ratio_BT, bounded_BT, inputs)
+
+    def turn_ratio(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        """Compute s_ik without gradient, and whether it is beyond the bound. Both [B, T]."""
+        mask_BT = inputs.mask_BT
+        log_BT = log_ratio(inputs.logp_BT, inputs.old_logp_BT, mask_BT).detach()
+        turn_BT = turn_indices(mask_BT)
+        zeros_BT = torch.zeros_like(log_BT)
+        # the k-th column belongs to turn k
+        sums_BT = zeros_BT.scatter_add(-1, turn_BT, log_BT)
+        tokens_BT = zeros_BT.scatter_add(-1, turn_BT, mask_BT.to(log_BT.dtype))
+        means_BT = sums_BT / tokens_BT.clamp(min=1)
+        return self.bounded_exp(means_BT.gather(-1, turn_BT))
+
+
+def turn_indices(mask_BT: Tensor) -> Tensor:
+    """Return the index of each token's turn, an unbroken run of the mask. Shape [B, T].
+
+    Masked tokens have the index of the turn before them, or 0.
+    """
+    before_BT = torch.zeros_like(mask_BT)
+    before_BT[:, 1:] = mask_BT[:, :-1]
+    starts_BT = mask_BT & ~before_BT
+    return (starts_BT.cumsum(-1) - 1).clamp(min=0)
 
 
 @dataclass

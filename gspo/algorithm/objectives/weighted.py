@@ -12,9 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from gspo.algorithm.objectives.base import LossInputs, LossOutputs, Objective, RatioObjective
+from gspo.algorithm.objectives.base import (
+    LossInputs,
+    LossOutputs,
+    Objective,
+    RatioObjective,
+    required_engine_logp,
+)
 from gspo.data.lazy_torch import torch
-from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 
 if TYPE_CHECKING:
@@ -154,12 +159,8 @@ class DPPO(RatioObjective):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
-        if inputs.engine_logp_BT is None:
-            raise SettingError(
-                "objective", "dppo", "compares with the sampling policy: engine_logp_BT is missing"
-            )
         adv_BT = inputs.advantage_BT
-        engine_logp_BT = inputs.engine_logp_BT.detach()
+        engine_logp_BT = required_engine_logp(inputs, "objective", self.name)
         ratio_BT, bounded_BT = self.token_ratio(inputs, engine_logp_BT)
         change_BT = inputs.logp_BT.detach().exp() - engine_logp_BT.exp()  # pi - mu
         change_BT = torch.where(inputs.mask_BT, change_BT, 0.0)

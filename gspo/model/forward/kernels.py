@@ -297,6 +297,21 @@ class TokenLogProbs(Function):
         return torch.cat(grad_x), grad_weight, None, None, None, None
 
 
+@torch.no_grad()
+def sums_of_squares(x: Tensor, weight: Tensor, temperature: float, split: bool = False) -> Tensor:
+    """Return sum_v p_v^2 of softmax(x W^T / temperature). Shape [M], float32.
+
+    As in TokenLogProbs the logits exist for one chunk of tokens at a time. It is a pass of its own
+    over the vocabulary, because hardly any run needs it."""
+    head = parts(weight.to(x.dtype).t(), split)
+    sums = []
+    for rows in x.split(chunk_rows(x, len(weight))):
+        logits = _logits(parts(rows, split), head, temperature)
+        p = logits.softmax(-1)
+        sums.append(torch.linalg.vecdot(p, p))
+    return torch.cat(sums)
+
+
 def parts(x: Tensor, split: bool) -> tuple[Tensor, ...]:
     """Return x, or with `split` two bfloat16 matrices whose sum is x up to 2^-17 of it."""
     if not split:

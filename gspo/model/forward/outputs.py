@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo.model.forward.kernels import SPLITS, TokenLogProbs
+from gspo.model.forward.kernels import SPLITS, TokenLogProbs, sums_of_squares
 from gspo.model.forward.network import Network, autocast_to
 from gspo.model.forward.packing import Sequences
 
@@ -31,9 +31,11 @@ class PolicyOutput:
     values_BT: Tensor | None = None
     # float32, E sum_e load_e p_e, mean over MoE layers; None outside Routing.balancing
     balance_BT: Tensor | None = None
+    # float32, sum_v pi_v^2 at the sampling temperature, without gradient; None if not requested
+    sum_pi_squared_BT: Tensor | None = None
 
     def to_cpu(self) -> PolicyOutput:
-        """Return log-probs, experts and values on the CPU.
+        """Return log-probs, experts, values and sum_v pi_v^2 on the CPU.
 
         The copies from a GPU are complete once it is synchronized. PyTorch makes them in pinned
         memory."""
@@ -42,6 +44,8 @@ class PolicyOutput:
             output.experts_BSLK = _copy_to_cpu(self.experts_BSLK)
         if self.values_BT is not None:
             output.values_BT = _copy_to_cpu(self.values_BT)
+        if self.sum_pi_squared_BT is not None:
+            output.sum_pi_squared_BT = _copy_to_cpu(self.sum_pi_squared_BT)
         return output
 
 
@@ -57,11 +61,13 @@ def network_outputs(
     precision: torch.dtype,
     temperature: float,
     entropy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    sum_pi_squared: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Compute log-probs and entropy with our own forward, for response tokens only.
 
     Returns log-probs and entropy of the response tokens [M], the routers' choice of experts for all
-    tokens [N, L, K], and the hidden states that predict the response tokens [M, W]."""
+    tokens [N, L, K], the hidden states that predict the response tokens [M, W], and sum_v pi_v^2
+    [M] if it is requested."""
     device = sequences.tokens_N.device
     with autocast_to(device, precision):
         hidden_NW, experts_NLK = network(
@@ -79,7 +85,10 @@ def network_outputs(
     logp_M, entropy_M = TokenLogProbs.apply(
         head_input_MW, network.head, sequences.target_M, temperature, entropy, split
     )
-    return logp_M, entropy_M, experts_NLK, hidden_MW
+    squares_M = None
+    if sum_pi_squared:
+        squares_M = sums_of_squares(head_input_MW, network.head, temperature, split)
+    return logp_M, entropy_M, experts_NLK, hidden_MW, squares_M
 
 
 def log_probs_of_logits(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

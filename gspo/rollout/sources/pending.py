@@ -54,8 +54,12 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
         content = {key: value for key, value in vars(response).items() if key not in special}
         content["turns"] = [asdict(turn) for turn in response.turns]
         content["problem"] = response.problem.index
-        scored = isinstance(response, ScoredResponse)
-        content["score"] = asdict(response.score) if scored else None
+        content["score"] = None
+        if isinstance(response, ScoredResponse):
+            score = asdict(response.score)
+            if not score["rewards"]:
+                del score["rewards"]
+            content["score"] = score
         content["lengths"] = lengths
         return content
 

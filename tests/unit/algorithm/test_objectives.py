@@ -13,28 +13,36 @@ import naive
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.objectives import (
     CISPO,
+    CTPO,
+    CTPOLA,
     DAPO,
     DPPO,
+    DRO,
     GMPO,
     GRPO,
     GSPO,
     LUSPO,
     OBJECTIVES,
+    P3O,
     PPO,
     SAPO,
+    VESPO,
     DrGRPO,
     GSPOAllTokens,
     GSPOToken,
+    GSPOTurn,
     LossInputs,
     MiniRL,
     Objective,
+    PrimeIPO,
+    PrimeRL,
     Reinforce,
 )
 from loss_cases import BAND, CASES, DUAL, DUAL_KINDS, cases, close, inputs, run, settings
 from refusals import refuses
 
 # no token ever loses its gradient; CISPO's does with mask_harmful only
-NEVER_CUTS = (Reinforce, SAPO)
+NEVER_CUTS = (Reinforce, SAPO, VESPO, DRO)
 
 
 # ---- the papers' formulas, written naively
@@ -44,7 +52,9 @@ NEVER_CUTS = (Reinforce, SAPO)
 def test_every_objective_is_tried():
     assert {type(objective) for objective, _ in CASES} == set(OBJECTIVES)
     assert {kind().name for kind in OBJECTIVES} == set(naive.FORMULAS)
-    assert set(DUAL_KINDS) == {GSPO, GSPOAllTokens, GSPOToken, LUSPO, GRPO, DrGRPO, DAPO, PPO}
+    assert set(DUAL_KINDS) == {
+        GSPO, GSPOAllTokens, GSPOToken, GSPOTurn, LUSPO, GRPO, DrGRPO, DAPO, PPO, CTPO,
+    }  # fmt: skip
 
 
 @cases
@@ -61,14 +71,22 @@ def test_equals_the_papers_formula_written_naively(objective, scale, seed):
     )
     for name in ("loss", "weight", "active", "outside"):
         close(getattr(outputs, f"{name}_BT")[mask].detach(), getattr(told, name)[batch.mask])
-    close(gradient, -told.weight * batch.adv / batch.mask.sum(-1, keepdims=True) / len(batch.mask))
+    close(gradient, slope(told, batch))
     assert not outputs.bounded_BT.any() and not outputs.weight_BT.requires_grad
     # the batch is not trivial: each mask has both values
-    cuts = not isinstance(objective, NEVER_CUTS) and getattr(objective, "mask_harmful", True)
+    cuts = not isinstance(objective, (*NEVER_CUTS, P3O))
+    cuts = cuts and getattr(objective, "mask_harmful", True)
     assert told.active.any() == cuts and not told.active[batch.mask].all()
     assert (
         told.outside.any() != isinstance(objective, NEVER_CUTS)
         and not told.outside[batch.mask].all()
+    )
+
+
+def slope(told, batch):
+    """The gradient of the mean of means that the oracle's weights say."""
+    return (
+        (told.pull - told.weight * batch.adv) / batch.mask.sum(-1, keepdims=True) / len(batch.mask)
     )
 
 
@@ -83,13 +101,17 @@ def test_gradient_equals_difference_quotients(objective, scale):
 
 
 @pytest.mark.parametrize(
-    "kind", [GSPOToken, GRPO, DAPO, PPO, DrGRPO, Reinforce, CISPO, MiniRL, DPPO, SAPO]
-)
+    "kind",
+    [
+        GSPOToken, GSPOTurn, GRPO, DAPO, PPO, DrGRPO, Reinforce, CISPO, MiniRL, DPPO, SAPO,
+        VESPO, CTPO, CTPOLA, DRO, PrimeRL, PrimeIPO, P3O,
+    ],
+)  # fmt: skip
 def test_advantages_may_differ_by_token(kind):
     objective, batch = kind(), naive.ragged(2, 0.3, by_token=True)
     _, gradient, _ = run(objective, batch)
     told = naive.objective(objective.name, batch, **settings(objective))
-    close(gradient, -told.weight * batch.adv / batch.mask.sum(-1, keepdims=True) / len(batch.mask))
+    close(gradient, slope(told, batch))
 
 
 @pytest.mark.parametrize("kind", DUAL_KINDS)
@@ -246,6 +268,10 @@ NONSENSE = {
     "clip_low": (0.0, -0.1, math.nan), "clip_high": (0.0, -0.1, math.nan), "dual_clip": (1.0, 0.5, math.nan),
     "log_ratio_bound": (0.0, -1.0, 100.0, math.nan), "delta": (0.0, 1.0, math.nan), "level": ("word",),
     "tau_positive": (0.0, -1.0, math.nan), "tau_negative": (0.0, -1.0, math.nan),
+    "k_positive": (-1.0, math.nan), "k_negative": (-1.0, math.nan), "lambda_positive": (0.0, -1.0, math.nan),
+    "lambda_negative": (0.0, -1.0, math.nan), "prefix": ("word",), "power": (-2.0, 1.5, math.nan),
+    "beta": (0.0, -1.0, math.nan), "delta_low": (-0.1, 1.0, math.nan), "delta_high": (-0.1, 1.0, math.nan),
+    "adv_scale": (-1.0, math.nan), "kl_coef": (-1.0, math.nan),
 }  # fmt: skip
 
 
@@ -254,8 +280,12 @@ def test_a_setting_that_makes_no_sense_is_refused_by_key_and_value(kind):
     keys = {field.name for field in fields(kind)} - {"name", "mask_harmful"}
     assert keys <= set(NONSENSE)
     refused = [(key, value) for key in keys for value in NONSENSE[key]]
-    # GMPO's bounds a log-ratio, the others' must leave the ratio positive
-    if "clip_low" in keys and kind is not GMPO:
+    if kind is PrimeIPO:  # 0 masks every token that moved
+        refused.remove(("delta", 0.0))
+    if kind is CTPOLA:  # it bounds a log-ratio
+        refused = [pair for pair in refused if pair[0] != "dual_clip"] + [("dual_clip", 0.0)]
+    # GMPO's and CTPO-LA's bound a log-ratio, the others' must leave the ratio positive
+    if "clip_low" in keys and kind not in (GMPO, CTPOLA):
         refused += [("clip_low", 1.5)] + [("clip_low", 1.0)] * (kind not in (CISPO, MiniRL))
     for key, value in refused:
         with refuses(f"objective.{key}", value):
@@ -278,8 +308,9 @@ def test_an_objective_without_formula_and_dppo_without_the_sampler_are_refused()
     given = inputs(naive.ragged(0, 0.3))
     with pytest.raises(TypeError, match="no formula"):
         Objective("mine")(given)
-    with refuses("objective", "dppo", "engine_logp_BT is missing"):
-        DPPO()(replace(given, engine_logp_BT=None))
+    for kind in (DPPO, PrimeRL, PrimeIPO):
+        with refuses("objective", kind.name, "engine_logp_BT is missing"):
+            kind()(replace(given, engine_logp_BT=None))
 
 
 @pytest.mark.parametrize(
@@ -311,10 +342,26 @@ def test_an_objective_without_formula_and_dppo_without_the_sampler_are_refused()
             {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"},
             "seq-mean-token-mean",
         ),
+        (GSPOTurn, {"clip_low": 3e-4, "clip_high": 4e-4}, "seq-mean-token-mean"),  # GSPO's
+        # arXiv:2602.10693 and its authors' code
+        (
+            VESPO,
+            {"k_positive": 2, "lambda_positive": 3, "k_negative": 3, "lambda_negative": 2},
+            "token-mean",
+        ),
+        (CTPO, {"clip_low": 0.2, "clip_high": 0.2, "prefix": "product"}, "token-mean"),
+        # prime-rl's DefaultLossConfig
+        (
+            PrimeRL,
+            {"delta_low": 0.2, "delta_high": 0.2, "adv_scale": 1, "kl_coef": 1e-3},
+            "token-mean",
+        ),
+        (PrimeIPO, {"delta": 0.1, "adv_scale": 1, "kl_coef": 1e-3}, "token-mean"),
+        (P3O, {}, "token-mean"),
     ],
 )
 def test_defaults_are_the_papers(kind, default, auto):
     # off: no paper of these has it
     dual = {"dual_clip": None} if "dual_clip" in settings(kind()) else {}
     assert settings(kind()) == {**default, **dual} and kind.aggregation == auto
-    assert kind().log_ratio_bound == 20
+    assert kind().log_ratio_bound == (10 if kind is CTPO else 20)

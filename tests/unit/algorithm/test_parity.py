@@ -68,8 +68,8 @@ def test_within_the_tolerance(index):
 
 def test_every_vector_is_read_and_translated():
     assert not UNREADABLE
-    assert len(ENTRIES) == 267
-    assert len({e.case for e in ENTRIES}) == 16
+    assert len(ENTRIES) == 339
+    assert len({e.case for e in ENTRIES}) == 30
     assert not [c.entry.key for c in compared() if c.verdict == UNTRANSLATED]
 
 
@@ -251,7 +251,8 @@ def test_a_peer_that_is_not_finite_is_stated_and_ours_must_be_finite():
     [
         ({"peer": "nobody"}, "no translation of nobody's _compute_loss"),
         ({"function": "compute_something"}, "no translation of TRL's compute_something"),
-        ({"config": {"loss_type": "vespo"}}, "loss_type=vespo"),
+        ({"config": {"loss_type": "vespo", "importance_sampling_level": "sequence"}}, "vespo with"),
+        ({"config": {"loss_type": "new"}}, "loss_type=new"),
         ({"config": {"loss_type": "grpo", "beta": 0.1}}, "without ref_logp"),
         ({"config": {"loss_type": "grpo", "delta": 0.5}}, "must be a finite number above 0"),
     ],

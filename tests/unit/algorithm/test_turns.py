@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from gspo.algorithm.advantages import GAE, Credit, ReinforcePP, Returns, TurnNormalized
+from gspo.algorithm.advantages import GAE, Credit, ReinforcePP, Returns
 from gspo.algorithm.objectives import GSPO, GSPOAllTokens, LossInputs
+from gspo.algorithm.turn_advantage import TurnNormalized
 
 # Two episodes of one group: turns of 2 and 1 tokens with an observation of 2 between them; one turn
 # of 3 tokens.

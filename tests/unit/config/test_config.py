@@ -267,6 +267,55 @@ BAD = [
     ("objective.dual_clip=0.5", ("objective.dual_clip", 0.5)),
     ("objective=dppo objective.delta=2", ("objective.delta", 2.0)),
     ("objective=dppo correction=tis", ("correction", "tis", "with objective=dppo")),
+    ("objective=prime_rl correction=kpop", ("correction", "kpop", "with objective=prime_rl")),
+    ("objective=prime_rl correction=m2po", ("correction", "m2po", "with objective=prime_rl")),
+    ("objective=prime_rl correction=opsm_slime", ("correction", "opsm", "with objective=prime_rl")),
+    ("correction=m2po", ("correction", "m2po", "a ratio is of several tokens")),
+    ("objective=ctpo correction=m2po", ("correction", "m2po", "a ratio is of several tokens")),
+    ("objective=gspo_turn correction=m2po", ("correction", "m2po", "a ratio is of several")),
+    ("objective=vespo correction=tis_ctpo", ("correction", "tis", "token weights become a factor")),
+    (
+        "objective=vespo correction=tis correction.normalize=true",
+        ("correction", "tis", "token weights become a factor"),
+    ),
+    ("objective=vespo correction=tv", ("correction", "rho", "token weights become a factor")),
+    (
+        "objective=grpo correction=kpop policy.old_logprobs=engine",
+        ("correction", "kpop", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=grpo correction=m2po policy.old_logprobs=engine",
+        ("correction", "m2po", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=grpo correction=tv policy.old_logprobs=engine",
+        ("correction", "rho", "with policy.old_logprobs=engine"),
+    ),
+    (
+        "objective=prime_rl correction=opsm policy.old_logprobs=engine",
+        ("policy.old_logprobs", "engine", "is not read with objective=prime_rl"),
+    ),
+    ("correction=opsm correction.delta=0", ("correction.delta", 0.0)),
+    ("correction=opsm correction.against=nobody", ("correction.against", "nobody")),
+    ("correction=kpop correction.high=0", ("correction.high", 0.0)),
+    ("objective=grpo correction=m2po correction.threshold=0", ("correction.threshold", 0.0)),
+    (
+        "correction=tv correction.mask_high=null",
+        ("correction.mask_high", None, "nothing is masked"),
+    ),
+    (
+        "correction=rho correction.mask_low=3",
+        ("correction.mask_low", 3.0, "must be below correction.mask_high=2"),
+    ),
+    ("correction=rho correction.low=3", ("correction.low", 3.0, "must be below")),
+    (
+        "kl=loss kl.weighted=true correction=opsm",
+        ("kl.weighted", True, "with correction=opsm"),
+    ),
+    ("rollout.top_p=.9 correction=opsm", ("correction", "opsm", "use correction=none")),
+    ("rollout.top_k=5 objective=prime_rl", ("objective", "prime_rl", "divides by the engine's")),
+    ("objective=dro objective.beta=0", ("objective.beta", 0.0)),
+    ("objective=vespo objective.lambda_positive=0", ("objective.lambda_positive", 0.0)),
     (
         "correction=icepop policy.old_logprobs=engine",
         ("correction", "icepop", "with policy.old_logprobs=engine"),
@@ -274,6 +323,28 @@ BAD = [
     ("correction=tis correction.level=word", ("correction.level", "word")),
     ("correction=tis correction.high=0", ("correction.high", 0.0)),
     ("advantage=gae", ("objective", "gspo", "has one advantage per response,")),
+    ("advantage=otb", ("objective", "gspo", "has one advantage per response,")),
+    (
+        "advantage=otb objective=gspo_token policy.old_logprobs=engine",
+        ("policy.old_logprobs", "engine", "must be of the same policy"),
+    ),
+    ("advantage=maxrl reward.clip=1", ("reward.clip", 1.0, "the verifier's own rewards")),
+    ("advantage=nsr reward.overlong_cache=4", ("reward.overlong_cache", 4, "advantage=nsr")),
+    ("advantage=maxrl kl=reward", ("kl", "reward", "with advantage=maxrl")),
+    ("advantage=maxrl rollout.group_size=1", ("rollout.group_size", 1, "nothing to compare")),
+    ("advantage=gdpo", ("reward.weights", {}, "at least two named rewards")),
+    (
+        "advantage=gdpo reward.weights={a:1}",
+        ("reward.weights", {"a": 1.0}, "at least two named rewards"),
+    ),
+    (
+        "advantage=nsr rollout.refill_rounds=2",
+        ("rollout.refill_rounds", 2, "drops groups whose rewards are equal"),
+    ),
+    (
+        "task=guessing reward.weights={a:1}",
+        ("reward.weights", {"a": 1.0}, "an episode has a single reward"),
+    ),
     ("advantage=returns kl=reward", ("objective", "gspo", "advantage=returns with kl=reward")),
     (
         "advantage=returns advantage.gamma=0.9",
@@ -591,6 +662,15 @@ def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
         # its ratio is to the engine's policy, not to pi_old
         "objective=dppo trainer.minibatches=1",
         "objective=gspo_token advantage=returns advantage.gamma=0.9",
+        # OPSM compares the current policy
+        "objective=grpo correction=opsm policy.old_logprobs=engine",
+        "objective=prime_rl correction=opsm",
+        "objective=prime_rl trainer.minibatches=1",
+        "objective=vespo correction=opsm",
+        "objective=vespo correction=icepop",
+        "rollout.top_p=.9 correction=opsm_slime",
+        "task=guessing objective=gspo_turn advantage=turn_normalized",
+        "task=guessing reward.turns=each objective=gspo_turn advantage=gae",
         "objective=drgrpo trainer.aggregation.length=100",  # mode=auto is Dr.GRPO's, which reads it
         # both of the whole distribution
         "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",
@@ -671,6 +751,7 @@ LATER = {
     "prompt.thinking": False,
     "prompt.date": "2031-12-24",
     "reward.truncated": -1.0,
+    "reward.weights": {"correct": 1.0, "format": 0.5},
     "prompt.control_tokens": True,
     "prompt.special_tokens": False,
 }
@@ -910,7 +991,7 @@ def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
         settings("objective=gsop")
     said = explain(refused.value)
     assert said.startswith(
-        "objective=gsop: there is no such option; the nearest is gspo (there are cispo, dapo, "
+        "objective=gsop: there is no such option; the nearest is gspo (there are cispo, ctpo, "
     )
     assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
 
@@ -935,6 +1016,12 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
 def test_warnings_name_what_may_not_be_meant():
     assert warnings(settings()) == []
     assert "kl.estimator=k1" in warnings(settings("kl=loss", "kl.estimator=k1"))[0]
+    (line,) = warnings(
+        settings(
+            "advantage=nsr", "objective=reinforce", "allow_on_policy=true", "trainer.minibatches=1"
+        )
+    )
+    assert "advantage=nsr" in line and "objective=reinforce" in line
     (line,) = warnings(settings("rollout.top_p=.9", "rollout.top_k=20"))
     assert line.startswith(
         "rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution"

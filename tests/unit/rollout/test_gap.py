@@ -64,7 +64,7 @@ def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, r
             **SMOOTH,
         )
         scored, score = [], t.policy.score
-        t.policy.score = lambda batch, *rest, scored=scored, score=score: (
+        t.policy.score = lambda batch, *rest, scored=scored, score=score, **options: (
             scored.append(len(batch)) or score(batch, *rest)
         )
         with recorded_gradients() as gradients:

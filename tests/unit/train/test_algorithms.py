@@ -20,7 +20,8 @@ from gspo.algorithm.advantages import (
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import MIS, TIS, Correction, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
-from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
+from gspo.algorithm.masks import M2PO, OPSM, KPop, RhoMask
+from gspo.algorithm.objectives import GRPO, GSPO, OBJECTIVES, P3O, PPO, GSPOToken
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
@@ -265,7 +266,43 @@ def test_a_value_head_changes_no_log_prob_and_values_stand_before_their_tokens()
     )
 
 
-CORRECTIONS = [TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection()]
+def noisy(t, noise: float):
+    """The first rollout of a trainer, with noise on the engine's log-probs."""
+    rollout = t.source.next(1)
+    g = torch.Generator().manual_seed(0)
+    for r in rollout.responses:
+        r.logprobs = r.logprobs + noise * torch.randn(len(r.logprobs), generator=g).numpy()
+    return rollout
+
+
+OF_THE_MINIBATCH = {
+    "m2po": (GRPO(), M2PO(threshold=0.01), "mismatch/masked"),
+    "p3o": (P3O(), Correction(), "clip/weight"),
+    "opsm": (GRPO(), OPSM(delta=0.05), "mismatch/sequence_masked"),
+    "tv": (GRPO(), RhoMask(measure="tv", mask_high=0.15), "mismatch/masked"),
+}
+
+
+@pytest.mark.parametrize("case", OF_THE_MINIBATCH)
+def test_what_depends_on_the_mini_batch_does_not_depend_on_the_micro_batch_size(case):
+    objective, correction, name = OF_THE_MINIBATCH[case]
+    results = []
+    for size in (1, 5, 32):
+        t = trainer(objective, micro_batch_size=size, parts={"correction": correction}, **SMOOTH)
+        with recorded_gradients() as gradients:
+            metrics = t.train_step(1, noisy(t, 0.2))
+        results.append((metrics, gradients))
+    assert 0 < results[0][0][name] < 1
+    for metrics, gradients in results[1:]:
+        assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4)
+        for ours, others in zip(gradients, results[0][1], strict=True):
+            assert_same_sums(ours, others)
+
+
+CORRECTIONS = [
+    TIS(level="sequence"), MIS(level="geometric"), IcePop(), Rejection(), KPop(), M2PO(),
+    OPSM(delta=0.05), RhoMask(mask_low=0.5, mask_high=2.0), RhoMask(measure="tv", mask_high=0.5),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -284,11 +321,7 @@ def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_wh
         ("noisy", correction, 1.5),
     ):
         t = trainer(parts={"correction": part})
-        rollout = t.source.next(1)
-        g = torch.Generator().manual_seed(0)
-        for r in rollout.responses:
-            r.logprobs = r.logprobs + noise * torch.randn(len(r.logprobs), generator=g).numpy()
-        results[name] = (t.train_step(1, rollout), weights(t))
+        results[name] = (t.train_step(1, noisy(t, noise)), weights(t))
     for a, b in zip(results["plain"][1], results["agree"][1], strict=True):
         # Adam gives a gradient that is 0 but for rounding a full step
         differ = (a - b).abs() > 2e-5 + 1e-3 * b.abs()

@@ -13,7 +13,8 @@ from gspo.algorithm.advantages import GAE, GroupNormalized, ReinforcePP
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss, KLInReward
-from gspo.algorithm.objectives import DAPO, GRPO, GSPO, PPO
+from gspo.algorithm.masks import M2PO
+from gspo.algorithm.objectives import DAPO, GRPO, GSPO, P3O, PPO
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.distributed.ranks import Ranks, buckets
 from gspo.model.policy import Policy
@@ -77,6 +78,17 @@ CASES = {  # how the trainer is made, and on how many ranks
         ),
         2,
     ),
+    "m2po": (
+        partial(
+            gap_trainer,
+            GRPO(),
+            parts={"correction": M2PO(threshold=1e-6)},
+            staleness=1,
+            **SMOOTH,
+        ),
+        2,
+    ),
+    "p3o": (partial(trainer, P3O(), **SMOOTH), 3),
     "truncated rows masked": (partial(trainer, GSPO(), mask_truncated=True, **SMOOTH), 2),
     "dynamic sampling": (
         partial(
@@ -169,6 +181,7 @@ def check_alike(
         "kl in the reward",
         "dynamic sampling",
         "partial rollouts",
+        "p3o",
     ),
 )
 def test_ranks_train_as_one_process_does(case):

@@ -11,12 +11,27 @@ import torch
 
 from daily import daily_but
 from games import Echoes
-from gspo.algorithm.advantages import GAE, GroupMean, TurnNormalized
+from gspo.algorithm.advantages import GAE, GroupMean
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import TIS
 from gspo.algorithm.kl import KLInLoss, KLInReward
-from gspo.algorithm.objectives import CISPO, GMPO, GRPO, GSPO, PPO, SAPO, GSPOToken, Reinforce
+from gspo.algorithm.masks import M2PO, OPSM
+from gspo.algorithm.objectives import (
+    CISPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    P3O,
+    PPO,
+    SAPO,
+    VESPO,
+    GSPOToken,
+    GSPOTurn,
+    PrimeRL,
+    Reinforce,
+)
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.data.pack import pack
 from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.errors import SettingError
@@ -86,6 +101,29 @@ CASES = {
     "grpo, stale, behaviour": partial(
         gap_trainer, GRPO(), model=DENSE, old="behaviour", staleness=1
     ),
+    "vespo, token weights": partial(
+        gap_trainer, VESPO(), model=DENSE, parts={"correction": TIS()}, dtype="bfloat16"
+    ),
+    "grpo, opsm": partial(
+        gap_trainer, GRPO(), model=DENSE, parts={"correction": OPSM(delta=1e-3)}, dtype="bfloat16"
+    ),
+    "grpo, m2po": partial(
+        gap_trainer,
+        GRPO(),
+        model=DENSE,
+        parts={"correction": M2PO(threshold=1e-7)},
+        dtype="bfloat16",
+    ),
+    "p3o, stale": partial(gap_trainer, P3O(), model=DENSE, staleness=1, old="behaviour"),
+    "prime_rl": partial(gap_trainer, PrimeRL(), model=DENSE, dtype="bfloat16"),
+    "gspo_turn, episodes": partial(
+        trainer,
+        GSPOTurn(clip_low=1e-3, clip_high=1e-3),
+        model=DENSE,
+        rollout=EPISODES,
+        task=Echoes(),
+        minibatches=2,
+    ),
     "gspo, routers balanced": partial(trainer, NARROW, router_aux_loss_coef=0.01),
     "gspo, old log-probs of the engine": partial(
         gap_trainer, NARROW, model=DENSE, old="engine", dtype="bfloat16"
@@ -123,6 +161,9 @@ EVERY_CHANGE = [
     "gspo, r2",
     "gspo_token, episodes",
     "grpo, stale, behaviour",
+    "grpo, opsm",
+    "grpo, m2po",
+    "p3o, stale",
 ]
 
 

@@ -20,13 +20,14 @@ from gspo.algorithm.advantages import (
     LeaveOneOut,
     ReinforcePP,
     Returns,
-    TurnNormalized,
 )
 from gspo.algorithm.aggregation import MODES, Aggregation
 from gspo.algorithm.corrections import MIS, TIS, IcePop, Rejection
 from gspo.algorithm.kl import KLInLoss, KLInReward
 from gspo.algorithm.objectives import CISPO, GRPO, GSPO, OBJECTIVES, PPO, GSPOToken
+from gspo.algorithm.otb import OTB
 from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.config.settings import CHOICES
 from gspo.data.pack import pack
 from gspo.data.problems import Problem
@@ -223,13 +224,13 @@ def spoiled(policy, junk: float, experts: bool) -> None:
         return
     forward = policy.forward
 
-    def changed(batch, entropy=True):
-        output = forward(batch, entropy)
+    def changed(batch, entropy=True, sum_pi_squared=False):
+        output = forward(batch, entropy, sum_pi_squared)
         theirs = batch.attention_BS[:, batch.prompt_width :] & ~batch.sampled_BT
         assert theirs.any() or len(batch) < 4
         new = {
             name: torch.where(theirs, junk, getattr(output, name))
-            for name in ("logp_BT", "entropy_BT", "values_BT", "balance_BT")
+            for name in ("logp_BT", "entropy_BT", "values_BT", "balance_BT", "sum_pi_squared_BT")
             if getattr(output, name) is not None
         }
         if experts and output.experts_BSLK is not None:
@@ -279,18 +280,21 @@ def test_no_objective_sees_the_environments_log_probs(kind):
 ADVANTAGES = {
     **{
         kind.name: kind()
-        for kind in (GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE)
+        for kind in (GroupMean, LeaveOneOut, TurnNormalized, Returns, ReinforcePP, GAE, OTB)
     },
     "returns, discounted": Returns(gamma=0.9, whiten="responses"),
     "reinforce_pp, group": ReinforcePP(baseline="group"),
     "whitened over tokens": GroupMean(whiten="tokens", clip=1.0),
+    "otb by column": OTB(align="column", zero_tail=False),
 }
 
 
 def test_every_estimator_is_among_the_cases():
-    assert set(CHOICES["advantage"]) <= {advantage.name for advantage in ADVANTAGES.values()} | {
-        "group_normalized"
-    }
+    cases = {advantage.name for advantage in ADVANTAGES.values()} | {"group_normalized"}
+    # these read the verifier's rewards alone
+    raw = {name for name, kind in CHOICES["advantage"].items() if kind.needs_raw_rewards}
+    assert raw == {"maxrl", "gdpo", "nsr"}
+    assert set(CHOICES["advantage"]) <= cases | raw
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -1,0 +1,238 @@
+"""Measures every so many steps how much signal a batch has, before its updates.
+
+    tracking.information_every   how much the responses tell of their prompts (RAGEN-2's proxy of
+                                 the mutual information, gspo.algorithm.mutual_information)
+    tracking.snr_every           signal and noise of the gradient, by the two halves of the batch
+
+Both are off by default, because they cost passes. They change no other number of a run: no weight,
+no gradient, and no random number that the run draws.
+
+Shape suffixes: B responses, T response tokens, R scored responses, P prompts, N selected rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gspo.algorithm.aggregation import Totals
+from gspo.algorithm.mutual_information import prompt_information
+from gspo.data.batch import TrainBatch
+from gspo.data.pack import pack
+from gspo.data.samples import Response, ScoredResponse
+from gspo.data.seeding import permutation
+from gspo.distributed.ranks import Ranks
+from gspo.model.policy import Policy
+from gspo.train.accumulator import MetricAccumulator
+from gspo.train.loss_terms import PolicyTerm, TermInputs
+
+
+@dataclass
+class SignalProbe:
+    """The steps at which signals are measured, and the sizes of the measurement.
+
+    information_every     0: never
+    information_prompts   prompts of a step that are compared, at most
+    information_samples   responses of each prompt that are scored, under all of these prompts
+    snr_every             0: never
+    """
+
+    information_every: int = 0
+    information_prompts: int = 16
+    information_samples: int = 2
+    snr_every: int = 0
+
+    def measures_information(self, step: int) -> bool:
+        """Return whether the mutual information is due at a step."""
+        return bool(self.information_every) and step % self.information_every == 0
+
+    def measures_snr(self, step: int) -> bool:
+        """Return whether the gradient's signal and noise are due at a step."""
+        return bool(self.snr_every) and step % self.snr_every == 0
+
+    def information(
+        self,
+        policy: Policy,
+        groups: list[list[ScoredResponse]],
+        micro_batch_size: int,
+        ranks: Ranks,
+        accumulator: MetricAccumulator,
+    ) -> None:
+        """Measure how much the first groups' responses tell of their prompts.
+
+        All tokens that the policy wrote are scored. RAGEN scores those between the think tags. With
+        fewer than two different prompts nothing is measured.
+        """
+        cross = cross_log_probs(
+            policy,
+            groups,
+            prompts=self.information_prompts,
+            samples=self.information_samples,
+            micro_batch_size=micro_batch_size,
+            ranks=ranks,
+        )
+        if cross is None:
+            return
+        mean_RP, sum_RP, own_R = cross
+        identity_P = torch.arange(mean_RP.shape[1])
+        for name, value in prompt_information(mean_RP, sum_RP, own_R, identity_P).items():
+            accumulator.mean(f"information/{name}", value)
+
+
+def cross_log_probs(
+    policy: Policy,
+    groups: list[list[ScoredResponse]],
+    *,
+    prompts: int,
+    samples: int,
+    micro_batch_size: int,
+    ranks: Ranks,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return log-probs of responses under every prompt: mean per token and sum, and own prompts.
+
+    Shapes [R, P], [R, P] and [R], float64 and int64. Equal prompts count once. Responses that are
+    too long for the model behind the longest prompt are left out. Returns None for fewer than two
+    prompts, or if no response is left."""
+    ids: dict[tuple[int, ...], int] = {}
+    chosen: list[tuple[int, list[ScoredResponse]]] = []
+    for group in groups:
+        prompt = tuple(group[0].prompt_ids)
+        if prompt in ids or len(ids) < prompts:
+            own = ids.setdefault(prompt, len(ids))
+            chosen.append((own, group[:samples]))
+    longest_prompt = max(map(len, ids))
+    rows: list[Response] = []
+    own_prompts: list[int] = []
+    for own, group in chosen:
+        for response in group:
+            length = longest_prompt + len(response.token_ids)
+            if policy.positions and length > policy.positions:
+                continue
+            own_prompts.append(own)
+            for prompt in ids:
+                rows.append(replace(response, prompt_ids=list(prompt), experts=None))
+    if len(ids) < 2 or not rows:
+        return None
+    batch = pack(rows, policy.pad_id)
+    local_rows_N = torch.arange(len(batch))[ranks.rank :: ranks.world_size]
+    logp_BT = policy.score(batch, micro_batch_size, local_rows_N).logp_BT
+    logp_BT = ranks.all_reduce(logp_BT)
+    sum_B = torch.where(batch.mask_BT, logp_BT.double(), 0.0).sum(-1)
+    mean_B = sum_B / batch.mask_BT.sum(-1)
+    shape = (len(own_prompts), len(ids))
+    return mean_B.view(shape), sum_B.view(shape), torch.tensor(own_prompts)
+
+
+def measure_snr(
+    policy: Policy,
+    term: PolicyTerm,
+    batch: TrainBatch,
+    *,
+    starts_at_old: bool,
+    micro_batch_size: int,
+    local_rows_N: Tensor,
+    position: tuple[int, int],
+    ranks: Ranks,
+    accumulator: MetricAccumulator,
+) -> None:
+    """Measure signal and noise of the policy term's gradient over the batch.
+
+    Each half has whole groups, drawn at random by `position` (seed, step). With `starts_at_old` the
+    ratios are exactly 1. The objective is copied, because a user's objective may have a state. The
+    parameters have no gradients afterwards.
+    """
+    halves = random_halves(batch.prompts_B, *position)
+    if halves is None:
+        return
+    term = copy.deepcopy(term)
+    parameters = policy.parameters()
+    random_state = torch.get_rng_state()
+    gradients: list[list[Tensor]] = []
+    for is_in_half_B in halves:
+        totals = Totals.of(batch.mask_BT[is_in_half_B])
+        local_B = is_in_half_B.clone()
+        if ranks.world_size > 1:
+            local_B &= torch.isin(torch.arange(len(batch)), local_rows_N)
+        if local_B.any():
+            local = batch.rows(local_B)
+            add_gradient(policy, term, local, totals, starts_at_old, micro_batch_size)
+        ranks.all_reduce_gradients(parameters)
+        gradient = []
+        for parameter in parameters:
+            zeros = torch.zeros_like(parameter)
+            gradient.append(zeros if parameter.grad is None else parameter.grad)
+            parameter.grad = None
+        gradients.append(gradient)
+    torch.set_rng_state(random_state)
+    for name, value in signal_and_noise(*gradients).items():
+        accumulator.mean(f"optim/{name}", value)
+
+
+def add_gradient(
+    policy: Policy,
+    term: PolicyTerm,
+    batch: TrainBatch,
+    totals: Totals,
+    starts_at_old: bool,
+    micro_batch_size: int,
+) -> None:
+    """Add the gradient of the policy term on a batch to the parameters' gradients."""
+    with policy.cached_casts():
+        for micro in batch.split(micro_batch_size):
+            if not micro.adv_BT.any() and not term.needs_every_row:
+                continue
+            on_device = micro.to(policy.device)
+            output = policy.forward(micro, entropy=False)
+            if starts_at_old:
+                on_device = on_device.with_old_results(
+                    output.logp_BT.detach(), on_device.experts_BSLK
+                )
+            loss = term(TermInputs(output, on_device, totals, 1, MetricAccumulator()))
+            if loss.requires_grad:
+                loss.backward()
+
+
+def random_halves(prompts_B: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor] | None:
+    """Mark the rows of two halves of whole groups, bool [B] each, None for fewer than two groups.
+
+    An odd group is in the second half."""
+    distinct = prompts_B.unique()
+    if len(distinct) < 2:
+        return None
+    order = torch.from_numpy(permutation(len(distinct), seed, "snr", step))
+    first_B = torch.isin(prompts_B, distinct[order[: len(distinct) // 2]])
+    return first_B, ~first_B
+
+
+def signal_and_noise(first: list[Tensor], second: list[Tensor]) -> dict[str, float]:
+    """Return signal and noise of the whole batch's gradient, from the gradients of its halves.
+
+    The halves' gradients g_1 and g_2 are independent estimates of the gradient G. The batch's is
+    their mean, whose covariance has the trace tr(S). Both estimates are unbiased, so the signal can
+    be negative (McCandlish et al., arXiv:1812.06162, Appendix A):
+
+        gradient_signal   g_1 . g_2               estimates |G|^2
+        gradient_noise    |g_1 - g_2|^2 / 4       estimates tr(S)
+        snr               signal / noise
+        snr_cosine        g_1 . g_2 / (|g_1| |g_2|)
+
+    Over several steps, divide the mean signal by the mean noise. A ratio or a cosine without
+    denominator is left out.
+    """
+    dot = square_1 = square_2 = 0.0
+    for a, b in zip(first, second, strict=True):
+        a64 = a.double()
+        b64 = b.double()
+        dot += float((a64 * b64).sum())
+        square_1 += float(a64.square().sum())
+        square_2 += float(b64.square().sum())
+    noise = max(0.0, square_1 + square_2 - 2 * dot) / 4
+    numbers = {"gradient_signal": dot, "gradient_noise": noise}
+    if noise > 0:
+        numbers["snr"] = dot / noise
+    if square_1 > 0 and square_2 > 0:
+        numbers["snr_cosine"] = dot / (square_1 * square_2) ** 0.5
+    return numbers
