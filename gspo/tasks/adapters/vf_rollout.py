@@ -1,287 +1,535 @@
-"""Plays rollouts of the library verifiers turn by turn.
+"""Plays episodes of the library verifiers turn by turn.
 
-This is the interface of `vf.load_environment` of version 0.3. The library plays a whole rollout and
-requests each turn from a model. Here its model is a `PolicyClient`: it passes on the messages of a
-request, and waits for the text that `step` gets. The library does everything else: setup, stop
-conditions, tools, clean-up and the rubric.
+This is the API `verifiers.v1` of version 0.4. The library plays a whole episode: a harness runs in
+a runtime and requests each turn of the model from a local interception server, which records the
+requests and turns in a trace. The server asks a client for the turn. Here this client is an
+`EngineClient`: it waits until `act` has a turn of the policy, and answers with its text, its token
+ids and their log-probs. The library does everything else: setup, stop conditions, tools, clean-up
+and rewards.
 
-    reset   starts the rollout, which requests a turn   -> the messages of the request
-    step    passes on the turn
-            and the rollout requests another turn       -> the new messages, as the observation
-            or it ends, and its rubric scores it        -> reward, metrics, and the stop condition
-                                                           as the verdict
+    reset    starts the episode, whose harness requests a turn -> the messages of the request
+    act      passes on the turn
+             and the harness requests another turn             -> the new messages, as observation
+             or the episode ends, and its trace has the reward -> reward, metrics, and the stop
+                                                                  condition as the verdict
+    settle   ends an episode that was cut off, or that a group's reward had to wait for
 
-All rollouts share one event loop in a thread. The environments of several rollouts may share
+The trace of an episode has the token ids, log-probs and mask of the training sample. At the end
+they are compared with those of the policy's engine, and a difference is an error.
+
+All episodes share one event loop in a thread. The environments of several episodes may share
 clients and locks, which are bound to the first loop that uses them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import atexit
 import json
 import logging
 import re
-import signal
-import sys
 import threading
-from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import cache
-from types import SimpleNamespace
+from functools import cache, partial
 from typing import Any
 
-import datasets
-import verifiers as vf
-from verifiers.types import Response, ResponseMessage, ToolCall
+import verifiers.v1 as vf
+from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import FinishReason, ToolCall, TurnTokens, Usage, content_text
+from verifiers.v1.utils.loaders import (
+    env_config_type,
+    harness_class,
+    load_environment,
+    taskset_class,
+)
 
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
-from gspo.tasks.environments.player import MAX_MEASURES
-from gspo.tasks.environments.protocol import Environment, Message, Outcome
+from gspo.tasks.adapters import vf_chat
+from gspo.tasks.environments.player import MAX_MEASURES, EnvironmentFailed, new_loop
+from gspo.tasks.environments.protocol import Environment, Message, Outcome, SampledTurn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 END_OF_THOUGHTS = "</think>"
-MAX_METRICS = MAX_MEASURES - 2  # two measures are added here
-# Errors that the policy caused. After any other error there is no reward.
-POLICY_ERRORS = ("ToolError", "ToolParseError", "ToolCallError", "OverlongPromptError")
-Request = tuple[list[Any], list[Any]]  # the messages and the tools of a request of the library
-FAULTS: ContextVar[list[str]] = ContextVar("the faults of the rubric's functions in one rollout")
+CUT_OFF = "max_output_tokens"  # the library's stop condition of episodes that we cut off
+SECONDS_BETWEEN_LOOKS = 0.02  # at the trace of a group's member, which nobody announces as ended
+SECONDS_TO_STOP = 10.0
+MODEL = "policy"
+SERVING: list[asyncio.Task[None]] = []  # each serves an environment until the process ends
 
 
-class PolicyClient(vf.Client):
-    """A client of a model for the library, which waits until `step` has the model's turn."""
+class EngineClientConfig(vf.TrainClientConfig):
+    """An address that no request is sent to: `EngineClient` answers.
 
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.requests: asyncio.Queue[Request] = asyncio.Queue()
-        self.turns: asyncio.Queue[ResponseMessage] = asyncio.Queue()
+    It is given explicitly, because the library's default address is a paid service."""
 
-    async def get_native_response(
-        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, state: Any = None
-    ) -> ResponseMessage:
-        self.requests.put_nowait((list(prompt), list(tools or [])))
-        return await self.turns.get()
-
-    async def from_native_response(self, response: ResponseMessage) -> Response:
-        return Response(id="", created=0, model="policy", message=response)
-
-    # Requests and turns have the library's own types, so these methods convert nothing.
-    def setup_client(self, config: Any) -> None:
-        return None
-
-    async def to_native_tool(self, tool: Any) -> Any:
-        return tool
-
-    async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        return messages, {}
-
-    async def raise_from_native_response(self, response: ResponseMessage) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
+    base_url: str = "http://127.0.0.1:9/v1"
+    api_key_var: str = "GSPO_HAS_NO_KEY"
 
 
 @dataclass
-class VfEpisode(Environment):
-    """An environment that plays a rollout of the library."""
+class Request:
+    """A request of the harness that waits for a turn of the policy."""
 
-    env: Any
-    metrics: tuple[str, ...]
-    policy: PolicyClient = field(default_factory=PolicyClient)
-    rollout: asyncio.Task[dict[str, Any]] | None = None
-    conversation: list[Any] = field(default_factory=list)  # the messages of the last request
-    faults: list[str] = field(default_factory=list)
+    prompt: PendingTurn
+    is_linear: bool  # whether it continues the conversation with the policy's last turn
+    answer: asyncio.Future[vf.Response | None]  # None: the episode is cut off
+
+
+class EngineClient(vf.Client):
+    """The model of the library's episodes: it waits for turns that the policy's engine samples."""
+
+    def __init__(self) -> None:
+        self.seats: dict[str, Seat] = {}  # by the id of the trace
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> vf.Response:
+        """Return the policy's turn for a request."""
+        seat = self.seats.get(session_id or "")
+        if seat is None or turn is None:
+            raise vf.ProviderError(
+                "an agent beside the training samples requests turns of the policy: it needs a "
+                "client of its own in the environment's configuration",
+                status_code=400,
+            )
+        if not isinstance(dialect, ChatDialect):
+            raise vf.ProviderError(
+                f"the harness speaks {type(dialect).__name__}: only chat completions are supported",
+                status_code=400,
+            )
+        request = Request(
+            turn,
+            len(turn.prefix_node_ids) == len(turn.trace.nodes),
+            asyncio.get_running_loop().create_future(),
+        )
+        seat.requests.put_nowait(request)
+        response = await request.answer
+        if response is None:
+            turn.trace.stop(CUT_OFF)
+            raise vf.ProviderError("the episode is cut off", status_code=400)
+        return response
+
+
+@dataclass
+class Seat:
+    """The place of one conversation with the policy in an episode of the library."""
+
+    requests: asyncio.Queue[Request] = field(default_factory=asyncio.Queue)
+    trace: vf.Trace | None = None  # None until the library has begun it
+
+
+class Play:
+    """An episode of the library, in which one or more samples of a group have a seat each."""
+
+    def __init__(self, loaded: Loaded, task: vf.Task, size: int):
+        self.loaded = loaded
+        self.seats = [Seat() for _ in range(size)]
+        self.free_seats = list(self.seats)
+        self.run: asyncio.Task[vf.Episode] | None = None
+        self._task = task
+
+    async def start(self) -> None:
+        """Start the episode, if no other sample has started it."""
+        if self.run is None:
+            context = vf.ModelContext(MODEL, self.loaded.client_config)
+            self.run = asyncio.create_task(
+                self.loaded.env.run_episode(self._task, context, on_trace=self._seat)
+            )
+
+    def _seat(self, trace: vf.Trace) -> None:
+        """Give the next seat to an agent of the policy whose trace begins."""
+        agent = trace.agent
+        if not agent.trainable or not isinstance(agent.config.client, EngineClientConfig):
+            return
+        for seat in self.seats:
+            if seat.trace is None:
+                seat.trace = trace
+                self.loaded.client.seats[trace.id] = seat
+                return
+
+    async def cancel(self) -> None:
+        """End the episode, if it has not ended, and forget its traces."""
+        if self.run is not None:
+            self.run.cancel()
+            await asyncio.wait({self.run})
+        plays = self.loaded.plays
+        for group in [group for group, play in plays.items() if play is self]:
+            del plays[group]
+        for seat in self.seats:
+            if seat.trace is not None:
+                self.loaded.client.seats.pop(seat.trace.id, None)
+
+    async def end(self) -> vf.Episode:
+        """Wait for the end of the episode. Raises RuntimeError if it is not ok."""
+        if self.run is None:
+            raise RuntimeError("the episode has not begun")
+        episode = await self.run
+        if not episode.ok:
+            errors = list(episode.errors)
+            errors += [error for trace in episode.traces for error in trace.errors]
+            reasons = [f"{error.type}: {error.message}" for error in errors] or ["no error"]
+            raise RuntimeError(f"the episode is not ok: {'; '.join(reasons)}")
+        return episode
+
+
+class VfEpisode(Environment):
+    """An environment that plays the conversation of one seat."""
+
+    settles = True
+
+    def __init__(self, load: Callable[[int], Loaded], task: int, group: tuple[Any, ...]):
+        self.load = load  # returns the library's environment for a group size
+        self.task = task  # the index of its task
+        self.group = group  # the position of the group of samples
+        self.in_group = False  # whether all samples of the group are one episode of the library
+        self.play: Play | None = None
+        self.seat = Seat()
+        self.request: Request | None = None  # waits for the policy's turn
+        self.messages: list[Any] = []  # of the last request
+        self.turns: list[SampledTurn] = []
 
     def reset(self, problem: Problem) -> list[Message]:
-        """Start the rollout of a row, and return the messages of its first request."""
-        request = on_loop(self._start(problem.answer))
-        if request is None:
-            verdict = self._final_outcome(bad_call=False).verdict
-            raise RuntimeError(f"the rollout ended before the first turn: {verdict}")
-        self.conversation, tools = request
+        """Start the episode, and return the messages of its first request."""
+        loaded = self.load(self.group_size)
+        self.in_group = loaded.group
+        on_loop(self._start(loaded))
+        if self.request is None:
+            self._result()
+            raise RuntimeError("the episode ended before the first turn")
+        self.messages = self.request.prompt.prompt
         keys = ("name", "description", "parameters")
         self.tools = tuple(
-            {"type": "function", "function": {key: tool[key] for key in keys}} for tool in tools
+            {"type": "function", "function": {key: getattr(tool, key) for key in keys}}
+            for tool in self.request.prompt.tools
         )
         self.role = "tool" if self.tools else "user"
-        return [
-            {"role": message.role, "content": text_of(message)} for message in self.conversation
-        ]
+        return [{"role": message.role, "content": text_of(message)} for message in self.messages]
 
     def step(self, text: str) -> Outcome:
-        """Pass on the policy's turn, and wait for the next request or the end of the rollout."""
-        turn = plain(text)
-        bad_call = False
-        if self.tools:
-            turn, bad_call = turn_with_calls(text, len(self.conversation))
-        request = on_loop(self._next_request(turn))
-        if request is None:
-            return self._final_outcome(bad_call)
-        earlier = self.conversation
-        self.conversation, _ = request
-        changed = self.conversation[: len(earlier)] != earlier
-        if changed or self.conversation[len(earlier)].role != "assistant":
+        """Pass on a turn without tokens, as a test does."""
+        return self.act(SampledTurn(text))
+
+    def act(self, turn: SampledTurn) -> Outcome:
+        """Pass on the policy's turn, and wait for the next request or the end of the episode."""
+        message, bad_call = self._message(turn.text)
+        self._answer(turn, message, "tool_calls" if message.tool_calls else "stop")
+        on_loop(self._next_request())
+        measures = {"malformed_calls": float(bad_call)}
+        if self.request is None and self.in_group:
+            return Outcome("", done=True, measures=measures, deferred=True)
+        if self.request is None:
+            outcome = self._result()
+            outcome.measures |= measures
+            return outcome
+        if not self.request.is_linear:
             raise RuntimeError(
                 "the environment has changed earlier turns of the conversation, which is not "
                 "supported"
             )
-        new_texts = map(text_of, self.conversation[len(earlier) + 1 :])
-        return Outcome("\n\n".join(new_texts), measures=self._measures({}, bad_call))
+        new_messages = self.request.prompt.prompt[len(self.messages) + 1 :]
+        self.messages = self.request.prompt.prompt
+        return Outcome("\n\n".join(map(text_of, new_messages)), measures=measures)
+
+    def settle(self, turn: SampledTurn | None) -> Outcome:
+        """Return the outcome of an episode that was cut off, or whose group has now ended.
+
+        The library calls an episode truncated if the last turn is cut off. It scores the
+        conversation up to there."""
+        if self.request is not None and turn is not None:
+            self._answer(turn, self._message(turn.text)[0], "length")
+            on_loop(self._next_request())
+        if self.request is not None:
+            self._reply(self.request, None)
+        return self._result()
 
     def close(self) -> None:
-        """End the rollout, if it has not ended. The environment then cleans up."""
-        if self.rollout:
-            on_loop(self._cancel(self.rollout))
+        """End the episode, if it has not ended. The environment then cleans up."""
+        if self.play is not None:
+            on_loop(self.play.cancel())
 
-    async def _start(self, row: dict[str, Any]) -> Request | None:
-        FAULTS.set(self.faults)
-        self.rollout = asyncio.create_task(self.env.run_rollout(row, self.policy, "policy", {}))
-        return await self._next_request(None)
+    async def _start(self, loaded: Loaded) -> None:
+        self.play = loaded.join(self.task, self.group, self.group_size)
+        self.seat = self.play.free_seats.pop(0)
+        await self.play.start()
+        await self._next_request()
 
-    async def _next_request(self, turn: ResponseMessage | None) -> Request | None:
-        """Pass on a turn, and return the rollout's next request, or None if the rollout ends."""
-        rollout = self._started_rollout()
-        if turn is not None:
-            self.policy.turns.put_nowait(turn)
-        request = asyncio.create_task(self.policy.requests.get())
-        await asyncio.wait({request, rollout}, return_when=asyncio.FIRST_COMPLETED)
-        if request.done():
-            return request.result()
+    async def _next_request(self) -> None:
+        """Wait for the next request, which is None if the seat's agent or the episode ends."""
+        assert self.play is not None and self.play.run is not None
+        run = self.play.run
+        request = asyncio.ensure_future(self.seat.requests.get())
+        while not request.done() and not run.done() and not self._agent_has_ended():
+            await asyncio.wait(
+                {request, run},
+                return_when=asyncio.FIRST_COMPLETED,
+                timeout=SECONDS_BETWEEN_LOOKS if self.in_group else None,
+            )
+        self.request = request.result() if request.done() else None
         request.cancel()
-        return None
 
-    async def _cancel(self, rollout: asyncio.Task[dict[str, Any]]) -> None:
-        rollout.cancel()
-        await asyncio.wait({rollout})
+    def _agent_has_ended(self) -> bool:
+        """Return whether the seat's agent of a group has ended, and will request no more turns."""
+        trace = self.seat.trace
+        return self.in_group and trace is not None and trace.is_completed
 
-    def _started_rollout(self) -> asyncio.Task[dict[str, Any]]:
-        """Return the rollout. Raises RuntimeError before `reset`, which starts it."""
-        if self.rollout is None:
-            raise RuntimeError("the episode has not begun")
-        return self.rollout
+    def _message(self, text: str) -> tuple[vf.AssistantMessage, bool]:
+        """Return the policy's message, and whether it has a malformed call of a tool."""
+        if self.tools:
+            return message_with_calls(text, len(self.turns))
+        return vf.AssistantMessage(content=text), False
 
-    def _final_outcome(self, bad_call: bool) -> Outcome:
-        """Return the outcome of the last turn.
+    def _answer(
+        self, turn: SampledTurn, message: vf.AssistantMessage, finish_reason: FinishReason
+    ) -> None:
+        """Answer the request that waits, with the tokens of the policy's turn."""
+        assert self.request is not None
+        self.turns.append(turn)
+        tokens = TurnTokens(
+            prompt_ids=turn.context_ids,
+            completion_ids=turn.token_ids,
+            completion_logprobs=turn.logprobs,
+            bridged=len(self.turns) > 1,
+        )
+        usage = Usage(prompt_tokens=len(turn.context_ids), completion_tokens=len(turn.token_ids))
+        response = vf.Response(
+            id="", created=0, model=MODEL, message=message, finish_reason=finish_reason,
+            usage=usage, tokens=tokens,
+        )  # fmt: skip
+        response.raw = serialize_completion(response, MODEL)
+        self._reply(self.request, response)
 
-        Raises the exception of the rollout, if it raised one. Raises RuntimeError if the rollout
-        recorded an error that the policy did not cause."""
-        state = self._started_rollout().result()
-        error = state["error"]
-        if error and error["error"] not in POLICY_ERRORS:
-            raise RuntimeError(error["error_chain_repr"])
-        verdict = error["error"] if error else state["stop_condition"] or "done"
-        measures = self._measures(state["metrics"], bad_call)
-        return Outcome("", float(state["reward"]), done=True, verdict=verdict, measures=measures)
+    def _reply(self, request: Request, response: vf.Response | None) -> None:
+        event_loop().call_soon_threadsafe(set_result, request.answer, response)
+        self.request = None
 
-    def _measures(self, metrics: dict[str, float], bad_call: bool) -> dict[str, float]:
-        """Return the rubric's metrics, which are 0 before the end, and the faults of the turn."""
-        measures = {plain_name(name): float(metrics.get(name, 0.0)) for name in self.metrics}
-        measures["malformed_calls"] = float(bad_call)
-        measures["rubric_faults"] = float(len(self.faults))
-        return measures
+    def _result(self) -> Outcome:
+        """Return the outcome of an episode that ends: its trace has the reward.
+
+        Raises RuntimeError if the episode is not ok, because its traces are unusable: such a trace
+        has the reward 0. Raises it as well if the tokens of the trace are not the policy's."""
+        assert self.play is not None
+        on_loop(self.play.end())
+        trace = self.seat.trace
+        if trace is None:
+            raise RuntimeError("the environment began no trace for this sample")
+        if trace.is_timeout:
+            raise EnvironmentFailed(
+                "environment-timeout",
+                f"a time limit of the library ended the episode: {trace.stop_condition}",
+            )
+        scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
+        if not scores or len(scores) < len(trace.rewards):
+            raise RuntimeError(f"the episode was not scored: its rewards are {trace.rewards}")
+        compare_tokens(trace, self.turns)
+        return Outcome(
+            reward=trace.reward,
+            done=True,
+            verdict=trace.stop_condition or "done",
+            measures=measures_of(scores | trace.metrics),
+        )
+
+
+@dataclass
+class Loaded:
+    """An environment of the library that serves episodes, and its tasks.
+
+    env       the library's environment
+    tasks     the tasks of its taskset, in their order
+    group     whether all samples of a problem have seats in one episode
+    """
+
+    env: Any
+    tasks: list[Any]
+    group: bool
+    client: EngineClient = field(default_factory=EngineClient)
+    client_config: EngineClientConfig = field(default_factory=EngineClientConfig)
+    plays: dict[tuple[Any, ...], Play] = field(default_factory=dict)
+
+    def join(self, task: int, group: tuple[Any, ...], group_size: int) -> Play:
+        """Return the episode of a group's sample, which has a free seat. Runs on the event loop."""
+        if not self.group:
+            return Play(self, self.tasks[task], 1)
+        play = self.plays.get(group)
+        if play is None:
+            play = self.plays[group] = Play(self, self.tasks[task], group_size)
+        if len(play.free_seats) == 1:  # no other sample can join
+            del self.plays[group]
+        return play
+
+    async def serve(self) -> None:
+        """Begin to serve episodes, until the process ends."""
+        ready = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(self._serve(ready))
+        await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            serving.result()
+        SERVING.append(serving)
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        async with self.env.serving():
+            # the server asks this client instead of making one for the address
+            self.env._interception.clients[self.client_config.model_dump_json()] = self.client
+            ready.set_result(None)
+            await asyncio.Event().wait()
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """An environment, and its data sets. A data set that it does not have is None."""
+class EnvChoice:
+    """Which environment of the library to load; see `VfEnvironments` for the fields."""
 
-    env: Any
-    train: Any
-    evaluation: Any
-    metrics: tuple[str, ...]  # the names of the rubric's functions
-
-    def episode(self) -> VfEpisode:
-        """Return a new environment for one rollout."""
-        return VfEpisode(self.env, self.metrics)
+    taskset: str
+    env: str
+    harness: str
+    runtime: str
+    turns: int
+    group: str
 
 
-def load(function: Callable[..., Any], arguments: dict[str, Any], key: str) -> Loaded:
-    """Call a function that makes an environment, and return the environment and its data sets.
+def load(
+    choice: EnvChoice, arguments: dict[str, Any], group_size: int, max_tasks: int, key: str
+) -> Loaded:
+    """Load an environment of the library and its tasks.
 
-    Raises ValueError, which names `key`, if the call fails or the environment is unusable."""
+    Raises ValueError, which names `key`, if that fails or the environment is unusable."""
     quieten()
-    name = getattr(function, "__name__", str(function))
+    find("taskset", choice.taskset, taskset_class, key)
+    find("harness", choice.harness, harness_class, key)
+    config_type = find("env", choice.env, partial(env_config_type, choice.taskset), key)
+    if choice.group and choice.group not in config_type.model_fields:
+        problem = f"the environment's configuration has no field {choice.group}"
+        raise SettingError(f"{key}group", choice.group, problem)
+    roles = agent_config_fields(config_type.model_construct())
+    taskset = {"id": choice.taskset, **arguments}
+    data: dict[str, Any] = {"id": choice.env, "taskset": taskset, "max_concurrent_agents": None}
+    data["interception"] = {"type": "server"}
+    for name, role in roles.items():
+        limit = choice.turns if role.max_turns is None else min(role.max_turns, choice.turns)
+        data[name] = {
+            "harness": {"id": choice.harness},
+            "runtime": {"type": choice.runtime},
+            "max_turns": limit,
+        }
+    if choice.group:
+        data[choice.group] = group_size
     try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise SettingError(f"{key}arguments", arguments, f"does not fit {name}: {error}") from None
+        config = config_type.model_validate(data)
+    except ValueError as error:  # of pydantic
+        reason = " ".join(str(error).split())
+        raise SettingError(f"{key}arguments", arguments, f"does not fit: {reason}") from None
     try:
-        env = function(**arguments)
-        if not isinstance(env, vf.Environment):
-            raise TypeError(
-                f"{name} returned {type(env).__name__}, not an environment of verifiers"
-            )
-        train = env.build_dataset()
-        evaluation = env.build_eval_dataset()
+        env = load_environment(config)
+        taskset_tasks = iter(env.taskset)
+        if env.taskset.bounded:
+            tasks = list(taskset_tasks)
+        else:
+            tasks = [next(taskset_tasks) for _ in range(max_tasks)]
+        loaded = Loaded(env, tasks, bool(choice.group))
+        on_loop(loaded.serve())
     except Exception as error:  # an environment may raise anything
-        problem = f"{name} failed: {type(error).__name__}: {error}"
-        raise SettingError(f"{key}env", problem=problem) from error
-    if env.requires_group_rollouts:
-        raise SettingError(
-            f"{key}env",
-            problem="its rubric scores whole groups at once; here each episode is scored by itself",
+        problem = f"loading it failed: {type(error).__name__}: {error}"
+        raise SettingError(f"{key}taskset", choice.taskset, problem) from error
+    return loaded
+
+
+def find(field: str, name: str, function: Callable[[str], Any], key: str) -> Any:
+    """Return the result of a function of the library that finds a plugin by its name.
+
+    Raises ValueError, which names the field, if it finds none."""
+    try:
+        return function(name)
+    except Exception as error:  # the module is foreign code
+        raise SettingError(f"{key}{field}", name, f"{type(error).__name__}: {error}") from error
+
+
+def compare_tokens(trace: vf.Trace, turns: list[SampledTurn]) -> None:
+    """Compare the token ids, log-probs and mask of a trace with the turns that the policy sampled.
+
+    Raises RuntimeError if they differ, or if the trace has several branches, as compaction and
+    sub-agents make."""
+    branches = trace.branches
+    if len(branches) != 1:
+        raise RuntimeError(
+            f"the conversation has {len(branches)} branches, and one is supported: the harness "
+            "has rewritten its history or begun a conversation beside it"
         )
-    if env.message_type != "chat" or not env.score_rollouts:
-        raise SettingError(
-            f"{key}env",
-            problem="it must be a chat that its rubric scores (message_type, score_rollouts)",
-        )
-    metrics = tuple(dict.fromkeys(env.rubric._get_reward_func_names()))[:MAX_METRICS]
-    event_loop()
-    return Loaded(env, train, evaluation, metrics)
+    if not turns or not turns[-1].token_ids:
+        return
+    branch = branches[0]
+    token_ids = turns[-1].context_ids + turns[-1].token_ids
+    mask = [False] * len(token_ids)
+    logprobs = [0.0] * len(token_ids)
+    for turn in turns:
+        span = slice(len(turn.context_ids), len(turn.context_ids) + len(turn.token_ids))
+        mask[span] = [True] * len(turn.token_ids)
+        logprobs[span] = turn.logprobs
+    ours = (token_ids, mask, logprobs)
+    if (branch.token_ids, branch.sampled_mask, branch.logprobs) != ours:
+        raise RuntimeError("the tokens of the trace are not those that the policy has sampled")
+
+
+def measures_of(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return rewards and metrics of a trace as measures, without those that have no value."""
+    measures = {
+        plain_name(name): float(value) for name, value in values.items() if value is not None
+    }
+    return dict(list(measures.items())[: MAX_MEASURES - 1])
 
 
 @cache
 def quieten() -> None:
-    """Keep the library from changing the run's signal handlers, its log and its terminal."""
-    # Every environment sets handlers of SIGINT and SIGTERM. A run needs its own handlers to end in
-    # order.
-    stand_in = {
-        name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "default_int_handler")
-    }
-    module: Any = sys.modules[vf.Environment.__module__]
-    module.signal = SimpleNamespace(**stand_in, signal=lambda number, handler: None)
-    datasets.disable_progress_bars()
-    log = logging.getLogger("verifiers")
+    """Let the library find our harness, and write its warnings into the run's log."""
+    vf_chat.register()
+    log = logging.getLogger("verifiers.v1")
     log.setLevel(log.level or logging.WARNING)
-    log.propagate = True
-    log.addHandler(FaultNote())
 
 
-class FaultNote(logging.Handler):
-    """A log handler that notes the faults of a rubric's functions in their rollout.
+@atexit.register
+def stop_serving() -> None:
+    """End all servers, and let the environments clean up what they share."""
+    if SERVING:
+        stopping = asyncio.run_coroutine_threadsafe(cancelled(SERVING), event_loop())
+        wait([stopping], SECONDS_TO_STOP)
 
-    The library logs a fault and continues with 0 as the function's value."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        faults = FAULTS.get(None)
-        if faults is not None and message.startswith("Error calling reward function"):
-            faults.append(message)
+async def cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait for their ends. Errors do not matter when the process ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all rollouts, which runs in a separate thread."""
-    loop = asyncio.new_event_loop()
+    """Return the event loop of all episodes, which runs in a separate thread."""
+    loop = new_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
 
 
 def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine on the event loop of all rollouts, and return its result."""
+    """Run a coroutine on the event loop of all episodes, and return its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
-def plain(text: str) -> ResponseMessage:
-    """Return a turn of the policy that calls no tool."""
-    return ResponseMessage(content=text, is_truncated=False, finish_reason="stop")
+def set_result(future: asyncio.Future[Any], result: Any) -> None:
+    """Set the result of a future, unless the library has given up waiting for it."""
+    if not future.done():
+        future.set_result(result)
 
 
-def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
+def message_with_calls(text: str, turn: int) -> tuple[vf.AssistantMessage, bool]:
     """Return a turn of the policy, and whether it has a malformed call of a tool.
 
     A call is <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, after the thoughts.
@@ -294,14 +542,11 @@ def turn_with_calls(text: str, turn: int) -> tuple[ResponseMessage, bool]:
             tool_call(match[1], f"call_{turn}_{number}") for number, match in enumerate(matches)
         ]
     except ValueError:
-        return plain(text), True
+        return vf.AssistantMessage(content=text), True
     if not calls:
-        return plain(text), False
+        return vf.AssistantMessage(content=text), False
     content = text[: matches[0].start()]
-    message = ResponseMessage(
-        content=content, tool_calls=calls, is_truncated=False, finish_reason="tool_calls"
-    )
-    return message, False
+    return vf.AssistantMessage(content=content, tool_calls=calls), False
 
 
 def tool_call(text: str, call_id: str) -> ToolCall:
@@ -322,16 +567,10 @@ def text_of(message: Any) -> str:
             "the environment's messages contain calls of tools by the assistant, which is not "
             "supported"
         )
-    if message.role not in ("system", "user", "assistant", "tool"):
-        raise ValueError(
-            f"the environment's messages have the role {message.role!r}, which is not supported"
-        )
-    if isinstance(message.content, str):
-        return message.content
-    parts = message.content or []
-    if any(part["type"] != "text" for part in parts):
+    content = message.content
+    if isinstance(content, list) and any(part.type != "text" for part in content):
         raise ValueError("the environment's messages are not text alone, which is not supported")
-    return "".join(part["text"] for part in parts)
+    return content_text(content)
 
 
 def plain_name(name: str) -> str:
