@@ -95,19 +95,19 @@ class VfEnvironments(SingleSet, EnvironmentTask):
         Raises ValueError if it or the library is missing or unusable."""
         if not self.group:
             group_size = 1
-        place = (training or not self.evaluation_arguments, group_size)
+        variant = (training or not self.evaluation_arguments, group_size)
         with LOADING:
-            if place not in self._loaded:
-                self._loaded[place] = self._load(*place)
-            return self._loaded[place]
+            if variant not in self._loaded:
+                self._loaded[variant] = self._load(*variant)
+            return self._loaded[variant]
 
     def _load(self, training: bool, group_size: int) -> Loaded:
         try:
             # the library is optional, an extra of the installation
             from gspo.tasks.adapters.vf_rollout import EnvChoice, load
-        except ModuleNotFoundError as error:
-            # older versions of verifiers lack the second
-            if error.name not in ("verifiers", "verifiers.v1"):
+        except ImportError as error:
+            # older versions of verifiers lack parts of it
+            if not str(error.name).startswith("verifiers"):
                 raise
             raise SettingError(
                 "task", self.name, "needs the package verifiers in version 0.4", INSTALL
@@ -133,12 +133,13 @@ class VfEnvironments(SingleSet, EnvironmentTask):
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Raises ValueError if the split has no tasks."""
         indices = self._indices(split)
-        position = index
-        if split in TRAINING_SPLITS:
-            epoch, place = divmod(index, len(indices))
-            position = epoch_order(len(indices), seed, self.name, split, epoch)[place]
         training = split in TRAINING_SPLITS
-        task_index = indices[position]
+        if training:
+            epoch, position = divmod(index, len(indices))
+            order = epoch_order(len(indices), seed, self.name, split, epoch)
+            task_index = indices[order[position]]
+        else:
+            task_index = indices[index]
         data = self.load(training).tasks[task_index].data
         shown = data.prompt_text or data.description or data.name or f"task {task_index}"
         return Problem(self.name, index, shown, {"training": training, "task": task_index})
@@ -150,7 +151,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
         return VfEpisode(
             lambda group_size: self.load(training, group_size),
             problem.answer["task"],
-            position[:-1],
+            position,
         )
 
     def _indices(self, split: str) -> list[int]:

@@ -52,7 +52,13 @@ from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 from gspo.tasks.adapters import vf_chat
 from gspo.tasks.environments.player import MAX_MEASURES, EnvironmentFailed, new_loop
-from gspo.tasks.environments.protocol import Environment, Message, Outcome, SampledTurn
+from gspo.tasks.environments.protocol import (
+    Environment,
+    Message,
+    Outcome,
+    Position,
+    SampledTurn,
+)
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 END_OF_THOUGHTS = "</think>"
@@ -136,7 +142,7 @@ class Play:
     def __init__(self, loaded: Loaded, task: vf.Task, size: int):
         self.loaded = loaded
         self.seats = [Seat() for _ in range(size)]
-        self.free_seats = list(self.seats)
+        self.joined = 0  # the number of samples that have joined
         self.run: asyncio.Task[vf.Episode] | None = None
         self._task = task
 
@@ -189,10 +195,10 @@ class VfEpisode(Environment):
 
     settles = True
 
-    def __init__(self, load: Callable[[int], Loaded], task: int, group: tuple[Any, ...]):
+    def __init__(self, load: Callable[[int], Loaded], task: int, position: Position):
         self.load = load  # returns the library's environment for a group size
         self.task = task  # the index of its task
-        self.group = group  # the position of the group of samples
+        self.position = position
         self.in_group = False  # whether all samples of the group are one episode of the library
         self.play: Play | None = None
         self.seat = Seat()
@@ -260,8 +266,9 @@ class VfEpisode(Environment):
             on_loop(self.play.cancel())
 
     async def _start(self, loaded: Loaded) -> None:
-        self.play = loaded.join(self.task, self.group, self.group_size)
-        self.seat = self.play.free_seats.pop(0)
+        self.play = loaded.join(self.task, self.position[:-1], self.group_size)
+        # the same sample has the same seat again in a resumed run
+        self.seat = self.play.seats[int(self.position[-1]) if self.in_group else 0]
         await self.play.start()
         await self._next_request()
 
@@ -355,16 +362,17 @@ class Loaded:
     group: bool
     client: EngineClient = field(default_factory=EngineClient)
     client_config: EngineClientConfig = field(default_factory=EngineClientConfig)
-    plays: dict[tuple[Any, ...], Play] = field(default_factory=dict)
+    plays: dict[Position, Play] = field(default_factory=dict)  # that other samples may join
 
-    def join(self, task: int, group: tuple[Any, ...], group_size: int) -> Play:
-        """Return the episode of a group's sample, which has a free seat. Runs on the event loop."""
+    def join(self, task: int, group: Position, group_size: int) -> Play:
+        """Return the episode that a sample of a group joins. Runs on the event loop."""
         if not self.group:
             return Play(self, self.tasks[task], 1)
         play = self.plays.get(group)
         if play is None:
             play = self.plays[group] = Play(self, self.tasks[task], group_size)
-        if len(play.free_seats) == 1:  # no other sample can join
+        play.joined += 1
+        if play.joined == group_size:  # the same samples may be played again
             del self.plays[group]
         return play
 

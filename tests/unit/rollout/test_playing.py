@@ -230,9 +230,10 @@ class Scripted(EnvironmentTask):
         return Problem(self.name, index, self.prompt, None)
 
     def environment(self, problem, position):
-        self.made.append(self.kind())
-        self.made[-1].position = position
-        return self.made[-1]
+        made = self.kind()
+        made.position = position
+        self.made.append(made)  # of several threads, in any order
+        return made
 
 
 def says(text: str) -> type:
@@ -341,7 +342,8 @@ def test_rewards_that_are_known_after_the_group_has_ended():
     task = Scripted(kind=Settles)
     ended = []
     for r in played(task, on_finished=ended.extend):
-        made = task.made[r.problem.index * 4 + r.sample]
+        place = (r.problem.index, r.sample)
+        made = next(one for one in task.made if one.position[-2:] == place)
         assert (r.score.reward, r.score.verdict, r.finish_reason) == (2.0, "scored", "stop")
         assert r.measures == {"acts": 2, "settled": 1, "escaped": 0, "cut": 0}
         assert made.cut_turn is None and made.group_size == 4

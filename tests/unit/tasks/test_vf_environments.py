@@ -168,25 +168,26 @@ def sums():
 
 @needs_verifiers
 def test_tools_are_called_as_qwen_writes_them(sums):
-    problem = next(p for i in range(16) if (p := sums.problem(1, "train", i)).prompt == "7+7?")
+    problems = [sums.problem(1, "train", i) for i in range(8)]
+    problem = next(p for p in problems if p.prompt == "3+3?")
     played = sums.environment(problem, (1, 2))
-    assert played.reset(problem) == [{"role": "user", "content": "7+7?"}]
+    assert played.reset(problem) == [{"role": "user", "content": "3+3?"}]
     (tool,) = played.tools
     assert played.role == "tool" and tool["function"]["name"] == "calculator_add"
     assert set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
     asked = played.step(
         "<think>Not yet: <tool_call>{}</tool_call></think>I add.\n"
-        '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 7, "b": 7}}\n</tool_call>'
+        '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 3, "b": 3}}\n</tool_call>'
         '<tool_call>{"name": "subtract", "arguments": {}}'
     )
-    assert asked.observation == "14\n\nerror: unknown tool 'subtract'" and not asked.done
+    assert asked.observation == "6\n\nerror: unknown tool 'subtract'" and not asked.done
     said = played.seat.trace.nodes[1].message
     assert [(c.name, c.arguments) for c in said.tool_calls] == [
-        ("calculator_add", '{"a": 7, "b": 7}'),
+        ("calculator_add", '{"a": 3, "b": 3}'),
         ("subtract", "{}"),
     ]
     assert len({c.id for c in said.tool_calls}) == 2 and said.content.endswith("I add.\n")
-    ended = played.step("It is 14.")
+    ended = played.step("It is 6.")
     assert (ended.reward, ended.verdict) == (1.0, "agent_completed")
 
     good = '<tool_call>{"name": "calculator_add", "arguments": {"a": 1, "b": 2}}</tool_call>'
