@@ -39,8 +39,8 @@ def trained(folder: Path, *task: str) -> Path:
     return run
 
 
-def evaluated(run: Path, *command: str, name: str = "evaluated") -> dict:
-    out = run / name
+def evaluated(run: Path, *command: str) -> dict:
+    out = run / "evaluated"
     script = [
         sys.executable,
         "-P",
@@ -105,15 +105,9 @@ def test_a_taskset_of_verifiers_is_trained_on_resumed_and_evaluated_by_name(tmp_
         for row in played
         if "replay_differs" in row["measures"]
     )
-    assert set(evaluated(run, f"run={run}")["sets"]) == {"vf"}
-    model = [
-        "model=tiny_moe",
-        "benchmark=vf",
-        "tasks.vf.taskset=vf_games",
-        "tasks.vf.group=players",
-        "max_new_tokens=8",
-    ]
-    assert set(evaluated(run, *model, name="beside")["sets"]) == {"vf"}
+    # by name, with all samples of a problem in one episode of the library
+    by_name = ["benchmark=vf", "tasks.vf.taskset=vf_games", "tasks.vf.group=players"]
+    assert set(evaluated(run, f"run={run}", *by_name)["sets"]) == {"vf"}
 
 
 @pytest.mark.environments
