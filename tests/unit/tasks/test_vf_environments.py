@@ -201,6 +201,25 @@ def test_tools_are_called_as_qwen_writes_them(sums):
 
 
 @needs_verifiers
+def test_the_librarys_best_of_n_scores_a_group():
+    task = VfEnvironments(taskset="vf_games", env="best-of-n", group="n")
+    problem = task.problem(1, "train", 0)
+    secret = task.load(True).tasks[problem.answer["task"]].data.secret
+    samples = [task.environment(problem, (1, "a", sample)) for sample in range(3)]
+    for sample in samples:
+        sample.group_size = 3
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda sample: sample.reset(problem), samples))
+        for sample, word in zip(samples, ("x", str(secret), "y"), strict=True):
+            assert sample.step(word).deferred
+        outcomes = list(threads.map(lambda sample: sample.settle(None), samples))
+    assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.5]
+    assert [outcome.measures["best"] for outcome in outcomes] == [0.0, 1.0, 0.0]
+    assert [outcome.measures["pass_at_n"] for outcome in outcomes] == [1.0] * 3
+    assert {outcome.verdict for outcome in outcomes} == {"agent_completed"}
+
+
+@needs_verifiers
 def test_training_has_no_problem_of_the_evaluation():
     def numbers(task, split, count, seed=1):
         return [task.problem(seed, split, i).answer["task"] for i in range(count)]
