@@ -5,8 +5,8 @@
 
 A taskset is a module whose `__all__` names one subclass of `vf.Taskset`. The module is an installed
 package, such as the packages of Prime Intellect's hub, or a file in the current folder. Nothing is
-downloaded. The first problem imports the library. Only gspo.tasks.adapters.vf_rollout and vf_chat
-use it directly.
+downloaded. The first problem imports the library. Only the modules
+gspo.tasks.adapters.vf_* beside this one use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Position
 
 if TYPE_CHECKING:
-    from gspo.tasks.adapters.vf_rollout import Loaded
+    from gspo.tasks.adapters.vf_serving import Loaded
 
 EXPORTS = "__all__"
 INSTALL = 'pip install -e ".[vf]"'
@@ -104,7 +104,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
     def _load(self, training: bool, group_size: int) -> Loaded:
         try:
             # the library is optional, an extra of the installation
-            from gspo.tasks.adapters.vf_rollout import EnvChoice, load
+            from gspo.tasks.adapters.vf_serving import EnvChoice, load
         except ImportError as error:
             # older versions of verifiers lack parts of it
             if not str(error.name).startswith("verifiers"):

@@ -342,8 +342,7 @@ def test_rewards_that_are_known_after_the_group_has_ended():
     task = Scripted(kind=Settles)
     ended = []
     for r in played(task, on_finished=ended.extend):
-        place = (r.problem.index, r.sample)
-        made = next(one for one in task.made if one.position[-2:] == place)
+        (made,) = (e for e in task.made if e.position[-2:] == (r.problem.index, r.sample))
         assert (r.score.reward, r.score.verdict, r.finish_reason) == (2.0, "scored", "stop")
         assert r.measures == {"acts": 2, "settled": 1, "escaped": 0, "cut": 0}
         assert made.cut_turn is None and made.group_size == 4

@@ -52,7 +52,7 @@ def test_bad_settings_are_refused_by_name():
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    monkeypatch.delitem(sys.modules, "gspo.tasks.adapters.vf_rollout", raising=False)
+    monkeypatch.delitem(sys.modules, "gspo.tasks.adapters.vf_serving", raising=False)
     with refuses("task", "vf", "needs the package verifiers in"):
         VfEnvironments(taskset="vf_games").problem(1, "train", 0)
 
