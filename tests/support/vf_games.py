@@ -1,117 +1,103 @@
-"""Environments of the library verifiers, as someone would write them: played by tests, and loaded
-by name.
+"""A taskset of the library verifiers (API v1), as someone would write it: a number is to be guessed.
+
+Tests play it, and load it by name.
 """
 
 import asyncio
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers.v1 as vf
 
-
-class Guess(vf.MultiTurnEnv):
-    """A number is to be guessed; it answers with higher or lower."""
-
-    async def setup_state(self, state):
-        state["secret"] = int(state["answer"])
-        return state
-
-    async def env_response(self, messages, state, **kwargs):
-        said = messages[-1].content.strip()
-        if said == "crash":
-            raise KeyError("said crash")
-        if said == "outage":
-            raise vf.InfraError("the service is away")
-        if said == str(state["secret"]):
-            state["final_env_response"] = [{"role": "user", "content": "right"}]
-            return []
-        return [
-            {
-                "role": "user",
-                "content": "higher" if said.isdigit() and int(said) < state["secret"] else "lower",
-            }
-        ]
-
-    @vf.cleanup
-    async def note_the_end(self, state):
-        ENDS.append(state["stop_condition"] if state["is_completed"] else "cancelled")
-
-
-ENDS: list[str] = []  # how each rollout of Guess has ended
+__all__ = ["GuessEnv", "GuessTaskset"]
+ENDS: list[str] = []  # how each game has ended
+EPISODES: list[vf.Episode] = []  # that have been scored
 # bound to the event loop that first waits for it, as the clients of services are
 LOCK = asyncio.Lock()
 
 
-def found(state):
-    return float(state["stop_condition"] == "has_final_env_response")
+class GuessConfig(vf.TasksetConfig):
+    rounds: int = 4
+    size: int = 80
+    numbers: int = 40
+    fault: bool = False  # a reward raises
+    slow: bool = False  # the rewards take longer than they may
+    friends: int = 0  # other agents that the policy plays
+    relative: bool = False  # the best player of a group gets a reward
 
 
-async def quick(state):
-    async with LOCK:
-        await asyncio.sleep(0.001)
-    return 1 / len(state["trajectory"])
+class GuessData(vf.TaskData):
+    secret: int
+    rounds: int
+    fault: bool
+    slow: bool
 
 
-def faulty(completion):
-    raise IndexError("nothing there")
+class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def found(self, task, trace) -> float:
+        if task.fault:
+            raise IndexError("nothing there")
+        return float(trace.last_reply == str(task.secret))
+
+    @vf.reward(weight=0.5)
+    async def quick(self, task, trace) -> float:
+        async with LOCK:
+            await asyncio.sleep(60.0 if task.slow else 0.001)
+        return 1 / trace.num_turns
+
+    @vf.metric
+    async def guesses(self, trace) -> float:
+        return float(trace.num_turns)
 
 
-def load_environment(rounds: int = 4, size: int = 80, fault: bool = False):
-    rows = [{"question": "Guess my number.", "answer": str(i % 40)} for i in range(size)]
-    rubric = vf.Rubric(funcs=[found, quick] + [faulty] * fault, weights=[1.0, 0.5] + [1.0] * fault)
-    return Guess(
-        dataset=Dataset.from_list(rows),
-        rubric=rubric,
-        max_turns=rounds,
-        system_prompt="Answer by a number.",
-    )
+class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
+    def load(self):
+        c = self.config
+        for i in range(c.size):
+            data = GuessData(
+                prompt=f"Guess my number, below {c.numbers}. Game {i // c.numbers}.",
+                system_prompt="Answer by a number.",
+                secret=i % c.numbers,
+                rounds=c.rounds,
+                fault=c.fault,
+                slow=c.slow,
+                timeout=vf.TaskTimeout(scoring=0.2 if c.slow else None),
+            )
+            yield GuessTask(data, c.task)
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+class GuessEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+    players: int = 1
 
 
-def right(completion, answer):
-    return float(answer in completion[-1].content)
+class GuessEnv(vf.Env[GuessEnvConfig]):
+    """Answers with higher or lower. With several players, the best of them gets the reward."""
 
+    async def run(self, task, agents):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.config.players + self.config.taskset.friends):
+                group.create_task(self.play(task, agents))
 
-def sums(count):
-    return Dataset.from_list(
-        [{"question": f"{i}+{i}?", "answer": str(2 * i)} for i in range(count)]
-    )
+    async def play(self, task, agents):
+        end = "cancelled"
+        try:
+            async with agents.player.interaction(task) as interaction:
+                segment = await interaction.turn()
+                for _ in range(task.data.rounds - 1):
+                    said = segment.last_reply
+                    if segment.terminated or said == str(task.data.secret):
+                        break
+                    if said == "crash":
+                        raise KeyError("said crash")
+                    higher = said.isdigit() and int(said) < task.data.secret
+                    segment = await interaction.turn("higher" if higher else "lower")
+                end = "ended"
+        finally:
+            ENDS.append(end)
 
-
-def load_tools():
-    return vf.ToolEnv(
-        tools=[add], dataset=sums(8), eval_dataset=sums(3), rubric=vf.Rubric(funcs=[right]), max_turns=5
-    )  # fmt: skip
-
-
-def load_single():
-    return vf.SingleTurnEnv(eval_dataset=sums(8), rubric=vf.Rubric(funcs=[right]))
-
-
-def best_of_group(states):
-    return [1.0 for _ in states]
-
-
-def load_group():
-    return vf.SingleTurnEnv(dataset=sums(80), rubric=vf.Rubric(funcs=[best_of_group]))
-
-
-def load_nothing():
-    return "an environment"
-
-
-class Forgetful(Guess):
-    """Shows the policy its last guess alone."""
-
-    async def get_prompt_messages(self, state):
-        messages = await super().get_prompt_messages(state)
-        return messages[-1:]
-
-
-def load_forgetful():
-    return Forgetful(
-        dataset=sums(80), rubric=vf.Rubric(funcs=[found]), system_prompt="Answer by a number."
-    )
+    async def finalize(self, task, episode):
+        EPISODES.append(episode)
+        if self.config.taskset.relative:
+            best = max(trace.reward for trace in episode.traces)
+            for trace in episode.traces:
+                trace.record_reward("best", float(trace.reward == best), 2.0)

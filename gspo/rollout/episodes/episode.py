@@ -13,7 +13,7 @@ from gspo.data.problems import Problem
 from gspo.data.samples import Score, Turn
 from gspo.rollout.engines.requests import RandomKey
 from gspo.tasks.environments.player import Call, EnvironmentFailed, Player, still_running
-from gspo.tasks.environments.protocol import EnvironmentTask
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, SampledTurn
 
 log = logging.getLogger(__name__)
 POLICY = "policy"
@@ -77,19 +77,69 @@ class EnvironmentEpisode(Episode):
 
     task: EnvironmentTask
     random_key: RandomKey  # of the environment's random numbers
+    group_size: int = 1
     player: Player = field(init=False)
     role: str = "user"  # the chat role of its observations
     measures: dict[str, float] = field(default_factory=dict)
     score: Score | None = None  # None until it ends
+    settles: bool = False  # whether the environment's `settle` is called after a cut
+    deferred: bool = False  # whether the environment's `settle` gives the reward
+    heard: int = 0  # the number of the policy's turns that the environment has answered
 
     def __post_init__(self):
         self.player = self.new_player()
 
     def new_player(self) -> Player:
         """Return a player, whose first call makes the episode's environment."""
-        return Player(
-            lambda: self.task.environment(self.problem, self.random_key), self.task.step_seconds
+        return Player(self._environment, self.task.step_seconds)
+
+    def _environment(self) -> Environment:
+        environment = self.task.environment(self.problem, self.random_key)
+        environment.group_size = self.group_size
+        self.settles = environment.settles
+        return environment
+
+    def sampled_turns(self) -> list[SampledTurn]:
+        """Return the policy's turns with their tokens."""
+        turns = []
+        begin = 0
+        for turn in self.turns:
+            if turn.author == POLICY:
+                turns.append(self._sampled_turn(turn, begin))
+            begin += turn.tokens
+        return turns
+
+    def last_turn(self) -> SampledTurn:
+        """Return the last turn, which is the policy's, with its tokens."""
+        turn = self.turns[-1]
+        return self._sampled_turn(turn, len(self.token_ids) - turn.tokens)
+
+    def _sampled_turn(self, turn: Turn, begin: int) -> SampledTurn:
+        end = begin + turn.tokens
+        return SampledTurn(
+            turn.text,
+            self.prompt_ids + self.token_ids[:begin],
+            self.token_ids[begin:end],
+            self.logprobs[begin:end],
         )
+
+    def unsettled(self) -> bool:
+        """Return whether it has ended and waits for the environment's `settle`."""
+        was_cut = self.finish_reason in CUT
+        return self.deferred or (self.settles and was_cut and bool(self.turns))
+
+    def begin_to_settle(self) -> Call:
+        """Let the environment begin to give the reward of an episode that has ended."""
+        was_heard = self.heard == len(self.policy_turns)
+        return self.player.begin("settle", None if was_heard else self.last_turn())
+
+    def settle(self, outcome: Outcome) -> None:
+        """Add the reward that the environment gives after the end of the group."""
+        self.turns[-1].reward += outcome.reward
+        for name, value in outcome.measures.items():
+            self.add(name, value)
+        verdict = CUT.get(self.finish_reason, outcome.verdict)
+        self.end(self.finish_reason, verdict, outcome.answer)
 
     def fail(self, error: EnvironmentFailed) -> None:
         """End the episode without a reward: its environment failed, or it could not begin."""
@@ -113,8 +163,8 @@ class EnvironmentEpisode(Episode):
 
         The call that closes the second environment is appended to `closing`."""
         player = self.new_player()
-        calls: list[tuple[str, Problem | str]] = [("reset", self.problem)]
-        calls += [("step", turn.text) for turn in self.policy_turns]
+        calls: list[tuple[str, Problem | SampledTurn]] = [("reset", self.problem)]
+        calls += [("act", turn) for turn in self.sampled_turns()[: self.heard]]
         try:
             # the last turn may have no answer
             for call, answer in zip(calls, self.player.answers, strict=False):
@@ -139,7 +189,8 @@ def begin_answers(episodes: list[EnvironmentEpisode]) -> list[tuple[EnvironmentE
         limit = episode.task.at_once
         if limit:
             running[name] = still_running(running[name], limit)
-        call = episode.player.begin("step", episode.turns[-1].text)
+        call = episode.player.begin("act", episode.last_turn())
+        episode.heard += 1
         running[name].append(call)
         calls.append((episode, call))
     return calls

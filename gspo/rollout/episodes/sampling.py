@@ -85,7 +85,8 @@ class Play:
         responses: dict[int, Response] = {}
 
         def on_ended(episodes: list[Episode]) -> None:
-            new = {episode.index: self.response(episode) for episode in episodes}
+            settled = [episode for episode in episodes if not is_unsettled(episode)]
+            new = {episode.index: self.response(episode) for episode in settled}
             responses.update(new)
             if on_finished and new:
                 on_finished(list(new.values()))
@@ -101,6 +102,7 @@ class Play:
             self.engine.converse(
                 rows, rows_per_prefix, self.request, partial(self._answer, on_ended)
             )
+            on_ended(self._settle())
             self._replay()
         finally:
             self._close()
@@ -151,7 +153,14 @@ class Play:
             self.episodes.append(Episode(index, problem, sample))
             return
         random_key = (*self.request.random_key, problem.task, problem.index, sample)
-        episode = EnvironmentEpisode(index, problem, sample, task=task, random_key=random_key)
+        episode = EnvironmentEpisode(
+            index,
+            problem,
+            sample,
+            task=task,
+            random_key=random_key,
+            group_size=self.request.group_size,
+        )
         self.episodes.append(episode)
         self.played.append(episode)
 
@@ -227,6 +236,7 @@ class Play:
         for name, value in outcome.measures.items():
             episode.add(name, value)
         if outcome.done:
+            episode.deferred = outcome.deferred
             episode.end("stop", outcome.verdict, outcome.answer)
         elif len(episode.policy_turns) >= episode.task.turns:
             episode.end("turns", CUT["turns"])
@@ -254,6 +264,21 @@ class Play:
             episode.turns.append(Turn(ENVIRONMENT, added, reply.text))
             episode.token_ids += reply.token_ids
             episode.logprobs += [float("nan")] * added
+
+    def _settle(self) -> list[Episode]:
+        """Ask for the rewards that were not known at the end, and return these episodes."""
+        started = time.perf_counter()
+        episodes = [episode for episode in self.played if episode.unsettled()]
+        calls = [episode.begin_to_settle() for episode in episodes]
+        for episode, call in zip(episodes, calls, strict=True):
+            episode.deferred = False
+            episode.settles = False
+            try:
+                episode.settle(episode.player.finish(call))
+            except EnvironmentFailed as error:
+                episode.fail(error)
+        self.seconds.environments += time.perf_counter() - started
+        return list(episodes)
 
     def _replay(self) -> None:
         """Play some episodes a second time with the same turns, and note differing answers."""
@@ -294,3 +319,8 @@ class Play:
             return response
         response = replace(response, turns=episode.turns, measures=episode.measures)
         return response.scored(episode.score) if episode.score else response
+
+
+def is_unsettled(episode: Episode) -> bool:
+    """Return whether an episode has ended and waits for its reward."""
+    return isinstance(episode, EnvironmentEpisode) and episode.unsettled()

@@ -146,7 +146,7 @@ class Player:
                         result = runner.run(awaited(result, self.seconds + CANCELLED_AFTER))
                     if method == "reset":
                         result = beginning(environment, result)
-                    elif method == "step":
+                    elif method in ("step", "act", "settle"):
                         result = outcome(result)
                     future.set_result(result)
                 # foreign code may raise anything, SystemExit too
@@ -262,6 +262,7 @@ def outcome(result: Any) -> Outcome:
         NOT_IN_METRIC_NAME.sub("_", result.verdict),
         readable(result.answer[:MAX_ANSWER_CHARS]),
         {name: float(value) for name, value in result.measures.items()},
+        result.deferred,
     )
 
 
@@ -287,6 +288,7 @@ def fault_of(outcome: Any) -> str:
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
     types = {"observation": str, "verdict": str, "answer": str, "done": bool, "measures": dict}
+    types["deferred"] = bool
     for name, kind in types.items():
         if not isinstance(getattr(outcome, name), kind):
             return f"{name}={repr(getattr(outcome, name))[:80]}, not {kind.__name__}"

@@ -54,6 +54,23 @@ class Outcome:
     verdict: str = "done"
     answer: str = ""  # the normal form of the episode's answer, for majority votes
     measures: dict[str, float] = field(default_factory=dict)
+    deferred: bool = False  # whether `settle` gives the reward of an episode that is done
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the policy with its tokens.
+
+    text         the text without special tokens
+    context_ids  the tokens before the turn: the prompt and all earlier turns
+    token_ids    the tokens of the turn
+    logprobs     the log-probability of each of them under the policy that sampled it
+    """
+
+    text: str
+    context_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class Environment(ABC):
@@ -64,6 +81,8 @@ class Environment(ABC):
     # into the prompt.
     tools: tuple[dict[str, Any], ...] = ()
     role = "user"  # the chat role of observations: "user" or "tool"
+    group_size = 1  # the number of samples of the problem; set before `reset`
+    settles = False  # whether `settle` is called
 
     def reset(self, problem: Problem) -> list[Message] | Awaitable[list[Message]]:
         """Begin the episode, and return the messages that the policy reads first.
@@ -75,6 +94,19 @@ class Environment(ABC):
     @abstractmethod
     def step(self, text: str) -> Outcome | Awaitable[Outcome]:
         """Return the outcome of the policy's turn. `text` has no special tokens."""
+
+    def act(self, turn: SampledTurn) -> Outcome | Awaitable[Outcome]:
+        """Return the outcome of the policy's turn, for environments that need its tokens."""
+        return self.step(turn.text)
+
+    def settle(self, turn: SampledTurn | None) -> Outcome | Awaitable[Outcome]:
+        """Return the outcome of an episode whose reward is not known when it ends.
+
+        It is called if `settles` is true, after all episodes of the group have ended, for an
+        episode that was cut off and for one with a `deferred` outcome. Its reward and measures are
+        added to those of the turns. `turn` is the turn at which the episode was cut off, if `act`
+        has not had it."""
+        raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
         """Free the resources of the episode. It may take `step_seconds`.

@@ -45,7 +45,7 @@ NEEDS = {  # what an option cannot do without
     "gae": ["objective=ppo"],
     "turn_normalized": ["objective=gspo_token", "task=guessing"],
     "rows": ["task.reward=gspo.data.seeding:seed_for", "cold_start.steps=0"],
-    "vf": ["task.env=gspo.data.seeding:seed_for", "cold_start.steps=0"],
+    "vf": ["task.taskset=vf_games", "cold_start.steps=0"],
     "text_game": ["task.id=Blackjack-v1", "cold_start.steps=0"],
     "openenv": ["task.url=http://127.0.0.1:8000", "cold_start.steps=0"],
     "grouped": ["rollout.query_set=128"],

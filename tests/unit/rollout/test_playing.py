@@ -29,7 +29,7 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.episodes.sampling import play
 from gspo.rollout.sources.on_policy import without_ungraded
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, SampledTurn
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.python_tool import PythonTool
 
@@ -230,9 +230,10 @@ class Scripted(EnvironmentTask):
         return Problem(self.name, index, self.prompt, None)
 
     def environment(self, problem, position):
-        self.made.append(self.kind())
-        self.made[-1].position = position
-        return self.made[-1]
+        made = self.kind()
+        made.position = position
+        self.made.append(made)  # of several threads, in any order
+        return made
 
 
 def says(text: str) -> type:
@@ -317,6 +318,69 @@ def test_the_reward_is_the_sum_of_the_turns_and_the_measures_are_sums():
             1
         ].text == "go on"
         assert "unread" not in r.text
+
+
+class Settles(Environment):
+    """Goes on once. The reward comes after all episodes of the group have ended."""
+
+    settles = True
+
+    def step(self, text):
+        raise AssertionError("`act` replaces it")
+
+    def act(self, turn):
+        self.turns = [*getattr(self, "turns", []), turn]
+        ended = len(self.turns) == 2
+        return Outcome("and", 0.5, done=ended, measures={"acts": 1}, deferred=ended)
+
+    def settle(self, turn):
+        self.cut_turn = turn
+        return Outcome(reward=1.0, done=True, verdict="scored", measures={"settled": 1})
+
+
+def test_rewards_that_are_known_after_the_group_has_ended():
+    task = Scripted(kind=Settles)
+    ended = []
+    for r in played(task, on_finished=ended.extend):
+        (made,) = (e for e in task.made if e.position[-2:] == (r.problem.index, r.sample))
+        assert (r.score.reward, r.score.verdict, r.finish_reason) == (2.0, "scored", "stop")
+        assert r.measures == {"acts": 2, "settled": 1, "escaped": 0, "cut": 0}
+        assert made.cut_turn is None and made.group_size == 4
+        # the turns have the tokens of the response
+        context, policy_turns = list(r.prompt_ids), iter(made.turns)
+        begin = 0
+        for turn in r.turns:
+            ids = r.token_ids[begin : begin + turn.tokens]
+            if turn.author == "policy":
+                logprobs = r.logprobs[begin : begin + turn.tokens].tolist()
+                sampled = next(policy_turns)
+                assert sampled == SampledTurn(turn.text, context, ids, sampled.logprobs)
+                assert sampled.logprobs == pytest.approx(logprobs)
+            context = context + ids
+            begin += turn.tokens
+    assert len(ended) == 12
+
+
+def test_an_environment_settles_what_was_cut_off_before_its_turn_and_after_it():
+    cut_turns = []
+    for turns, tokens in ((1, 400), (8, 1)):  # before the second turn, in the first turn
+        task = Scripted(kind=Settles, turns=turns)
+        sampling = Sampling(1.0, tokens, stop=MANY if tokens > 1 else ())
+        for r in played(task, sampling=sampling):
+            reason, verdict = ("turns", "turn-limit") if turns == 1 else ("length", "truncated")
+            assert (r.finish_reason, r.score.verdict) == (reason, verdict)
+            assert r.score.reward == (1.5 if turns == 1 else 1.0)
+        cut_turns.append({made.cut_turn is None for made in task.made})
+    assert cut_turns == [{True}, {False}]
+
+
+def test_an_episode_whose_settling_fails_has_no_reward():
+    class Fails(Settles):
+        def settle(self, turn):
+            raise KeyError("gone")
+
+    for r in played(Scripted(kind=Fails)):
+        assert r.score.reward is None and r.finish_reason == "environment"
 
 
 def test_rewards_of_turns_add_up_without_rounding():

@@ -1,295 +1,314 @@
-"""Environments of the library verifiers, played by themselves: `make test-environments` runs what
-needs the library.
+"""Tasksets of the library verifiers, played by themselves: `make test-environments` runs the tests
+that need the library.
 """
 
-import asyncio
-import logging
-import signal
+import math
+import os
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 
-from gspo.tasks.adapters.vf_environments import VfEnvironments, identity, shown
+from builders import small_policy
+from gspo.rollout.engines.local import LocalEngine
+from gspo.rollout.engines.requests import Sampling, SamplingRequest
+from gspo.rollout.episodes.sampling import play
+from gspo.tasks.adapters.vf_environments import VfEnvironments, identity
+from gspo.tasks.environments.player import EnvironmentFailed
+from gspo.tasks.environments.protocol import SampledTurn
 from refusals import refuses
 
-needs_verifiers = pytest.mark.environments
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
-def test_names_are_those_of_modules_and_functions():
-    places = {
-        "my-game": "my_game:load_environment",
-        "owner/my-game": "my_game:load_environment",
-        "my_pkg.games": "my_pkg.games:load_environment",
-        "my_pkg.games:maze": "my_pkg.games:maze",
+def needs_verifiers(test):
+    """Mark a test that needs the library. It has other versions of packages than OpenEnv has."""
+    return pytest.mark.environments(pytest.mark.verifiers(test))
+
+
+def test_names_are_those_of_modules():
+    modules = {
+        "my-game": "my_game:__all__",
+        "owner/My-Game": "my_game:__all__",
+        "my_game:__all__": "my_game:__all__",
+        "textarena": "verifiers.v1.tasksets.textarena:__all__",
     }
-    assert {env: VfEnvironments(env=env).env for env in places} == places
+    assert {name: VfEnvironments(taskset=name).taskset for name in modules} == modules
 
 
 def test_bad_settings_are_refused_by_name():
-    with refuses("task.env", problem="is not given"):
+    with refuses("task.taskset", problem="is not given"):
         VfEnvironments()
-    with refuses("task.env", "my game:load_environment", "give the name of a module"):
-        VfEnvironments(env="my game")
+    for name in ("my game", "my_pkg.games", "my_game:Game"):
+        with refuses("task.taskset", ANY, "give the name of a module"):
+            VfEnvironments(taskset=name)
     with refuses("turns", 0):
-        VfEnvironments(env="my_game", turns=0)
+        VfEnvironments(taskset="my_game", turns=0)
+    with refuses("runtime", "prime"):  # a paid service, and the library's default
+        VfEnvironments(taskset="my_game", runtime="prime")
 
 
-@pytest.mark.parametrize("missing", ["verifiers", "verifiers.types", "datasets"])
-def test_without_the_library_or_with_another_version_it_says_what_to_install(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "gspo.tasks.adapters.vf_rollout", raising=False)
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.delitem(sys.modules, "gspo.tasks.adapters.vf_serving", raising=False)
     with refuses("task", "vf", "needs the package verifiers in"):
-        VfEnvironments(env="vf_games").problem(1, "train", 0)
+        VfEnvironments(taskset="vf_games").problem(1, "train", 0)
 
 
-def test_rows_with_one_prompt_and_other_answers_are_other_problems():
-    prompt = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
-    rows = [{"prompt": prompt, "answer": answer, "example_id": i} for i, answer in enumerate("aba")]
-    assert [identity(row) for row in rows].count(identity(rows[0])) == 2
-    assert shown(prompt) == "Guess."
+def test_tasks_with_the_same_prompt_and_other_answers_are_other_problems():
+    tasks = [{"idx": i, "prompt": "Guess.", "secret": secret} for i, secret in enumerate("aba")]
+    assert [identity(task) for task in tasks].count(identity(tasks[0])) == 2
 
 
 # --- with the library
 
 
-def episode(task, answer: str, split: str = "train"):
-    """The environment of the problem with this answer, begun."""
-    problem = next(
-        p for i in range(200) if (p := task.problem(1, split, i)).answer["answer"] == answer
-    )
-    environment = task.environment(problem, (1, 2))
-    return environment, environment.reset(problem)
+def episode(task, secret: int):
+    """Return the environment of a problem with this secret number, and its first messages."""
+    tasks = task.load(True).tasks
+    for index in range(100):
+        problem = task.problem(1, "train", index)
+        if tasks[problem.answer["task"]].data.secret == secret:
+            environment = task.environment(problem, (1, 2))
+            return environment, environment.reset(problem)
+    raise AssertionError(f"no problem has the number {secret}")
+
+
+def sampled(*words: str) -> list[SampledTurn]:
+    """Return turns with tokens: two each, with one token of the environment between them."""
+    turns, context = [], [1, 2, 3]
+    for number, word in enumerate(words):
+        turns.append(SampledTurn(word, context, [10 + number, 20], [-0.5, -0.25]))
+        context = [*context, 10 + number, 20, 4]
+    return turns
 
 
 @needs_verifiers
-def test_a_rollout_is_the_librarys_own():
-    """The same words give the same answers, metrics and reward as the library's own loop with a
-    scripted client.
-    """
-    import verifiers as vf
-
-    from gspo.tasks.adapters.vf_rollout import PolicyClient, plain
-
-    class Scripted(PolicyClient):
-        async def get_native_response(self, prompt, model, sampling_args, tools=None, state=None):
-            return plain(words[len(state["trajectory"])])
-
-    task = VfEnvironments(env="vf_games")
-    for words in (["x", "11", "12"], ["12"], ["1", "2", "3", "4"]):
-        played, messages = episode(task, "12")
-        outcomes = [played.step(word) for word in words]
-        row = {"prompt": messages, "answer": "12", "example_id": 0}
-        alone = asyncio.run(vf.load_environment("vf_games").run_rollout(row, Scripted(), "m", {}))
-        assert (outcomes[-1].reward, outcomes[-1].verdict) == (
-            alone["reward"],
-            alone["stop_condition"],
-        )
-        assert {n: outcomes[-1].measures[n] for n in alone["metrics"]} == alone["metrics"]
-        said = [m["content"] for m in alone["completion"] if m["role"] == "user"]
-        assert [o.observation for o in outcomes[:-1]] == said[: len(words) - 1]
-
-
-@needs_verifiers
-def test_reward_verdict_and_measures_by_hand():
-    task = VfEnvironments(env="vf_games")
-    played, messages = episode(task, "12")
-    assert messages == [
-        {"role": "system", "content": "Answer by a number."}, {"role": "user", "content": "Guess my number."}
-    ]  # fmt: skip
+def test_reward_verdict_measures_and_the_tokens_of_the_trace_by_hand():
+    played, messages = episode(VfEnvironments(taskset="vf_games"), 12)
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"] == "Answer by a number."
+    assert messages[1]["content"].startswith("Guess my number, below 40.")
     assert (played.role, played.tools) == ("user", ())
-    first, second = played.step("30"), played.step("12")
+    first, second = (played.act(turn) for turn in sampled("30", "12"))
     assert (first.observation, first.reward, first.done) == ("lower", 0.0, False)
-    assert (second.reward, second.done, second.verdict) == (
-        1.0 + 0.5 / 2,
-        True,
-        "has_final_env_response",
-    )
-    ours = {"malformed_calls": 0.0, "rubric_faults": 0.0}
-    assert first.measures == {"found": 0.0, "quick": 0.0, "num_turns": 0.0} | ours
-    assert second.measures == {"found": 1.0, "quick": 0.5, "num_turns": 2.0} | ours
+    assert (second.reward, second.done, second.verdict) == (1.0 + 0.5 / 2, True, "user_closed")
+    assert first.measures == {"malformed_calls": 0.0}
+    assert second.measures == first.measures | {"found": 1.0, "quick": 0.5, "guesses": 2.0}
+    (branch,) = played.seat.trace.branches
+    assert branch.token_ids == [1, 2, 3, 10, 20, 4, 11, 20]
+    assert branch.sampled_mask == [False] * 3 + [True, True, False, True, True]
+    assert branch.logprobs == [0, 0, 0, -0.5, -0.25, 0, -0.5, -0.25]
 
 
 @needs_verifiers
-def test_tools_are_called_as_qwen_writes_them():
-    task = VfEnvironments(env="vf_games:load_tools")
-    played, messages = episode(task, "14")
-    assert messages == [{"role": "user", "content": "7+7?"}] and played.role == "tool"
+def test_other_tokens_than_the_policys_are_an_error():
+    played, _ = episode(VfEnvironments(taskset="vf_games"), 12)
+    first, second = sampled("30", "12")
+    played.act(first)
+    played.turns[0] = SampledTurn("30", [1, 2, 3], [10, 20], [-0.5, -0.75])
+    with pytest.raises(RuntimeError, match="not those that the policy has sampled"):
+        played.act(second)
+
+
+@needs_verifiers
+def test_a_cut_episode_is_truncated_and_scored_up_to_there():
+    for was_heard in (False, True):
+        played, _ = episode(VfEnvironments(taskset="vf_games"), 12)
+        first, second = sampled("30", "1")
+        played.act(first)
+        ended = played.settle(None if was_heard else second)
+        assert (ended.reward, ended.verdict) == (0.5 if was_heard else 0.25, "max_output_tokens")
+        trace = played.seat.trace
+        assert trace.is_truncated and trace.ok and trace.num_turns == 2 - was_heard
+    played, _ = episode(VfEnvironments(taskset="vf_games", turns=2), 12)
+    assert [played.act(turn).done for turn in sampled("30", "1")] == [False, True]
+    assert played.seat.trace.stop_condition == "max_turns" and played.seat.trace.is_truncated
+
+
+@needs_verifiers
+def test_an_episode_that_is_not_ok_gives_no_reward():
+    played, _ = episode(VfEnvironments(taskset="vf_games"), 12)
+    with pytest.raises(RuntimeError, match=r"not ok.*KeyError: 'said crash'"):
+        played.step("crash")
+    played, _ = episode(VfEnvironments(taskset="vf_games", arguments={"fault": True}), 12)
+    with pytest.raises(RuntimeError, match=r"not ok.*IndexError: nothing there"):
+        played.step("12")
+    assert played.seat.trace.reward == 0.0  # which is not a reward of the policy
+    played, _ = episode(VfEnvironments(taskset="vf_games", arguments={"slow": True}), 12)
+    with pytest.raises(EnvironmentFailed, match="a time limit of the library"):
+        played.step("12")
+
+
+@needs_verifiers
+def test_more_conversations_than_one_are_refused():
+    task = VfEnvironments(taskset="vf_games", arguments={"friends": 1})
+    played, _ = episode(task, 12)
+    with pytest.raises(RuntimeError, match="an agent beside the training samples"):
+        played.step("12")
+    with pytest.raises(RuntimeError, match="an agent beside the training samples"):
+        episode(VfEnvironments(taskset="vf_games", env="user-sim"), 12)  # the policy as the user
+    played, _ = episode(VfEnvironments(taskset="vf_games", harness="vf-forgetful"), 12)
+    with pytest.raises(RuntimeError, match="has changed earlier turns"):
+        played.step("3")
+
+
+@pytest.fixture(scope="module")
+def sums():
+    """A task of sums with a tool, whose server starts once: another process takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        folders = (str(SUPPORT), os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        task = VfEnvironments(taskset="vf_tools")
+        task.load(True)
+        yield task
+
+
+@needs_verifiers
+def test_tools_are_called_as_qwen_writes_them(sums):
+    problems = [sums.problem(1, "train", i) for i in range(8)]
+    problem = next(p for p in problems if p.prompt == "3+3?")
+    played = sums.environment(problem, (1, 2))
+    assert played.reset(problem) == [{"role": "user", "content": "3+3?"}]
     (tool,) = played.tools
-    assert tool["function"]["name"] == "add" and set(
-        tool["function"]["parameters"]["properties"]
-    ) == {"a", "b"}
+    assert played.role == "tool" and tool["function"]["name"] == "calculator_add"
+    assert set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
     asked = played.step(
         "<think>Not yet: <tool_call>{}</tool_call></think>I add.\n"
-        '<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": 7}}\n</tool_call>'
+        '<tool_call>\n{"name": "calculator_add", "arguments": {"a": 3, "b": 3}}\n</tool_call>'
         '<tool_call>{"name": "subtract", "arguments": {}}'
     )
-    assert asked.observation == "14\n\n'subtract'" and not asked.done
-    said = played.conversation[1]
+    assert asked.observation == "6\n\nerror: unknown tool 'subtract'" and not asked.done
+    said = played.seat.trace.nodes[1].message
     assert [(c.name, c.arguments) for c in said.tool_calls] == [
-        ("add", '{"a": 7, "b": 7}'),
+        ("calculator_add", '{"a": 3, "b": 3}'),
         ("subtract", "{}"),
     ]
     assert len({c.id for c in said.tool_calls}) == 2 and said.content.endswith("I add.\n")
-    ended = played.step("It is 14.")
-    assert (ended.reward, ended.verdict) == (1.0, "no_tools_called")
-    assert ended.measures["add_calls"] == 1.0 and ended.measures["total_tool_calls"] == 2.0
+    ended = played.step("It is 6.")
+    assert (ended.reward, ended.verdict) == (1.0, "agent_completed")
+
+    good = '<tool_call>{"name": "calculator_add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    no_object = '{"name": "add", "arguments": [1]}'
+    for call in ("{", "7", "[]", "{}", '{"name": 3}', no_object, '{"name": "add"} and more', ""):
+        played = sums.environment(problem, (1, 2))
+        played.reset(problem)
+        ended = played.step(f"{good}<tool_call>{call}</tool_call>")
+        assert (ended.done, ended.reward, ended.measures["malformed_calls"]) == (True, 0.0, 1.0)
+        assert played.seat.trace.nodes[-1].message.tool_calls is None
 
 
 @needs_verifiers
-@pytest.mark.parametrize(
-    "call",
-    [
-        "{",
-        "7",
-        "[]",
-        "{}",
-        '{"name": 3}',
-        '{"name": "add", "arguments": [1]}',
-        '{"name": "add"} and more',
-        "",
-    ],
-)
-def test_a_malformed_call_is_none_and_is_counted(call):
-    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    played, _ = episode(VfEnvironments(env="vf_games:load_tools"), "14")
-    ended = played.step(f"{good}<tool_call>{call}</tool_call>")
-    assert (ended.done, ended.verdict, ended.measures["malformed_calls"]) == (
-        True,
-        "no_tools_called",
-        1.0,
-    )
-    assert ended.measures["total_tool_calls"] == 0.0
-
-
-@needs_verifiers
-def test_a_single_turn_ends_after_one_step():
-    task = VfEnvironments(env="vf_games:load_single")
-    played, _ = episode(task, "6", "vf")
-    ended = played.step("6")
-    assert (ended.done, ended.reward) == (True, 1.0)
-    with refuses("task.env", "vf_games:load_single", "has no training data set"):
-        task.problem(1, "train", 0)
+def test_the_librarys_best_of_n_scores_a_group():
+    task = VfEnvironments(taskset="vf_games", env="best-of-n", group="n")
+    problem = task.problem(1, "train", 0)
+    secret = task.load(True).tasks[problem.answer["task"]].data.secret
+    samples = [task.environment(problem, (1, "a", sample)) for sample in range(3)]
+    for sample in samples:
+        sample.group_size = 3
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda sample: sample.reset(problem), samples))
+        for sample, word in zip(samples, ("x", str(secret), "y"), strict=True):
+            assert sample.step(word).deferred
+        outcomes = list(threads.map(lambda sample: sample.settle(None), samples))
+    assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.5]
+    assert [outcome.measures["best"] for outcome in outcomes] == [0.0, 1.0, 0.0]
+    assert [outcome.measures["pass_at_n"] for outcome in outcomes] == [1.0] * 3
+    assert {outcome.verdict for outcome in outcomes} == {"agent_completed"}
 
 
 @needs_verifiers
 def test_training_has_no_problem_of_the_evaluation():
-    for env, training, evaluation in (("vf_games", 64, 16), ("vf_games:load_tools", 5, 3)):
-        task, again = VfEnvironments(env=env), VfEnvironments(env=env)
+    def numbers(task, split, count, seed=1):
+        return [task.problem(seed, split, i).answer["task"] for i in range(count)]
+
+    settings = ({}, {"evaluation_arguments": {"size": 10}})
+    for options, training, evaluation in zip(settings, (70, 70), (10, 10), strict=True):
+        task, again = (VfEnvironments(taskset="vf_games", **options) for _ in range(2))
+        if not options:
+            evaluation = task.size("vf")
+            training = 80 - evaluation
+            assert 4 <= evaluation <= 18
         assert (task.size("train"), task.size("vf")) == (training, evaluation)
-        trained = {identity(task.problem(1, "train", i).answer) for i in range(training)}
-        assert not trained & {identity(task.problem(1, "vf", i).answer) for i in range(evaluation)}
-        rows = [task.problem(1, "train", i).answer["example_id"] for i in range(2 * training)]
-        assert sorted(rows[:training]) == sorted(rows[training:]) and len(set(rows)) == training
-        assert rows != [
-            task.problem(2, "train", i).answer["example_id"] for i in range(2 * training)
-        ]
-        assert rows == [
-            again.problem(1, "train", i).answer["example_id"] for i in range(2 * training)
-        ]
-    with refuses("task.env", problem="of its 4 training problems none is among the 1 in 8"):
-        VfEnvironments(env="vf_games", arguments={"size": 4}).problem(1, "vf", 0)
+        trained = numbers(task, "train", 2 * training)
+        assert not set(trained) & set(numbers(task, "vf", evaluation))
+        assert sorted(trained[:training]) == sorted(trained[training:])
+        assert len(set(trained)) == training
+        assert trained != numbers(task, "train", 2 * training, seed=2)
+        assert trained == numbers(again, "train", 2 * training)
+    with refuses("task.taskset", problem="of its 1 tasks none is among the 1 in 8"):
+        VfEnvironments(taskset="vf_games", arguments={"size": 1}).problem(1, "vf", 0)
 
 
 @needs_verifiers
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        (
-            {"turns": 3},
-            ("task.turns", 3, "give task.turns=4"),
-        ),
-        (
-            {"arguments": {"round": 3}},
-            ("task.arguments", {"round": 3}, "does not fit load_environment"),
-        ),
-        (
-            {"env": "vf_games:load_nothing"},
-            ("task.env", ANY, "load_nothing failed: TypeError: load_nothing returned str"),
-        ),
-        ({"env": "vf_games:load_group"}, ("task.env", ANY, "its rubric scores whole groups")),
-        (
-            {"env": "vf_games:nothing"},
-            ("task.env", "vf_games:nothing", "there is no nothing in vf_games"),
-        ),
-        ({"env": "no_such_game"}, ("task.env", ANY, "there is no module no_such_game")),
+        ({"arguments": {"round": 3}}, ("task.arguments", {"round": 3}, "does not fit: ")),
+        ({"taskset": "no_such_game"}, ("task.taskset", ANY, "there is no module no_such_game")),
+        ({"taskset": "vf_forgetful"}, ("task.taskset", ANY, "exports no Taskset subclass")),
+        ({"env": "no-such-env"}, ("task.env", "no-such-env", "not found")),
+        ({"group": "n"}, ("task.group", "n", "the environment's configuration has no field n")),
+        ({"harness": "no-such"}, ("task.harness", "no-such", "not found")),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(settings, refusal):
+def test_unusable_settings_are_refused_by_name(settings, refusal):
     with refuses(*refusal):
-        VfEnvironments(**{"env": "vf_games"} | settings).problem(1, "train", 0)
+        VfEnvironments(**{"taskset": "vf_games"} | settings).problem(1, "train", 0)
 
 
 @needs_verifiers
-def test_an_environment_that_fails_gives_no_reward():
-    task = VfEnvironments(env="vf_games")
-    for word, error, said in (
-        ("crash", KeyError, "said crash"),
-        ("outage", RuntimeError, "the service is away"),
-    ):
-        played, _ = episode(task, "12")
-        with pytest.raises(error, match=said):
-            played.step(word)
-        played.close()
-
-
-@needs_verifiers
-def test_a_conversation_that_is_rewritten_is_refused():
-    played, _ = episode(VfEnvironments(env="vf_games:load_forgetful"), "14")
-    with pytest.raises(RuntimeError, match="has changed earlier turns"):
-        played.step("3")
-
-
-@needs_verifiers
-def test_faults_of_a_rubrics_function_are_counted_and_logged(caplog):
-    played, _ = episode(VfEnvironments(env="vf_games", arguments={"fault": True}), "12")
-    other, _ = episode(VfEnvironments(env="vf_games"), "12")
-    with caplog.at_level(logging.ERROR):
-        ended = played.step("12")
-    assert (ended.reward, ended.measures["faulty"], ended.measures["rubric_faults"]) == (
-        1.5,
-        0.0,
-        1.0,
-    )
-    assert other.step("12").measures["rubric_faults"] == 0.0
-    assert "nothing there" in caplog.text
-
-
-@needs_verifiers
-def test_many_rollouts_at_once_share_what_is_bound_to_a_loop_and_clean_up():
+def test_many_episodes_at_once_share_objects_of_one_loop_and_clean_up():
     import vf_games
 
-    task = VfEnvironments(env="vf_games")
+    task = VfEnvironments(taskset="vf_games")
     problems = [task.problem(1, "train", i) for i in range(24)]
+    tasks = task.load(True).tasks
     vf_games.ENDS.clear()
 
-    def play(problem):
-        environment = task.environment(problem, (1,))
+    def play_one(problem):
+        environment = task.environment(problem, (1, problem.index))
         environment.reset(problem)
-        outcome = (
-            environment.step(problem.answer["answer"])
-            if problem.index % 2
-            else environment.step("x")
-        )
+        secret = tasks[problem.answer["task"]].data.secret
+        outcome = environment.step(str(secret) if problem.index % 2 else "x")
         environment.close()
         return outcome.reward
 
     with ThreadPoolExecutor(24) as threads:
-        assert list(threads.map(play, problems)) == [0.0, 1.5] * 12
-    assert sorted(vf_games.ENDS) == ["cancelled"] * 12 + ["has_final_env_response"] * 12
+        assert list(threads.map(play_one, problems)) == [0.0, 1.5] * 12
+    assert sorted(vf_games.ENDS) == ["cancelled"] * 12 + ["ended"] * 12
+    assert task.load(True).client.seats == {}
 
 
 @needs_verifiers
-def test_signals_stay_those_of_the_run():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    VfEnvironments(env="vf_games").problem(1, "train", 0)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    made = []
-    thread = threading.Thread(
-        target=lambda: made.append(VfEnvironments(env="vf_games").problem(1, "train", 0))
-    )
-    thread.start()
-    thread.join()
-    assert made[0].task == "vf"  # signals can be set in the main thread alone
+@pytest.mark.parametrize("group", ["", "players"])
+def test_the_samples_of_an_engine_are_the_traces(group):
+    """With `group` all samples of a problem are one episode, which the environment scores."""
+    import vf_games
+
+    vf_games.EPISODES.clear()
+    options = {"arguments": {"relative": bool(group)}, "group": group, "replays": bool(group)}
+    task = VfEnvironments(taskset="vf_games", **options)
+    problems = [task.problem(1, "train", i) for i in range(2)]
+    sampling = Sampling(1.0, 40, stop=tuple("0123456789"))
+    request = SamplingRequest(problems, 3, sampling, (1, "sample"))
+    responses = [r for g in play(LocalEngine(small_policy()), task, request) for r in g]
+    traces = [trace for episode in vf_games.EPISODES for trace in episode.traces]
+    assert len(vf_games.EPISODES) == (2 if group else 6) and len(traces) == len(responses) == 6
+    by_tokens = {tuple(trace.branches[0].token_ids): trace for trace in traces}
+    for r in responses:
+        trace = by_tokens[(*r.prompt_ids, *r.token_ids)]
+        branch = trace.branches[0]
+        begin = len(r.prompt_ids)
+        assert branch.sampled_mask == [False] * begin + r.policy_mask.tolist()
+        assert branch.logprobs[begin:] == pytest.approx(
+            [0.0 if math.isnan(value) else value for value in r.logprobs.tolist()]
+        )
+        assert r.score.reward == pytest.approx(trace.reward)
+        assert trace.is_truncated == (r.finish_reason == "length")
+        assert r.measures["found"] == trace.rewards["found"].score
+    if group:
+        best = [sum(r.measures["best"] for r in responses if r.problem is p) for p in problems]
+        assert all(count >= 1 for count in best)

@@ -1,0 +1,101 @@
+"""Reads messages and traces of the library verifiers, and compares their tokens with the policy's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.types import ToolCall, content_text
+
+from gspo.tasks.environments.player import MAX_MEASURES
+from gspo.tasks.environments.protocol import SampledTurn
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+END_OF_THOUGHTS = "</think>"
+
+
+def compare_tokens(trace: vf.Trace, turns: list[SampledTurn]) -> None:
+    """Compare the token ids, log-probs and mask of a trace with the turns that the policy sampled.
+
+    Raises RuntimeError if they differ, or if the trace has several branches, as compaction and
+    sub-agents make."""
+    branches = trace.branches
+    if len(branches) != 1:
+        raise RuntimeError(
+            f"the conversation has {len(branches)} branches, and one is supported: the harness "
+            "has rewritten its history or begun a conversation beside it"
+        )
+    if not turns or not turns[-1].token_ids:
+        return
+    branch = branches[0]
+    token_ids = turns[-1].context_ids + turns[-1].token_ids
+    mask = [False] * len(token_ids)
+    logprobs = [0.0] * len(token_ids)
+    for turn in turns:
+        span = slice(len(turn.context_ids), len(turn.context_ids) + len(turn.token_ids))
+        mask[span] = [True] * len(turn.token_ids)
+        logprobs[span] = turn.logprobs
+    ours = (token_ids, mask, logprobs)
+    if (branch.token_ids, branch.sampled_mask, branch.logprobs) != ours:
+        raise RuntimeError("the tokens of the trace are not those that the policy has sampled")
+
+
+def measures_of(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return rewards and metrics of a trace as measures, without those that have no value."""
+    measures = {
+        plain_name(name): float(value) for name, value in values.items() if value is not None
+    }
+    return dict(list(measures.items())[: MAX_MEASURES - 1])
+
+
+def plain_name(name: str) -> str:
+    """Return a function's name as the name of a measure."""
+    name = re.sub(r"\W", "_", name)
+    return name if name.isidentifier() else f"_{name}"
+
+
+def text_of(message: Any) -> str:
+    """Return the text of a message.
+
+    Raises ValueError for images, and for calls of tools in the prompt."""
+    if message.role == "assistant" and message.tool_calls:
+        raise ValueError(
+            "the environment's messages contain calls of tools by the assistant, which is not "
+            "supported"
+        )
+    content = message.content
+    if isinstance(content, list) and any(part.type != "text" for part in content):
+        raise ValueError("the environment's messages are not text alone, which is not supported")
+    return content_text(content)
+
+
+def message_with_calls(text: str, turn: int) -> tuple[vf.AssistantMessage, bool]:
+    """Return a turn of the policy, and whether it has a malformed call of a tool.
+
+    A call is <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, after the thoughts.
+    With a malformed call, the turn is the plain text and calls no tool. vLLM's parser of this form
+    (hermes) does the same."""
+    begin = text.rfind(END_OF_THOUGHTS) + len(END_OF_THOUGHTS) if END_OF_THOUGHTS in text else 0
+    matches = list(CALL.finditer(text, begin))
+    try:
+        calls = [
+            tool_call(match[1], f"call_{turn}_{number}") for number, match in enumerate(matches)
+        ]
+    except ValueError:
+        return vf.AssistantMessage(content=text), True
+    if not calls:
+        return vf.AssistantMessage(content=text), False
+    content = text[: matches[0].start()]
+    return vf.AssistantMessage(content=content, tool_calls=calls), False
+
+
+def tool_call(text: str, call_id: str) -> ToolCall:
+    """Return the call in a JSON text. Raises ValueError if it is malformed."""
+    call = json.loads(text)
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a call needs a name, and an object of arguments")
+    return ToolCall(id=call_id, name=call["name"], arguments=json.dumps(arguments))
