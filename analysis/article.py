@@ -32,7 +32,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "article.typ"
 DATA = Path(__file__).parent / "data"
 # the functions of the template whose first argument is the name of a number
 NAMED = re.compile(r'#?\b(?:num|mean|pval|both)\("([^"]+)"')
-PAGE_PIXELS_PER_INCH = 110
+PAGE_PIXELS_PER_INCH = 150
 FIXED_TIME = 0  # of the PDF's creation, in seconds
 
 

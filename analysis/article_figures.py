@@ -7,7 +7,6 @@ the critical rates and the early warnings are drawn by their own figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,18 +14,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gspo.analysis import (
-    article_numbers,
+    claims,
     early_warning,
     fig_contrast,
     fig_critical_rate,
     fig_dose,
     foresight,
+    panels,
     style,
 )
 from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles
-from gspo.analysis.article_numbers import DOSES, PRECISIONS, ends_of, measured, study
-from gspo.analysis.grid import cell_intervals, interval_line
-from gspo.analysis.load import GRPO, GSPO, GSPO_TOKEN
+from gspo.analysis.article_numbers import (
+    PAPER_RANGE,
+    PRECISIONS,
+    QUARTER_RANGE,
+    ends_of,
+    measured,
+    study,
+)
+from gspo.analysis.grid import interval_line
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
 from gspo.analysis.stats import t_interval
 from gspo.analysis.style import FigureOptions
 from gspo.tracking.collapse import SIGNALS
@@ -46,6 +53,8 @@ def draw_all(folder: Path, out: Path) -> list[Path]:
     data = study(folder, "critical_rate")
     runs = fig_critical_rate.measure(data)
     paths += fig_critical_rate.draw(data, runs, fig_critical_rate.compare(runs), out, OPTIONS)
+    paths += style.save(sums_alone(study(folder, "math_edge")), out, "sums_alone", "", OPTIONS)
+    paths += style.save(other_settings(folder), out, "critical_settings", "", OPTIONS)
     for letter, draw in {"B": staleness, "C": mismatch, "D": routing, "E": tools}.items():
         figure = draw(measured(letter, folder))
         paths += style.save(figure, out, f"study_{letter}", "", OPTIONS)
@@ -54,16 +63,64 @@ def draw_all(folder: Path, out: Path) -> list[Path]:
     return paths
 
 
+def sums_alone(data: Data) -> Figure:
+    """Draw the rewards on sums alone, and GSPO minus each of its rivals, a dot per seed."""
+    runs = fig_critical_rate.measure(data)
+    styles = arm_styles(sorted(runs["arm"].unique()))
+    figure = style.canvas(ROW_HEIGHT + 0.2, OPTIONS)
+    curve_panel, difference_panel = figure.subplots(1, 2)
+    for arm in data.arms:
+        name = arm
+        if arm.startswith(f"{GRPO} ["):
+            name = f"{GRPO} [clip range {data.of(arm)[0].clip_range[0]}]"
+        panels.curve(curve_panel, data.table(arm, "reward/mean"), styles[name], OPTIONS)
+    style.training_axis(curve_panel, 0, OPTIONS)
+    curve_panel.set_title("Training reward")
+    ends = runs.pivot(index="seed", columns="arm", values="end")
+    panels.zero_line(difference_panel)
+    difference_panel.axhspan(-claims.SAME, claims.SAME, color=style.STRIP, zorder=0)
+    ticks = []
+    for index, rival in enumerate((GRPO_R2, PAPER_RANGE, QUARTER_RANGE)):
+        interval = t_interval(ends[GSPO] - ends[rival])
+        x = [index + shift for shift in fig_dose.shifts(interval.seeds, 0.02)]
+        style.dots(difference_panel, x, interval.values, style.MUTED, size=4, edge=1)
+        panels.mean_bar(difference_panel, index + 0.3, interval, 11)
+        label = style.arm_label(rival).replace("+\n", "+ ").replace("Routing Replay", "R2")
+        ticks.append(f"- {label}")
+    difference_panel.set_xticks(range(len(ticks)), ticks, fontsize=8)
+    difference_panel.set_xlim(-0.5, len(ticks) - 0.3)
+    difference_panel.set_title("GSPO minus its rivals, last fifth")
+    style.legend_above(figure, styles, OPTIONS)
+    return figure
+
+
+def other_settings(folder: Path) -> Figure:
+    """Draw study A with 16 mini-batches, and with one expert per token."""
+    figure = style.canvas(ROW_HEIGHT, OPTIONS)
+    axes = figure.subplots(1, 4)
+    titles = {"critical_rate_16": "16 mini-batches", "critical_rate_top1": "One expert"}
+    for index, (name, title) in enumerate(titles.items()):
+        runs = fig_critical_rate.measure(study(folder, name))
+        styles = arm_styles(sorted(runs["arm"].unique()))
+        end_panel, share_panel = axes[2 * index : 2 * index + 2]
+        fig_critical_rate.draw_ends(end_panel, runs, styles)
+        fig_critical_rate.draw_shares(share_panel, runs, styles)
+        end_panel.set(title=f"{title}: reward", ylabel="")
+        share_panel.set(title="Collapsed runs", ylabel="")
+    style.legend_above(figure, styles, OPTIONS)
+    return figure
+
+
 # ------------------------------------------------------------------------------------------------
 # rows of panels
 def row(
-    runs: pd.DataFrame, panels: Sequence[Panel], ticks: dict[object, str], label: str
+    runs: pd.DataFrame, contents: Sequence[Panel], ticks: dict[object, str], label: str
 ) -> Figure:
     """Draw panels beside each other, whose x axis is the dose, and a legend above them."""
     styles = arm_styles(sorted(runs["arm"].unique()))
     figure = style.canvas(ROW_HEIGHT, OPTIONS)
-    axes = figure.subplots(1, len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
+    axes = figure.subplots(1, len(contents))
+    for ax, panel in zip(axes, contents, strict=True):
         panel(ax, runs, styles)
         ax.set_xticks(range(len(ticks)), list(ticks.values()), fontsize=8)
         ax.set_xlabel(label)
@@ -125,8 +182,8 @@ def mismatch(runs: pd.DataFrame) -> Figure:
     ticks = {}
     for level, word in words.items():
         ticks[level] = f"{word}\n{got[level]:.1g} %"
-    panels = [END, collapsed_panel, objectives_panel(GRPO), remedies_panel("Remedy minus none")]
-    return row(runs, panels, ticks, "engine's weights,\ntokens off twofold")
+    contents = [END, collapsed_panel, objectives_panel(GRPO), remedies_panel("Remedy minus none")]
+    return row(runs, contents, ticks, "engine's weights,\ntokens off twofold")
 
 
 def routing(runs: pd.DataFrame) -> Figure:
@@ -135,8 +192,8 @@ def routing(runs: pd.DataFrame) -> Figure:
     ticks = {}
     for level in sorted(runs["level"].unique()):
         ticks[level] = f"{level:g}\n{changed[level]:.1f} %"
-    panels = [END, collapsed_panel, objectives_panel(GRPO), remedies_panel("Remedy minus none")]
-    return row(runs, panels, ticks, "router's factor,\nexperts changed")
+    contents = [END, collapsed_panel, objectives_panel(GRPO), remedies_panel("Remedy minus none")]
+    return row(runs, contents, ticks, "router's factor,\nexperts changed")
 
 
 def tools(runs: pd.DataFrame) -> Figure:
@@ -144,8 +201,8 @@ def tools(runs: pd.DataFrame) -> Figure:
     got = 100 * runs.groupby("level")["got"].mean()
     ticks = {level: f"{share:.0f} %" for level, share in got.items()}
     clipped = column_panel("clip/token_active", "Clipped share of tokens")
-    panels = [END, objectives_panel(GSPO), clipped]
-    return row(runs, panels, ticks, "tokens that the tool wrote")
+    contents = [END, objectives_panel(GSPO), clipped]
+    return row(runs, contents, ticks, "tokens that the tool wrote")
 
 
 def rounding(runs: pd.DataFrame) -> Figure:

@@ -126,6 +126,12 @@ def p_text(p: float) -> str:
     return plain(p, ".3f") if p >= 0.0005 else plain(p, ".1g")
 
 
+def percent(share: Interval, factor: float = 100.0) -> Interval:
+    """Return an interval times 100, or times -100 for a decline that is printed as a change."""
+    low, high = sorted((factor * share.low, factor * share.high))
+    return Interval(factor * share.mean, low, high, share.seeds)
+
+
 @dataclass
 class Numbers:
     """The entries of the JSON file by name."""
@@ -223,8 +229,11 @@ def edge(numbers: Numbers, folder: Path) -> None:
     for arm, word in {GSPO: "gspo", GRPO_R2: "replay", GRPO: "grpo"}.items():
         falls = t_interval(stability_claims.declines(studies["beyond_edge"], arm))
         p = falls.p(stability_claims.MIN_DECLINE)
-        in_percent = Interval(100 * falls.mean, 100 * falls.low, 100 * falls.high, falls.seeds)
-        numbers.add(f"edge.fall.{word}", in_percent, ".0f", p, " %")
+        numbers.add(f"edge.fall.{word}", percent(falls), ".0f", p, " %")
+    for name in ("comfortable", "edge_rate"):
+        falls = t_interval(stability_claims.declines(studies[name], GRPO))
+        p = falls.p(stability_claims.MIN_DECLINE)
+        numbers.add(f"edge.{name}.change", percent(falls, -100), "+.1f", p, " %")
     changes = 1 - studies["edge_rate"].table(GRPO, "routing/consistency")
     numbers.value("edge.changed", 100 * changes.mean().mean(), ".1f", " %")
     # the GSPO runs of two studies are the same
@@ -299,7 +308,9 @@ def staleness(numbers: Numbers, runs: pd.DataFrame) -> None:
     for word, arm in {"gspo": GSPO, "grpo": GRPO, "cispo": "CISPO"}.items():
         loss = ends[arm, 2] - ends[arm, 32]
         numbers.difference(f"B.loss.{word}", t_interval(loss), ".3f")
-    numbers.difference("B.cispo.8", t_interval(ends["CISPO", 8] - ends[GRPO, 8]))
+    for level, arm in ((2, "CISPO"), (2, "MiniRL"), (4, "SAPO")):
+        difference = t_interval(ends[arm, level] - ends[GRPO, level])
+        numbers.difference(f"B.{arm}.{level}", difference)
     numbers.count("B.runs", len(runs))
     numbers.count("B.collapsed", runs["collapsed"].sum())
 
