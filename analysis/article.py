@@ -21,6 +21,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from gspo.analysis import article_figures, script
 from gspo.analysis.article_numbers import Numbers, collect
@@ -80,7 +81,7 @@ def write(out: Path, text: str, numbers: Numbers) -> list[Path]:
     return [source, file]
 
 
-def compiler():
+def compiler() -> ModuleType:
     """Return the module typst, or raise RunsError with how to install it."""
     try:
         import typst
