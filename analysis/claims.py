@@ -120,13 +120,12 @@ def reward(data: Data) -> Claim:
     )
 
 
-def held_out(data: Data) -> Claim | None:
-    """Judge Fig. 1, bottom. Return None if nothing was evaluated.
+def held_out_difference(data: Data) -> tuple[Interval, int, int] | None:
+    """Return the difference of the held-out scores GSPO - rival, its batch, and how many sets.
 
-    Criterion: the paired difference of the held-out scores, averaged over the sets, at the last
-    evaluation that all compared runs have, is above 0, or it is the same within ±0.03. With a
+    The scores are averaged over the sets at the last evaluation that all compared runs have. With a
     single seed the interval is ±1.96 standard errors over problems, with the arms' errors taken as
-    independent.
+    independent. Return None if nothing was evaluated.
     """
     arms = contenders(data)
     differences = {}
@@ -150,6 +149,20 @@ def held_out(data: Data) -> Claim | None:
         error = float(np.sqrt(np.sum(np.square(errors)))) / sets
         half = NORMAL_QUANTILE * error
         interval = Interval(interval.mean, interval.mean - half, interval.mean + half)
+    return interval, step, sets
+
+
+def held_out(data: Data) -> Claim | None:
+    """Judge Fig. 1, bottom. Return None if nothing was evaluated.
+
+    Criterion: the paired difference of the held-out scores (`held_out_difference`) is above 0, or
+    it is the same within ±0.03.
+    """
+    arms = contenders(data)
+    difference = held_out_difference(data)
+    if difference is None:
+        return None
+    interval, step, sets = difference
     text = f"difference at batch {step}, mean over {sets} held-out sets, {interval.text('+.3f')}"
     words = verdict(data, arms, interval, 0, SAME)
     return Claim(

@@ -282,16 +282,10 @@ def draw(
     heights = (1, 0.1 + 0.06 * len(styles), 1)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
     end_panel, share_panel, names_panel, objective_panel, remedy_panel = panels.values()
-    x_shifts = shifts(len(styles), 0.05)
-    for shift, (arm, line) in zip(x_shifts, styles.items(), strict=True):
-        runs = numbers[numbers["arm"] == arm]
-        shifted = runs.assign(x=runs["position"] + shift)
-        interval_line(end_panel, cell_intervals(shifted, "x", "end"), line)
-        if extra_metric:
-            interval_line(remedy_panel, cell_intervals(shifted, "x", extra_metric), line)
-        share = shifted.groupby("x")["collapsed"].mean()
-        share_panel.plot(share, lw=1.6, ms=5, **line.plot_options())
-    share_panel.set_ylim(-0.05, 1.05)
+    draw_column(end_panel, numbers, styles, "end")
+    if extra_metric:
+        draw_column(remedy_panel, numbers, styles, extra_metric)
+    draw_collapsed(share_panel, numbers, styles)
     draw_differences(objective_panel, objectives, styles)
     draw_differences(remedy_panel, remedies, styles)
     objective_panel.set_visible(bool(objectives or extra_metric))
@@ -323,6 +317,23 @@ def draw(
 def shifts(count: int, distance: float) -> list[float]:
     """Return the places of lines beside each other, so that their intervals can be told apart."""
     return [distance * (index - (count - 1) / 2) for index in range(count)]
+
+
+def draw_column(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles, column: str) -> None:
+    """Draw the mean of a column over seeds with its interval, for each arm at each level."""
+    for shift, (arm, line) in zip(shifts(len(styles), 0.05), styles.items(), strict=True):
+        runs = numbers[numbers["arm"] == arm]
+        shifted = runs.assign(x=runs["position"] + shift)
+        interval_line(ax, cell_intervals(shifted, "x", column), line)
+
+
+def draw_collapsed(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
+    """Draw the share of collapsed runs, for each arm at each level."""
+    for shift, (arm, line) in zip(shifts(len(styles), 0.05), styles.items(), strict=True):
+        runs = numbers[numbers["arm"] == arm]
+        share = runs.assign(x=runs["position"] + shift).groupby("x")["collapsed"].mean()
+        ax.plot(share, lw=1.6, ms=5, **line.plot_options())
+    ax.set_ylim(-0.05, 1.05)
 
 
 def draw_differences(ax: Axes, pairs: Pairs, styles: ArmStyles) -> None:

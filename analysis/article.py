@@ -1,0 +1,115 @@
+"""The article: a PDF of all studies with their figures, registered criteria and outcomes.
+
+    python -m gspo.analysis.article out=build/paper
+    make paper
+
+Draws the figures from the recorded rows, computes every number (article_numbers.py), and compiles
+templates/article.typ with Typst. Writes these files:
+
+    gspo.pdf       the article
+    gspo.typ       its text, which reads the others
+    numbers.json   its numbers
+    *.pdf          its figures
+
+The same rows give the same bytes. Typst is the package `typst` of the group `paper`. Its fonts are
+inside the package, so the PDF does not depend on the machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from gspo.analysis import article_figures, script
+from gspo.analysis.article_numbers import Numbers, collect
+from gspo.analysis.runs import RunsError
+from gspo.io.arguments import command_options, option
+from gspo.io.files import replace_bytes, replace_text
+
+TEMPLATE = Path(__file__).parent / "templates" / "article.typ"
+DATA = Path(__file__).parent / "data"
+# the functions of the template whose first argument is the name of a number
+NAMED = re.compile(r'#?\b(?:num|mean|pval|both)\("([^"]+)"')
+PAGE_PIXELS_PER_INCH = 150
+FIXED_TIME = 0  # of the PDF's creation, in seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of this command."""
+
+    out: Path = option(Path("build/paper"), "folder for what is written")
+    pages: bool = option(False, "write a picture of every page too, page-1.png and so on")
+
+
+def main() -> None:
+    options = command_options(Options, __doc__)
+    compiler()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunsError(f"out={options.out} cannot be made: {error.strerror}") from None
+    numbers = collect(DATA)
+    text = TEMPLATE.read_text(encoding="utf-8")
+    check_numbers(text, numbers)
+    paths = article_figures.draw_all(DATA, options.out)
+    paths += write(options.out, text, numbers)
+    paths += compile_pdf(options.out, options.pages)
+    script.print_lines(paths)
+
+
+def check_numbers(text: str, numbers: Numbers) -> None:
+    """Raise RunsError if the text names a number that was not computed."""
+    for name in NAMED.findall(text):
+        if name not in numbers.entries:
+            raise RunsError(
+                f"{TEMPLATE.name} names the number {name}, which article_numbers.py does not "
+                "compute: correct the name or add the number"
+            )
+
+
+def write(out: Path, text: str, numbers: Numbers) -> list[Path]:
+    """Write the text and its numbers."""
+    source = out / "gspo.typ"
+    file = out / "numbers.json"
+    entries = json.dumps(numbers.entries, indent=1, ensure_ascii=False, allow_nan=False)
+    replace_text(source, text)
+    replace_text(file, entries + "\n")
+    return [source, file]
+
+
+def compiler() -> ModuleType:
+    """Return the module typst, or raise RunsError with how to install it."""
+    try:
+        import typst
+    except ModuleNotFoundError:
+        raise RunsError("the package typst is missing: run `make paper`") from None
+    return typst
+
+
+def compile_pdf(out: Path, pages: bool = False) -> list[Path]:
+    """Compile gspo.typ of a folder, also to a picture of each page if wanted.
+
+    Raises RunsError with the compiler's message.
+    """
+    typst = compiler()
+    source = out / "gspo.typ"
+    try:
+        document = typst.Compiler(source, root=out, ignore_system_fonts=True)
+        paths = [out / "gspo.pdf"]
+        replace_bytes(paths[0], document.compile(format="pdf", timestamp=FIXED_TIME))
+        if pages:
+            pictures = document.compile(format="png", ppi=PAGE_PIXELS_PER_INCH)
+            for number, picture in enumerate(pictures, start=1):
+                paths.append(out / f"page-{number}.png")
+                replace_bytes(paths[-1], picture)
+    except typst.TypstError as error:
+        raise RunsError(f"{source} does not compile: {error.diagnostic or error}") from None
+    return paths
+
+
+if __name__ == "__main__":
+    script.command(main)

@@ -1,0 +1,442 @@
+"""The numbers of the article (article.py), computed from the recorded rows by the figures' functions.
+
+Every number has a name, such as `A.4.ratio.plain`. The article's text and tables name numbers and
+contain none themselves. An entry of the JSON file has these fields:
+
+    text        the number as the article prints it, with its interval if it has one
+    mean        the number alone, as text
+    p           the exact p as text, "" if there is none
+    value       the number
+    low, high   the ends of its interval, or null
+    seeds       the number of seeds, 0 if it is no mean over seeds
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from gspo.analysis import (
+    claims,
+    early_warning,
+    fig_contrast,
+    fig_critical_rate,
+    fig_dose,
+    foresight,
+    load,
+    stability_claims,
+    warning_rules,
+    warning_table,
+    warning_worth,
+)
+from gspo.analysis.foresight import Value
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
+from gspo.analysis.runs import RunsError
+from gspo.analysis.stats import Interval, ratio, t_interval
+
+PAIRS = {"replay": (GSPO, GRPO_R2), "plain": (GSPO, GRPO), "none": (GRPO_R2, GRPO)}
+PAPER_RANGE = f"{GRPO} [clip range 0.2]"
+QUARTER_RANGE = f"{GRPO} [clip range 0.05]"
+EDGE_STUDIES = (
+    "comfortable",
+    "paper_ranges",
+    "edge_rate",
+    "edge_rate_again",
+    "beyond_edge",
+    "paper_ranges_at_3.5e-4",
+)
+CRITICAL_STUDIES = {
+    "4": "critical_rate",
+    "16": "critical_rate_16",
+    "top1": "critical_rate_top1",
+}
+ENGINE = "engine's log-probs"
+HEAD = "bfloat16"  # bfloat16 layers under a float32 head
+ALL_BFLOAT16 = "bfloat16, head too"
+BFLOAT16_ENGINE = f"bfloat16, {ENGINE}"
+PRECISIONS = {"head": HEAD, "all": ALL_BFLOAT16, "engine": BFLOAT16_ENGINE}
+ALL_TOKENS = "GSPO, all tokens"
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Dose:
+    """A study of a dose: its file, and what fig_dose.py needs to know about it."""
+
+    study: str
+    dose: str
+    measured: str
+    arms: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+
+
+DOSES = {
+    "B": Dose("fixed_minibatch", "trainer.minibatches", "kl/old_k3"),
+    "C": Dose(
+        "mismatch_dose",
+        "rollout.quantization",
+        "mismatch/beyond_2",
+        ("policy.old_logprobs", "correction.name"),
+    ),
+    "D": Dose(
+        "routing_dose",
+        "optim.router_lr_factor",
+        "routing/consistency_after_step",
+        ("policy.freeze_router",),
+    ),
+    "E": Dose(
+        "observation_share",
+        "task.log",
+        "episode/environment_tokens",
+        also=("clip/token_active",),
+    ),
+    "F": Dose(
+        "bfloat16",
+        "optim.lr",
+        "ratio/floor_of_range",
+        ("policy.precision", "policy.head_dtype", "policy.old_logprobs"),
+        ("clip/token_outside", "ratio/floor_outside", "ratio/floor_of_range"),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# texts
+def plain(value: float, form: str) -> str:
+    """Return a number as the article prints it: a true minus, and no 0 before the point.
+
+    >>> plain(-0.0125, "+.3f")
+    '−.013'
+    """
+    text = f"{value:{form}}"
+    sign = text[0] if text[0] in "+-" else ""
+    digits = text.removeprefix(sign)
+    if digits.startswith("0."):
+        digits = digits[1:]
+    return sign.replace("-", "−") + digits
+
+
+def p_text(p: float) -> str:
+    """Return a p with two digits, or with three decimals below .01."""
+    if p >= 0.01:
+        return plain(float(f"{p:.2g}"), ".2f" if p >= 0.1 and p < 1 else ".3g")
+    return plain(p, ".3f") if p >= 0.0005 else plain(p, ".1g")
+
+
+def percent(share: Interval, factor: float = 100.0) -> Interval:
+    """Return an interval times 100, or times -100 for a decline that is printed as a change."""
+    low, high = sorted((factor * share.low, factor * share.high))
+    return Interval(factor * share.mean, low, high, share.seeds)
+
+
+@dataclass
+class Numbers:
+    """The entries of the JSON file by name."""
+
+    entries: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    def add(
+        self, name: str, interval: Interval | Value, form: str, p: float = math.nan, unit: str = ""
+    ) -> None:
+        """Add a number with its interval. Raises RunsError if the rows do not give it."""
+        value = interval.value if isinstance(interval, Value) else interval.mean
+        if math.isnan(value):
+            raise RunsError(f"the article's number {name} is missing: the recorded rows lack it")
+        mean = plain(value, form)
+        text = mean + unit
+        bounded = not math.isnan(interval.low)
+        if bounded:
+            text = f"{mean} [{plain(interval.low, form)}, {plain(interval.high, form)}]{unit}"
+        self.entries[name] = {
+            "text": text,
+            "mean": mean + unit,
+            "p": "" if math.isnan(p) else p_text(p),
+            "value": value,
+            "low": interval.low if bounded else None,
+            "high": interval.high if bounded else None,
+            "seeds": getattr(interval, "seeds", 0),
+        }
+
+    def difference(self, name: str, interval: Interval, form: str = "+.3f") -> None:
+        """Add a paired difference with the exact p of no difference."""
+        self.add(name, interval, form, interval.p())
+
+    def value(self, name: str, value: float, form: str, unit: str = "") -> None:
+        """Add a number without an interval."""
+        self.add(name, Interval(float(value), seeds=0), form, unit=unit)
+
+    def count(self, name: str, count: int) -> None:
+        """Add a whole number."""
+        self.value(name, count, ",.0f")
+
+
+# ------------------------------------------------------------------------------------------------
+# studies
+def collect(folder: Path) -> Numbers:
+    """Return all numbers of the article from the recorded studies of a folder."""
+    numbers = Numbers()
+    edge(numbers, folder)
+    calibration(numbers, folder)
+    sums_alone(numbers, folder)
+    for setting, study in CRITICAL_STUDIES.items():
+        critical_rates(numbers, folder / f"{study}.parquet", setting)
+    staleness(numbers, measured("B", folder))
+    mismatch(numbers, measured("C", folder))
+    routing(numbers, measured("D", folder))
+    tools(numbers, measured("E", folder))
+    rounding(numbers, measured("F", folder))
+    warnings(numbers, folder)
+    counted = ("edge", "sums", "A.4", "A.16", "A.top1", "B", "C", "D", "E", "F")
+    total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
+    numbers.count("total.runs", total)
+    return numbers
+
+
+def study(folder: Path, *names: str) -> Data:
+    """Return the runs of recorded studies."""
+    return load.load([folder / f"{name}.parquet" for name in names])
+
+
+def measured(letter: str, folder: Path) -> pd.DataFrame:
+    """Return a row per run of a dose study, as fig_dose.py measures it."""
+    dose = DOSES[letter]
+    data = study(folder, dose.study)
+    return fig_dose.measure(data, [dose.dose], dose.measured, list(dose.arms), dose.also)
+
+
+def edge(numbers: Numbers, folder: Path) -> None:
+    """Add the comparisons at the edge: paired differences over the last half of the batches."""
+    studies = {name: study(folder, name) for name in EDGE_STUDIES}
+    studies["twenty"] = study(folder, "edge_rate", "edge_rate_again")
+    for name, data in studies.items():
+        key = f"edge.{name}"
+        for pair, arms in PAIRS.items():
+            interval, _ = claims.last_half(data, *arms)
+            numbers.difference(f"{key}.{pair}", interval)
+            p = max(interval.p(-claims.SAME), interval.p(claims.SAME))
+            numbers.add(f"{key}.{pair}.same", interval, "+.3f", p)
+        shares = data.paired("clip/token_active", GSPO, GRPO_R2)
+        numbers.add(f"{key}.clip", ratio(*shares), ".3g")
+        held_out = claims.held_out_difference(data)
+        if held_out is not None:
+            numbers.difference(f"{key}.held_out", held_out[0])
+    gains = fig_contrast.between(studies["paper_ranges"], studies["edge_rate"])
+    numbers.difference("edge.own_range.replay", gains[GRPO_R2])
+    numbers.difference("edge.own_range.plain", gains[GRPO])
+    for arm, word in {GSPO: "gspo", GRPO_R2: "replay", GRPO: "grpo"}.items():
+        falls = t_interval(stability_claims.declines(studies["beyond_edge"], arm))
+        p = falls.p(stability_claims.MIN_DECLINE)
+        numbers.add(f"edge.fall.{word}", percent(falls), ".0f", p, " %")
+    for name in ("comfortable", "edge_rate"):
+        falls = t_interval(stability_claims.declines(studies[name], GRPO))
+        p = falls.p(stability_claims.MIN_DECLINE)
+        numbers.add(f"edge.{name}.change", percent(falls, -100), "+.1f", p, " %")
+    changes = 1 - studies["edge_rate"].table(GRPO, "routing/consistency")
+    numbers.value("edge.changed", 100 * changes.mean().mean(), ".1f", " %")
+    # the GSPO runs of two studies are the same
+    names = {run.path.name for name in EDGE_STUDIES for run in studies[name].runs}
+    numbers.count("edge.runs", len(names))
+    efficiency = claims.compute_ratio(studies["comfortable"]).like
+    numbers.add("edge.comfortable.compute", efficiency, ".2f")
+
+
+def calibration(numbers: Numbers, folder: Path) -> None:
+    """Add what four calibration seeds promised at 7e-4, each arm at its best clip range."""
+    data = study(folder, "edge_calibration", "edge_ranges")
+    runs = fig_critical_rate.measure(data)
+    best = runs[runs["rate"] == 7e-4].pivot(index="seed", columns="arm", values="end")
+    gspo = next(arm for arm in best if arm.startswith(GSPO) and best[arm].mean() > 0.2)
+    grpo = f"{GRPO} [clip range 0.0125]"
+    numbers.difference("calibration.plain", t_interval((best[gspo] - best[grpo]).dropna()))
+
+
+def sums_alone(numbers: Numbers, folder: Path) -> None:
+    """Add the 64 runs on sums alone: reward of the last fifth, differences, collapsed runs."""
+    runs = fig_critical_rate.measure(study(folder, "math_edge"))
+    ends = runs.pivot(index="seed", columns="arm", values="end")
+    arms = {"gspo": GSPO, "replay": GRPO_R2, "grpo": PAPER_RANGE, "quarter": QUARTER_RANGE}
+    for word, arm in arms.items():
+        of_arm = runs[runs["arm"] == arm]
+        numbers.add(f"sums.end.{word}", t_interval(of_arm["end"]), ".3f")
+        numbers.count(f"sums.collapsed.{word}", of_arm["collapsed"].sum())
+    numbers.difference("sums.replay", t_interval(ends[GSPO] - ends[GRPO_R2]))
+    numbers.difference("sums.plain", t_interval(ends[GSPO] - ends[PAPER_RANGE]))
+    numbers.difference("sums.quarter", t_interval(ends[GSPO] - ends[QUARTER_RANGE]))
+    numbers.difference("sums.none", t_interval(ends[GRPO_R2] - ends[PAPER_RANGE]))
+    numbers.count("sums.seeds", len(ends))
+    numbers.count("sums.runs", len(runs))
+
+
+def critical_rates(numbers: Numbers, file: Path, setting: str) -> None:
+    """Add the critical rates of a setting of study A, and the ratios of two arms' rates."""
+    runs = fig_critical_rate.measure(load.load([file]))
+    key = f"A.{setting}"
+    numbers.count(f"{key}.runs", len(runs))
+    counts, arms = fig_critical_rate.counted(runs)
+    _, rates = fig_critical_rate.fit_pooled(counts)
+    grpo = PAPER_RANGE if PAPER_RANGE in arms else GRPO
+    words = {GSPO: "gspo", GRPO_R2: "replay", grpo: "grpo", QUARTER_RANGE: "quarter"}
+    for arm, rate in zip(arms, rates, strict=True):
+        numbers.value(f"{key}.critical.{words[arm]}", 1e4 * rate, ".2f")
+    ratios = fig_critical_rate.compare(runs)
+    pairs = {
+        "plain": (GSPO, grpo),
+        "replay": (GSPO, GRPO_R2),
+        "quarter": (GSPO, QUARTER_RANGE),
+        "none": (GRPO_R2, grpo),
+    }
+    for word, pair in pairs.items():
+        if pair in ratios:
+            interval, p = ratios[pair]
+            numbers.add(f"{key}.ratio.{word}", interval, ".2f", p)
+
+
+def ends_of(runs: pd.DataFrame, column: str = "end") -> pd.DataFrame:
+    """Return a column of the runs by seed, for each arm and level of the dose."""
+    return runs.pivot(index="seed", columns=["arm", "level"], values=column)
+
+
+def staleness(numbers: Numbers, runs: pd.DataFrame) -> None:
+    """Add study B: GSPO minus GRPO at each number of mini-batches, and what the number costs."""
+    ends = ends_of(runs)
+    for level in sorted(runs["level"].unique()):
+        difference = ends[GSPO, level] - ends[GRPO, level]
+        numbers.difference(f"B.plain.{level}", t_interval(difference))
+    for word, arm in {"gspo": GSPO, "grpo": GRPO, "cispo": "CISPO"}.items():
+        loss = ends[arm, 2] - ends[arm, 32]
+        numbers.difference(f"B.loss.{word}", t_interval(loss), ".3f")
+    for level, arm in ((2, "CISPO"), (2, "MiniRL"), (4, "SAPO")):
+        difference = t_interval(ends[arm, level] - ends[GRPO, level])
+        numbers.difference(f"B.{arm}.{level}", difference)
+    numbers.count("B.runs", len(runs))
+    numbers.count("B.collapsed", runs["collapsed"].sum())
+
+
+def mismatch(numbers: Numbers, runs: pd.DataFrame) -> None:
+    """Add study C: engines whose weights have few bits, and four remedies."""
+    ends = ends_of(runs)
+    doses = runs.groupby("level")["got"].mean()
+    got = runs.groupby(["arm", "level"])["got"].mean()
+    for level in ("fp4_e2m1", "int3", "int2"):
+        numbers.value(f"C.share.{level}", 100 * doses[level], ".1g", " %")
+        removed = 1 - got[f"{GRPO} + Routing Replay (R3)", level] / got[GRPO, level]
+        numbers.value(f"C.removed.{level}", 100 * removed, ".0f", " %")
+        for objective in (GSPO, GRPO):
+            for word, remedy in {"none": "", "engine": f" [{ENGINE}]", "tis": " [TIS]"}.items():
+                arm = objective + remedy
+                harm = t_interval(ends[arm, level] - ends[arm, "none"])
+                numbers.difference(f"C.harm.{word}.{objective}.{level}", harm)
+            for word, remedy in {"tis": "[TIS]", "r3": "+ Routing Replay (R3)"}.items():
+                gain = t_interval(ends[f"{objective} {remedy}", level] - ends[objective, level])
+                numbers.difference(f"C.{word}.{objective}.{level}", gain)
+        for word, remedy in {"engine": f" [{ENGINE}]", "tis": " [TIS]"}.items():
+            difference = ends[GSPO + remedy, level] - ends[GRPO + remedy, level]
+            numbers.difference(f"C.plain.{word}.{level}", t_interval(difference))
+    for objective in (GSPO, GRPO):
+        off = runs[(runs["arm"] == f"{objective} [{ENGINE}]") & (runs["level"] != "none")]
+        numbers.count(f"C.collapsed.{objective}", off["collapsed"].sum())
+    numbers.count("C.collapsed.of", len(off))
+    numbers.count("C.runs", len(runs))
+
+
+def routing(numbers: Numbers, runs: pd.DataFrame) -> None:
+    """Add study D: routers that learn 1 to 60 times as fast as the other weights."""
+    ends = ends_of(runs)
+    changed = 1 - runs.groupby("level")["got"].mean()
+    for level in (1, 14, 60):
+        numbers.value(f"D.changed.{level}", 100 * changed[level], ".1f", " %")
+    for level in (14, 60):
+        loss = t_interval(ends[GRPO, 1] - ends[GRPO, level])
+        numbers.difference(f"D.loss.{level}", loss, ".3f")
+        gain = t_interval(ends[GRPO_R2, level] - ends[GRPO, level])
+        numbers.difference(f"D.replay.{level}", gain)
+        numbers.difference(f"D.plain.{level}", t_interval(ends[GSPO, level] - ends[GRPO, level]))
+        replayed = f"{GSPO} + Routing Replay (R2)"
+        gain = t_interval(ends[replayed, level] - ends[GSPO, level])
+        numbers.difference(f"D.gspo_replay.{level}", gain)
+    numbers.difference("D.plain.1", t_interval(ends[GSPO, 1] - ends[GRPO, 1]))
+    for objective in (GSPO, GRPO):
+        frozen = t_interval(ends[f"{objective} [frozen router]", 1] - ends[objective, 1])
+        numbers.difference(f"D.frozen.{objective}", frozen)
+    fastest = runs[runs["level"] == 60]
+    numbers.count("D.collapsed", fastest["collapsed"].sum())
+    numbers.count("D.collapsed.of", len(fastest))
+    numbers.count("D.runs", len(runs))
+
+
+def tools(numbers: Numbers, runs: pd.DataFrame) -> None:
+    """Add study E: a tool that writes a tenth, half or nine tenths of the tokens."""
+    ends = ends_of(runs)
+    shares = ends_of(runs, "clip/token_active")
+    got = runs.groupby("level")["got"].mean()
+    for level in (0, 28, 290):
+        numbers.value(f"E.share.{level}", 100 * got[level], ".0f", " %")
+        for word, arm in {"grpo": GRPO, "token": GSPO_TOKEN, "cispo": "CISPO"}.items():
+            difference = t_interval(ends[arm, level] - ends[GSPO, level])
+            numbers.difference(f"E.{word}.{level}", difference)
+        cost = t_interval(ends[GSPO, level] - ends[ALL_TOKENS, level])
+        numbers.difference(f"E.mistake.{level}", cost, ".3f")
+        remaining = t_interval(shares[ALL_TOKENS, level] / shares[GSPO, level])
+        above_half = shares[ALL_TOKENS, level] - HALF * shares[GSPO, level]
+        numbers.add(f"E.clip.{level}", remaining, ".2f", t_interval(above_half).p())
+    numbers.count("E.runs", len(runs))
+
+
+def rounding(numbers: Numbers, runs: pd.DataFrame) -> None:
+    """Add study F: bfloat16 layers, a bfloat16 head, the engine's log-probs, against float32."""
+    ends = ends_of(runs)
+    floors = ends_of(runs, "got")  # of the first fifth of the batches
+    all_floors = ends_of(runs, "ratio/floor_of_range")
+    outside = ends_of(runs, "ratio/floor_outside")
+    clipped = ends_of(runs, "clip/token_outside")
+    for rate, word in {2e-4: "low", 4.7e-4: "high"}.items():
+        for precision, name in PRECISIONS.items():
+            key = f"F.{word}.{precision}"
+            arm = f"{GSPO} [{name}]"
+            numbers.value(f"{key}.floor", floors[arm, rate].mean(), ".2f")
+            numbers.value(f"{key}.outside", 100 * outside[arm, rate].mean(), ".0f", " %")
+            share = t_interval(clipped[arm, rate] - clipped[GSPO, rate])
+            numbers.difference(f"{key}.clipped", share)
+            for objective in (GSPO, GSPO_TOKEN, GRPO, "CISPO"):
+                change = ends[f"{objective} [{name}]", rate] - ends[objective, rate]
+                numbers.difference(f"{key}.reward.{objective}", t_interval(change))
+        for objective in (GSPO, GSPO_TOKEN):
+            for part, table in {"help": all_floors, "help_first": floors}.items():
+                with_head = table[f"{objective} [{HEAD}]", rate]
+                without = table[f"{objective} [{ALL_BFLOAT16}]", rate]
+                name = f"F.{word}.{part}.{objective}"
+                numbers.difference(name, t_interval(without - with_head))
+    numbers.count("F.runs", len(runs))
+    numbers.count("F.collapsed", runs["collapsed"].sum())
+
+
+def warnings(numbers: Numbers, folder: Path) -> None:
+    """Add the worth of early warnings, on the stressed runs and on all recorded runs."""
+    frame = pd.read_parquet(folder / early_warning.RECORDED.name)
+    thresholds = early_warning.shipped(frame)
+    stressed = foresight.histories(frame)
+    together = foresight.alarm(stressed, thresholds)
+    numbers.count("W.runs", len(stressed))
+    numbers.count("W.collapsed", sum(run.collapsed is not None for run in stressed))
+    numbers.add("W.seen", together.seen, ".2f")
+    numbers.add("W.lead", together.lead, ".0f")
+    numbers.add("W.false", together.false, ".2f")
+    runs = warning_rules.recorded_runs(frame)
+    thresholds |= warning_rules.COUNTER_THRESHOLDS
+    numbers.count("W.all", len(runs))
+    numbers.count("W.all_collapsed", sum(run.collapsed is not None for run in runs))
+    shipped = {
+        "any": warning_rules.together(runs, thresholds),
+        "fall": warning_rules.as_shipped(runs, thresholds, "reward_fall"),
+    }
+    for word, verdicts in shipped.items():
+        worth = warning_worth.worth(verdicts)
+        numbers.add(f"W.{word}.seen", worth.seen, ".2f")
+        numbers.add(f"W.{word}.lead", worth.lead, ".0f")
+        numbers.add(f"W.{word}.false", worth.per_run, ".2f")
+    for rule in ("routing_drift", "entropy_rise", "reward_fall"):
+        within = warning_worth.within_settings(runs, rule, warning_table.LEAD)
+        numbers.add(f"W.within.{rule}", within, ".2f")
