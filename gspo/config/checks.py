@@ -271,7 +271,17 @@ def check_truncation(s: Settings) -> None:
 
     The log-probs of both are of the full distribution. So a ratio of the two measures the mismatch
     of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
-    distribution would multiply it by the probability that the truncation keeps."""
+    distribution on one side would multiply it by the probability that the truncation keeps. With
+    rollout.keep_mask both sides have log-probs of the truncated distribution."""
+    if s.rollout.keep_mask:
+        if not s.rollout.rules:
+            raise SettingError(
+                "rollout.keep_mask",
+                True,
+                "changes nothing, because no token is excluded",
+                remedy="set rollout.top_p, top_k or min_p, or leave it out",
+            )
+        return
     for rule, value in s.rollout.rules.items():
         truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
         if s.correction.name != "none":
@@ -279,14 +289,14 @@ def check_truncation(s: Settings) -> None:
                 "correction",
                 s.correction.name,
                 f"weighs by the engine's whole distribution, {truncated}",
-                remedy="leave that out, or use correction=none",
+                remedy="set rollout.keep_mask=true, leave that out, or use correction=none",
             )
         if s.objective.ratio_to == "engine":
             raise SettingError(
                 "objective",
                 s.objective.name,
                 f"divides by the engine's whole distribution, {truncated}",
-                remedy="leave that out, or use another objective",
+                remedy="set rollout.keep_mask=true, leave that out, or use another objective",
             )
 
 

@@ -33,6 +33,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from gspo.data.kept_sets import KeptSets
+
 # stands for experts at padding, and at the last token, which engines do not feed to the model
 NOT_RECORDED = -1
 Part = TypeVar("Part", bound="DataclassInstance")
@@ -68,6 +70,8 @@ class TokenBatch:
     prompts_B: Tensor  # int64; rows with the same number have the same prompt
     # experts that forward passes must use; None: the routers choose
     replay_BSLK: Tensor | None = None
+    # the tokens over which the softmax of each response token runs; None: the whole vocabulary
+    kept: KeptSets | None = None
     # positions of `mask_BT` and of `sampled_BT`; only `to` sets them, on the copy
     _positions: Positions | None = field(default=None, init=False, repr=False)
     _sampled_positions: Positions | None = field(default=None, init=False, repr=False)
@@ -79,6 +83,15 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
+
+    @property
+    def choice_BT(self) -> Tensor:
+        """The response tokens at which more than one token could be drawn: bool.
+
+        If a position has a single kept token, its log-prob is 0 under every policy."""
+        if self.kept is None:
+            return self.mask_BT
+        return self.mask_BT & (self.kept.counts_BT != 1)
 
     def of_tokens(self, x_BT: Tensor) -> Tensor:
         """Select the entries of response tokens: [N, ...] of [B, T, ...]."""

@@ -16,6 +16,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, RolloutBatch, TokenBatch, contents_of
+from gspo.data.kept_sets import pack_kept
 from gspo.data.samples import Response, ScoredResponse
 
 
@@ -23,7 +24,8 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     """Pack responses into a batch.
 
     The engine's experts are packed if all responses have them. Raises ValueError for a response
-    without tokens, or without a log-prob per token: only a broken engine returns such.
+    without tokens, without a log-prob per token, or with a token that is not among the kept tokens
+    of its position: only a broken engine returns such.
     """
     for r in responses:
         tokens = len(r.token_ids)
@@ -32,6 +34,9 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
                 f"response {r.sample}, problem {r.problem.index}: {tokens} tokens, "
                 f"{len(r.logprobs)} logprobs"
             )
+        problem = r.kept.problem(r.token_ids) if r.kept is not None else ""
+        if problem:
+            raise ValueError(f"response {r.sample}, problem {r.problem.index} {problem}")
     by_policy = None
     if any(r.turns for r in responses):
         by_policy = [r.policy_mask for r in responses]
@@ -40,6 +45,8 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     logprobs = [r.logprobs for r in responses]
     experts = [r.experts for r in responses]
     batch = layout(prompts, token_ids, pad_id, by_policy)
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    batch.kept = pack_kept([r.kept for r in responses], real_BT)
     return RolloutBatch(
         **contents_of(batch),
         engine_logp_BT=_logprobs(logprobs, batch),

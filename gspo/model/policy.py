@@ -294,6 +294,7 @@ class Policy(PolicyText):
 
     def _model_forward(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
+        kept = batch.kept.all_columns().to(self.device) if batch.kept else None
         batch = batch.to(self.device)
         rows = PaddedRows(batch, self.padding_side)
         hidden_recorded = nullcontext()
@@ -315,6 +316,8 @@ class Policy(PolicyText):
         logits_BTV = rows.predicting(logits_BCV).float()
         if self.temperature != 1:
             logits_BTV = logits_BTV / self.temperature
+        if kept:
+            logits_BTV = kept.without_others(logits_BTV.flatten(0, 1)).view_as(logits_BTV)
         tokens_BT = batch.tokens_BS[:, batch.prompt_width :]
         output = PolicyOutput(log_probs_of_logits(logits_BTV, tokens_BT), None, experts_BSLK)
         if entropy:

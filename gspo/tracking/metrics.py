@@ -390,6 +390,19 @@ METRICS = [
         "share",
         "a response's 4-grams that occurred in it before, mean over responses",
     ),
+    # the tokens that top_p, top_k and min_p keep, with rollout.keep_mask
+    Metric(
+        "sampling/kept_mean",
+        "tokens",
+        "tokens that could be drawn at a position, mean over positions with excluded tokens",
+    ),
+    Metric("sampling/kept_max", "tokens", "the same, at the position with the most", "max"),
+    Metric(
+        "sampling/kept_one",
+        TOKEN,
+        "positions at which a single token could be drawn: its log-prob is 0, its ratio is 1, and "
+        "it has no gradient. Clip fractions and mismatch/beyond_2 leave these tokens out",
+    ),
     # episodes of several turns, with an environment
     Metric("episode/turns", "turns", "the policy's turns, mean over episodes"),
     Metric("episode/turns_max", "turns", "the policy's turns, largest number"),
@@ -621,6 +634,7 @@ FAMILIES = {
     "monitor": "Optimization",
     "length": "Responses and episodes",
     "episode": "Responses and episodes",
+    "sampling": "Responses and episodes",
     "routing": "Expert routing",
     "custom": "Metrics of your own",
 }

@@ -71,7 +71,7 @@ class PolicyTerm(Term):
         outputs = self.objective(tensors)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
+            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator, batch.choice_BT)
         loss_BT = corrected(outputs.loss_BT, batch)
         return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)
 

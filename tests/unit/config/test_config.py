@@ -469,6 +469,11 @@ BAD = [
         "rollout=vllm rollout.top_p=.9 rollout.temperature=.8",
         ("rollout.top_p", 0.9, "with rollout.temperature=0.8 and"),
     ),
+    ("rollout.keep_mask=true", ("rollout.keep_mask", True, "no token is excluded")),
+    (
+        "rollout=vllm rollout.top_p=.9 rollout.keep_mask=true",
+        ("rollout.keep_mask", True, "only up to rollout.top_k"),
+    ),
     (
         "evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20",
         ("evaluation.top_k", 20, "is not read with eval"),
@@ -595,6 +600,10 @@ def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
         # both of the whole distribution
         "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",
         "rollout=vllm rollout.top_p=.9 evaluation.top_p=.95 evaluation.temperature=.6",
+        # both of the kept tokens
+        "rollout.top_p=.9 rollout.keep_mask=true correction=tis",
+        "rollout.min_p=.1 rollout.keep_mask=true objective=dppo rollout.temperature=.8",
+        "rollout=vllm rollout.top_k=20 rollout.temperature=.8 rollout.keep_mask=true",
         "task=guessing reward.turns=each objective=gspo_token advantage=turn_normalized advantage.gamma=.8",
         "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.shift=batch",
         "task=guessing reward.turns=each objective=grpo advantage=returns advantage.gamma=.9",
@@ -664,6 +673,7 @@ LATER = {
     "rollout.top_p": 0.9,
     "rollout.top_k": 20,
     "rollout.min_p": 0.1,
+    "rollout.keep_mask": True,
     "evaluation.top_p": 0.95,
     "evaluation.top_k": 20,
     "evaluation.min_p": 0.1,
@@ -688,6 +698,7 @@ BESIDE = {  # what a setting needs beside it
     "trainer.entropy_coef_delta": ["trainer.entropy_target=0.2"],
     "trainer.entropy_coef_min": ["trainer.entropy_target=0.2", "trainer.entropy_coef=0.1"],
     "trainer.entropy_coef_max": ["trainer.entropy_target=0.2"],
+    "rollout.keep_mask": ["rollout.top_p=0.9"],
 }
 
 
