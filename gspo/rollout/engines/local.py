@@ -394,7 +394,9 @@ def draw_kept(
             last_token = logits_RV.shape[-1] - 1
             tokens_R = tokens_R1.squeeze(-1).clamp(max=last_token)
     if kept_RV is not None and keeps_mask:
-        logprobs_RV = logprobs_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
+        # from the logits, as the trainer does: if all tokens are kept, these are the same bits
+        scaled_RV = logits_RV.float() / temperature
+        logprobs_RV = scaled_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
     logp_R1 = logprobs_RV.gather(-1, tokens_R.unsqueeze(-1))
     return tokens_R, logp_R1.squeeze(-1), kept_RV
 
