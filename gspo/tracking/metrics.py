@@ -339,7 +339,12 @@ METRICS = [
         "share",
         "1 - var(R - V) / var(R) at the step's start (1: a perfect critic)",
     ),
-    Metric("policy/entropy", "nats", "the policy's entropy, mean over response tokens"),
+    Metric(
+        "policy/entropy",
+        "nats",
+        "the policy's entropy, mean over response tokens (with rollout.keep_mask, of the softmax "
+        "over the kept tokens, which is lower)",
+    ),
     Metric(
         "policy/entropy_coef",
         "weight",

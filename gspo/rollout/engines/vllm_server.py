@@ -96,6 +96,15 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
                 f"the server at {settings.url} was started with {description[key]}",
                 remedy=START,
             )
+    # 0: the server was started without rollout.keep_mask
+    max_logprobs = description.get("max_logprobs", 0)
+    if settings.rules and bool(max_logprobs) != settings.keep_mask:
+        raise SettingError(
+            "rollout.keep_mask",
+            settings.keep_mask,
+            f"the server at {settings.url} was started with {bool(max_logprobs)}",
+            remedy=START,
+        )
     if description["logprobs_mode"] != logprobs_mode(settings):
         raise SettingError(
             "rollout.url",
@@ -105,7 +114,6 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
             "its log-probs would be others than the ratio needs",
             remedy=START,
         )
-    max_logprobs = description.get("max_logprobs", 0)
     if settings.keep_mask and max_logprobs < max_returned(settings):
         raise SettingError(
             "rollout.top_k",
