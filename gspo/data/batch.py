@@ -32,8 +32,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-    from gspo.data.kept_sets import KeptSets
+    from numpy import ndarray
 
 # stands for experts at padding, and at the last token, which engines do not feed to the model
 NOT_RECORDED = -1
@@ -54,6 +53,18 @@ class Positions:
         copied.tokens_N = to_device(self.tokens_N, device)
         copied.rows_N = to_device(self.rows_N, device)
         return copied
+
+
+@dataclass
+class KeptSets:
+    """The tokens that could be drawn at each response token (gspo.data.kept_tokens).
+
+    Parts of a batch share `ids`, so selecting rows copies no list.
+    """
+
+    ids: ndarray  # the token IDs of all positions of the whole batch, on the CPU
+    starts_BT: Tensor  # int64, the index in `ids` at which a position's kept tokens begin
+    counts_BT: Tensor  # int64, how many there are; 0: the whole vocabulary is kept
 
 
 @dataclass(kw_only=True)

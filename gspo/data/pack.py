@@ -15,8 +15,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from gspo.data.batch import NOT_RECORDED, RolloutBatch, TokenBatch, contents_of
-from gspo.data.kept_sets import pack_kept
+from gspo.data.batch import NOT_RECORDED, KeptSets, RolloutBatch, TokenBatch, contents_of
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.samples import Response, ScoredResponse
 
 
@@ -46,7 +46,7 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     experts = [r.experts for r in responses]
     batch = layout(prompts, token_ids, pad_id, by_policy)
     real_BT = batch.attention_BS[:, batch.prompt_width :]
-    batch.kept = pack_kept([r.kept for r in responses], real_BT)
+    batch.kept = _kept([r.kept for r in responses], real_BT)
     return RolloutBatch(
         **contents_of(batch),
         engine_logp_BT=_logprobs(logprobs, batch),
@@ -127,6 +127,27 @@ def _experts(
     recorded_BS = _columns(starts_B, lengths_of(recorded), shape[1])
     packed_BSLK[recorded_BS] = np.concatenate(recorded)
     return torch.from_numpy(packed_BSLK)
+
+
+def _kept(rows: list[KeptTokens | None], real_BT: Tensor) -> KeptSets | None:
+    """Pack the kept tokens of responses, None if no response has any.
+
+    `real_BT` marks the tokens of each response."""
+    if all(kept is None for kept in rows):
+        return None
+    lengths = real_BT.sum(1).tolist()
+    kept_rows = [
+        KeptTokens.whole_vocabulary(length) if kept is None else kept
+        for kept, length in zip(rows, lengths, strict=True)
+    ]
+    counts_N = np.concatenate([kept.counts for kept in kept_rows]).astype(np.int64)
+    parts = [kept.ids for kept in kept_rows if len(kept.ids)]
+    counts_BT = torch.zeros(real_BT.shape, dtype=torch.int64)
+    starts_BT = torch.zeros(real_BT.shape, dtype=torch.int64)
+    counts_BT[real_BT] = torch.from_numpy(counts_N)
+    starts_BT[real_BT] = torch.from_numpy(counts_N.cumsum() - counts_N)
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+    return KeptSets(ids, starts_BT, counts_BT)
 
 
 def lengths_of(rows: Sequence[Sized]) -> ndarray:

@@ -23,6 +23,7 @@ from gspo.model.adapter import Adapter
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.forward.head import use_float32_head
+from gspo.model.forward.kept_softmax import all_columns
 from gspo.model.forward.network import Network, autocast_to, is_supported
 from gspo.model.forward.outputs import (
     PolicyOutput,
@@ -294,7 +295,7 @@ class Policy(PolicyText):
 
     def _model_forward(self, batch: TokenBatch, entropy: bool) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
-        kept = batch.kept.all_columns().to(self.device) if batch.kept else None
+        kept = all_columns(batch.kept).to(self.device) if batch.kept else None
         batch = batch.to(self.device)
         rows = PaddedRows(batch, self.padding_side)
         hidden_recorded = nullcontext()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from gspo.data.kept_sets import KeptColumns
+from gspo.model.forward.kept_softmax import KeptColumns
 
 # the maximum number of logits in memory at once: 16 MiB in float32, on a GPU 512 MiB
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
@@ -256,15 +256,18 @@ class TokenLogProbs(Function):
         first = 0
         for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(parts(rows, split), head, temperature)
-            if kept:
-                kept.exclude_others_(logits, first)
-            first += len(rows)
             norm = logits.logsumexp(-1)
-            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            chunk_entropy = None
             if entropy:
                 # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
-                entropies.append(norm - torch.linalg.vecdot(p, logits))
+                chunk_entropy = norm - torch.linalg.vecdot(p, logits)
+            if kept:
+                norm, chunk_entropy = kept.normalizers(logits, first, norm, chunk_entropy)
+            first += len(rows)
+            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            if chunk_entropy is not None:
+                entropies.append(chunk_entropy)
         ctx.save_for_backward(x, weight, targets)
         ctx.temperature = temperature
         ctx.split = split

@@ -21,7 +21,7 @@ class PolicyOutput:
     """The results of a forward pass over a batch."""
 
     # float32, log pi(y_t | x, y_<t) at the sampling temperature. If the batch has kept tokens
-    # (gspo.data.kept_sets), it is the log-softmax over these
+    # (gspo.data.kept_tokens), it is the log-softmax over these
     logp_BT: Tensor
     # float32, -sum_v pi log pi of the same softmax; None if it was not requested. It has a gradient
     # only after `Policy.enable_entropy_gradient`

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device
-from gspo.data.kept_sets import KeptColumns
+from gspo.model.forward.kept_softmax import KeptColumns, columns_at
 from gspo.model.forward.variable_lengths import VariableLengths
 
 # Fewer tokens per bucket waste less on padding. More tokens need fewer calls.
@@ -97,7 +97,7 @@ class Sequences:
         if batch.kept is not None:
             counts_M = batch.kept.counts_BT[self.rows_M, self.columns_M]
             starts_M = batch.kept.starts_BT[self.rows_M, self.columns_M]
-            self.kept = batch.kept.columns(counts_M, starts_M)
+            self.kept = columns_at(batch.kept, counts_M, starts_M)
 
     def _append_all(self) -> None:
         """Append all rectangles to the list."""

@@ -8,6 +8,7 @@ from gspo.data.kept_tokens import KeptTokens, id_dtype
 from gspo.data.pack import pack
 from gspo.data.problems import Problem
 from gspo.data.samples import Response, Turn
+from gspo.model.forward.kept_softmax import all_columns
 
 PROBLEM = Problem("math", 0, "1+1=?", "2")
 
@@ -91,7 +92,7 @@ def test_parts_of_a_batch_have_their_own_lists():
         [False, False, False, True],
         [True, False, False, False],
     ]
-    columns = batch.kept.all_columns()
+    columns = all_columns(batch.kept)
     assert columns.positions_N.tolist() == [0, 0, 1, 4, 7, 7, 7]
     assert columns.ids_N.tolist() == [3, 8, 4, 5, 8, 9, 2]
 

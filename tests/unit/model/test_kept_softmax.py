@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from builders import batch_of, sample, small_policy
-from gspo.data.kept_sets import KeptColumns, KeptSets
+from gspo.data.batch import KeptSets
 from gspo.data.kept_tokens import KeptTokens
 from gspo.model.forward import kernels
+from gspo.model.forward.kept_softmax import KeptColumns, all_columns
 from gspo.model.forward.kernels import TokenLogProbs
 
 LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0, 3.0]]).log_softmax(-1)
@@ -19,7 +20,7 @@ LOGITS = torch.tensor([[1.0, 2.0, 0.0, -1.0, 3.0]]).log_softmax(-1)
 def columns(lists: list[list[int]]) -> KeptColumns:
     counts = torch.tensor([len(ids) for ids in lists])
     ids = np.array([token for ids in lists for token in ids], np.uint16)
-    return KeptSets(ids, counts[None].cumsum(1) - counts, counts[None]).all_columns()
+    return all_columns(KeptSets(ids, counts[None].cumsum(1) - counts, counts[None]))
 
 
 def by_identity(logits, targets, lists, temperature=1.0, entropy=True):
@@ -77,7 +78,7 @@ def test_a_single_kept_token_has_log_prob_0_and_no_gradient():
 
 
 def test_the_whole_vocabulary_gives_the_same_bits(monkeypatch):
-    """As an empty list, and as a list of all tokens; in chunks of two tokens."""
+    """In chunks of two tokens. As a list of all tokens it gives the same sums in another order."""
     monkeypatch.setattr(kernels, "CHUNK", {"cpu": 30})
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 6, generator=generator, requires_grad=True) for n in (7, 13))
@@ -87,8 +88,25 @@ def test_the_whole_vocabulary_gives_the_same_bits(monkeypatch):
         logp, entropy = TokenLogProbs.apply(x, weight, targets, 0.7, True, False, kept)
         grads = torch.autograd.grad((logp + 0.3 * entropy).sum(), (x, weight))
         results.append([logp, entropy, *grads])
-    for result in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    plain, empty, every = results
+    assert all(torch.equal(a, b) for a, b in zip(plain, empty, strict=True))
+    for a, b in zip(plain, every, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_the_normalizers_of_the_whole_vocabulary_in_float64():
+    logits = torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[3] += 700  # exp would overflow
+    norm, logp = logits.logsumexp(-1), logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    zeros = torch.zeros_like(norm)
+    lists = [list(range(40)), list(range(40)), [], list(range(40))[::-1], [7]]
+    ours, our_entropy = columns(lists).normalizers(logits, 0, zeros, zeros)
+    for row in (0, 1, 3):
+        torch.testing.assert_close(ours[row], norm[row], atol=1e-12, rtol=1e-14)
+        torch.testing.assert_close(our_entropy[row], entropy[row], atol=1e-10, rtol=0)
+    assert (ours[2], our_entropy[2]) == (0, 0), "those that are given, where nothing is excluded"
+    assert (ours[4], our_entropy[4]) == (logits[4, 7], 0)
 
 
 def test_chunks_find_their_own_lists(monkeypatch):
