@@ -103,6 +103,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     """Write the model's configuration and the server's description, and return vLLM's options."""
     from gspo.model.loading import positions, save_configuration
     from gspo.rollout.engines.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
+    from gspo.rollout.engines.vllm_kept import max_returned
 
     model, tokenizer = settings.model.outline()
     on_cpu = not torch.cuda.is_available()
@@ -122,6 +123,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "head_dtype": settings.policy.head_dtype,
         "routes": rollout.routes,
         "logprobs_mode": logprobs_mode(rollout),
+        "max_logprobs": max_returned(rollout) if rollout.keep_mask else 0,
         "max_model_len": max_model_len,
         "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }

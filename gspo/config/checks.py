@@ -305,7 +305,17 @@ def check_truncation(s: Settings) -> None:
 
     The log-probs of both are of the full distribution. So a ratio of the two measures the mismatch
     of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
-    distribution would multiply it by the probability that the truncation keeps."""
+    distribution on one side would multiply it by the probability that the truncation keeps. With
+    rollout.keep_mask both sides have log-probs of the truncated distribution."""
+    if s.rollout.keep_mask:
+        if not s.rollout.rules:
+            raise SettingError(
+                "rollout.keep_mask",
+                True,
+                "changes nothing, because no token is excluded",
+                remedy="set rollout.top_p, top_k or min_p, or leave it out",
+            )
+        return
     for rule, value in s.rollout.rules.items():
         truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
         if s.correction.name != "none" and s.correction.compares_engine:
@@ -313,14 +323,14 @@ def check_truncation(s: Settings) -> None:
                 "correction",
                 s.correction.name,
                 f"weighs by the engine's whole distribution, {truncated}",
-                remedy="leave that out, or use correction=none",
+                remedy="set rollout.keep_mask=true, leave that out, or use correction=none",
             )
         if s.objective.ratio_to == "engine":
             raise SettingError(
                 "objective",
                 s.objective.name,
                 f"divides by the engine's whole distribution, {truncated}",
-                remedy="leave that out, or use another objective",
+                remedy="set rollout.keep_mask=true, leave that out, or use another objective",
             )
 
 
@@ -413,6 +423,13 @@ def check_advantage_inputs(s: Settings) -> None:
             s.policy.old_logprobs,
             f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
             remedy="use policy.old_logprobs=step_start",
+        )
+    if s.advantage.needs_sum_pi_squared and s.rollout.keep_mask:
+        raise SettingError(
+            "rollout.keep_mask",
+            True,
+            f"{advantage}, sum_v pi_v^2 is over the whole vocabulary",
+            remedy="leave it out, or use advantage=group_normalized",
         )
 
 

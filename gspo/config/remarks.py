@@ -64,11 +64,12 @@ def warnings(s: Settings) -> list[str]:
             "ratios start at 1, so the clip does not see how old the responses are; behaviour and "
             "engine let it"
         )
-    if s.rollout.rules:
+    if s.rollout.rules and not s.rollout.keep_mask:
         rules = ", ".join(f"rollout.{rule}={value}" for rule, value in s.rollout.rules.items())
         lines.append(
             f"{rules}: tokens are drawn from the truncated distribution, while log-probs, ratios "
-            "and KL are of the whole one, so importance sampling holds for neither exactly"
+            "and KL are of the whole one, so importance sampling holds for neither exactly; "
+            "rollout.keep_mask=true takes all of them over the tokens that could be drawn"
         )
     late = [step for step in s.profile.steps if step > s.steps]
     if late:

@@ -38,6 +38,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rollout.top_p": ("top_p",),
     "rollout.top_k": ("top_k",),
     "rollout.min_p": ("min_p",),
+    "rollout.keep_mask": ("keep_sampling_mask", "return_sampling_mask", "sampling_mask"),
     "rollout.stop": ("stop", "stop_strings", "stop_sequences", "generation_kwargs.stop"),
     "rollout.refill_rounds": (
         "dynamic_sampling", "filter_groups", "enable_dynamic_filtering", "dynamic_filtering",

@@ -32,6 +32,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from numpy import ndarray
 
 # stands for experts at padding, and at the last token, which engines do not feed to the model
 NOT_RECORDED = -1
@@ -54,6 +55,18 @@ class Positions:
         return copied
 
 
+@dataclass
+class KeptSets:
+    """The tokens that could be drawn at each response token (gspo.data.kept_tokens).
+
+    Parts of a batch share `ids`, so selecting rows copies no list.
+    """
+
+    ids: ndarray  # the token IDs of all positions of the whole batch, on the CPU
+    starts_BT: Tensor  # int64, the index in `ids` at which a position's kept tokens begin
+    counts_BT: Tensor  # int64, how many there are; 0: the whole vocabulary is kept
+
+
 @dataclass(kw_only=True)
 class TokenBatch:
     """The tokens of B responses and their prompts."""
@@ -68,6 +81,8 @@ class TokenBatch:
     prompts_B: Tensor  # int64; rows with the same number have the same prompt
     # experts that forward passes must use; None: the routers choose
     replay_BSLK: Tensor | None = None
+    # the tokens over which the softmax of each response token runs; None: the whole vocabulary
+    kept: KeptSets | None = None
     # positions of `mask_BT` and of `sampled_BT`; only `to` sets them, on the copy
     _positions: Positions | None = field(default=None, init=False, repr=False)
     _sampled_positions: Positions | None = field(default=None, init=False, repr=False)
@@ -79,6 +94,15 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return self.tokens_BS.shape[0]
+
+    @property
+    def choice_BT(self) -> Tensor:
+        """The response tokens at which more than one token could be drawn: bool.
+
+        If a position has a single kept token, its log-prob is 0 under every policy."""
+        if self.kept is None:
+            return self.mask_BT
+        return self.mask_BT & (self.kept.counts_BT != 1)
 
     def of_tokens(self, x_BT: Tensor) -> Tensor:
         """Select the entries of response tokens: [N, ...] of [B, T, ...]."""

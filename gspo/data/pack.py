@@ -15,7 +15,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from gspo.data.batch import NOT_RECORDED, RolloutBatch, TokenBatch, contents_of
+from gspo.data.batch import NOT_RECORDED, KeptSets, RolloutBatch, TokenBatch, contents_of
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.samples import Response, ScoredResponse
 
 
@@ -23,7 +24,8 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     """Pack responses into a batch.
 
     The engine's experts are packed if all responses have them. Raises ValueError for a response
-    without tokens, or without a log-prob per token: only a broken engine returns such.
+    without tokens, without a log-prob per token, or with a token that is not among the kept tokens
+    of its position: only a broken engine returns such.
     """
     for r in responses:
         tokens = len(r.token_ids)
@@ -32,6 +34,9 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
                 f"response {r.sample}, problem {r.problem.index}: {tokens} tokens, "
                 f"{len(r.logprobs)} logprobs"
             )
+        problem = r.kept.problem(r.token_ids) if r.kept is not None else ""
+        if problem:
+            raise ValueError(f"response {r.sample}, problem {r.problem.index} {problem}")
     by_policy = None
     if any(r.turns for r in responses):
         by_policy = [r.policy_mask for r in responses]
@@ -40,6 +45,8 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     logprobs = [r.logprobs for r in responses]
     experts = [r.experts for r in responses]
     batch = layout(prompts, token_ids, pad_id, by_policy)
+    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    batch.kept = _kept([r.kept for r in responses], real_BT)
     return RolloutBatch(
         **contents_of(batch),
         engine_logp_BT=_logprobs(logprobs, batch),
@@ -120,6 +127,27 @@ def _experts(
     recorded_BS = _columns(starts_B, lengths_of(recorded), shape[1])
     packed_BSLK[recorded_BS] = np.concatenate(recorded)
     return torch.from_numpy(packed_BSLK)
+
+
+def _kept(rows: list[KeptTokens | None], real_BT: Tensor) -> KeptSets | None:
+    """Pack the kept tokens of responses, None if no response has any.
+
+    `real_BT` marks the tokens of each response."""
+    if all(kept is None for kept in rows):
+        return None
+    lengths = real_BT.sum(1).tolist()
+    kept_rows = [
+        KeptTokens.whole_vocabulary(length) if kept is None else kept
+        for kept, length in zip(rows, lengths, strict=True)
+    ]
+    counts_N = np.concatenate([kept.counts for kept in kept_rows]).astype(np.int64)
+    parts = [kept.ids for kept in kept_rows if len(kept.ids)]
+    counts_BT = torch.zeros(real_BT.shape, dtype=torch.int64)
+    starts_BT = torch.zeros(real_BT.shape, dtype=torch.int64)
+    counts_BT[real_BT] = torch.from_numpy(counts_N)
+    starts_BT[real_BT] = torch.from_numpy(counts_N.cumsum() - counts_N)
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+    return KeptSets(ids, starts_BT, counts_BT)
 
 
 def lengths_of(rows: Sequence[Sized]) -> ndarray:

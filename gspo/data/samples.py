@@ -11,6 +11,7 @@ from itertools import compress
 import numpy as np
 from numpy import ndarray
 
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 
@@ -113,7 +114,8 @@ class Response:
     sample: int  # its index in the group
     prompt_ids: list[int]
     token_ids: list[int]
-    # [T] float32, log-probabilities as the engine reported them, at the sampling temperature
+    # [T] float32, log-probabilities as the engine reported them, at the sampling temperature. With
+    # `kept` they are of the softmax over the kept tokens, else of the full distribution
     logprobs: ndarray
     # "stop" (end of sequence, or a stop string), "length" (token limit), "budget" (to be
     # continued); of an episode also "turns" (turn limit), "context" (the model has no room for
@@ -132,6 +134,8 @@ class Response:
     old_logprobs: ndarray | None = None
     old_experts: ndarray | None = None  # [prompt + T, L, K] int16, the experts of that pass
     turns: list[Turn] = field(default_factory=list)
+    # the tokens that could be drawn at each position; None: not recorded, or the whole vocabulary
+    kept: KeptTokens | None = None
     # the environment's numbers, summed over the turns
     measures: dict[str, float] = field(default_factory=dict)
 

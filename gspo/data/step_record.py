@@ -9,7 +9,8 @@ The field names of `StepRecord` are the names of the arrays. The arrays of updat
 `update_2.rows`, `update_2.logp`, ... Tokens stand row after row, without padding.
 
 Dimensions: B responses, which are the rows, N response tokens, M all tokens (of each row its prompt,
-then its response), L MoE layers, K experts per token. Of an update: b rows and n response tokens.
+then its response), L MoE layers, K experts per token, C kept tokens of all response tokens. Of an
+update: b rows and n response tokens.
 
 This module does not import torch, so pages, figures and tests can read records on any machine.
 """
@@ -24,6 +25,9 @@ import numpy as np
 from numpy import ndarray
 
 VERSION = 1
+# of a record with kept tokens, which version 1 does not know
+VERSION_WITH_KEPT = 2
+VERSIONS = (VERSION, VERSION_WITH_KEPT)
 MAX_ROWS = 1_000_000
 
 # bits of RecordedUpdate.clipped, see gspo.algorithm.objectives.base.LossOutputs
@@ -121,6 +125,10 @@ class StepRecord:
     engine_logp: ndarray = array("float32", "N")  # log-probs as the engine reported them
     old_logp: ndarray = array("float32", "N")  # log-probs under the old policy
     advantages: ndarray = array("float32", "N")
+    # the tokens over which the softmax of each token ran: their number, 0 for the whole vocabulary,
+    # and their IDs (gspo.data.kept_tokens); without rollout.keep_mask there are none
+    kept_counts: ndarray | None = array("int32", "N", required=False)
+    kept_ids: ndarray | None = array("uint16 int32", "C", required=False)
     # log-probs under the weights after the last update
     after_logp: ndarray | None = array("float32", "N", required=False)
     # sum_v pi_v^2 under the old policy, if the advantages need it

@@ -16,7 +16,17 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy import ndarray
 
-from gspo.data.step_record import MAX_ROWS, STATE_TYPES, VERSION, Header, RecordedUpdate, StepRecord
+from gspo.data.kept_tokens import KeptTokens
+from gspo.data.step_record import (
+    MAX_ROWS,
+    STATE_TYPES,
+    VERSION,
+    VERSION_WITH_KEPT,
+    VERSIONS,
+    Header,
+    RecordedUpdate,
+    StepRecord,
+)
 from gspo.io.files import replace_bytes
 from gspo.io.untrusted import Unreadable, is_step, open_plain_file, parse_json
 
@@ -86,6 +96,7 @@ def write_record(path: Path, record: StepRecord) -> int:
     content = asdict(record.header)
     if not record.header.named_rewards:
         del content["named_rewards"]
+    content["version"] = VERSION if record.kept_counts is None else VERSION_WITH_KEPT
     for name in ("settings", "state"):
         content[name] = _spelled(content[name])
     header = json.dumps(content, allow_nan=False, default=_plain)
@@ -168,8 +179,11 @@ def _read_header(metadata: Mapping[str, str]) -> Header:
     if not isinstance(content, dict):
         raise ValueError("its header is no mapping")
     version = content.get("version")
-    if version != VERSION:
-        raise ValueError(f"it has version {str(version)[:20]}, and version {VERSION} is read here")
+    if version not in VERSIONS:
+        raise ValueError(
+            f"it has version {str(version)[:20]}, and versions {VERSIONS[0]} to {VERSIONS[-1]} are "
+            "read here"
+        )
     kinds = get_type_hints(Header)
     values = {}
     for f in fields(Header):
@@ -300,6 +314,7 @@ def _check_rows(record: StepRecord) -> None:
         raise ValueError("it trains on tokens that the policy did not write")
     if not np.logical_or.reduceat(record.sampled, record.ends - lengths).all():
         raise ValueError("it has a response without a token of the policy")
+    _check_kept(record)
     steps_of_groups = np.diff(record.groups, prepend=0)
     if record.groups[0] != 0 or not np.isin(steps_of_groups, (0, 1)).all():
         raise ValueError("its responses are not sorted by group")
@@ -321,3 +336,20 @@ def _check_rows(record: StepRecord) -> None:
                 raise ValueError(f"it has a turn {str(turn)[:40]}")
         if sum(turn[1] for turn in turns) != lengths[int(row)] or min(t[1] for t in turns) < 0:
             raise ValueError(f"the turns of row {row} do not add up")
+
+
+def _check_kept(record: StepRecord) -> None:
+    """Raise ValueError if the kept tokens are not those of the responses."""
+    if (record.kept_counts is None) != (record.kept_ids is None):
+        raise ValueError("it has only one of the arrays kept_counts and kept_ids")
+    if record.kept_counts is None or record.kept_ids is None:
+        return
+    kept = KeptTokens(record.kept_counts, record.kept_ids)
+    if len(kept.ids) and kept.ids.min() < 0:
+        raise ValueError("it has a negative token ID among its kept tokens")
+    if (record.kept_counts[~record.sampled] != 0).any():
+        raise ValueError("it has kept tokens where the policy wrote no token")
+    response_ids = [record.prompt_and_response(row)[1] for row in range(len(record))]
+    problem = kept.problem(np.concatenate(response_ids))
+    if problem:
+        raise ValueError(f"its response {problem}")

@@ -23,6 +23,7 @@ from gspo.model.adapter import Adapter
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.forward.head import use_float32_head
+from gspo.model.forward.kept_softmax import all_columns
 from gspo.model.forward.network import Network, autocast_to, is_supported
 from gspo.model.forward.outputs import (
     PolicyOutput,
@@ -320,6 +321,7 @@ class Policy(PolicyText):
         self, batch: TokenBatch, entropy: bool, sum_pi_squared: bool
     ) -> PolicyOutput:
         """Use the model's own forward on the padded batch, which every architecture has."""
+        kept = all_columns(batch.kept).to(self.device) if batch.kept else None
         batch = batch.to(self.device)
         rows = PaddedRows(batch, self.padding_side)
         hidden_recorded = nullcontext()
@@ -341,6 +343,8 @@ class Policy(PolicyText):
         logits_BTV = rows.predicting(logits_BCV).float()
         if self.temperature != 1:
             logits_BTV = logits_BTV / self.temperature
+        if kept:
+            logits_BTV = kept.without_others(logits_BTV.flatten(0, 1)).view_as(logits_BTV)
         tokens_BT = batch.tokens_BS[:, batch.prompt_width :]
         output = PolicyOutput(log_probs_of_logits(logits_BTV, tokens_BT), None, experts_BSLK)
         if entropy:

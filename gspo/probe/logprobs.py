@@ -112,4 +112,4 @@ def add_ratios(inputs: LossInputs, log_ratio_bound: float, accumulator: MetricAc
         old_logp_BT=inputs.old_logp_BT,
         adv_BT=inputs.adv_BT,
     )
-    diagnostics.ratios(inputs.logp_BT, batch, log_ratio_bound, accumulator)
+    diagnostics.ratios(inputs.logp_BT, batch, log_ratio_bound, accumulator, has_groups=False)

@@ -49,7 +49,8 @@ class ResponseSettings(Truncation, key="rollout"):
     """The settings of a response: temperature, truncation and length.
 
     top_p, top_k and min_p exclude tokens from the draw (gspo.rollout.engines.truncation). Log-probs
-    and ratios are still of the full distribution.
+    and ratios are still of the full distribution. With `keep_mask` they are of the softmax over the
+    kept tokens (gspo.data.kept_tokens), for the engine and for the trainer.
     """
 
     # Bounds the length of responses (0: it does not). `bound_by` sets it. Without an annotation it is
@@ -57,6 +58,8 @@ class ResponseSettings(Truncation, key="rollout"):
     half_of_positions = 0
 
     temperature: float = ranged(1.0, above=0, why="greedy groups are all alike")
+    # whether log-probs, entropy and KL are of the softmax over the tokens that the rules keep
+    keep_mask: bool = field(default=False, metadata=HASHED_IF_CHANGED)
     max_new_tokens: int = ranged(80, least=1)
     # {step: max_new_tokens from that step on}
     extend: dict[int, int] = ranged(default_factory=dict, least=1)
@@ -264,6 +267,7 @@ class RolloutSettings(
             self.limit(step),
             self.token_budget,
             tuple(self.stop),
+            self.keep_mask,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,

@@ -42,7 +42,15 @@ class OutsideRollout(RolloutSettings):
                 "is read by rollout=local alone",
                 remedy="vLLM has rollout.eager=true",
             )
-        if self.temperature != 1:
+        if self.keep_mask and not self.top_k:
+            raise SettingError(
+                "rollout.keep_mask",
+                True,
+                f"with rollout={self.name}, vLLM returns the kept tokens only up to rollout.top_k, "
+                "which is 0",
+                remedy="set rollout.top_k=512, or use rollout=local",
+            )
+        if self.temperature != 1 and not self.keep_mask:
             for rule, value in self.rules.items():
                 raise SettingError(
                     f"rollout.{rule}",
@@ -50,7 +58,7 @@ class OutsideRollout(RolloutSettings):
                     f"with rollout.temperature={self.temperature} and rollout={self.name}, "
                     "vLLM reports log-probs before the temperature or after the "
                     "truncation, and the ratio needs those between",
-                    remedy="set rollout.temperature=1, or use rollout=local",
+                    remedy="set rollout.keep_mask=true or rollout.temperature=1, or use rollout=local",
                 )
 
 

@@ -172,6 +172,8 @@ def check_fits(record: StepRecord, policy: Policy) -> None:
     """Raise ValueError for a record whose tokens or MoE layers the model does not have."""
     vocabulary_size = len(input_embedding(policy.model))
     largest_id = int(record.token_ids.max())
+    if record.kept_ids is not None:
+        largest_id = max(largest_id, int(record.kept_ids.max(initial=0)))
     if largest_id >= vocabulary_size:
         raise ValueError(
             f"the record of step {record.header.step} has the token ID {largest_id}, and the model "

@@ -405,7 +405,12 @@ METRICS = [
         "share",
         "1 - var(R - V) / var(R) at the step's start (1: a perfect critic)",
     ),
-    Metric("policy/entropy", "nats", "the policy's entropy, mean over response tokens"),
+    Metric(
+        "policy/entropy",
+        "nats",
+        "the policy's entropy, mean over response tokens (with rollout.keep_mask, of the softmax "
+        "over the kept tokens, which is lower)",
+    ),
     Metric(
         "policy/entropy_coef",
         "weight",
@@ -498,6 +503,19 @@ METRICS = [
         "length/repetition",
         "share",
         "a response's 4-grams that occurred in it before, mean over responses",
+    ),
+    # the tokens that top_p, top_k and min_p keep, with rollout.keep_mask
+    Metric(
+        "sampling/kept_mean",
+        "tokens",
+        "tokens that could be drawn at a position, mean over positions with excluded tokens",
+    ),
+    Metric("sampling/kept_max", "tokens", "the same, at the position with the most", "max"),
+    Metric(
+        "sampling/kept_one",
+        TOKEN,
+        "positions at which a single token could be drawn: its log-prob is 0, its ratio is 1, and "
+        "it has no gradient. Clip fractions and mismatch/beyond_2 leave these tokens out",
     ),
     # episodes of several turns, with an environment
     Metric("episode/turns", "turns", "the policy's turns, mean over episodes"),
@@ -731,6 +749,7 @@ FAMILIES = {
     "information": "Responses and episodes",
     "length": "Responses and episodes",
     "episode": "Responses and episodes",
+    "sampling": "Responses and episodes",
     "routing": "Expert routing",
     "custom": "Metrics of your own",
 }

@@ -15,6 +15,7 @@ from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
     rewards(groups, accumulator)
     responses = list(chain.from_iterable(groups))
     lengths(responses, accumulator)
+    kept_tokens(rollout.responses, accumulator)
     episodes(responses + rollout.ungraded, accumulator)
     accumulator.largest("length/limit", rollout.limit)
     for reason, count in rollout.filtered.items():
@@ -76,6 +78,21 @@ def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> 
     accumulator.mean("length/truncated", truncated, len(responses))
     repeated = sum(repetition(r.written_ids) for r in responses)
     accumulator.mean("length/repetition", repeated, len(responses))
+
+
+def kept_tokens(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
+    """Measure how many tokens could be drawn, at the positions at which some were excluded.
+
+    Responses have no kept tokens without rollout.keep_mask."""
+    counts = [r.kept.counts for r in responses if r.kept is not None]
+    if not counts:
+        return
+    counts_N = torch.from_numpy(np.concatenate(counts))
+    counts_N = counts_N[counts_N > 0].double()
+    if len(counts_N):
+        accumulator.mean_of("sampling/kept_mean", counts_N)
+        accumulator.largest("sampling/kept_max", counts_N.max())
+        accumulator.mean_of("sampling/kept_one", counts_N == 1)
 
 
 def episodes(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
@@ -155,8 +172,9 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
 
     It is measured on the tokens that mu sampled. With l = log pi - log mu, k1 = mean(-l) estimates
     KL(mu || pi). So does k3 = mean(exp(l) - 1 - l), which is never negative. F(2) is the share of
-    tokens with |l| > log 2 (arXiv:2510.11370). Compare s = exp(mean l) of each response with GSPO's
-    clip range. The importance weights pi / mu of every level are measured before any truncation.
+    tokens with |l| > log 2 (arXiv:2510.11370), among tokens at which more than one could be drawn.
+    Compare s = exp(mean l) of each response with GSPO's clip range. The importance weights pi / mu
+    of every level are measured before any truncation.
     """
     mask_BT = batch.mask_BT
     tokens = mask_BT.sum()
@@ -165,7 +183,9 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     accumulator.token_mean("mismatch/k1", -log_BT, mask_BT, tokens)
     accumulator.token_mean("mismatch/logp_abs", abs_BT, mask_BT, tokens)
     accumulator.largest("mismatch/logp_abs_max", abs_BT.max())
-    accumulator.token_mean("mismatch/beyond_2", abs_BT > math.log(2), mask_BT, tokens)
+    choice_BT = batch.choice_BT
+    is_beyond_BT = abs_BT > math.log(2)
+    accumulator.token_mean("mismatch/beyond_2", is_beyond_BT, choice_BT, choice_BT.sum())
     log_s_B = masked_mean(log_BT, mask_BT)
     log_s_N = batch.of_rows(log_s_B)
     accumulator.mean_of("mismatch/sequence_log_abs", log_s_N.abs())
@@ -216,16 +236,23 @@ def update_correction(weights_BT: Tensor, mask_BT: Tensor, accumulator: MetricAc
 
 
 def clips(
-    outputs: LossOutputs, inputs: LossInputs, minibatch: int, accumulator: MetricAccumulator
+    outputs: LossOutputs,
+    inputs: LossInputs,
+    minibatch: int,
+    accumulator: MetricAccumulator,
+    choice_BT: Tensor | None = None,
 ) -> None:
     """Measure clip fractions by token, by sequence, and by the sign of the advantage.
 
     The definitions are the same for every objective, and the masks are the objective's own.
     `active` tokens lost their gradient. The ratio of `outside` tokens lies outside the clip range.
     Token fractions are measured for each mini-batch too.
+
+    Only tokens of `choice_BT` count (TokenBatch.choice_BT), None stands for all response tokens. If
+    a single token could be drawn, its ratio is 1, and it would dilute the fractions.
     """
     kinds = {"active": outputs.active_BT, "outside": outputs.outside_BT}
-    mask_BT = inputs.mask_BT
+    mask_BT = inputs.mask_BT if choice_BT is None else choice_BT
     selections = {
         "": mask_BT,
         "_positive": mask_BT & (inputs.adv_BT > 0),
@@ -296,9 +323,15 @@ def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccum
 
 
 def ratios(
-    logp_BT: Tensor, batch: TrainBatch, bound: float, accumulator: MetricAccumulator
+    logp_BT: Tensor,
+    batch: TrainBatch,
+    bound: float,
+    accumulator: MetricAccumulator,
+    has_groups: bool = True,
 ) -> None:
-    """Measure importance ratios, their effective sample sizes, and KL to the old policy."""
+    """Measure importance ratios, their effective sample sizes, and KL to the old policy.
+
+    Without groups, `batch.prompts_B` means nothing, and groups have no effective sample size."""
     mask_BT = batch.mask_BT
     log_BT = log_ratio(logp_BT, batch.old_logp_BT, mask_BT)
     lowest = min(LOG_RATIO_FLOOR, -bound)  # the objectives bound it in the same way
@@ -316,8 +349,9 @@ def ratios(
         accumulator.smallest(f"ratio/{kind}_min", ratio_N.min())
         accumulator.largest(f"ratio/{kind}_max", ratio_N.max())
         accumulator.ess(f"ratio/ess_{kind}", ratio_N)
-    groups_N = batch.of_rows(batch.prompts_B)
-    accumulator.group_ess("ratio/ess_group", groups_N, ratios_N["sequence"])
+    if has_groups:
+        groups_N = batch.of_rows(batch.prompts_B)
+        accumulator.group_ess("ratio/ess_group", groups_N, ratios_N["sequence"])
     accumulator.mean_of("ratio/sequence_log_abs", log_s_N.abs())
     accumulator.mean_of("ratio/token_log_var", variance_N.clamp(min=0))
     accumulator.mean_of("kl/old_k1", -log_N)

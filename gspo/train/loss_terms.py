@@ -78,7 +78,7 @@ class PolicyTerm(Term):
             outputs = replace(outputs, weight_BT=weight_BT)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator)
+            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator, batch.choice_BT)
         loss_BT = outputs.loss_BT
         used_BT = outputs.weight_BT.detach().float()
         if not self.objective.includes_correction:
@@ -193,9 +193,10 @@ class BalanceTerm(Term):
 class EntropyTerm(Term):
     """The entropy bonus, -alpha * aggregate( H ), with the policy term's aggregation.
 
-    verl and ROLL have it too. H = -sum_v pi_v log pi_v is the entropy of the whole distribution at
-    the sampling temperature, as is the ratio. alpha is the coefficient that acts in this update,
-    see EntropyCoefficient. The term raises ValueError without the entropy of every token.
+    verl and ROLL have it too. H = -sum_v pi_v log pi_v is the entropy of the distribution that the
+    ratio is of, at the sampling temperature: the whole one, or that of the kept tokens. alpha is
+    the coefficient that acts in this update, see EntropyCoefficient. The term raises ValueError
+    without the entropy of every token.
     """
 
     def __init__(self, coefficient: EntropyCoefficient, aggregation: Aggregation):

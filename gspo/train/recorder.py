@@ -263,6 +263,12 @@ def to_record(
     if old_experts is not None:
         old_experts = smallest_experts(old_experts)
     critic = batch.critic
+    kept_counts = None
+    kept_ids = None
+    if batch.kept is not None:
+        kept_counts = batch.kept.counts_BT[real_BT].numpy().astype(np.int32)
+        # row after row, as `pack` has concatenated them
+        kept_ids = batch.kept.ids
     return StepRecord(
         header=header,
         updates=updates_of(rows),
@@ -287,6 +293,8 @@ def to_record(
         old_experts=old_experts,
         after_logp=of_rows("after_logp"),
         sum_pi_squared=of_tokens(batch.sum_pi_squared_BT),
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
     )
 
 

@@ -31,6 +31,7 @@ from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KLCoefficient
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import NOT_RECORDED, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.pack import pack
 from gspo.data.problems import Problem
 from gspo.data.samples import Score, ScoredResponse, Turn
@@ -283,6 +284,7 @@ def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[Scored
     header = record.header
     positions_of_rows = np.cumsum(record.prompt_lengths.astype(np.int64) + record.response_lengths)
     groups: list[list[ScoredResponse]] = []
+    kept_of_rows = kept_tokens(record)
     for row in range(len(record)):
         prompt_ids, token_ids = record.prompt_and_response(row)
         turns = [Turn(*turn[:2], "", turn[2]) for turn in header.turns.get(str(row), [])]
@@ -307,11 +309,26 @@ def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[Scored
             experts=experts,
             turns=turns,
             score=score,
+            kept=kept_of_rows[row],
         )
         if record.groups[row] == len(groups):
             groups.append([])
         groups[-1].append(response)
     return groups
+
+
+def kept_tokens(record: StepRecord) -> list[KeptTokens | None]:
+    """Return the kept tokens of each row, None for each if the record has none."""
+    if record.kept_counts is None or record.kept_ids is None:
+        return [None] * len(record)
+    kept: list[KeptTokens | None] = []
+    begin = 0
+    for row in range(len(record)):
+        counts = record.kept_counts[record.tokens_of(row)]
+        end = begin + int(counts.sum())
+        kept.append(KeptTokens(counts, record.kept_ids[begin:end]))
+        begin = end
+    return kept
 
 
 def to_rollout_batch(record: StepRecord, rollout: Rollout) -> RolloutBatch:

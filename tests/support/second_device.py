@@ -61,6 +61,7 @@ CASES = {
         *SPARSE,
     ),
     "stop strings": ("rollout.stop=['5','3']", "rollout.top_p=0.9", *DENSE),
+    "kept tokens": ("rollout.top_p=0.9", "rollout.keep_mask=true", *DENSE),
     "overlap, R2": (
         "rollout.staleness=1",
         "rollout.overlap=true",

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from gspo.model.forward.kept_softmax import KeptColumns
+
 # the maximum number of logits in memory at once: 16 MiB in float32, on a GPU 512 MiB
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
 # whether the head's float32 product is a sum of bfloat16 products: on a GPU, float32 products are
@@ -230,6 +232,9 @@ class TokenLogProbs(Function):
     The logits have the precision of x, and everything after them is float32. With `split` x is
     float32. Then the logits have its precision, although all products are of bfloat16 matrices (see
     `parts`).
+
+    With `kept` the softmax of each token runs over its kept tokens only. Then p_mv and the gradient
+    of logits_mv are exactly 0 for every other token v.
     """
 
     @staticmethod
@@ -241,23 +246,32 @@ class TokenLogProbs(Function):
         temperature: float,
         entropy: bool,
         split: bool = False,
+        kept: KeptColumns | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         # the backward gets None instead of zeros for an output that is not in the loss
         ctx.set_materialize_grads(False)
         logp = []
         entropies = []
         head = parts(weight.to(x.dtype).t(), split)
+        first = 0
         for rows, tokens in _chunks(x, targets, len(weight)):
             logits = _logits(parts(rows, split), head, temperature)
             norm = logits.logsumexp(-1)
-            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            chunk_entropy = None
             if entropy:
                 # log Z - sum_v p_v logits_v
                 p = (logits - norm.unsqueeze(-1)).exp_()
-                entropies.append(norm - torch.linalg.vecdot(p, logits))
+                chunk_entropy = norm - torch.linalg.vecdot(p, logits)
+            if kept:
+                norm, chunk_entropy = kept.normalizers(logits, first, norm, chunk_entropy)
+            first += len(rows)
+            logp.append(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - norm)
+            if chunk_entropy is not None:
+                entropies.append(chunk_entropy)
         ctx.save_for_backward(x, weight, targets)
         ctx.temperature = temperature
         ctx.split = split
+        ctx.kept = kept
         return torch.cat(logp), torch.cat(entropies) if entropy else None
 
     @staticmethod
@@ -281,10 +295,15 @@ class TokenLogProbs(Function):
         if grad_entropy is not None:
             entropy_slopes = (grad_entropy / -ctx.temperature).split(size)
         chunks = _chunks(x, targets, len(weight))
+        first = 0
         for chunk, slope, entropy_slope in zip(chunks, slopes, entropy_slopes, strict=True):
             rows, tokens = chunk
             row_parts = parts(rows, ctx.split)
-            grad_logits = _times_p(_logits(row_parts, head, ctx.temperature), slope, entropy_slope)
+            logits = _logits(row_parts, head, ctx.temperature)
+            if ctx.kept:
+                ctx.kept.exclude_others_(logits, first)
+            first += len(rows)
+            grad_logits = _times_p(logits, slope, entropy_slope)
             grad_logits.scatter_add_(-1, tokens.unsqueeze(-1), -slope.unsqueeze(-1))
             # Gradients are multiplied as in every other layer: their rounding averages out, but the
             # rounding of log-probs does not.
@@ -294,7 +313,7 @@ class TokenLogProbs(Function):
                 grad_weight.add_(multiply(grad_logits.t(), row_parts[0]))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return torch.cat(grad_x), grad_weight, None, None, None, None
+        return torch.cat(grad_x), grad_weight, None, None, None, None, None
 
 
 @torch.no_grad()

@@ -20,10 +20,11 @@ from gspo.model.forward.packing import Sequences
 class PolicyOutput:
     """The results of a forward pass over a batch."""
 
-    # float32, log pi(y_t | x, y_<t) at the sampling temperature
+    # float32, log pi(y_t | x, y_<t) at the sampling temperature. If the batch has kept tokens
+    # (gspo.data.kept_tokens), it is the log-softmax over these
     logp_BT: Tensor
-    # float32, -sum_v pi log pi at the sampling temperature, over the full vocabulary; None if it
-    # was not requested. It has a gradient only after `Policy.enable_entropy_gradient`
+    # float32, -sum_v pi log pi of the same softmax; None if it was not requested. It has a gradient
+    # only after `Policy.enable_entropy_gradient`
     entropy_BT: Tensor | None
     # int16, the experts that the routers chose at every position; None for a dense model
     experts_BSLK: Tensor | None
@@ -83,7 +84,13 @@ def network_outputs(
     # If the layers are in float32 too, the user has chosen to pay for a float32 product.
     split = has_float32_head and precision != torch.float32 and SPLITS.get(device.type, False)
     logp_M, entropy_M = TokenLogProbs.apply(
-        head_input_MW, network.head, sequences.target_M, temperature, entropy, split
+        head_input_MW,
+        network.head,
+        sequences.target_M,
+        temperature,
+        entropy,
+        split,
+        sequences.kept,
     )
     squares_M = None
     if sum_pi_squared:

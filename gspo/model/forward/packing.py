@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device
+from gspo.model.forward.kept_softmax import KeptColumns, columns_at
 from gspo.model.forward.variable_lengths import VariableLengths
 
 # Fewer tokens per bucket waste less on padding. More tokens need fewer calls.
@@ -91,6 +92,12 @@ class Sequences:
         self.rows_M, self.columns_M = batch.sampled_BT.nonzero(as_tuple=True)
         self.predicting_M = self.slot_BS[self.rows_M, self.prompt_width + self.columns_M - 1]
         self.target_M = batch.tokens_BS[self.rows_M, self.prompt_width + self.columns_M]
+        # the tokens over which the softmax of each response token runs; None: all tokens
+        self.kept: KeptColumns | None = None
+        if batch.kept is not None:
+            counts_M = batch.kept.counts_BT[self.rows_M, self.columns_M]
+            starts_M = batch.kept.starts_BT[self.rows_M, self.columns_M]
+            self.kept = columns_at(batch.kept, counts_M, starts_M)
 
     def _append_all(self) -> None:
         """Append all rectangles to the list."""
@@ -143,6 +150,8 @@ class Sequences:
         """Move the tensors that a forward pass reads to a device, and return the layout."""
         if self.varlen:
             self.varlen.to(device)
+        if self.kept:
+            self.kept = self.kept.to(device)
         for name in (
             "slot_BS",
             "index_N",

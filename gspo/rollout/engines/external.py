@@ -29,6 +29,7 @@ from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.pending_requests import PendingRequests, fill
 from gspo.rollout.engines.requests import Row, SamplingRequest
 from gspo.rollout.engines.vllm_host import Completion
+from gspo.rollout.engines.vllm_kept import returned, vocabulary_size
 from gspo.rollout.engines.weights_folder import WeightsFolder
 from gspo.rollout.vllm_settings import OutsideRollout
 
@@ -297,6 +298,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
             "logprobs": 0,  # only that of the sampled token
             "detokenize": False,
         }
+        if sampling.keeps_mask:
+            params["logprobs"] = returned(sampling.top_k, vocabulary_size(self.policy))
         if sampling.stop and self.knows_text:
             params |= {"stop": list(sampling.stop), "detokenize": True}
         return params | sampling.rules

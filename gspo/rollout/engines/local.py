@@ -26,6 +26,7 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine, policy_logprobs
 from gspo.rollout.engines.decode import CachedRows, DecodeOutput, Decoder, NetworkDecoder
+from gspo.rollout.engines.kept_recorder import KeptRecorder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
@@ -106,7 +107,7 @@ class LocalEngine(Engine):
             decoder = self._decoder(rows)
             prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
             first = decoder.prefill(prompts, rows_per_prefix)
-            sampled = SampledTokens(rows, request.record_experts, self.sampler.device)
+            sampled = SampledTokens(rows, request, self.sampler.device)
             for unfinished in self._decode(decoder, first, sampled, request):
                 on_ended(sampled.fill_ended_rows(unfinished))
 
@@ -143,7 +144,7 @@ class LocalEngine(Engine):
             prompts = [row.prefix_ids for row in rows[::rows_per_prefix]]
             first = decoder.prefill(prompts, rows_per_prefix)
             while rows:
-                sampled = SampledTokens(rows, request.record_experts, self.sampler.device)
+                sampled = SampledTokens(rows, request, self.sampler.device)
                 caches = TurnCaches(decoder, rows)
                 for unfinished in self._decode(decoder, first, sampled, request, caches):
                     sampled.fill_ended_rows(unfinished)
@@ -182,8 +183,12 @@ class LocalEngine(Engine):
         logits_RV, experts = first
         for t in range(max_tokens):
             uniform_R = uniforms_RT[live_R, t]
-            tokens_R, logp_R = draw(logits_RV, uniform_R, sampling.temperature, sampling)
+            tokens_R, logp_R, kept_RV = draw_kept(
+                logits_RV, uniform_R, sampling.temperature, sampling, sampling.keeps_mask
+            )
             sampled.add(t, live_R, unfinished_R, tokens_R, logp_R, experts)
+            if kept_RV is not None and sampling.keeps_mask:
+                sampled.kept.add(t, indices_R, kept_RV)
             is_below_limit_R = t + 1 < limits_R[live_R]
             unfinished_R &= ~torch.isin(tokens_R, stop_ids) & is_below_limit_R
             if (t + 1) % tokens_per_check and t + 1 < max_tokens:
@@ -273,9 +278,10 @@ class SampledExperts(NamedTuple):
 class SampledTokens:
     """The sampled tokens, log-probs and experts of the rows, as tensors until rows end."""
 
-    def __init__(self, rows: list[Row], record_experts: bool, device: torch.device):
+    def __init__(self, rows: list[Row], request: SamplingRequest, device: torch.device):
         self.rows = rows
-        self.record_experts = record_experts
+        self.record_experts = request.record_experts
+        self.keeps_mask = request.sampling.keeps_mask
         num_rows = len(rows)
         max_tokens = max(row.limit for row in rows)
         # rows whose tokens were written into their Row
@@ -284,6 +290,7 @@ class SampledTokens:
         self.logp_RT = torch.zeros(num_rows, max_tokens, device=device)
         self.lengths_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.experts: SampledExperts | None = None  # from the first token on, if they are recorded
+        self.kept = KeptRecorder(num_rows, max_tokens)
 
     def add(
         self,
@@ -334,6 +341,9 @@ class SampledTokens:
                 fed_now = len(row.prefix_ids) - fed_before
                 new_experts = [prompt_experts[:fed_now], response_experts[: length - 1]]
                 row.experts = row.experts + new_experts
+        if self.keeps_mask:
+            for index, kept in zip(indices, self.kept.take(indices, lengths), strict=True):
+                self.rows[index].kept = kept
         return indices
 
 
@@ -350,14 +360,31 @@ def draw(
     With `truncation` the sum runs over the kept tokens, and the uniform number is a share of their
     sum. The log-probs are still computed over the whole distribution.
     """
+    tokens_R, logp_R, _ = draw_kept(logits_RV, uniform_R, temperature, truncation, False)
+    return tokens_R, logp_R
+
+
+def draw_kept(
+    logits_RV: Tensor,
+    uniform_R: Tensor,
+    temperature: float,
+    truncation: Truncation | None,
+    keeps_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Do the same as `draw`, and return which tokens were kept too: bool [R, V].
+
+    That is None without rules of truncation. With `keeps_mask` the log-probs are those of the
+    softmax over the kept tokens. The tokens are the same with and without."""
     logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
+    kept_RV = None
     if temperature == 0:
         tokens_R = logprobs_RV.argmax(-1)
     else:
         by_blocks = runs_ahead(logits_RV.device)
         p_RV = logprobs_RV.exp() if by_blocks else logprobs_RV.double().exp()
         if truncation and truncation.rules:
-            p_RV = p_RV * kept_tokens(logprobs_RV, truncation)
+            kept_RV = kept_tokens(logprobs_RV, truncation)
+            p_RV = p_RV * kept_RV
         if by_blocks:
             tokens_R = draw_by_blocks(p_RV, uniform_R)
         else:
@@ -366,8 +393,12 @@ def draw(
             tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
             last_token = logits_RV.shape[-1] - 1
             tokens_R = tokens_R1.squeeze(-1).clamp(max=last_token)
+    if kept_RV is not None and keeps_mask:
+        # from the logits, as the trainer does: if all tokens are kept, these are the same bits
+        scaled_RV = logits_RV.float() / temperature
+        logprobs_RV = scaled_RV.masked_fill(~kept_RV, -torch.inf).log_softmax(-1)
     logp_R1 = logprobs_RV.gather(-1, tokens_R.unsqueeze(-1))
-    return tokens_R, logp_R1.squeeze(-1)
+    return tokens_R, logp_R1.squeeze(-1), kept_RV
 
 
 def draw_by_blocks(p_RV: Tensor, uniform_R: Tensor) -> Tensor:

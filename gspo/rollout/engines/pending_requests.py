@@ -10,6 +10,7 @@ from gspo.data.samples import Response
 from gspo.model.policy import Policy
 from gspo.rollout.engines.requests import Row, Sampling, SamplingRequest, new_rows, to_response
 from gspo.rollout.engines.vllm_host import Completion
+from gspo.rollout.engines.vllm_kept import kept_of, vocabulary_size
 
 
 class PendingRequests:
@@ -71,13 +72,17 @@ class PendingRequests:
 
 
 def fill(row: Row, completion: Completion, policy: Policy, sampling: Sampling) -> None:
-    """Give a row the tokens and log-probs of its completion, up to the first stop string."""
+    """Give a row the tokens and log-probs of its completion, up to the first stop string.
+
+    With `keep_mask` it gets its kept tokens too."""
     if not completion.token_ids:
         raise RuntimeError(
             f"vLLM returned no token for problem {row.problem.index} ({completion.finish_reason})"
         )
     row.token_ids = completion.token_ids
     row.logprobs = completion.logprobs
+    if sampling.keeps_mask:
+        row.kept = kept_of(completion.finite_ids, sampling.top_k, vocabulary_size(policy))
     # vLLM does not see the earlier tokens of the response, and its server has no tokenizer
     if sampling.stop:
         row.cut_at_stop(policy, sampling)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
 from gspo.io.errors import SettingError
@@ -30,8 +31,10 @@ class Sampling(Truncation):
     """The sampling parameters of responses: temperature, lengths and stop strings.
 
     Temperature 0 means greedy. Log-probs are those at the sampling temperature, or at temperature 1
-    for greedy responses. They are always of the full distribution, also if truncation
-    (gspo.rollout.engines.truncation) excludes tokens from the draw.
+    for greedy responses. They are of the full distribution, also if truncation
+    (gspo.rollout.engines.truncation) excludes tokens from the draw. With `keep_mask` they are of
+    the softmax over the tokens that the truncation keeps, and every response holds these tokens
+    (gspo.data.kept_tokens).
     """
 
     temperature: float = 1.0
@@ -39,6 +42,7 @@ class Sampling(Truncation):
     # the largest number of tokens sampled in one call, the rest in later calls; 0: no such limit
     budget: int = 0
     stop: tuple[str, ...] = ()  # strings that end a response: gspo.rollout.engines.stop_strings
+    keep_mask: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,6 +52,11 @@ class Sampling(Truncation):
         check_stop(self.stop, "stop")
         if self.max_new_tokens < 1:
             raise SettingError("max_new_tokens", self.max_new_tokens, "must be at least 1")
+
+    @property
+    def keeps_mask(self) -> bool:
+        """Whether responses hold the kept tokens. Without rules all tokens are kept."""
+        return self.keep_mask and bool(self.rules)
 
     def limit(self, done: int = 0) -> int:
         """Return how many tokens this call may add to a response that has `done` tokens."""
@@ -91,6 +100,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     # pieces [positions fed, L, K], to be concatenated
     experts: list[np.ndarray] = field(default_factory=list)
+    kept: KeptTokens | None = None  # of the tokens that this call has added
     episode_index: int = 0  # the index of its episode in a conversation
     rendered: str = ""  # the prompt of a new response as the policy sees it
     # whether this call samples a turn of its own: then a stop string lies within the turn
@@ -122,6 +132,8 @@ class Row:
             if watch.completes(token):
                 self.token_ids = self.token_ids[:count]
                 self.logprobs = self.logprobs[:count]
+                if self.kept is not None:
+                    self.kept = self.kept.first(count)
                 return
 
 
@@ -168,12 +180,19 @@ def to_response(
     token_ids = row.token_ids
     logprobs = np.array(row.logprobs, dtype=np.float32)
     experts = np.concatenate(row.experts) if row.experts else None
+    kept = row.kept
     segments = []
     if earlier:
         token_ids = earlier.token_ids + token_ids
         logprobs = np.concatenate([earlier.logprobs, logprobs])
         segments = earlier.segments or [(earlier.policy_step, len(earlier.token_ids))]
         segments = [*segments, (request.policy_step, len(row.token_ids))]
+        if kept is not None:
+            if earlier.kept is None:
+                raise ValueError(
+                    f"response {row.sample} to problem {row.problem.index} began without keep_mask"
+                )
+            kept = earlier.kept.followed_by(kept)
         if experts is not None:
             if earlier.experts is None:
                 raise ValueError(
@@ -199,6 +218,7 @@ def to_response(
         experts=experts,
         rendered=earlier.rendered if earlier else row.rendered,
         segments=segments,
+        kept=kept,
         old_logprobs=earlier.old_logprobs if earlier else None,
         old_experts=earlier.old_experts if earlier else None,
     )

@@ -3,7 +3,8 @@
 For example, with probabilities .5, .3, .15, .05 and top_p=.7 the first two tokens are kept, because
 the first alone has less than .7. Their probabilities become .625 and .375. The reported log-prob
 stays log .5 or log .3, of the whole distribution. The trainer's log-probs, ratios and gradients are
-of the whole distribution too.
+of the whole distribution too. With rollout.keep_mask all of them are of the kept tokens, and the
+reported log-prob is log .625 or log .375.
 
 Shape suffixes: R rows, V vocabulary.
 """

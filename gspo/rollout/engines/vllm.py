@@ -26,6 +26,7 @@ from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
 from gspo.rollout.engines.vllm_environment import gpus_of, own_environment, set_environment
 from gspo.rollout.engines.vllm_host import LLMHost
+from gspo.rollout.engines.vllm_kept import max_returned
 from gspo.rollout.engines.weights_folder import EngineFolder
 from gspo.rollout.vllm_settings import OutsideRollout, VLLMRollout
 
@@ -216,6 +217,8 @@ def vllm_options(
         "logprobs_mode": logprobs_mode(settings),
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if settings.keep_mask:
+        options["max_logprobs"] = max_returned(settings)
     if settings.dtype == "bfloat16" and head_dtype != "bfloat16":
         options["hf_overrides"] = {"head_dtype": head_dtype}
     if not on_cpu:
@@ -238,11 +241,13 @@ def vllm_options(
 
 
 def logprobs_mode(settings: OutsideRollout) -> str:
-    """Return vLLM's mode in which log-probs are computed over the whole distribution.
+    """Return vLLM's mode in which log-probs are computed over the distribution that ratios need.
 
     Without rules of truncation they are computed after the division by the temperature. With rules,
-    which need temperature 1, they are computed before both."""
-    return "raw_logprobs" if settings.rules else "processed_logprobs"
+    which need temperature 1, they are computed before both. With rollout.keep_mask they are
+    computed after both."""
+    needs_raw = settings.rules and not settings.keep_mask
+    return "raw_logprobs" if needs_raw else "processed_logprobs"
 
 
 def check_start(settings: VLLMRollout, head_dim: int | None) -> None:

@@ -41,6 +41,7 @@ KEEP_ALIVE = {
     socket.TCP_KEEPINTVL: 15,  # seconds between probes
     socket.TCP_KEEPCNT: 4,  # unanswered probes that end the connection
 }
+EXCLUDED = -9999.0  # the server sends it for a log-prob of -inf
 MAX_REQUESTS = 4096  # at a time, if so many files may be open. Further requests wait here
 MAX_ANSWER_BYTES = 512 << 20  # the experts of about a million positions, in base64
 MAX_UNVERIFIED_BYTES = 64 << 10  # of the answer of a server that has not proved its key
@@ -221,7 +222,12 @@ class VLLMServerClient:
             (choice,) = answer["choices"]
             finish_reason = choice["finish_reason"]
             token_ids = choice["token_ids"]
-            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            content = choice["logprobs"]["content"]
+            logprobs = [token["logprob"] for token in content]
+            finite_ids = [
+                [top["token_id"] for top in token["top_logprobs"] if top["logprob"] > EXCLUDED]
+                for token in content
+            ]
             routed_experts = choice["routed_experts"]
             experts = decode_experts(routed_experts) if routed_experts else None
         except (KeyError, TypeError, ValueError) as error:
@@ -230,7 +236,7 @@ class VLLMServerClient:
             ) from None
         if finish_reason not in ("stop", "length"):
             raise EngineEnded(f"{self.name} has broken off a response: {finish_reason}")
-        return Completion(token_ids, logprobs, experts, finish_reason)
+        return Completion(token_ids, logprobs, experts, finish_reason, finite_ids)
 
     def begin_load(self) -> None:
         """Prepare for new weights. Nothing may be sampled until `end_load`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -9,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ class Completion:
     logprobs: list[float]  # of the sampled tokens
     experts: np.ndarray | None  # int16 [positions fed, L, K], None if not requested
     finish_reason: str
+    # the tokens of each position whose log-probs were returned and are finite: the sampled token,
+    # and those that SamplingParams(logprobs=...) has requested
+    finite_ids: list[list[int]] = field(default_factory=list)
 
 
 class LLMHost:
@@ -174,7 +178,11 @@ def to_completion(output: Any, experts: np.ndarray | None) -> Completion:
     logprobs_of_positions: list[Any] = completion.logprobs or []
     positions = zip(logprobs_of_positions, token_ids, strict=True)
     logprobs = [logprob_of_token[token].logprob for logprob_of_token, token in positions]
-    return Completion(token_ids, logprobs, experts, str(completion.finish_reason))
+    finite_ids = [
+        [token for token, logprob in of_token.items() if logprob.logprob > -math.inf]
+        for of_token in logprobs_of_positions
+    ]
+    return Completion(token_ids, logprobs, experts, str(completion.finish_reason), finite_ids)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from gspo.rollout.engines.external import OutsideEngine
 from gspo.rollout.engines.server_guard import HEALTH_PATH
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.engines.vllm_client import RequestRefused, VLLMServerClient
+from gspo.rollout.engines.vllm_kept import max_returned
 from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
 from gspo.rollout.vllm_settings import VLLMServerRollout
 
@@ -95,6 +96,15 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
                 f"the server at {settings.url} was started with {description[key]}",
                 remedy=START,
             )
+    # 0: the server was started without rollout.keep_mask
+    max_logprobs = description.get("max_logprobs", 0)
+    if settings.rules and bool(max_logprobs) != settings.keep_mask:
+        raise SettingError(
+            "rollout.keep_mask",
+            settings.keep_mask,
+            f"the server at {settings.url} was started with {bool(max_logprobs)}",
+            remedy=START,
+        )
     if description["logprobs_mode"] != logprobs_mode(settings):
         raise SettingError(
             "rollout.url",
@@ -102,6 +112,14 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
             f"the server there was started {'with' if not settings.rules else 'without'} "
             f"rollout.top_p, top_k or min_p, this run has {settings.rules or 'none of them'}: "
             "its log-probs would be others than the ratio needs",
+            remedy=START,
+        )
+    if settings.keep_mask and max_logprobs < max_returned(settings):
+        raise SettingError(
+            "rollout.top_k",
+            settings.top_k,
+            f"with rollout.keep_mask=true, the server at {settings.url} was not started for so "
+            "many kept tokens",
             remedy=START,
         )
     if settings.max_model_len not in (None, description["max_model_len"]):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.problems import Problem
 from gspo.data.samples import Score, Turn
 from gspo.rollout.engines.requests import RandomKey
@@ -57,6 +58,7 @@ class Episode:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     experts: np.ndarray | None = None
+    kept: KeptTokens | None = None  # of all tokens so far, if the policy's turns have any
     turns: list[Turn] = field(default_factory=list)
     finish_reason: str = ""  # empty until it ends
 

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.samples import Problem, Response, Turn
 from gspo.model.chat.conversation import Conversation
 from gspo.rollout.engines.base import Engine, Groups, OnFinished, grouped
@@ -220,6 +221,8 @@ class Play:
         episode.token_ids += row.token_ids
         episode.logprobs += row.logprobs
         episode.turns.append(Turn(POLICY, len(row.token_ids), text))
+        if row.kept is not None:
+            episode.kept = row.kept if episode.kept is None else episode.kept.followed_by(row.kept)
         if row.experts:
             experts = np.concatenate(row.experts)
             earlier = experts[:0] if episode.experts is None else episode.experts
@@ -264,6 +267,8 @@ class Play:
             episode.turns.append(Turn(ENVIRONMENT, added, reply.text))
             episode.token_ids += reply.token_ids
             episode.logprobs += [float("nan")] * added
+            if episode.kept is not None:
+                episode.kept = episode.kept.followed_by(KeptTokens.whole_vocabulary(added))
 
     def _settle(self) -> list[Episode]:
         """Ask for the rewards that were not known at the end, and return these episodes."""
@@ -313,6 +318,7 @@ class Play:
             text=self.policy.text(episode.token_ids),
             policy_step=self.request.policy_step,
             experts=episode.experts,
+            kept=episode.kept,
             rendered=self.policy.rendered(episode.prompt_ids),
         )
         if not isinstance(episode, EnvironmentEpisode):

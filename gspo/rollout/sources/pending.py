@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from gspo.data.kept_tokens import KeptTokens
 from gspo.data.problems import Problem
 from gspo.data.samples import Response, Score, ScoredResponse, Turn
 from gspo.io.untrusted import MAX_ROWS_FILE_BYTES, parse_json, read_bytes
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 
-# fields of Response that are arrays
-ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts")
+# the arrays of a response; `kept_counts` and `kept_ids` are those of Response.kept
+ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts", "kept_counts", "kept_ids")
 # fields of Rollout other than its responses
 NUMBERS = (
     "rollout_s",
@@ -36,6 +37,19 @@ NUMBERS = (
 )
 
 
+def arrays_of(response: Response) -> dict[str, np.ndarray | None]:
+    """Return the arrays of a response by their names in ARRAYS."""
+    kept = response.kept
+    return {
+        "logprobs": response.logprobs,
+        "experts": response.experts,
+        "old_logprobs": response.old_logprobs,
+        "old_experts": response.old_experts,
+        "kept_counts": None if kept is None else kept.counts,
+        "kept_ids": None if kept is None else kept.ids,
+    }
+
+
 def save_pending(pending: PendingRollouts, folder: Path) -> None:
     """Write a source's pending rollouts into a checkpoint, or no file if there are none."""
     if not pending.rollouts and not pending.groups:
@@ -45,12 +59,11 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
     def as_json(response: Response) -> dict[str, Any]:
         """Return a response without its arrays, which are appended to `pieces`."""
         lengths = {}
-        for name in ARRAYS:
-            array = getattr(response, name)
+        for name, array in arrays_of(response).items():
             if array is not None:
                 pieces[name].append(array)
                 lengths[name] = len(array)
-        special = (*ARRAYS, "problem", "score")
+        special = (*ARRAYS, "kept", "problem", "score")
         content = {key: value for key, value in vars(response).items() if key not in special}
         content["turns"] = [asdict(turn) for turn in response.turns]
         content["problem"] = response.problem.index
@@ -95,11 +108,14 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
 
     def response(fields: dict[str, Any]) -> Response:
         """Return the response of its fields, with the next rows of the arrays."""
-        own_arrays = {}
+        own_arrays: dict[str, Any] = {}
         for name, length in fields.pop("lengths").items():
             first = rows_read[name]
             own_arrays[name] = arrays[name][first : first + length]
             rows_read[name] += length
+        if "kept_counts" in own_arrays:
+            counts = own_arrays.pop("kept_counts")
+            own_arrays["kept"] = KeptTokens(counts, own_arrays.pop("kept_ids"))
         score = fields.pop("score")
         fields["segments"] = [tuple(segment) for segment in fields["segments"]]
         fields["turns"] = [Turn(**turn) for turn in fields["turns"]]

@@ -325,6 +325,10 @@ BAD = [
     ("advantage=gae", ("objective", "gspo", "has one advantage per response,")),
     ("advantage=otb", ("objective", "gspo", "has one advantage per response,")),
     (
+        "advantage=otb objective=gspo_token rollout.top_p=0.9 rollout.keep_mask=true",
+        ("rollout.keep_mask", True, "sum_v pi_v^2 is over the whole vocabulary"),
+    ),
+    (
         "advantage=otb objective=gspo_token policy.old_logprobs=engine",
         ("policy.old_logprobs", "engine", "must be of the same policy"),
     ),
@@ -540,6 +544,11 @@ BAD = [
         "rollout=vllm rollout.top_p=.9 rollout.temperature=.8",
         ("rollout.top_p", 0.9, "with rollout.temperature=0.8 and"),
     ),
+    ("rollout.keep_mask=true", ("rollout.keep_mask", True, "no token is excluded")),
+    (
+        "rollout=vllm rollout.top_p=.9 rollout.keep_mask=true",
+        ("rollout.keep_mask", True, "only up to rollout.top_k"),
+    ),
     (
         "evaluation.temperature=0 evaluation.samples=1 evaluation.top_k=20",
         ("evaluation.top_k", 20, "is not read with eval"),
@@ -675,6 +684,10 @@ def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
         # both of the whole distribution
         "rollout.top_p=.9 rollout.temperature=.8 policy.old_logprobs=engine",
         "rollout=vllm rollout.top_p=.9 evaluation.top_p=.95 evaluation.temperature=.6",
+        # both of the kept tokens
+        "rollout.top_p=.9 rollout.keep_mask=true correction=tis",
+        "rollout.min_p=.1 rollout.keep_mask=true objective=dppo rollout.temperature=.8",
+        "rollout=vllm rollout.top_k=20 rollout.temperature=.8 rollout.keep_mask=true",
         "task=guessing reward.turns=each objective=gspo_token advantage=turn_normalized advantage.gamma=.8",
         "task=guessing objective=gspo_token advantage=turn_normalized advantage.gamma=.8 reward.shift=batch",
         "task=guessing reward.turns=each objective=grpo advantage=returns advantage.gamma=.9",
@@ -744,6 +757,7 @@ LATER = {
     "rollout.top_p": 0.9,
     "rollout.top_k": 20,
     "rollout.min_p": 0.1,
+    "rollout.keep_mask": True,
     "evaluation.top_p": 0.95,
     "evaluation.top_k": 20,
     "evaluation.min_p": 0.1,
@@ -769,6 +783,7 @@ BESIDE = {  # what a setting needs beside it
     "trainer.entropy_coef_delta": ["trainer.entropy_target=0.2"],
     "trainer.entropy_coef_min": ["trainer.entropy_target=0.2", "trainer.entropy_coef=0.1"],
     "trainer.entropy_coef_max": ["trainer.entropy_target=0.2"],
+    "rollout.keep_mask": ["rollout.top_p=0.9"],
 }
 
 

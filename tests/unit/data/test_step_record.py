@@ -109,7 +109,7 @@ def changed_header(path, **values):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 2}, "it has version 2, and version 1 is read here"),
+        ({"version": 3}, "it has version 3, and versions 1 to 2 are read here"),
         ({"version": "1" * 100}, "it has version 1111"),
         ({"step": None}, "no step"),
         ({"step": -1}, "its step is -1"),

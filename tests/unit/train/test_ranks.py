@@ -26,6 +26,9 @@ from trainers import gap_trainer, trainer
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 MEAN = Aggregation("seq-mean-token-mean")
 FEW = RolloutSettings(prompts_per_step=5, group_size=4, max_new_tokens=10)
+KEPT = RolloutSettings(
+    prompts_per_step=8, group_size=4, max_new_tokens=10, top_p=0.8, keep_mask=True
+)
 CASES = {  # how the trainer is made, and on how many ranks
     "gspo": (partial(trainer, GSPO(), **SMOOTH), 2),
     "grpo, three ranks": (partial(trainer, GRPO(), **SMOOTH), 3),
@@ -36,6 +39,17 @@ CASES = {  # how the trainer is made, and on how many ranks
     "dense": (partial(trainer, GSPO(), model=DENSE, **SMOOTH), 2),
     "two epochs, token mean": (
         partial(trainer, DAPO(), epochs=2, aggregation=Aggregation("token-mean"), **SMOOTH),
+        2,
+    ),
+    "kept tokens": (
+        partial(
+            trainer,
+            GRPO(),
+            rollout=KEPT,
+            parts={"kl": KLInLoss(coef=0.2, aggregation=MEAN)},
+            entropy_coef=0.1,
+            **SMOOTH,
+        ),
         2,
     ),
     "old pass skipped": (partial(trainer, GSPO(), old_pass="auto", **SMOOTH), 2),

@@ -75,6 +75,14 @@ CASES = {
         gap_trainer, CISPO(), parts={"correction": TIS()}, dtype="bfloat16"
     ),
     "gspo, r2": partial(trainer, NARROW, replay="r2"),
+    "grpo, kept tokens, rounding engine": partial(
+        gap_trainer,
+        GRPO(clip_low=0.02, clip_high=0.02),
+        parts={"correction": TIS()},
+        dtype="bfloat16",
+        top_p=0.8,
+        keep_mask=True,
+    ),
     "grpo, r3": partial(gap_trainer, GRPO(), replay="r3", dtype="bfloat16"),
     "gspo_token, episodes": partial(
         trainer,
@@ -132,7 +140,7 @@ CASES = {
 # metrics that a record cannot tell: of responses that are not trained on, of the model, of time
 NOT_IN_A_RECORD = (
     "compute/", "filter/", "group/", "length/", "reward/", "staleness/", "throughput/", "time/",
-    "verdict/", "optim/", "episode/", "routing/consistency_after_step", "mismatch/after_sync",
+    "sampling/", "verdict/", "optim/", "episode/", "routing/consistency_after_step", "mismatch/after_sync",
     "mismatch/sync_",
 )  # fmt: skip
 
@@ -164,6 +172,7 @@ EVERY_CHANGE = [
     "grpo, opsm",
     "grpo, m2po",
     "p3o, stale",
+    "grpo, kept tokens, rounding engine",
 ]
 
 

@@ -38,6 +38,8 @@ OTHER_WAITS = {
     ("critic and KL", "pass for the old policy"): 2,  # also for the reference's pass
     ("episodes", "a decoded token"): 6 / 9,  # for each of two turns
     ("stop strings", "a decoded token"): (9 + 1) / 9,  # they are looked for after every token
+    # how many tokens were kept, and then which
+    ("kept tokens", "a decoded token"): (2 * 9 + 3) / 9,
     ("MoE", "checkpoint"): 96,  # for every tensor of weights and optimizer
 }
 # The most operations for a decoded token and layer, drawing included, which on a GPU a CUDA graph
