@@ -228,6 +228,12 @@ METRICS = [
         "with LUSPO)",
     ),
     Metric(
+        "clip/weight_length_*",
+        "weight",
+        "mean weight of the responses with more than N/2 and at most N tokens (objective=vespo, "
+        "whose weight depends on the length)",
+    ),
+    Metric(
         "clip/token_active_minibatch_*",
         TOKEN,
         "token_active in mini-batch n (0 in the first)",

@@ -123,6 +123,9 @@ VIEWS = (
                 _panel("length/: mean p95 limit"), _panel("length/truncated"),
                 _panel("length/repetition"),
             )),
+            ("Sampling mask", (
+                _panel("sampling/: kept_mean kept_max", log=True), _panel("sampling/kept_one"),
+            )),
             ("Prompts and responses", (
                 _panel("information/mi"), _panel("information/: matched marginal"),
                 _panel("information/: mi_sequence matched_sequence marginal_sequence"),
@@ -144,6 +147,7 @@ VIEWS = (
                 _panel("clip/: token_active_positive token_active_negative", log=True),
                 _panel("clip/: token_outside_positive token_outside_negative", log=True),
                 _panel("clip/token_dual"), _panel("clip/log_ratio_bounded"), _panel("clip/weight"),
+                _panel("clip/weight_length_*"),
             )),
             ("Responses", (
                 _panel("clip/: sequence_active sequence_outside", log=True),

@@ -235,6 +235,20 @@ def update_correction(weights_BT: Tensor, mask_BT: Tensor, accumulator: MetricAc
     masked(weights_BT != 0, mask_BT, accumulator)
 
 
+def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+    """Measure the mean weight of the responses with more than N/2 and at most N tokens."""
+    lengths_B = mask_BT.sum(-1)
+    weight_B = masked_mean(weight_BT.detach().float(), mask_BT)
+    longest = 1
+    while True:
+        is_in_bin_B = (lengths_B > longest // 2) & (lengths_B <= longest)
+        total = torch.where(is_in_bin_B, weight_B, 0.0).sum()
+        accumulator.mean(f"clip/weight_length_{longest}", total, is_in_bin_B.sum())
+        if longest >= mask_BT.shape[1]:
+            return
+        longest *= 2
+
+
 def clips(
     outputs: LossOutputs,
     inputs: LossInputs,

@@ -79,6 +79,8 @@ class PolicyTerm(Term):
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator, batch.choice_BT)
+            if self.objective.weighs_by_length:
+                diagnostics.weights_by_length(outputs.weight_BT, batch.mask_BT, accumulator)
         loss_BT = outputs.loss_BT
         used_BT = outputs.weight_BT.detach().float()
         if not self.objective.includes_correction:

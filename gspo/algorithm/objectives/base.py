@@ -107,6 +107,8 @@ class Objective(Ranged, key="objective"):
     joint_ratio: ClassVar[bool] = False
     # the correction's weights are part of the formula, so the loss is not multiplied by them
     includes_correction: ClassVar[bool] = False
+    # the weight of a response depends on its length, so it is measured by length
+    weighs_by_length: ClassVar[bool] = False
     # the loss depends on `statistic` of the whole mini-batch
     needs_statistic: ClassVar[bool] = False
 

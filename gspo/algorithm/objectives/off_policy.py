@@ -62,6 +62,7 @@ class VESPO(Objective):
     k_negative: float = ranged(3.0, least=0)
     lambda_negative: float = ranged(2.0, above=0, why="phi must fall for large W")
     aggregation: ClassVar[str] = "token-mean"
+    weighs_by_length: ClassVar[bool] = True
     includes_correction: ClassVar[bool] = True
     joint_ratio: ClassVar[bool] = True
 

@@ -68,6 +68,20 @@ def test_clip_fractions_by_hand():
     assert result["clip/log_ratio_bounded"] == pytest.approx(1 / 6)
 
 
+def test_weights_by_length_by_hand():
+    accumulator = MetricAccumulator()
+    lengths = torch.tensor([1, 2, 3, 4, 5])
+    mask = torch.arange(5) < lengths[:, None]
+    weight = torch.tensor([1.0, 2.0, 3.0, 5.0, 7.0])[:, None].expand(5, 5)
+    diagnostics.weights_by_length(torch.where(mask, weight, math.nan), mask, accumulator)
+    assert accumulator.result() == {
+        "clip/weight_length_1": 1.0,
+        "clip/weight_length_2": 2.0,
+        "clip/weight_length_4": 4.0,  # 3 and 4 tokens
+        "clip/weight_length_8": 7.0,
+    }
+
+
 def test_ratios_and_kl_by_hand():
     a, b, c = math.log(2), math.log(0.5), math.log(1.5)
     logp = torch.tensor([[a, b], [c, math.nan]])
