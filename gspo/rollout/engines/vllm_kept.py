@@ -4,8 +4,10 @@ With logprobs_mode=processed_logprobs, vLLM computes log-probs after the tempera
 and top_p. Then exactly the kept tokens have finite log-probs. vLLM returns the most likely tokens
 of each position, at least rollout.top_k of them, so all kept tokens are among these.
 
-vLLM's own flag for this, return_sampling_mask, needs a GPU and its second model runner. This way
-works with every runner, also on the CPU.
+vLLM's own flag for this, return_sampling_mask (from 0.28), is not used. With it an engine refuses
+every request with temperature 0 or without top_k, whether it needs the kept tokens or not: greedy
+evaluation, evaluation with other rules, and the scoring of the hand-over check. It also needs a GPU
+and the second model runner. This way works with every runner, also on the CPU.
 """
 
 from __future__ import annotations
