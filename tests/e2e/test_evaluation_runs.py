@@ -94,7 +94,8 @@ def test_an_evaluation_is_no_run_to_the_figures(run):
     assert done.returncode == 0 and "to upload them: wandb sync" in done.stdout, done.stderr[-3000:]
     (file,) = run.glob("evaluations/*/wandb/offline-run-*/run-eval-*.wandb")
     assert wandb_files.read(file).job == "eval"
-    assert sources.records(file.parent) == []
+    (nothing,) = sources.records(file.parent)
+    assert nothing.rows.empty and "evaluations, which train nothing: 1" in nothing.notes[0]
     assert [record.path for record in sources.records(run.parents[1])] == [run]
 
 

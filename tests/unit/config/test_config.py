@@ -43,6 +43,13 @@ from refusals import refuses
 NEEDS = {  # what an option cannot do without
     "hf": ["model.path=some/folder"],
     "gae": ["objective=ppo"],
+    "otb": ["objective=gspo_token"],
+    "otb_verl_columns": ["objective=gspo_token"],
+    "gdpo": ["reward.weights={a:1,b:1}"],
+    "gdpo_verl": ["reward.weights={a:1,b:1}"],
+    "gdpo_ms_swift": ["reward.weights={a:1,b:1}"],
+    "gdpo_nemo": ["reward.weights={a:1,b:1}"],
+    "m2po": ["objective=grpo"],
     "turn_normalized": ["objective=gspo_token", "task=guessing"],
     "rows": ["task.reward=gspo.data.seeding:seed_for", "cold_start.steps=0"],
     "vf": ["task.taskset=vf_games", "cold_start.steps=0"],
@@ -1053,7 +1060,7 @@ CLI = [
     ("kl.coef=0.001", "kl.coef"),
     (
         "preset=verll",
-        "preset=verll: there is no such option; the nearest is verl (there are dapo, drgrpo",
+        "preset=verll: there is no such option; the nearest is verl (there are areal_kpop, ",
     ),
     ("rollout.group_size=1", "rollout.group_size=1"),
     ("resume=no/such/run", "no/such/run"),

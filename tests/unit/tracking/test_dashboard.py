@@ -261,13 +261,23 @@ def test_with_an_account_views_are_saved_and_replaced(tmp_path):
 
 EVERYTHING = {  # runs that together report every metric there is
     "a critic, a KL term, votes": "preset=ppo kl=loss evaluation.samples=3 "
-    "cold_start.steps=500 cold_start.lr=5e-3 task.max_operands=2 task.largest=5",
+    "cold_start.steps=500 cold_start.lr=5e-3 task.max_operands=2 task.largest=5 tracking.snr_every=1",
     "dynamic sampling": "preset=dapo task=mixed_tiny reward.overlong_cache=4 trainer.mask_truncated=true",
     "an engine of its own, old responses": "objective=grpo_verl correction=mis rollout.staleness=2 "
     "rollout.dtype=bfloat16 rollout.max_prompt_tokens=100 trainer.router_aux_loss_coef=0.001 "
     "trainer.entropy_coef=0.001",
     "episodes": "task=guessing rollout.max_new_tokens=30 cold_start.steps=200 tracking.record_every=2",
+    "kept tokens, a mask, prompts and responses": "objective=vespo correction=opsm rollout.top_p=0.9 "
+    "rollout.keep_mask=true tracking.information_every=2",
+    "named rewards, variances": "task=rows task.train_path=rows.jsonl task.reward=two_rewards:score "
+    "reward.weights={digit:1,short:0.5} advantage=otb objective=gspo_token cold_start.steps=0",
 }
+
+
+TWO_REWARDS = """
+def score(prompt, response, row):
+    return {"digit": float(response[:1].isdigit()), "short": 1 - len(response) / 20}
+"""
 
 
 @pytest.mark.slow
@@ -279,6 +289,10 @@ def test_every_panel_shows_a_metric_that_some_run_records(tmp_path):
         "evaluation.every=2 checkpoint.every=2 optim.lr=1e-3 tracking.wandb=disabled"
     )
     user_code.write(tmp_path)  # one of the panels is for metrics of the user's own
+    (tmp_path / "two_rewards.py").write_text(TWO_REWARDS, encoding="utf-8")
+    rows = [{"prompt": f"{n} =", "answer": str(n)} for n in range(40)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8")
     for overrides in EVERYTHING.values():
         own = "metrics.long=own_package.extras:Long"
         command = [
