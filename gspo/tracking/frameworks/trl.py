@@ -36,7 +36,7 @@ ENTRIES = (
     other("loss", "mean over the row's steps; a NaN is replaced by the mean so far"),
     reweighted("kl", "kl/ref_k3", "of the current policy, ours of the old one"),
     other("reward_std", "over all responses since TRL 0.27, before it the mean of the groups'"),
-    other("rewards/*/mean", "mean of one reward function, before its weight"),
+    same("rewards/*/mean", "reward/*/mean", "over the responses that the function has scored"),
     other("rewards/*/std", "standard deviation of one reward function"),
     other("rewards/*", "before TRL 0.17: mean of one reward function"),
     other("completions/*", "unweighted mean over the batches of the row, also of minima and maxima"),
