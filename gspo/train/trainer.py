@@ -304,8 +304,12 @@ class Trainer:
         totals = Totals.of(batch.mask_BT)
         objective = self.algorithm.objective
         is_old = minibatch == 1 and self.starts_at_old_policy
-        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, is_old)
         engine_is_old = self.policy_settings.old_logprobs == "engine"
+        # the first ratios to the engine are not exactly 1
+        has_ratio_1 = is_old and not engine_is_old
+        statistic = self.old_policy.statistic(
+            objective, batch, is_local_B, self.ranks, has_ratio_1
+        )
         experts = self.policy.routing.experts
         local = batch
         if not is_local_B.all():
@@ -404,7 +408,7 @@ class Trainer:
             if self.probe.measures_snr(step):
                 engine_is_old = self.policy_settings.old_logprobs == "engine"
                 measure_snr(
-                    self.policy,
+                    self.old_policy,
                     PolicyTerm(
                         self.algorithm.objective,
                         self.settings.aggregation,
