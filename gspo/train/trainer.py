@@ -307,9 +307,7 @@ class Trainer:
         engine_is_old = self.policy_settings.old_logprobs == "engine"
         # the first ratios to the engine are not exactly 1
         has_ratio_1 = is_old and not engine_is_old
-        statistic = self.old_policy.statistic(
-            objective, batch, is_local_B, self.ranks, has_ratio_1
-        )
+        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, has_ratio_1)
         experts = self.policy.routing.experts
         local = batch
         if not is_local_B.all():
@@ -332,7 +330,7 @@ class Trainer:
                     output = self.policy.forward(micros[i])
                     if is_old:
                         micro = start_at_old_policy(
-                            output, micro, objective, engine_is_old, accumulator
+                            output, micro, objective, engine_is_old, statistic, accumulator
                         )
                     loss = torch.zeros((), device=self.policy.device)
                     inputs = TermInputs(

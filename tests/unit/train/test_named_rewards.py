@@ -180,6 +180,10 @@ def test_a_record_of_a_single_reward_is_as_it_was(tmp_path):
         t.algorithm.advantage = advantage
         with refuses("advantage", advantage.name, problem):
             replayed(t, tmp_path, 1)
+    t.algorithm.advantage = GroupMean()
+    t.algorithm.reward = RewardShaping(weights={"a": 1.0})
+    with refuses("reward.weights", {"a": 1.0}, "a single reward"):
+        replayed(t, tmp_path, 1)
 
 
 def test_a_damaged_record_is_refused(tmp_path):
