@@ -291,3 +291,14 @@ def test_batches_without_signal_are_counted_and_the_count_survives_a_checkpoint(
     assert state.without_signal == 2
     t.source.task = FirstCharacter()
     assert steps(t, 1)[0]["group/steps_without_signal"] == 0
+
+
+def test_the_pass_for_the_statistic_is_counted_where_it_is_taken():
+    """Of four mini-batches the first needs none, if its ratios are 1 by definition."""
+    flops = {}
+    for old in ("step_start", "engine"):
+        for objective in (GRPO(), P3O()):
+            t = gap_trainer(objective, model=DENSE, old=old, old_pass="always")
+            flops[old, objective.name] = steps(t, 1)[0]["compute/flops"]
+    whole = flops["engine", "p3o"] - flops["engine", "grpo"]
+    assert 0.6 * whole < flops["step_start", "p3o"] - flops["step_start", "grpo"] < 0.9 * whole
