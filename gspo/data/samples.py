@@ -41,6 +41,19 @@ def all_same(rewards: list[float]) -> bool:
     return max(rewards) - min(rewards) <= SAME_REWARD * max(largest, SAME_REWARD)
 
 
+def is_right(reward: float | None, rewards: dict[str, float]) -> bool:
+    """Return whether a reward is 1, or with several named `rewards`, whether each of them is 1.
+
+    Their weighted sum says nothing: with the weights 1 and 0.2, the best sum is 1.2.
+
+    >>> is_right(1.0, {}), is_right(1.0, {"correct": 1, "format": 0})
+    (True, False)
+    """
+    if rewards:
+        return all(value == 1 for value in rewards.values())
+    return reward == 1
+
+
 @dataclass(frozen=True)
 class Score:
     """A verifier's judgement of a response."""

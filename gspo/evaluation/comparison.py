@@ -89,13 +89,16 @@ def read_rows(path: Path) -> Iterator[dict]:
                     raise ValueError("its problem is no number, or its prompt no text")
                 reward = row["reward"]
                 is_outside = reward is not None and not 0 <= reward <= 1
-                if (is_outside and "turns" not in row) or not isinstance(row["verdict"], str):
+                is_unbounded = "turns" in row or "rewards" in row
+                if (is_outside and not is_unbounded) or not isinstance(row["verdict"], str):
                     raise ValueError("its reward is not in [0, 1], or its verdict no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged in line {number} ({error})") from None
-            if is_outside:  # the rewards of an environment have no bounds
+            # the rewards of an environment and the sums of named rewards have no bounds
+            if is_outside:
+                kind = "an episode" if "turns" in row else "a response"
                 raise ValueError(
-                    f"{path}: an episode has the reward {reward:g}; only rewards from 0 to 1 can "
+                    f"{path}: {kind} has the reward {reward:g}; only rewards from 0 to 1 can "
                     "be compared as accuracies, so give the command without a comparison"
                 )
             yield row

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from gspo.data.problems import Problem
-from gspo.data.samples import ScoredResponse
+from gspo.data.samples import ScoredResponse, is_right
 from gspo.evaluation import elo, estimates
 from gspo.evaluation.paired import graded_rows
 from gspo.evaluation.settings import EvaluationSettings
@@ -139,7 +139,8 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     """Compute the numbers of one set, ready for JSON, from the `rows` of every problem.
 
     A number can be None. Ungraded responses are counted, and no other number includes them. pass@k
-    and maj@k are computed for every k of `ks`. maj@k is None without any answer to vote for. Elo is
+    and maj@k are computed for every k of `ks`. With named rewards a response is right if each of them
+    is 1, while avg@k is the mean of their weighted sums. maj@k is None without any answer to vote for. Elo is
     None if a problem has no rating. "episodes" has the numbers of gspo.tracking.episodes. It is
     missing if no response is an episode of several turns.
     """
@@ -148,6 +149,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     verdicts = Counter(r["verdict"] for r in graded)
     # None becomes NaN
     rewards_PK = np.array([[r["reward"] for r in group] for group in groups], dtype=float)
+    rights_PK = np.array([[_right(r) for r in group] for group in groups], dtype=float)
     # answers are texts of any length, which an array of objects can hold
     answers_PK = np.array([[r["answer"] for r in group] for group in groups], dtype=object)
     has_answers = any(r["answer"] != "" for r in graded)
@@ -158,10 +160,10 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     pass_at_k = {}
     majority_at_k = {}
     for k in ks:
-        solved = estimates.pass_at_k(rewards_PK, k)
+        solved = estimates.pass_at_k(rights_PK, k)
         pass_at_k[str(k)] = _estimate(solved)
         if has_answers:
-            majority = estimates.majority_at_k(rewards_PK, answers_PK, k)
+            majority = estimates.majority_at_k(rights_PK, answers_PK, k)
             majority_at_k[str(k)] = _estimate(majority)
     result = {
         "problems": len(groups),
@@ -181,11 +183,18 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
         "elo": None,
     }
     if graded and None not in ratings:
-        result["elo"] = _elo(np.array(ratings), rewards_PK)
+        result["elo"] = _elo(np.array(ratings), rights_PK)
     episode_numbers = episodes.numbers(responses)
     if episode_numbers:
         result["episodes"] = episode_numbers
     return without_nan(result)
+
+
+def _right(row: dict) -> float | None:
+    """Return 1 for a right response and 0 for a wrong one, None for an ungraded one."""
+    if row["reward"] is None:
+        return None
+    return float(is_right(row["reward"], row.get("rewards", {})))
 
 
 def _estimate(estimate: estimates.Estimate) -> dict:
@@ -197,13 +206,13 @@ def _estimate(estimate: estimates.Estimate) -> dict:
     }
 
 
-def _elo(difficulty_P: np.ndarray, rewards_PK: np.ndarray) -> dict:
+def _elo(difficulty_P: np.ndarray, rights_PK: np.ndarray) -> dict:
     """Compute both ratings with their errors, and describe the rated problems.
 
     Without this description the ratings mean little.
     """
-    attempts_P = estimates.graded_counts(rewards_PK)
-    solved_P = (rewards_PK == 1).sum(1)
+    attempts_P = estimates.graded_counts(rights_PK)
+    solved_P = (rights_PK == 1).sum(1)
     used_P = attempts_P > 0
     difficulty_P = difficulty_P[used_P]
     attempts_P = attempts_P[used_P]

@@ -32,6 +32,8 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work) -> in
         token += 4
     if settings.correction.has_rollout_weights:
         token += 4
+    if settings.advantage.needs_sum_pi_squared:
+        token += 4
     if tracking.record_after:
         token += 4
     if has_critic:

@@ -54,6 +54,7 @@ def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEsti
         samples_ahead=settings.rollout.samples_ahead,
         correction=settings.correction.name,
         critic=settings.advantage.needs_values,
+        sum_pi_squared=settings.advantage.needs_sum_pi_squared,
     )
     scored_policies = 0 if skips_old_pass else 1
     if settings.kl.needs_reference:

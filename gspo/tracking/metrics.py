@@ -76,7 +76,11 @@ METRICS = [
         "batches in a row, up to this one, whose advantages are all 0",
         "max",
     ),
-    Metric("group/all_correct", "share of groups", "groups in which every response has reward 1"),
+    Metric(
+        "group/all_correct",
+        "share of groups",
+        "groups in which every response has reward 1 (or 1 in each of its named rewards)",
+    ),
     Metric(
         "reward/overlong_penalty",
         "reward",

@@ -31,6 +31,7 @@ from gspo.tracking.collapse import (
 )
 
 Row = Mapping[str, float | None]  # the metrics of a step
+WITHOUT_SIGNAL = "group/steps_without_signal"
 ZERO = "reward_zero"  # the signal of a reward that is 0
 CLEARED = 0.8  # a warning ends when its score is below this share of the threshold
 # a warning is raised after this number of steps in which all rewards were 0, also during warm-up
@@ -179,13 +180,15 @@ class Monitor:
     def _zero_events(self, step: int, row: Row) -> list[Event]:
         """Return a warning when all rewards have been 0 for 3 steps, and later the warning's end.
 
-        Rewards with a mean of 0 may differ from 0, but then some groups have variance."""
+        Rewards with a mean of 0 may differ from 0, but then some groups have variance. Some
+        advantages learn from rewards that are all 0, such as nsr."""
         reward = row.get("reward/mean")
         zero_variance = row.get("group/zero_variance")
         if not is_finite(reward):
             return []
         has_variance = is_finite(zero_variance) and zero_variance < 1
-        is_zero = reward == 0 and not has_variance
+        has_signal = has_variance or row.get(WITHOUT_SIGNAL) == 0
+        is_zero = reward == 0 and not has_signal
         self.steps_at_zero = self.steps_at_zero + 1 if is_zero else 0
         threshold = float(STEPS_AT_ZERO)
         if self.steps_at_zero == STEPS_AT_ZERO:
@@ -228,10 +231,14 @@ def stability_report(rows: list[dict], ended: str = "") -> str:
 
 
 def _silent(rows: list[dict]) -> bool:
-    """Return whether no step could learn: without any gradient, or with all rewards equal."""
+    """Return whether no step could learn: without any gradient, or with all rewards equal.
+
+    Some advantages learn from equal rewards, so a step with an advantage could learn."""
     norms = _column(rows, "optim/grad_norm")
     if len(norms) and norms.max() == 0:
         return True
+    if (_column(rows, WITHOUT_SIGNAL) == 0).any():
+        return False
     rewards = _column(rows, "reward/mean")
     zero_variance = _column(rows, "group/zero_variance")
     if not len(rewards) or not len(zero_variance):
@@ -307,7 +314,9 @@ def _gradient(rows: list[dict]) -> str:
     spikes = int((SIGNALS["grad_spike"].score(max_norms) > 1).sum())
     zeros = int((norms == 0).sum())
     verdict = "No" if skipped or spikes else "Yes"
-    if _silent(rows) or 2 * zeros > len(norms):
+    if _silent(rows):
+        verdict = "No: no signal from rewards"
+    if 2 * zeros > len(norms):
         verdict = f"No: no signal, {zeros} of {len(norms)} steps had no gradient"
     return (
         f"{question}{verdict} (median {np.median(norms):.3g}, "

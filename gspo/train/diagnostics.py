@@ -25,7 +25,7 @@ from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective, log_ra
 from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
-from gspo.data.samples import ScoredResponse, all_same
+from gspo.data.samples import ScoredResponse, all_same, is_right
 from gspo.tracking.episodes import few, numbers
 from gspo.train.accumulator import MetricAccumulator
 
@@ -52,7 +52,8 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
     for group in groups:
         rewards_of_group = [r.reward for r in group]
         accumulator.mean("group/zero_variance", all_same(rewards_of_group))
-        accumulator.mean("group/all_correct", min(rewards_of_group) == 1)
+        all_right = all(is_right(r.reward, r.score.rewards) for r in group)
+        accumulator.mean("group/all_correct", all_right)
     responses = list(chain.from_iterable(groups))
     total = sum(r.reward for r in responses)
     accumulator.mean("reward/mean", total, len(responses))

@@ -15,7 +15,7 @@ def account(
     policy: Policy,
     batch: TokenBatch,
     rollout: Rollout,
-    passes: int,
+    passes: float,
     train_s: float,
 ) -> dict[str, float]:
     """Add the step to the run's counters, and return the metrics of the step and of the run so far.

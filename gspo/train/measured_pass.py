@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gspo.algorithm.corrections import Correction
 from gspo.algorithm.objectives import Objective
@@ -41,6 +42,7 @@ def start_at_old_policy(
     micro: TrainBatch,
     objective: Objective,
     engine_is_old: bool,
+    statistic: Tensor | None,
     accumulator: MetricAccumulator,
 ) -> TrainBatch:
     """Measure the effect of rounding on the first ratios, then make them exactly 1.
@@ -49,9 +51,11 @@ def start_at_old_policy(
     its log-probs. The log-probs of the pass under the old policy differ from these by rounding
     alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
     log-probs as its old log-probs. With policy.old_logprobs=engine (`engine_is_old`) the ratio is
-    to the engine, and the micro-batch stays as it is.
+    to the engine, and the micro-batch stays as it is. `statistic` is Objective.statistic of the whole
+    mini-batch.
     """
-    diagnostics.rounding_floor(objective, loss_inputs(output, micro), accumulator)
+    inputs = replace(loss_inputs(output, micro), statistic=statistic)
+    diagnostics.rounding_floor(objective, inputs, accumulator)
     if engine_is_old:
         return micro
     return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)

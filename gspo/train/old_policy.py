@@ -133,15 +133,15 @@ class OldPolicyPass:
         minibatch: TrainBatch,
         is_local_B: Tensor,
         ranks: Ranks,
-        is_old: bool,
+        has_ratio_1: bool,
     ) -> Tensor | None:
         """Return the number of a whole mini-batch that the objective's loss depends on, if any.
 
-        It takes a pass under the current policy, unless that is the old policy (`is_old`)."""
+        It takes a pass under the current policy, unless all ratios are 1 by definition."""
         if not objective.needs_statistic:
             return None
         logp_BT = minibatch.old_logp_BT
-        if not is_old:
+        if not has_ratio_1:
             local_rows_N = is_local_B.nonzero().squeeze(-1)
             logp_BT = self.score(self.policy, minibatch, local_rows_N, ranks).logp_BT
         return objective.statistic(loss_inputs(PolicyOutput(logp_BT, None, None), minibatch))

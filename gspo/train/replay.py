@@ -142,13 +142,20 @@ def replay(
         minibatch = batch.rows(torch.from_numpy(update.rows).long())
         minibatch = measured_pass.reduce_minibatch(minibatch, algorithm.correction, accumulator)
         output = recorded_output(update, minibatch)
-        if number == 1 and starts_at_old:
+        is_old = number == 1 and starts_at_old
+        statistic = None
+        if objective.needs_statistic:
+            has_ratio_1 = is_old and not engine_is_old
+            logp_BT = minibatch.old_logp_BT if has_ratio_1 else output.logp_BT
+            statistic = objective.statistic(
+                loss_inputs(replace(output, logp_BT=logp_BT), minibatch)
+            )
+        if is_old:
             minibatch = measured_pass.start_at_old_policy(
-                output, minibatch, objective, engine_is_old, accumulator
+                output, minibatch, objective, engine_is_old, statistic, accumulator
             )
         totals = Totals.of(minibatch.mask_BT)
-        inputs = TermInputs(output, minibatch, totals, number, accumulator)
-        inputs.statistic = objective.statistic(loss_inputs(output, minibatch))
+        inputs = TermInputs(output, minibatch, totals, number, accumulator, statistic=statistic)
         updates.append(replay_update(update, inputs, terms))
         measured_pass.measure_pass(output, minibatch, number, objective, experts, accumulator)
         if knows_engine and skips_old_pass and number == 1:
@@ -168,6 +175,14 @@ def check_advantages(record: StepRecord, algorithm: Algorithm, recorded_advantag
             algorithm.advantage.name,
             "needs rewards, which this record does not hold",
             remedy="leave advantage=... out, so that the recorded advantages are taken",
+        )
+    weights = algorithm.reward.weights
+    if weights and not recorded_advantages and not record.header.named_rewards:
+        raise SettingError(
+            "reward.weights",
+            weights,
+            "this record has a single reward of each response, and none with these names",
+            remedy="leave it out",
         )
     advantage = algorithm.advantage
     missing = ""

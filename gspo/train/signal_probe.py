@@ -28,6 +28,8 @@ from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.loss_terms import PolicyTerm, TermInputs
+from gspo.train.measured_pass import reduce_minibatch
+from gspo.train.old_policy import OldPolicyPass
 
 
 @dataclass
@@ -95,7 +97,10 @@ def cross_log_probs(
 
     Shapes [R, P], [R, P] and [R], float64 and int64. Equal prompts count once. Responses that are
     too long for the model behind the longest prompt are left out. Returns None for fewer than two
-    prompts, or if no response is left."""
+    prompts, or if no response is left.
+
+    The log-probs are of the whole vocabulary, with rollout.keep_mask too. The kept tokens depend on
+    the own prompt, so a softmax over them would tell it to the other prompts."""
     ids: dict[tuple[int, ...], int] = {}
     chosen: list[tuple[int, list[ScoredResponse]]] = []
     for group in groups:
@@ -113,7 +118,8 @@ def cross_log_probs(
                 continue
             own_prompts.append(own)
             for prompt in ids:
-                rows.append(replace(response, prompt_ids=list(prompt), experts=None))
+                row = replace(response, prompt_ids=list(prompt), experts=None, kept=None)
+                rows.append(row)
     if len(ids) < 2 or not rows:
         return None
     batch = pack(rows, policy.pad_id)
@@ -126,8 +132,17 @@ def cross_log_probs(
     return mean_B.view(shape), sum_B.view(shape), torch.tensor(own_prompts)
 
 
+@dataclass
+class HalfInputs:
+    """The numbers of a half of the batch that the loss of each of its micro-batches depends on."""
+
+    totals: Totals
+    statistic: Tensor | None  # Objective.statistic
+    starts_at_old: bool  # whether the ratios are exactly 1
+
+
 def measure_snr(
-    policy: Policy,
+    old_policy: OldPolicyPass,
     term: PolicyTerm,
     batch: TrainBatch,
     *,
@@ -140,10 +155,11 @@ def measure_snr(
 ) -> None:
     """Measure signal and noise of the policy term's gradient over the batch.
 
-    Each half has whole groups, drawn at random by `position` (seed, step). With `starts_at_old` the
-    ratios are exactly 1. The objective is copied, because a user's objective may have a state. The
-    parameters have no gradients afterwards.
+    Each half has whole groups, drawn at random by `position` (seed, step), and is treated like a
+    mini-batch. With `starts_at_old` the ratios are exactly 1. The objective is copied, because a
+    user's objective may have a state. The parameters have no gradients afterwards.
     """
+    policy = old_policy.policy
     halves = random_halves(batch.prompts_B, *position)
     if halves is None:
         return
@@ -152,13 +168,15 @@ def measure_snr(
     random_state = torch.get_rng_state()
     gradients: list[list[Tensor]] = []
     for is_in_half_B in halves:
-        totals = Totals.of(batch.mask_BT[is_in_half_B])
-        local_B = is_in_half_B.clone()
-        if ranks.world_size > 1:
-            local_B &= torch.isin(torch.arange(len(batch)), local_rows_N)
-        if local_B.any():
-            local = batch.rows(local_B)
-            add_gradient(policy, term, local, totals, starts_at_old, micro_batch_size)
+        rows_N = is_in_half_B.nonzero().squeeze(-1)
+        # the step's own metrics have no part in it
+        half = reduce_minibatch(batch.rows(rows_N), term.correction, MetricAccumulator())
+        is_local_B = torch.isin(rows_N, local_rows_N)
+        statistic = old_policy.statistic(term.objective, half, is_local_B, ranks, starts_at_old)
+        if is_local_B.any():
+            local = half.rows(is_local_B)
+            inputs = HalfInputs(Totals.of(half.mask_BT), statistic, starts_at_old)
+            add_gradient(policy, term, local, inputs, micro_batch_size)
         ranks.all_reduce_gradients(parameters)
         gradient = []
         for parameter in parameters:
@@ -175,22 +193,23 @@ def add_gradient(
     policy: Policy,
     term: PolicyTerm,
     batch: TrainBatch,
-    totals: Totals,
-    starts_at_old: bool,
+    half: HalfInputs,
     micro_batch_size: int,
 ) -> None:
-    """Add the gradient of the policy term on a batch to the parameters' gradients."""
+    """Add the gradient of the policy term on rows of a half to the parameters' gradients."""
     with policy.cached_casts():
         for micro in batch.split(micro_batch_size):
             if not micro.adv_BT.any() and not term.needs_every_row:
                 continue
             on_device = micro.to(policy.device)
             output = policy.forward(micro, entropy=False)
-            if starts_at_old:
+            if half.starts_at_old:
                 on_device = on_device.with_old_results(
                     output.logp_BT.detach(), on_device.experts_BSLK
                 )
-            loss = term(TermInputs(output, on_device, totals, 1, MetricAccumulator()))
+            inputs = TermInputs(output, on_device, half.totals, 1, MetricAccumulator())
+            inputs.statistic = half.statistic
+            loss = term(inputs)
             if loss.requires_grad:
                 loss.backward()
 

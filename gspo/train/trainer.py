@@ -106,6 +106,9 @@ class Trainer:
         recomputes_old = policy_settings.old_logprobs == "step_start"
         old_is_start = recomputes_old or not source.settings.samples_ahead
         self.starts_at_old_policy = divides_by_old and old_is_start
+        # the first ratios to the engine are 1 only up to its mismatch
+        uses_engine = policy_settings.old_logprobs == "engine"
+        self.first_ratios_are_1 = self.starts_at_old_policy and not uses_engine
         self.state = TrainState()
         self.old_policy = OldPolicyPass(
             policy,
@@ -238,8 +241,11 @@ class Trainer:
         train_s = time.perf_counter() - started
         # LoRA computes no gradient of the weights, so a backward pass costs one forward pass
         update_passes = 2 if self.policy.adapter else 3
-        update_passes += self.algorithm.objective.needs_statistic
         passes = self.old_policy.passes + update_passes * num_epochs
+        if self.algorithm.objective.needs_statistic:
+            passes += num_epochs
+            if self.first_ratios_are_1:
+                passes -= len(minibatches[0]) / len(batch)
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
             self.source.update(step)
@@ -304,8 +310,9 @@ class Trainer:
         totals = Totals.of(batch.mask_BT)
         objective = self.algorithm.objective
         is_old = minibatch == 1 and self.starts_at_old_policy
-        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, is_old)
         engine_is_old = self.policy_settings.old_logprobs == "engine"
+        has_ratio_1 = minibatch == 1 and self.first_ratios_are_1
+        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, has_ratio_1)
         experts = self.policy.routing.experts
         local = batch
         if not is_local_B.all():
@@ -328,7 +335,7 @@ class Trainer:
                     output = self.policy.forward(micros[i])
                     if is_old:
                         micro = start_at_old_policy(
-                            output, micro, objective, engine_is_old, accumulator
+                            output, micro, objective, engine_is_old, statistic, accumulator
                         )
                     loss = torch.zeros((), device=self.policy.device)
                     inputs = TermInputs(
@@ -402,16 +409,15 @@ class Trainer:
             if self.probe.measures_information(step):
                 self.probe.information(self.policy, rollout.groups, size, self.ranks, accumulator)
             if self.probe.measures_snr(step):
-                engine_is_old = self.policy_settings.old_logprobs == "engine"
                 measure_snr(
-                    self.policy,
+                    self.old_policy,
                     PolicyTerm(
                         self.algorithm.objective,
                         self.settings.aggregation,
                         self.algorithm.correction,
                     ),
                     batch,
-                    starts_at_old=self.starts_at_old_policy and not engine_is_old,
+                    starts_at_old=self.first_ratios_are_1,
                     micro_batch_size=size,
                     local_rows_N=local_rows_N,
                     position=(self.seed, step),

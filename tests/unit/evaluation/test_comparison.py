@@ -140,6 +140,10 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
         ValueError, match=r"rated\.jsonl: an episode has the reward -2; only rewards from 0 to 1"
     ):
         read_finished(base)
+    named = lines[2].replace('"reward": ', '"rewards": {"a": 1, "b": 1}, "reward": 1.2, "was": ')
+    file.write_text("".join([*lines[:2], named]))
+    with pytest.raises(ValueError, match=r"rated\.jsonl: a response has the reward 1\.2; only"):
+        read_finished(base)
     file.unlink()
     file.symlink_to(base / "responses" / "math_easy.jsonl")
     with pytest.raises(ValueError, match="is a link"):

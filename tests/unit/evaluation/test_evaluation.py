@@ -422,3 +422,16 @@ def test_problems_without_rating_have_no_elo():
         [ScoredResponse(unrated, 0, [1], [2], np.zeros(1), "stop", "#2", 0, score=response.score)]
     )
     assert summarise([rows([response]), group], [1])["elo"] is None
+
+
+def test_a_response_with_named_rewards_is_right_if_each_of_them_is_1():
+    """Of four samples two earn 1, and one 1.25, which alone is right."""
+    row = {"verdict": "partial", "answer": "", "rating": None, "finish_reason": "stop", "length": 3}
+    named = [(1.25, 1, 1), (1.0, 1, 0), (0.25, 0, 1), (1.0, 1, 0)]
+    group = [
+        row | {"reward": reward, "rewards": {"correct": correct, "format": form}}
+        for reward, correct, form in named
+    ]
+    result = summarise([group], [1, 4])
+    assert result["avg"]["value"] == 3.5 / 4
+    assert (result["pass"]["1"]["value"], result["pass"]["4"]["value"]) == (0.25, 1.0)

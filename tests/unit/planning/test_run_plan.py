@@ -554,3 +554,13 @@ def test_the_size_of_records_is_said():
     without = record_bytes(made.settings, config_of(made.settings.model), made.work)
     assert without == 8192 * (7680 * 31 + made.work.prompt * 4)
     assert planned(*SMALL).record_bytes == 0
+
+
+def test_otb_takes_a_pass_under_the_old_policy_and_records_its_sums():
+    """The engine's log-probs could stand for the others, but it has no sum_v pi_v^2."""
+    words = [*SMALL, "objective=gspo_token", "tracking.record_last=1"]
+    other = planned(*words, "advantage=group_mean")
+    otb = planned(*words, "advantage=otb")
+    assert other.times["old log-probs: arithmetic"] == 0 < otb.times["old log-probs: arithmetic"]
+    tokens = 8 * 4 * otb.work.response
+    assert otb.record_bytes - other.record_bytes == 4 * tokens

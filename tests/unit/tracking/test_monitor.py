@@ -233,6 +233,19 @@ def test_a_reward_of_0_is_said_after_three_steps_once_and_cleared():
     assert "the reward has been 0 for 3 steps" in events[0].text
 
 
+def test_nsr_learns_from_rewards_that_are_all_0():
+    """Its advantages are not 0, so `group/steps_without_signal` is 0."""
+    row = {"reward/mean": 0.0, "group/zero_variance": 1.0, "group/steps_without_signal": 0.0}
+    row |= {"optim/grad_norm": 0.1, "optim/grad_norm_max": 0.1}
+    rows = [{"step": step} | row for step in range(1, 41)]
+    monitor = Monitor(MonitorSettings(thresholds=Thresholds(zero_variance=1.0)))
+    assert not [event for row in rows for event in monitor.observe(row["step"], row)]
+    assert "no signal" not in stability_report(rows)
+    for row in rows:
+        row["group/steps_without_signal"] = row["step"]
+    assert "range? No: no signal from rewards (median" in stability_report(rows)
+
+
 def test_no_warning_speaks_of_growth_from_0():
     """In steps without signal the gradient is 0; what follows is no growth of it."""
     rows = [{"step": step, "optim/grad_norm": 0.0 if step < 15 else 0.3} for step in range(1, 60)]

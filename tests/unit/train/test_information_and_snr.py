@@ -2,26 +2,31 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from gspo.algorithm.corrections import TIS
+from gspo.algorithm.corrections import TIS, Correction
+from gspo.algorithm.masks import M2PO
 from gspo.algorithm.mutual_information import prompt_information
-from gspo.algorithm.objectives import GRPO, GSPO
+from gspo.algorithm.objectives import GRPO, GSPO, P3O
+from gspo.data.pack import pack
 from gspo.data.samples import Score
 from gspo.distributed.ranks import Ranks
 from gspo.model.settings import TinyDense
+from gspo.rollout.settings import RolloutSettings
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
+from gspo.train.loss_terms import PolicyTerm
 from gspo.train.signal_probe import (
     SignalProbe,
     cross_log_probs,
+    measure_snr,
     random_halves,
     signal_and_noise,
 )
-from trainers import FirstCharacter, gap_trainer, steps, trainer, weights
+from trainers import FirstCharacter, gap_trainer, steps, trainer, weights, with_advantages
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 CLOCKS = ("time/", "throughput/", "compute/")
@@ -127,8 +132,11 @@ def test_information_does_not_know_the_order_of_prompts_and_responses():
     assert again == pytest.approx(found)
 
 
-def test_cross_log_probs_are_the_policys():
-    t = trainer(GRPO(), model=DENSE)
+@pytest.mark.parametrize("rules", [{}, {"min_p": 0.4, "keep_mask": True}], ids=["whole", "kept"])
+def test_cross_log_probs_are_the_policys(rules):
+    """They are of the whole vocabulary. The kept tokens would tell the own prompt to the others."""
+    sizes = {"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 10}
+    t = trainer(GRPO(), model=DENSE, rollout=RolloutSettings(**sizes, **rules))
     rollout = t.source.next(1)
     found = cross_log_probs(
         t.policy, rollout.groups, prompts=3, samples=2, micro_batch_size=5, ranks=Ranks()
@@ -223,6 +231,53 @@ def test_the_halves_gradients_add_up_to_the_batchs():
     assert total == pytest.approx(row["optim/grad_norm"] ** 2, rel=1e-3)
 
 
+def test_the_halves_have_the_statistic_of_a_mini_batch():
+    """With P3O the effective sample size of the ratios, whatever the size of micro-batches is."""
+    rows = []
+    for size in (3, 32):
+        t = gap_trainer(P3O(), model=DENSE, old="engine", dtype="bfloat16")
+        t.settings.micro_batch_size = size
+        t.probe = SignalProbe(snr_every=1)
+        rows.append(steps(t, 1)[0])
+    for name in ("optim/gradient_signal", "optim/gradient_noise", "ratio/floor_outside"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-4), name
+
+
+def test_m2po_leaves_tokens_out_of_each_half():
+    """The gradients are those of halves from which it has removed the tokens before."""
+    t = gap_trainer(GRPO(), model=DENSE, dtype="bfloat16")
+    m2po = M2PO(threshold=1e-6)
+    rollout = t.source.next(1)
+    rollout_batch = pack(rollout.responses, t.policy.pad_id)
+    rows_N = torch.arange(len(rollout_batch))
+    accumulator = MetricAccumulator()
+    old = t.old_policy.add(rollout_batch, rollout.responses, rows_N, t.ranks, accumulator)
+    batch = with_advantages(t, old, rollout)
+    reduced_BT = batch.mask_BT.clone()
+    for half_B in random_halves(batch.prompts_B, 1, 1):
+        half = batch.rows(half_B.nonzero().squeeze(-1))
+        mask_BT = m2po.reduced_mask(half.old_logp_BT, half.engine_logp_BT, half.mask_BT)
+        width = mask_BT.shape[1]
+        reduced_BT[half_B, :width] = mask_BT
+    assert 0 < reduced_BT.sum() < 0.8 * batch.mask_BT.sum()
+    numbers = []
+    for correction, mask_BT in ((m2po, batch.mask_BT), (Correction(), reduced_BT)):
+        accumulator = MetricAccumulator()
+        measure_snr(
+            t.old_policy,
+            PolicyTerm(GRPO(), t.settings.aggregation, correction),
+            replace(batch, mask_BT=mask_BT),
+            starts_at_old=True,
+            micro_batch_size=8,
+            local_rows_N=rows_N,
+            position=(1, 1),
+            ranks=t.ranks,
+            accumulator=accumulator,
+        )
+        numbers.append(accumulator.result())
+    assert numbers[0] == numbers[1] and numbers[0]["optim/gradient_noise"] > 0
+
+
 def test_batches_without_signal_are_counted_and_the_count_survives_a_checkpoint():
     class Constant(FirstCharacter):
         def score(self, answers):
@@ -236,3 +291,14 @@ def test_batches_without_signal_are_counted_and_the_count_survives_a_checkpoint(
     assert state.without_signal == 2
     t.source.task = FirstCharacter()
     assert steps(t, 1)[0]["group/steps_without_signal"] == 0
+
+
+def test_the_pass_for_the_statistic_is_counted_where_it_is_taken():
+    """Of four mini-batches the first needs none, if its ratios are 1 by definition."""
+    flops = {}
+    for old in ("step_start", "engine"):
+        for objective in (GRPO(), P3O()):
+            t = gap_trainer(objective, model=DENSE, old=old, old_pass="always")
+            flops[old, objective.name] = steps(t, 1)[0]["compute/flops"]
+    whole = flops["engine", "p3o"] - flops["engine", "grpo"]
+    assert 0.6 * whole < flops["step_start", "p3o"] - flops["step_start", "grpo"] < 0.9 * whole

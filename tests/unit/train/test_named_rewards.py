@@ -145,6 +145,18 @@ def test_the_reward_is_the_weighted_sum_and_each_is_logged(tmp_path):
     assert header.named_rewards == {"digit": digits, "short": shorts}
 
 
+def test_a_group_is_all_correct_if_every_named_reward_is_1():
+    """The weighted sum of a right response is 1.25, and 1 is that of a long one."""
+    shares = []
+    for short in (1.0, 0.0):
+        t = gdpo()
+        rollout = t.source.next(1)
+        for r in rollout.responses:
+            r.score = Score(1.0 + 0.25 * short, "any", rewards={"digit": 1.0, "short": short})
+        shares.append(t.train_step(1, rollout)["group/all_correct"])
+    assert shares == [1.0, 0.0]
+
+
 def test_other_advantages_read_the_weighted_sum(tmp_path):
     t = gdpo(GroupMean())
     record(t, tmp_path)
@@ -180,6 +192,10 @@ def test_a_record_of_a_single_reward_is_as_it_was(tmp_path):
         t.algorithm.advantage = advantage
         with refuses("advantage", advantage.name, problem):
             replayed(t, tmp_path, 1)
+    t.algorithm.advantage = GroupMean()
+    t.algorithm.reward = RewardShaping(weights={"a": 1.0})
+    with refuses("reward.weights", {"a": 1.0}, "a single reward"):
+        replayed(t, tmp_path, 1)
 
 
 def test_a_damaged_record_is_refused(tmp_path):

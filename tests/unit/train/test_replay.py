@@ -123,6 +123,9 @@ CASES = {
         dtype="bfloat16",
     ),
     "p3o, stale": partial(gap_trainer, P3O(), model=DENSE, staleness=1, old="behaviour"),
+    "p3o, old log-probs of the engine": partial(
+        gap_trainer, P3O(), model=DENSE, old="engine", dtype="bfloat16"
+    ),
     "prime_rl": partial(gap_trainer, PrimeRL(), model=DENSE, dtype="bfloat16"),
     "gspo_turn, episodes": partial(
         trainer,
@@ -172,6 +175,7 @@ EVERY_CHANGE = [
     "grpo, opsm",
     "grpo, m2po",
     "p3o, stale",
+    "p3o, old log-probs of the engine",
     "grpo, kept tokens, rounding engine",
 ]
 
