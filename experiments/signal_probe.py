@@ -7,8 +7,8 @@
         metrics.gradient_snr.path=experiments.signal_probe:GradientSNR
 
 Runs have these metrics themselves now: tracking.information_every and tracking.snr_every
-(gspo/train/signal_probe.py). This callback is kept for the recorded study, whose formula of the
-gradient has more parts.
+(gspo/train/signal_probe.py). This callback is kept for the recorded study: it cuts the gradient
+into more parts, and its metrics are in the rows under other names.
 
 Run it in the repository's folder. The numbers are computed from the step's batch before the
 updates, under the weights that sampled it. They change no other number of the run.
@@ -19,69 +19,23 @@ Shape suffixes: R responses, P prompts, K parts of a batch, N parameters.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
+from gspo.algorithm.mutual_information import prompt_information
 from gspo.data.batch import TrainBatch
-from gspo.data.pack import pack
-from gspo.data.samples import ScoredResponse
 from gspo.model.policy import Policy
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.extensions import Callback, CustomMetric, TrainedStep
 from gspo.train.loss_terms import Term, TermInputs
+from gspo.train.signal_probe import cross_log_probs
 
 # the numbers of the step in progress, from the callback to the metrics
 LATEST: dict[str, float] = {}
-
-
-# ------------------------------------------------------------------------------------------------
-# mutual information
-def mutual_information(logp_RP: np.ndarray, own_R: np.ndarray) -> float:
-    """Return RAGEN-2's proxy of the mutual information of prompt and response, nats per token.
-
-    `logp_RP` is the mean log-prob per token of response i under prompt j, and `own_R` the column of
-    its own prompt (arXiv:2604.06268, `mi_estimate` of its code):
-
-        MI = mean_i [ l_i,own(i) - ( logsumexp_j l_ij - log P ) ]
-
-    It is at most log P, and 0 if the prompt makes no difference to the responses.
-    """
-    prompts = logp_RP.shape[1]
-    own_logp_R = logp_RP[np.arange(len(logp_RP)), own_R]
-    marginal_R = np.logaddexp.reduce(logp_RP, axis=1) - math.log(prompts)
-    return float((own_logp_R - marginal_R).mean())
-
-
-def retrieval_accuracy(logp_RP: np.ndarray, own_R: np.ndarray) -> float:
-    """Return the share of responses whose own prompt makes them most probable; by chance 1 / P."""
-    return float((logp_RP.argmax(axis=1) == own_R).mean())
-
-
-def cross_log_probs(
-    policy: Policy, groups: list[list[ScoredResponse]], samples: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean log-prob per token of responses under every prompt, and their own prompts.
-
-    The first `samples` responses of each group are scored. Equal prompts count once.
-    """
-    prompts = sorted({tuple(group[0].prompt_ids) for group in groups})
-    rows = []
-    own = []
-    for group in groups:
-        for response in group[:samples]:
-            own.append(prompts.index(tuple(response.prompt_ids)))
-            for prompt in prompts:
-                rows.append(replace(response, prompt_ids=list(prompt), experts=None))
-    batch = pack(rows, policy.pad_id)
-    logp_BT = policy.score(batch, micro_batch_size=256).logp_BT
-    total_B = torch.where(batch.mask_BT, logp_BT, 0.0).sum(-1)
-    mean_B = total_B / batch.mask_BT.sum(-1)
-    return mean_B.view(len(own), len(prompts)).double().numpy(), np.array(own)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,10 +95,22 @@ class Probe(Callback):
         add_batch = trainer.recorder.add_batch
 
         def measure_and_add(batch: TrainBatch, rollout: Any) -> None:
-            logp_RP, own_R = cross_log_probs(trainer.policy, rollout.groups, self.samples)
+            scored = cross_log_probs(
+                trainer.policy,
+                rollout.groups,
+                prompts=len(rollout.groups),
+                samples=self.samples,
+                micro_batch_size=256,
+                ranks=trainer.ranks,
+            )
+            information = {"mi": math.nan, "retrieval@1": math.nan}
+            if scored is not None:
+                mean_RP, sum_RP, own_R = scored
+                different_P = torch.arange(mean_RP.shape[1])
+                information = prompt_information(mean_RP, sum_RP, own_R, different_P)
             gradients = part_gradients(trainer.policy, trainer.terms[0], batch, self.parts)
-            LATEST["mutual_information"] = mutual_information(logp_RP, own_R)
-            LATEST["retrieval"] = retrieval_accuracy(logp_RP, own_R)
+            LATEST["mutual_information"] = information["mi"]
+            LATEST["retrieval"] = information["retrieval@1"]
             LATEST["gradient_snr"] = signal_to_noise(gradients)
             add_batch(batch, rollout)
 

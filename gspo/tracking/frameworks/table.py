@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -153,14 +153,13 @@ class Table:
         return name
 
     def entry(
-        self, name: str, objective: str = "", names: Iterable[str] = ()
+        self, name: str, objective: str = "", names: Collection[str] = ()
     ) -> tuple[Entry | None, str]:
         """Return the entry of a metric of theirs, and our name for it.
 
         The entry is None for a name that the table lacks. Our name then is theirs, after the
         framework's. `objective` is empty if it is unknown. `names` are all names of the run."""
         own_name = f"{self.name}/{name}"
-        names = frozenset(names)
         for entry in self.entries:
             parts = match(entry.theirs, name)
             if parts is None or (entry.objectives and objective not in entry.objectives):
