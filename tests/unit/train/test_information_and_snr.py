@@ -83,8 +83,9 @@ def test_a_correction_raises_the_effective_size():
     )
     row = steps(t, 1)[0]
     assert row["mismatch/ess_token"] < row["mismatch/ess_token_used"] <= 1
-    assert row["mismatch/ess_sequence"] < row["mismatch/ess_sequence_used"] <= 1
-    assert row["mismatch/ess_group"] < row["mismatch/ess_group_used"] <= 1
+    # min(w, 1) brings the weights of tokens together, but not always their means over a response
+    for population in ("sequence", "group"):
+        assert 0.99 < row[f"mismatch/ess_{population}_used"] <= 1
 
 
 # -- mutual information
