@@ -238,7 +238,9 @@ def test_a_run_of_another_framework(page, tmp_path):
         page.goto(viewer.address)
         page.locator(CURVE).first.wait_for(timeout=60_000)
         shown = page.inner_text("body")
-        order = [shown.index(text) for text in ("reward (1)", "sequence_active", "trl (", "loss")]
+        # the mean reward and, by name, the reward of TRL's one function
+        sections = ("reward (2)", "correct (1)", "sequence_active", "trl (", "loss")
+        order = [shown.index(text) for text in sections]
         assert order == sorted(order) and page.errors == []
         (database,) = (path for path in (tmp_path / "store").rglob("*.db") if "trl" in path.name)
         assert [row["step"] for row in logs(database, "outputs")] == [1, 2, 3, 4]
