@@ -1,4 +1,4 @@
-# make reproduce    cold start, the arms of the paper's comparison, figures, a summary in words
+# make reproduce    cold start, the paper's comparison in three settings, figures, a summary in words: 15 minutes
 # make view         the curves of runs in the browser, live:   make view RUNS=runs/STUDY
 # make test         the fast tests;  make test-slow: real components end to end
 # make times        how long the commands of README take on this machine
@@ -20,7 +20,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-RUNS ?= runs/paper_figures
+RUNS ?= runs/effect
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -139,18 +139,23 @@ docs: setup
 	cp -r docs $(PAGES)/docs && cp -r analysis/gallery $(PAGES)/analysis/gallery
 	$(BIN)/zensical build --strict
 
-# Other seeds: make reproduce OVERRIDES='seed=21,22,23,24,25,26,27,28,29,30 study=again' RUNS=runs/again
-BESIDE := [analysis/data/comfortable.parquet,analysis/data/paper_ranges.parquet]
+# Where the paper's effect is seen, where it is not, and what explains it: three sweeps, in the order of the first figure.
+# Other seeds: make reproduce OVERRIDES='seed=2021,2022,2023,2024,2025,2026 runs=runs/again' RUNS=runs/again/effect
+DATA := analysis/data
+RECORDED := [$(DATA)/math_edge.parquet,$(DATA)/comfortable.parquet,$(DATA)/paper_ranges.parquet,$(DATA)/edge_rate.parquet]
+FIGURES = $(BIN)/gspo figures $(RUNS) beside=[$(RUNS)_comfortable,$(RUNS)_range] recorded=$(RECORDED)
 reproduce: setup
-	$(BIN)/gspo train -cd sweeps -cn paper_figures -m $(OVERRIDES)
-	$(BIN)/gspo figures $(RUNS) beside=$(BESIDE)
+	$(BIN)/gspo train -cd sweeps -cn effect -m $(OVERRIDES)
+	$(BIN)/gspo train -cd sweeps -cn effect_comfortable -m $(OVERRIDES)
+	$(BIN)/gspo train -cd sweeps -cn effect_range -m $(OVERRIDES)
+	$(FIGURES)
 
 # Checks the times that README and docs/getting_started.md state; on an idle machine.
 times: setup
 	$(BIN)/python experiments/times.py
 
 figures: setup
-	$(BIN)/gspo figures $(RUNS) beside=$(BESIDE)
+	$(FIGURES)
 
 # All studies with their figures, criteria and outcomes, from the rows of analysis/data: two minutes.
 paper: setup

@@ -1,11 +1,15 @@
-"""Contrast: are the arms that differ at one learning rate different at another too?
+"""Contrast: are the arms that differ in one setting different in another too?
 
-    gspo figure contrast runs/STUDY runs/OTHER_STUDY
+    gspo figure contrast runs/effect runs/effect_comfortable runs/effect_range
 
 A column for each study, in the given order: above the training reward of the arms, below their
 paired differences over the last half of the batches, a dot per seed. Expected, if the paper is
 right about stability: no difference if nothing is unstable, and GSPO above GRPO with Routing Replay
-above GRPO at the edge. Writes fig_contrast.pdf and .png.
+above GRPO at the edge.
+
+A study without GSPO shows GSPO's runs of the first study, if all other settings are equal. If
+GSPO's settings are those of the first study, the paired gains of the other arms since the first
+study are printed too, and drawn if there is room. Writes fig_contrast.pdf and .png.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from matplotlib.axes import Axes
 from gspo.analysis import claims, load, panels, script, style
 from gspo.analysis.arm_styles import arm_style
 from gspo.analysis.blocks import markdown_table
+from gspo.analysis.choosing import MAKES_THE_ARM
 from gspo.analysis.grid import difference_cells
-from gspo.analysis.load import ARMS, Data
+from gspo.analysis.load import ARMS, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, paired_difference
 from gspo.analysis.style import DEFAULTS, FigureOptions
@@ -36,7 +41,9 @@ IMPLIED = ("objective.clip_high",)  # the sides of a clip range change together
 REFUSED = dict.fromkeys(
     foreign_options.REFUSED, "it compares the paper's arms, which are our runs'"
 )
+TABLE_HEAD = ["study", "difference of the reward", "mean and 95 % interval", "p", "verdict"]
 MAX_TITLE_SETTINGS = 2  # differences between studies that a title names
+MAX_DIFFERENCES = 3  # in a panel, so that their names do not overlap
 
 
 def main() -> None:
@@ -45,6 +52,7 @@ def main() -> None:
     for path in options.paths:
         script.check_one_study(path)
         studies.append(load.load([path], options.where))
+    studies = completed(studies)
     for data in studies:
         for note in data.notes:
             print(f"note: {note}")
@@ -100,6 +108,37 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
     return differences
 
 
+def completed(studies: list[Data]) -> list[Data]:
+    """Return the studies. Each without GSPO gets GSPO's runs of the first study.
+
+    A study that changes only GRPO need not run GSPO again. If the study differs from GSPO's runs in
+    more than what makes an arm, it is returned as it is.
+    """
+    gspo_runs = studies[0].of(GSPO)
+    results = []
+    for data in studies:
+        has_gspo = any(GSPO in (run.arm, run.base) for run in data.runs)
+        if gspo_runs and not has_gspo:
+            differing = load.differing([gspo_runs[0], data.runs[0]])
+            if all(key.startswith(MAKES_THE_ARM) for key in differing):
+                data = Data([*gspo_runs, *data.runs], data.notes)
+        results.append(data)
+    return results
+
+
+def gains(first: Data, data: Data) -> dict[str, Interval]:
+    """Return for each arm but GSPO its paired gain since the first study.
+
+    It is empty unless GSPO has the same settings in both studies. Then only the settings of the
+    other arms explain a change.
+    """
+    if data is first or not (first.of(GSPO) and data.of(GSPO)):
+        return {}
+    if load.differing([first.of(GSPO)[0], data.of(GSPO)[0]]):
+        return {}
+    return {arm: interval for arm, interval in between(first, data).items() if arm != GSPO}
+
+
 def pair_name(a: str, b: str) -> str:
     """Return the name of the difference of two arms."""
     return f"{panels.short_name(a)} - {panels.short_name(b)}"
@@ -108,20 +147,35 @@ def pair_name(a: str, b: str) -> str:
 def table(studies: list[Data]) -> list[str]:
     """Return a Markdown row per study and pair of arms.
 
-    Below them stands a row per arm and pair of neighbouring studies.
+    Below them stands a row per arm and pair of neighbouring studies, then a row per gain since the
+    first study.
     """
-    rows = [["study", "difference of the reward", "mean and 95 % interval", "p", "verdict"]]
+    rows = [TABLE_HEAD]
     titled = list(zip(studies, titles(studies), strict=True))
     for data, title in titled:
-        for pair, (interval, verdict) in judged(data).items():
-            cells = difference_cells(interval)
-            rows.append([title, pair_name(*pair), *cells, verdict])
+        rows += difference_rows(data, title)
     for (first, first_title), (second, second_title) in pairwise(titled):
         title = f"{second_title} - {first_title}"
         for arm, interval in between(first, second).items():
             cells = difference_cells(interval)
             rows.append([title, panels.short_name(arm), *cells, ""])
+    first, first_title = titled[0]
+    # the second study's gains stand among the neighbours already
+    for data, data_title in titled[2:]:
+        for arm, interval in gains(first, data).items():
+            cells = difference_cells(interval)
+            title = f"{data_title} - {first_title}"
+            rows.append([title, panels.short_name(arm), *cells, ""])
     return markdown_table(rows)
+
+
+def difference_rows(data: Data, title: str) -> list[list[str]]:
+    """Return a row for TABLE_HEAD per pair of a study's arms; `title` names the study."""
+    rows = []
+    for pair, (interval, verdict) in judged(data).items():
+        cells = difference_cells(interval)
+        rows.append([title, pair_name(*pair), *cells, verdict])
+    return rows
 
 
 def titles(studies: list[Data]) -> list[str]:
@@ -211,7 +265,7 @@ def draw(studies: list[Data], out: Path, options: FigureOptions = DEFAULTS) -> l
     for index, title in enumerate(titles(studies)):
         data = studies[index]
         draw_curves(curve_panels[index], data, options, title)
-        draw_differences(difference_panels[index], data)
+        draw_differences(difference_panels[index], data, gains(studies[0], data))
     curve_panels[0].set_ylabel("training reward (mean of batch)")
     difference_panels[0].set_ylabel("paired difference of the reward,\nlast half of the batches")
     drawn = {arm for data in studies for arm in arms_in(data)}
@@ -234,12 +288,21 @@ def draw_curves(
     ax.set_title(title.replace(", ", "\n"))
 
 
-def draw_differences(ax: Axes, data: Data) -> None:
-    """Draw each pair's difference: a dot per seed, the mean with its 95 % interval, the exact p."""
+def draw_differences(ax: Axes, data: Data, gain_by_arm: dict[str, Interval]) -> None:
+    """Draw each pair's difference, then the gains of arms since the first study if there is room.
+
+    A difference has a dot per seed, the mean with its 95 % interval, and the exact p.
+    """
     panels.zero_line(ax)
     ax.axhspan(-claims.SAME, claims.SAME, color=style.STRIP, zorder=0)
+    differences = []
+    for (a, b), (interval, _) in judged(data).items():
+        differences.append((f"{panels.short_name(a)}\n- {panels.short_name(b)}", interval))
+    if len(differences) + len(gain_by_arm) <= MAX_DIFFERENCES:
+        for arm, interval in gain_by_arm.items():
+            differences.append((f"{panels.short_name(arm)}\nhere - left", interval))
     ticks = []
-    for index, ((a, b), (interval, _)) in enumerate(judged(data).items()):
+    for index, (name, interval) in enumerate(differences):
         values = interval.values or (interval.mean,)
         shifts = [0.0]
         if len(values) > 1:
@@ -247,7 +310,7 @@ def draw_differences(ax: Axes, data: Data) -> None:
         x = np.add(index, shifts)
         style.dots(ax, x, values, style.MUTED, size=4, edge=1)
         panels.mean_bar(ax, index + 0.3, interval, 11)
-        text = f"{panels.short_name(a)}\n- {panels.short_name(b)}\n{interval.mean:+.3f}"
+        text = f"{name}\n{interval.mean:+.3f}"
         if interval.seeds > 1:
             text += f"\np = {interval.p_text()}"
         ticks.append(text)
@@ -272,6 +335,8 @@ def caption(studies: list[Data], options: FigureOptions) -> str:
         "intervals over seeds (Student's t), p is that of the exact sign-flip test; grey: within "
         f"±{claims.SAME}, which counts as the same."
     )
+    if any(gains(studies[0], data) for data in studies):
+        lines.append("Here - left: the arm in this column minus the same arm in the first.")
     return "\n".join(lines)
 
 

@@ -1,13 +1,14 @@
 """What did the runs find? Every figure that they permit, a table, and a verdict on each claim.
 
-    gspo figures runs/paper_figures beside=analysis/data/comfortable.parquet
+    gspo figures runs/effect beside=[runs/effect_comfortable,runs/effect_range]
 
-`make reproduce` ends with this command, and `make figures` repeats it. The studies of `beside`,
-here the same arms at a learning rate at which nothing is unstable, stand in fig_contrast beside the
-runs.
+`make reproduce` ends with this command, and `make figures` repeats it. Its first picture,
+fig_contrast, shows the runs and then the studies of `beside`. In `make reproduce` these are: where
+the paper's effect is seen, where it is not (a comfortable learning rate), and what explains it
+(GRPO's clip range). The differences in the studies of `recorded` are printed only.
 
-Prints the table, the findings in words and the paths of the figures. The same text goes to
-<out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
+Prints the differences, a table, the findings in words and the paths of the figures. The same text
+goes to <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
 analysis/claims.py and analysis/stability_claims.py, one docstring per claim.
 """
 
@@ -49,14 +50,16 @@ class Options(script.Options):
     """The options of this command."""
 
     beside: tuple[str, ...] = option((), "other studies, for the figure contrast")
+    recorded: tuple[str, ...] = option((), "recorded studies, whose differences are printed")
 
 
 def main() -> None:
     options = command_options(Options, __doc__)
     data = script.read(options, notes=False)
     other_studies = [load.load([study]) for study in options.beside]
+    recorded = [load.load([study]) for study in options.recorded]
     paths, left_out = draw_all(data, options.out, options, other_studies)
-    text = "\n".join(summary(data, paths, left_out, other_studies)) + "\n"
+    text = "\n".join(summary(data, paths, left_out, other_studies, recorded)) + "\n"
     file = options.out / "summary.md"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_text(file, text)
@@ -69,25 +72,25 @@ def draw_all(
     options: FigureOptions = DEFAULTS,
     other_studies: Sequence[Data] = (),
 ) -> tuple[list[Path], list[str]]:
-    """Draw the figures that the runs permit, and the contrast with the other studies.
+    """Draw the contrast with the other studies, and then the figures that the runs permit.
 
     Returns their paths, and a reason for each figure that was left out.
     """
     paths = []
     left_out = []
+    if other_studies:
+        studies = fig_contrast.completed([data, *other_studies])
+        reason = fig_contrast.why_not_drawn(studies)
+        if reason is None:
+            paths += fig_contrast.draw(studies, out, options)
+        else:
+            left_out.append(f"fig_contrast left out: {reason}")
     for figure in FIGURES:
         reason = figure.why_not_drawn(data)
         if reason is None:
             paths += figure.draw(data, out, options)
         else:
             left_out.append(f"{figure.__name__.rpartition('.')[2]} left out: {reason}")
-    if other_studies:
-        studies = [*other_studies, data]
-        reason = fig_contrast.why_not_drawn(studies)
-        if reason is None:
-            paths += fig_contrast.draw(studies, out, options)
-        else:
-            left_out.append(f"fig_contrast left out: {reason}")
     return paths, left_out
 
 
@@ -96,10 +99,31 @@ def summary(
     paths: list[Path],
     left_out: list[str],
     other_studies: Sequence[Data] = (),
+    recorded: Sequence[Data] = (),
 ) -> list[str]:
     """Return the lines of the whole text, in Markdown that also reads well in a terminal."""
     lines = ["# What the runs show", ""]
     lines += [escape_markdown(f"Note: {note}") for note in data.notes]
+    studies = fig_contrast.completed([data, *other_studies])
+    if other_studies and fig_contrast.why_not_drawn(studies) is None:
+        lines += [
+            "## The studies beside each other",
+            "",
+            "Paired differences of the training reward over the last half of the batches, in the "
+            "order of fig_contrast.",
+            "",
+            *fig_contrast.table(studies),
+            "",
+        ]
+    if recorded:
+        lines += [
+            "## Recorded studies, which were not run now",
+            "",
+            *recorded_table(recorded),
+            "",
+        ]
+    if other_studies or recorded:
+        lines += ["## The runs", ""]
     lines += [escape_markdown(load.describe(data, data.arms)), "", *table(data), ""]
     lines += [
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
@@ -126,9 +150,6 @@ def summary(
         lines.append(f"- {escape_markdown(claim.claim)} ({claim.where})")
         lines.append(f"  - here: {escape_markdown(claim.finding)}")
         lines.append(f"  - **{escape_markdown(claim.verdict)}**")
-    studies = [*other_studies, data]
-    if other_studies and fig_contrast.why_not_drawn(studies) is None:
-        lines += ["", "## Beside other studies", "", *fig_contrast.table(studies)]
     lines += ["", "## Figures", ""]
     lines += [f"- {escape_markdown(line)}" for line in (*paths, *left_out)]
     return lines
@@ -138,6 +159,14 @@ def table(data: Data) -> list[str]:
     """Return the table's lines, with aligned columns: a row per quantity and a column per arm."""
     columns = pd.DataFrame({arm: entries(data, arm) for arm in data.arms})
     return markdown_table([["", *data.arms], *columns.itertuples(name=None)])
+
+
+def recorded_table(recorded: Sequence[Data]) -> list[str]:
+    """Return a Markdown row per recorded study and pair of arms, with the difference of rewards."""
+    rows = [fig_contrast.TABLE_HEAD]
+    for data in recorded:
+        rows += fig_contrast.difference_rows(data, data.runs[0].study)
+    return markdown_table(rows)
 
 
 def entries(data: Data, arm: str) -> dict[str, str]:

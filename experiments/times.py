@@ -33,13 +33,15 @@ COMMANDS = {  # what it is -> the words after `gspo`, and the exit code that is 
     "its report": (["report", "RUN"], 0),
     "compare the two": (["compare", "runs/micro_moe"], 0),
 }
+# the sweeps of `make reproduce`, each with the number of its runs
+REPRODUCED = {"effect": 36, "effect_comfortable": 12, "effect_range": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of this script."""
 
-    reproduce: bool = option(False, "also the sweep and the figures of `make reproduce`")
+    reproduce: bool = option(False, "also the sweeps and the figures of `make reproduce`")
     json: str = option("", "a file for the numbers")
 
 
@@ -48,10 +50,10 @@ def main() -> None:
     options = command_options(Options, __doc__)
     commands = dict(COMMANDS)
     if options.reproduce:
-        data = ROOT / "analysis/data"
-        beside = f"beside=[{data / 'comfortable.parquet'},{data / 'paper_ranges.parquet'}]"
-        commands["reproduce: 30 runs"] = (["train", "-cn", "paper_figures", "-m"], 0)
-        commands["reproduce: figures"] = (["figures", "runs/paper_figures", beside], 0)
+        for study, count in REPRODUCED.items():
+            commands[f"reproduce: {study}, {count} runs"] = (["train", "-cn", study, "-m"], 0)
+        figures = ["figures", "runs/effect", "beside=[runs/effect_comfortable,runs/effect_range]"]
+        commands["reproduce: figures"] = (figures, 0)
     print(machine())
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="gspo-times-") as folder:

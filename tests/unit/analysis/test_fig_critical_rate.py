@@ -124,7 +124,11 @@ def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_p
     paths = fig_contrast.draw([calm, edge], tmp_path, FigureOptions(formats=("png",)))
     assert [path.name for path in paths] == ["fig_contrast.png"]
     text = "\n".join(reproduce.summary(edge, paths, [], [calm]))
-    assert "## Beside other studies\n\n| study" in text and "| learning rate 2e-4 " in text
+    assert text.startswith("# What the runs show\n\n## The studies beside each other\n")
+    assert text.index("| learning rate 8e-4 ") < text.index("| learning rate 2e-4 "), (
+        "the runs first"
+    )
+    assert "Recorded studies" not in text
     lines = fig_contrast.table([calm, edge])
     assert len(lines) == 2 + 6 + 3 and "learning rate 8e-4" in lines[7]
     gains = {arm: interval.mean for arm, interval in fig_contrast.between(calm, edge).items()}
@@ -177,6 +181,60 @@ def test_a_step_that_a_run_lost_is_left_out_of_its_difference_alone(tmp_path):
     again = load.load([tmp_path / "edge"])
     assert fig_contrast.between(calm, edge)[load.GSPO].mean == pytest.approx(0, abs=1e-9)
     assert fig_contrast.between(calm, again)[load.GSPO].seeds == 6
+
+
+def effect_and_range(folder):
+    """An effect with the wide range, and a study of GRPO with replay at the narrow range alone."""
+    for seed in range(1, 7):
+        for arm, more in ((load.GSPO, 0.3), (load.GRPO_R2, 0.1), (load.GRPO, 0.1)):
+            wide = {"name": "gspo" if arm == load.GSPO else "grpo", "clip_low": 0.2}
+            write_run(folder / "effect", arm, seed, 0.3, more, objective=wide)
+        narrow = {"name": "grpo", "clip_low": 0.05}
+        write_run(folder / "range", load.GRPO_R2, seed, 0.3, 0.3, objective=narrow)
+    return [load.load([folder / name]) for name in ("effect", "range")]
+
+
+def test_a_study_without_gspo_shows_that_of_the_first_and_what_its_arm_gains(tmp_path):
+    effect, narrow = effect_and_range(tmp_path)
+    assert narrow.arms == [load.GRPO_R2]
+    studies = fig_contrast.completed([effect, narrow])
+    assert studies[0] is effect and studies[1].arms == [load.GSPO, load.GRPO_R2]
+    ((pair, (interval, verdict)),) = fig_contrast.judged(studies[1]).items()
+    assert pair == (load.GSPO, load.GRPO_R2) and abs(interval.mean) < 0.02
+    assert verdict.startswith("the same")
+    assert fig_contrast.gains(effect, effect) == {}
+    ((arm, gain),) = fig_contrast.gains(*studies).items()
+    assert arm == load.GRPO_R2 and gain.mean == pytest.approx(0.2 * 0.87, abs=0.02)
+    assert fig_contrast.titles(studies) == [
+        "GRPO + R2's clip range 0.2",
+        "GRPO + R2's clip range 0.05",
+    ]
+    # a third study that the gain skips: the gain has a row of its own
+    lines = fig_contrast.table([studies[0], effect, studies[1]])
+    assert lines[-1].startswith(
+        "| GRPO + R2's clip range 0.05 - GRPO + R2's clip range 0.2 | GRPO + R2"
+    )
+
+
+def test_gspo_is_not_taken_from_a_study_of_another_rate(tmp_path):
+    effect, _ = effect_and_range(tmp_path)
+    other = arms_of(tmp_path / "other", 8e-4, {load.GRPO_R2: 0.2})
+    assert fig_contrast.completed([effect, other])[1] is other
+    assert (
+        fig_contrast.gains(
+            effect, arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:2], 0.2))
+        )
+        == {}
+    )
+
+
+def test_the_summary_has_the_recorded_studies_by_name(tmp_path):
+    effect, narrow = effect_and_range(tmp_path)
+    text = "\n".join(reproduce.summary(effect, [], [], [narrow], [effect]))
+    recorded = text.partition("## Recorded studies, which were not run now")[2]
+    name = effect.runs[0].study
+    assert f"| {name} " in recorded.partition("## The runs")[0]
+    assert text.index("beside each other") < text.index("Recorded") < text.index("## The runs")
 
 
 def test_a_contrast_is_between_two(tmp_path):
