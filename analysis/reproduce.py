@@ -119,6 +119,8 @@ def summary(
         lines += [
             "## Recorded studies, which were not run now",
             "",
+            "experiments/STUDIES.md has their questions and settings.",
+            "",
             *recorded_table(recorded),
             "",
         ]
@@ -165,7 +167,9 @@ def recorded_table(recorded: Sequence[Data]) -> list[str]:
     """Return a Markdown row per recorded study and pair of arms, with the difference of rewards."""
     rows = [fig_contrast.TABLE_HEAD]
     for data in recorded:
-        rows += fig_contrast.difference_rows(data, data.runs[0].study)
+        run = data.runs[0]
+        rate = fig_contrast.scientific(run.settings.get("optim.lr"))
+        rows += fig_contrast.difference_rows(data, f"{run.study}, learning rate {rate}")
     return markdown_table(rows)
 
 

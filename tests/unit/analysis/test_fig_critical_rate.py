@@ -233,7 +233,7 @@ def test_the_summary_has_the_recorded_studies_by_name(tmp_path):
     text = "\n".join(reproduce.summary(effect, [], [], [narrow], [effect]))
     recorded = text.partition("## Recorded studies, which were not run now")[2]
     name = effect.runs[0].study
-    assert f"| {name} " in recorded.partition("## The runs")[0]
+    assert f"| {name}, learning rate " in recorded.partition("## The runs")[0]
     assert text.index("beside each other") < text.index("Recorded") < text.index("## The runs")
 
 

@@ -139,7 +139,7 @@ def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monke
     """
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "edge_rate.parquet"])
+    data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "effect.parquet"])
     FIGURES[name].draw(data, tmp_path, FigureOptions(formats=("png",)))
     assert overlaps(saved[0]) == []
     assert [
