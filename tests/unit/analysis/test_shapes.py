@@ -134,9 +134,7 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
 
 @pytest.mark.parametrize("name", daily_but(FIGURES, "stability", "clipping"))
 def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monkeypatch, name):
-    """The pictures of README and docs/results.md are drawn from this file, which lacks some
-    metrics.
-    """
+    """The pictures of docs/results.md are drawn from this file, which lacks some metrics."""
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "effect.parquet"])
@@ -232,6 +230,10 @@ COMMANDS = {  # a figure's words after its name: a shape of a study, or files of
     "clip range": ("clip-range", ["two arms of one seed"]),
     "clip range of a sweep": ("clip-range", ["two arms, a setting"]),
     "contrast of two": ("contrast", ["three arms", "three arms, one collapsed"]),
+    "contrast of the effect": (
+        "contrast",
+        ["effect.parquet", "effect_comfortable.parquet", "effect_range.parquet"],
+    ),
     "contrast of recorded studies": (
         "contrast",
         ["comfortable.parquet", "paper_ranges.parquet", "edge_rate.parquet"],
@@ -253,7 +255,7 @@ MAY_REFUSE = ("sweep over three", "sweep of twelve arms", "clip range of a sweep
 
 @pytest.mark.parametrize(
     "case",
-    daily_but(COMMANDS, "sweep over two", "contrast of two"),
+    daily_but(COMMANDS, "sweep over two", "contrast of two", "contrast of the effect"),
 )
 def test_the_other_figures_have_no_text_over_another_either(
     studies, tmp_path_factory, tmp_path, monkeypatch, case
