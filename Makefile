@@ -139,7 +139,8 @@ docs: setup
 	cp -r docs $(PAGES)/docs && cp -r analysis/gallery $(PAGES)/analysis/gallery
 	$(BIN)/zensical build --strict
 
-# Where the paper's effect is seen, where it is not, and what explains it: three sweeps, in the order of the first figure.
+# The paper's comparison near the rate at which training breaks, at a comfortable rate, and with a narrower clip range for
+# GRPO: three sweeps, in the order of the first figure.
 # Other seeds: make reproduce OVERRIDES='seed=2021,2022,2023,2024,2025,2026 runs=runs/again' RUNS=runs/again/effect
 DATA := analysis/data
 RECORDED := [$(DATA)/math_edge.parquet,$(DATA)/comfortable.parquet,$(DATA)/paper_ranges.parquet,$(DATA)/edge_rate.parquet]

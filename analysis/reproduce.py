@@ -3,9 +3,9 @@
     gspo figures runs/effect beside=[runs/effect_comfortable,runs/effect_range]
 
 `make reproduce` ends with this command, and `make figures` repeats it. Its first picture,
-fig_contrast, shows the runs and then the studies of `beside`. In `make reproduce` these are: where
-the paper's effect is seen, where it is not (a comfortable learning rate), and what explains it
-(GRPO's clip range). The differences in the studies of `recorded` are printed only.
+fig_contrast, shows the runs and then the studies of `beside`. In `make reproduce` these are the
+paper's comparison near the rate at which training breaks, the same at a comfortable rate, and a
+narrower clip range for GRPO, which may explain the difference. The differences in the studies of `recorded` are printed only.
 
 Prints the differences, a table, the findings in words and the paths of the figures. The same text
 goes to <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
