@@ -5,7 +5,8 @@
 `make reproduce` ends with this command, and `make figures` repeats it. Its first picture,
 fig_contrast, shows the runs and then the studies of `beside`. In `make reproduce` these are the
 paper's comparison near the rate at which training breaks, the same at a comfortable rate, and a
-narrower clip range for GRPO, which may explain the difference. The differences in the studies of `recorded` are printed only.
+narrower clip range for GRPO, which may explain the difference. The differences in the studies of
+`recorded` are printed only.
 
 Prints the differences, a table, the findings in words and the paths of the figures. The same text
 goes to <out>/summary.md. A claim that is not seen is reported as not seen. The criteria stand in
