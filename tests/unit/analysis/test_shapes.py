@@ -132,12 +132,15 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
     assert not empty, "a panel has nothing in it"
 
 
+@pytest.mark.parametrize("recorded", ["edge_rate", "effect"])
 @pytest.mark.parametrize("name", daily_but(FIGURES, "stability", "clipping"))
-def test_the_gallery_has_no_empty_panel_and_no_text_over_another(tmp_path, monkeypatch, name):
-    """The pictures of docs/results.md are drawn from this file, which lacks some metrics."""
+def test_the_gallery_has_no_empty_panel_and_no_text_over_another(
+    tmp_path, monkeypatch, name, recorded
+):
+    """Pictures of docs/results.md and of `make reproduce`. The recorded rows lack some metrics."""
     saved = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    data = load.load([Path(__file__).parents[3] / "analysis" / "data" / "effect.parquet"])
+    data = load.load([Path(__file__).parents[3] / "analysis" / "data" / f"{recorded}.parquet"])
     FIGURES[name].draw(data, tmp_path, FigureOptions(formats=("png",)))
     assert overlaps(saved[0]) == []
     assert [
