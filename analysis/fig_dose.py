@@ -55,7 +55,9 @@ WORDS = {
     "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
     "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
     "correction.name": {"none": "", "tis": "TIS"},
+    "rollout.keep_mask": {False: "", True: "sampling mask"},
 }
+REWARD = "reward/mean"
 # from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
 Pairs = dict[tuple[str, str], pd.DataFrame]
 
@@ -73,13 +75,16 @@ class Options(script.Options):
         "grpo", "the objective that the others are compared with", choices=tuple(OBJECTIVES)
     )
     also: tuple[str, ...] = option((), "metrics whose means the table shows")
+    outcome: str = option(REWARD, "the metric that is compared at the end of the runs")
 
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(data, options.dose, options.measured, options.arms, options.also)
+    numbers = measure(
+        data, options.dose, options.measured, options.arms, options.also, options.outcome
+    )
     baseline = OBJECTIVES[options.against]
     paths = draw(
         data,
@@ -90,11 +95,12 @@ def main() -> None:
         options,
         baseline=baseline,
         also=options.also,
+        outcome=options.outcome,
     )
     script.print_lines(
-        table(numbers, options.dose, options.measured, options.also),
-        difference_table(numbers, baseline),
-        dose_table(numbers),
+        table(numbers, options.dose, options.measured, options.also, options.outcome),
+        difference_table(numbers, baseline, options.outcome),
+        dose_table(numbers, options.outcome),
         paths,
     )
 
@@ -107,15 +113,17 @@ def measure(
     metric: str,
     settings: list[str],
     also: Sequence[str] = (),
+    outcome: str = REWARD,
 ) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
     The columns are level (of the dose, in words), position (of the level in their order), got (the
-    measured metric), objective, remedy, arm, seed, end, collapsed, and the means of `also`. Raises
+    measured metric), objective, remedy, arm, seed, end (the mean of `outcome` in the last fifth of
+    the batches), collapsed, and the means of `also`. Raises
     RunsError if a setting or the metric is missing, or if runs of the same level and arm differ in
     anything else.
     """
-    for name in (metric, *also):
+    for name in (metric, *also, outcome):
         data.check_metric(name)
     runs = settled_runs(data, (*dose, *settings))
     rows = []
@@ -123,6 +131,7 @@ def measure(
         part = part_length(run)
         row = run_numbers(run, part, part, {name: name for name in also})
         row |= arm_and_level(run, dose, settings)
+        row["end"] = run.column(outcome).tail(part).mean()
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
@@ -158,6 +167,11 @@ def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, o
         arm += f" [{', '.join(words)}]"
     remedy = arm.removeprefix(objective)
     return {"level": level, "objective": objective, "remedy": remedy, "arm": arm}
+
+
+def in_words(outcome: str) -> str:
+    """Return the name of an outcome in tables and titles."""
+    return "reward" if outcome == REWARD else outcome
 
 
 def order(numbers: pd.DataFrame) -> list:
@@ -214,10 +228,11 @@ def table(
     dose: list[str],
     metric: str,
     also: Sequence[str] = (),
+    outcome: str = REWARD,
 ) -> list[str]:
     """Return a Markdown row per level and arm."""
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
-    rows = [[*head, "reward, last fifth", "collapsed", *also]]
+    rows = [[*head, f"{in_words(outcome)}, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
         row = [level, arm, len(runs), f"{runs['got'].mean():.4g}"]
         row.append(t_interval(runs["end"]).text())
@@ -228,12 +243,15 @@ def table(
     return markdown_table(rows)
 
 
-def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
+def difference_table(
+    numbers: pd.DataFrame, baseline: str = GRPO, outcome: str = REWARD
+) -> list[str]:
     """Return a Markdown row per level and pair of arms.
 
     The arms of a pair differ in the objective or in the remedy alone.
     """
-    rows = [["dose", "difference of the reward, last fifth", "mean and 95 % interval", "p"]]
+    difference = f"difference of the {in_words(outcome)}, last fifth"
+    rows = [["dose", difference, "mean and 95 % interval", "p"]]
     for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
             for _, level, interval in intervals(pair):
@@ -242,9 +260,9 @@ def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
     return markdown_table(rows)
 
 
-def dose_table(numbers: pd.DataFrame) -> list[str]:
+def dose_table(numbers: pd.DataFrame, outcome: str = REWARD) -> list[str]:
     """Return a Markdown row per arm and level: the difference to the arm's least dose, by seed."""
-    rows = [["arm", "dose", "reward, minus that at its least dose", "p"]]
+    rows = [["arm", "dose", f"{in_words(outcome)}, minus that at its least dose", "p"]]
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
         levels = runs.set_index("position")["level"].to_dict()
@@ -270,6 +288,7 @@ def draw(
     *,
     baseline: str = GRPO,
     also: Sequence[str] = (),
+    outcome: str = REWARD,
 ) -> list[Path]:
     """Draw the reward and the collapsed share above, and the differences of pairs of arms below.
 
@@ -290,7 +309,9 @@ def draw(
     draw_differences(remedy_panel, remedies, styles)
     objective_panel.set_visible(bool(objectives or extra_metric))
     remedy_panel.set_visible(bool(remedies or extra_metric))
-    end_panel.set(title="Reward at the end", ylabel="last fifth of the batches")
+    name = in_words(outcome)
+    end_panel.set(title=f"{name[0].upper()}{name[1:]} at the end")
+    end_panel.set_ylabel("last fifth of the batches")
     share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
     objective_panel.set_title(f"Each objective minus {baseline}")
     if extra_metric:
