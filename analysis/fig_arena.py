@@ -47,6 +47,7 @@ from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design, chosen_design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 from gspo.statistics import holm, random_sign_flip_p, t_quantile
 
@@ -203,18 +204,6 @@ def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -
     return pd.DataFrame(rows)
 
 
-def verdict(interval: Interval, margin: float) -> str:
-    """Return "above", "below", "same" or "undecided" of a difference, by interval and exact p."""
-    decided = interval.p() < interval.level
-    if decided and interval.low > 0:
-        return "above"
-    if decided and interval.high < 0:
-        return "below"
-    if interval.low > -margin and interval.high < margin:
-        return "same"
-    return "undecided"
-
-
 @dataclass(frozen=True)
 class Ranking:
     """The mean difference of each pair of arms over the cells, and each pair's corrected p."""
@@ -303,7 +292,7 @@ def difference_table(differences: pd.DataFrame, baseline: str, margin: float) ->
     for row in differences.itertuples():
         interval = row.interval
         cells = [interval.text("+.3f"), interval.p_text(), f"{interval.level:.2g}"]
-        rows.append([row.cell, row.arm, *cells, verdict(interval, margin)])
+        rows.append([row.cell, row.arm, *cells, direction(interval, margin)])
     return markdown_table(rows)
 
 
@@ -380,7 +369,7 @@ def draw_cell(
         y = arms.index(row.arm)
         interval = row.interval
         line = styles[row.arm]
-        decided = verdict(interval, margin) in ("above", "below")
+        decided = direction(interval, margin) in ("above", "below")
         ax.plot([interval.low, interval.high], [y, y], color=line.colour, lw=1.3, zorder=2)
         face = line.colour if decided else "white"
         ax.plot(interval.mean, y, "o", ms=5, mfc=face, mec=line.colour, mew=1.2, zorder=3)

@@ -13,7 +13,9 @@ objectives with their Routing Replay, and with the settings of `arms`.
 Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
 objective minus GRPO (or the objective `against`) with the same remedy, and every remedy minus
 none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
-`also`, and of each dose minus the least dose. Writes fig_dose_<study>.pdf and .png. Metrics:
+`also`, and of each dose minus the least dose. The outcome is the reward, or the metric `outcome`.
+With looks=[10,20] the runs are a sequential design, whose differences have the level of the look
+(sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics:
 reward/mean and the named metrics.
 """
 
@@ -43,8 +45,10 @@ from gspo.analysis.grid import (
 )
 from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.sequential import Design, chosen_design, level_of
+from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
@@ -76,10 +80,13 @@ class Options(script.Options):
     )
     also: tuple[str, ...] = option((), "metrics whose means the table shows")
     outcome: str = option(REWARD, "the metric that is compared at the end of the runs")
+    looks: tuple[int, ...] = option((), "numbers of seeds at which a sequential design is judged")
+    same: float = option(0.03, "two outcomes within this difference are the same", least=0)
 
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
+    design = chosen_design(options.looks)
     data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(
@@ -96,10 +103,11 @@ def main() -> None:
         baseline=baseline,
         also=options.also,
         outcome=options.outcome,
+        design=design,
     )
     script.print_lines(
         table(numbers, options.dose, options.measured, options.also, options.outcome),
-        difference_table(numbers, baseline, options.outcome),
+        difference_table(numbers, baseline, options.outcome, design, options.same),
         dose_table(numbers, options.outcome),
         paths,
     )
@@ -212,11 +220,17 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     return difference.reset_index(name="difference")
 
 
-def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
-    """Return the position, the level and the interval of the difference at each level."""
+def intervals(
+    pair: pd.DataFrame, design: Design | None = None
+) -> list[tuple[int, object, Interval]]:
+    """Return the position, the level and the interval of the difference at each level of the dose.
+
+    In a sequential design the interval has the level of the look. Raises RunsError if the design
+    has no look at the number of seeds."""
     points = []
     for (position, level), cell in pair.groupby(["position", "level"]):
-        interval = t_interval(cell["difference"])
+        error_rate = level_of(design, len(cell)) if design else LEVEL
+        interval = t_interval(cell["difference"], error_rate)
         points.append((position, level, interval))
     return points
 
@@ -244,19 +258,23 @@ def table(
 
 
 def difference_table(
-    numbers: pd.DataFrame, baseline: str = GRPO, outcome: str = REWARD
+    numbers: pd.DataFrame,
+    baseline: str = GRPO,
+    outcome: str = REWARD,
+    design: Design | None = None,
+    margin: float = 0.03,
 ) -> list[str]:
     """Return a Markdown row per level and pair of arms.
 
     The arms of a pair differ in the objective or in the remedy alone.
     """
     difference = f"difference of the {in_words(outcome)}, last fifth"
-    rows = [["dose", difference, "mean and 95 % interval", "p"]]
+    rows = [["dose", difference, "mean and interval", "p", "level", "verdict"]]
     for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
-            for _, level, interval in intervals(pair):
-                cells = difference_cells(interval)
-                rows.append([level, f"{a} - {b}", *cells])
+            for _, level, interval in intervals(pair, design):
+                cells = [*difference_cells(interval), f"{interval.level:.2g}"]
+                rows.append([level, f"{a} - {b}", *cells, direction(interval, margin)])
     return markdown_table(rows)
 
 
@@ -289,6 +307,7 @@ def draw(
     baseline: str = GRPO,
     also: Sequence[str] = (),
     outcome: str = REWARD,
+    design: Design | None = None,
 ) -> list[Path]:
     """Draw the reward and the collapsed share above, and the differences of pairs of arms below.
 
@@ -305,8 +324,8 @@ def draw(
     if extra_metric:
         draw_column(remedy_panel, numbers, styles, extra_metric)
     draw_collapsed(share_panel, numbers, styles)
-    draw_differences(objective_panel, objectives, styles)
-    draw_differences(remedy_panel, remedies, styles)
+    draw_differences(objective_panel, objectives, styles, design)
+    draw_differences(remedy_panel, remedies, styles, design)
     objective_panel.set_visible(bool(objectives or extra_metric))
     remedy_panel.set_visible(bool(remedies or extra_metric))
     name = in_words(outcome)
@@ -331,7 +350,7 @@ def draw(
     columns = min(len(styles), 4)
     style.legend(names_panel, styles, loc="center", ncols=columns)
     study = Path(data.runs[0].study).name
-    text = caption(data, numbers, metric)
+    text = caption(data, numbers, metric, design)
     return style.save(figure, out, f"fig_dose_{study}", text, options)
 
 
@@ -357,12 +376,14 @@ def draw_collapsed(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     ax.set_ylim(-0.05, 1.05)
 
 
-def draw_differences(ax: Axes, pairs: Pairs, styles: ArmStyles) -> None:
+def draw_differences(
+    ax: Axes, pairs: Pairs, styles: ArmStyles, design: Design | None = None
+) -> None:
     """Draw the mean difference of each pair of arms at each level, with its interval."""
     x_shifts = shifts(len(pairs), 0.07)
     for shift, (arm, rival) in zip(x_shifts, pairs, strict=True):
         points = []
-        for position, _, interval in intervals(pairs[arm, rival]):
+        for position, _, interval in intervals(pairs[arm, rival], design):
             points.append((position + shift, interval))
         interval_line(ax, points, styles[arm])
     ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
@@ -383,15 +404,18 @@ def tick(level: object, measured: pd.Series) -> str:
     return f"{word}\n{measured.mean():.3g}"
 
 
-def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
+def caption(data: Data, numbers: pd.DataFrame, metric: str, design: Design | None = None) -> str:
     """Return the caption, which describes the runs and the panels."""
     seeds = span(numbers.groupby(["position", "arm"]).size())
     batches = span([run.planned for run in data.runs])
+    level = ""
+    if design:
+        level = " Differences have the level of the sequential design's look."
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "
         f"each dose stands {metric} in the first fifth of the batches: the mean over the arms, or "
         "its least and largest arm. Bars: 95 % intervals over seeds; collapse by the registered "
-        "rule. Differences are paired by seed."
+        f"rule. Differences are paired by seed.{level}"
     )
 
 

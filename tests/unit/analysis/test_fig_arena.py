@@ -7,6 +7,7 @@ from gspo.analysis import fig_arena, load
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design
 from gspo.analysis.stats import Interval
+from gspo.analysis.verdicts import direction
 from recorded_runs import write
 
 CELLS = {"arena_sums_edge": 0.1, "arena_sums_stale": 0.0, "arena_tools_edge": -0.02}
@@ -50,7 +51,7 @@ def test_pairs_and_verdicts(arena):
     differences = fig_arena.paired(numbers, "GSPO")
     by_cell = differences.set_index(["cell", "arm"])["interval"]
     assert by_cell["sums edge", "GRPO"].mean == pytest.approx(0.1)
-    verdicts = {key: fig_arena.verdict(interval, 0.03) for key, interval in by_cell.items()}
+    verdicts = {key: direction(interval, 0.03) for key, interval in by_cell.items()}
     assert verdicts["sums edge", "GRPO"] == "above"
     assert verdicts["sums stale", "GRPO"] == "same"
     assert verdicts["tools edge", "GRPO"] == "below"
@@ -101,7 +102,7 @@ def test_a_sequential_design_sets_the_level(arena):
     # nine of ten seeds on one side are p = .0215 at best: below .05, not below the look's level
     values = (*[0.1] * 9, -0.01)
     early = Interval(0.089, 0.01, 0.17, 10, values, level=Design((10, 20)).level(10))
-    assert fig_arena.verdict(early, 0.03) == "undecided"
+    assert direction(early, 0.03) == "undecided"
     with pytest.raises(RunsError, match="run 2 more"):
         fig_arena.paired(numbers, "GSPO", Design((12, 20)))
 
