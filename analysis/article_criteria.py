@@ -228,6 +228,7 @@ CLAIMS = {
     "claim.all_tokens": criterion("", "E.mistake.290", rule="below"),
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
+    "claim.head_first": criterion("", "F.low.help_first.GSPO"),
     "A.ratio.4": criterion("", "A.4.ratio.plain", line=1),
 }
 
