@@ -1,4 +1,4 @@
-"""The release: the workflow attaches the files that .ci/release writes, for the tag of the version."""
+"""The release: the workflow attaches what .ci/release writes, for the tag of the version."""
 
 import re
 import shutil
