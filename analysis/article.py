@@ -3,12 +3,13 @@
     python -m gspo.analysis.article out=build/paper
     make paper
 
-Draws the figures from the recorded rows, computes every number (article_numbers.py), and compiles
-templates/article.typ with Typst. Writes these files:
+Draws the figures from the recorded rows, computes every number (article_numbers.py) and every
+verdict (article_criteria.py), and compiles templates/article.typ with Typst. Writes these files:
 
     gspo.pdf       the article
     gspo.typ       its text, which reads the others
     numbers.json   its numbers
+    verdicts.json  its verdicts, from the numbers by the registered rules
     *.pdf          its figures
 
 The same rows give the same bytes. Typst is the package `typst` of the group `paper`. Its fonts are
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from gspo.analysis import article_figures, script
+from gspo.analysis import article_criteria, article_figures, script
 from gspo.analysis.article_numbers import Numbers, collect
 from gspo.analysis.runs import RunsError
 from gspo.io.arguments import command_options, option
@@ -33,7 +34,10 @@ TEMPLATE = Path(__file__).parent / "templates" / "article.typ"
 DATA = Path(__file__).parent / "data"
 # the functions of the template whose first argument is the name of a number
 NAMED = re.compile(r'#?\b(?:num|mean|pval|both)\("([^"]+)"')
+# those whose first argument is the name of a criterion or a claim
+JUDGED = re.compile(r'#?\b(?:says|row)\("([^"]+)"')
 PAGE_PIXELS_PER_INCH = 150
+Verdicts = dict[str, dict[str, str]]  # those of article_criteria.judge_all
 FIXED_TIME = 0  # of the PDF's creation, in seconds
 
 
@@ -54,9 +58,11 @@ def main() -> None:
         raise RunsError(f"out={options.out} cannot be made: {error.strerror}") from None
     numbers = collect(DATA)
     text = TEMPLATE.read_text(encoding="utf-8")
+    verdicts = article_criteria.judge_all(numbers)
     check_numbers(text, numbers)
+    check_verdicts(text, verdicts)
     paths = article_figures.draw_all(DATA, options.out)
-    paths += write(options.out, text, numbers)
+    paths += write(options.out, text, numbers, verdicts)
     paths += compile_pdf(options.out, options.pages)
     script.print_lines(paths)
 
@@ -71,14 +77,26 @@ def check_numbers(text: str, numbers: Numbers) -> None:
             )
 
 
-def write(out: Path, text: str, numbers: Numbers) -> list[Path]:
-    """Write the text and its numbers."""
+def check_verdicts(text: str, verdicts: Verdicts) -> None:
+    """Raise RunsError if the text names a criterion that is not judged."""
+    for name in JUDGED.findall(text):
+        if name not in verdicts:
+            raise RunsError(
+                f"{TEMPLATE.name} names the criterion {name}, which article_criteria.py does not "
+                "judge: correct the name or add the criterion"
+            )
+
+
+def write(out: Path, text: str, numbers: Numbers, verdicts: Verdicts) -> list[Path]:
+    """Write the text, its numbers and its verdicts."""
     source = out / "gspo.typ"
-    file = out / "numbers.json"
-    entries = json.dumps(numbers.entries, indent=1, ensure_ascii=False, allow_nan=False)
     replace_text(source, text)
-    replace_text(file, entries + "\n")
-    return [source, file]
+    paths = [source]
+    for name, entries in {"numbers": numbers.entries, "verdicts": verdicts}.items():
+        paths.append(out / f"{name}.json")
+        content = json.dumps(entries, indent=1, ensure_ascii=False, allow_nan=False)
+        replace_text(paths[-1], content + "\n")
+    return paths
 
 
 def compiler() -> ModuleType:

@@ -35,7 +35,7 @@ from gspo.analysis import (
 from gspo.analysis.foresight import Value
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, ratio, t_interval
+from gspo.analysis.stats import Interval, estimate, ratio, t_interval
 
 PAIRS = {"replay": (GSPO, GRPO_R2), "plain": (GSPO, GRPO), "none": (GRPO_R2, GRPO)}
 PAPER_RANGE = f"{GRPO} [clip range 0.2]"
@@ -60,6 +60,7 @@ BFLOAT16_ENGINE = f"bfloat16, {ENGINE}"
 PRECISIONS = {"head": HEAD, "all": ALL_BFLOAT16, "engine": BFLOAT16_ENGINE}
 ALL_TOKENS = "GSPO, all tokens"
 HALF = 0.5
+ENOUGH = 0.1  # of the clip range: less rounding than this is no matter
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,10 @@ def percent(share: Interval, factor: float = 100.0) -> Interval:
 
 @dataclass
 class Numbers:
-    """The entries of the JSON file by name."""
+    """The entries of the JSON file by name, and for the verdicts each number's interval and p."""
 
     entries: dict[str, dict[str, object]] = field(default_factory=dict)
+    judged: dict[str, tuple[Interval | Value, float]] = field(default_factory=dict)
 
     def add(
         self, name: str, interval: Interval | Value, form: str, p: float = math.nan, unit: str = ""
@@ -150,6 +152,7 @@ class Numbers:
         bounded = not math.isnan(interval.low)
         if bounded:
             text = f"{mean} [{plain(interval.low, form)}, {plain(interval.high, form)}]{unit}"
+        self.judged[name] = (interval, p)
         self.entries[name] = {
             "text": text,
             "mean": mean + unit,
@@ -219,7 +222,8 @@ def edge(numbers: Numbers, folder: Path) -> None:
             p = max(interval.p(-claims.SAME), interval.p(claims.SAME))
             numbers.add(f"{key}.{pair}.same", interval, "+.3f", p)
         shares = data.paired("clip/token_active", GSPO, GRPO_R2)
-        numbers.add(f"{key}.clip", ratio(*shares), ".3g")
+        clipped = ratio(*shares)
+        numbers.add(f"{key}.clip", clipped, ".3g", clipped.p(1))
         held_out = claims.held_out_difference(data)
         if held_out is not None:
             numbers.difference(f"{key}.held_out", held_out[0])
@@ -234,13 +238,17 @@ def edge(numbers: Numbers, folder: Path) -> None:
         falls = t_interval(stability_claims.declines(studies[name], GRPO))
         p = falls.p(stability_claims.MIN_DECLINE)
         numbers.add(f"edge.{name}.change", percent(falls, -100), "+.1f", p, " %")
-    changes = 1 - studies["edge_rate"].table(GRPO, "routing/consistency")
-    numbers.value("edge.changed", 100 * changes.mean().mean(), ".1f", " %")
+        numbers.add(f"edge.{name}.fall", percent(falls), ".1f", p, " %")
+    changes = [1 - studies["edge_rate"].table(arm, "routing/consistency") for arm in (GRPO, GSPO)]
+    numbers.value("edge.changed", 100 * changes[0].mean().mean(), ".1f", " %")
+    changed = estimate(pd.concat(changes).groupby(level="step").mean())
+    p = changed.p(stability_claims.CHANGED[0])
+    numbers.add("edge.changed.interval", percent(changed), ".2f", p, " %")
     # the GSPO runs of two studies are the same
     names = {run.path.name for name in EDGE_STUDIES for run in studies[name].runs}
     numbers.count("edge.runs", len(names))
     efficiency = claims.compute_ratio(studies["comfortable"]).like
-    numbers.add("edge.comfortable.compute", efficiency, ".2f")
+    numbers.add("edge.comfortable.compute", efficiency, ".2f", efficiency.p(1))
 
 
 def calibration(numbers: Numbers, folder: Path) -> None:
@@ -305,12 +313,14 @@ def staleness(numbers: Numbers, runs: pd.DataFrame) -> None:
     for level in sorted(runs["level"].unique()):
         difference = ends[GSPO, level] - ends[GRPO, level]
         numbers.difference(f"B.plain.{level}", t_interval(difference))
-    for word, arm in {"gspo": GSPO, "grpo": GRPO, "cispo": "CISPO"}.items():
+    for arm in sorted(runs["arm"].unique()):
+        word = "replay" if arm == GRPO_R2 else arm
         loss = ends[arm, 2] - ends[arm, 32]
         numbers.difference(f"B.loss.{word}", t_interval(loss), ".3f")
-    for level, arm in ((2, "CISPO"), (2, "MiniRL"), (4, "SAPO")):
-        difference = t_interval(ends[arm, level] - ends[GRPO, level])
-        numbers.difference(f"B.{arm}.{level}", difference)
+        for level in (2, 4):
+            if arm != GRPO:
+                difference = t_interval(ends[arm, level] - ends[GRPO, level])
+                numbers.difference(f"B.{word}.{level}", difference)
     numbers.count("B.runs", len(runs))
     numbers.count("B.collapsed", runs["collapsed"].sum())
 
@@ -332,6 +342,11 @@ def mismatch(numbers: Numbers, runs: pd.DataFrame) -> None:
             for word, remedy in {"tis": "[TIS]", "r3": "+ Routing Replay (R3)"}.items():
                 gain = t_interval(ends[f"{objective} {remedy}", level] - ends[objective, level])
                 numbers.difference(f"C.{word}.{objective}.{level}", gain)
+        cost = {}
+        for objective in (GSPO, GRPO):
+            arm = f"{objective} [{ENGINE}]"
+            cost[objective] = ends[arm, level] - ends[arm, "none"]
+        numbers.difference(f"C.most.{level}", t_interval(cost[GSPO] - cost[GRPO]))
         for word, remedy in {"engine": f" [{ENGINE}]", "tis": " [TIS]"}.items():
             difference = ends[GSPO + remedy, level] - ends[GRPO + remedy, level]
             numbers.difference(f"C.plain.{word}.{level}", t_interval(difference))
@@ -351,6 +366,8 @@ def routing(numbers: Numbers, runs: pd.DataFrame) -> None:
     for level in (14, 60):
         loss = t_interval(ends[GRPO, 1] - ends[GRPO, level])
         numbers.difference(f"D.loss.{level}", loss, ".3f")
+        loss = t_interval(ends[GSPO, 1] - ends[GSPO, level])
+        numbers.difference(f"D.loss.GSPO.{level}", loss, ".3f")
         gain = t_interval(ends[GRPO_R2, level] - ends[GRPO, level])
         numbers.difference(f"D.replay.{level}", gain)
         numbers.difference(f"D.plain.{level}", t_interval(ends[GSPO, level] - ends[GRPO, level]))
@@ -364,6 +381,9 @@ def routing(numbers: Numbers, runs: pd.DataFrame) -> None:
     fastest = runs[runs["level"] == 60]
     numbers.count("D.collapsed", fastest["collapsed"].sum())
     numbers.count("D.collapsed.of", len(fastest))
+    alone = fastest[fastest["arm"] == GSPO]
+    numbers.count("D.collapsed.GSPO", alone["collapsed"].sum())
+    numbers.count("D.collapsed.GSPO.of", len(alone))
     numbers.count("D.runs", len(runs))
 
 
@@ -381,6 +401,7 @@ def tools(numbers: Numbers, runs: pd.DataFrame) -> None:
         numbers.difference(f"E.mistake.{level}", cost, ".3f")
         remaining = t_interval(shares[ALL_TOKENS, level] / shares[GSPO, level])
         above_half = shares[ALL_TOKENS, level] - HALF * shares[GSPO, level]
+        numbers.difference(f"E.below_half.{level}", t_interval(above_half))
         numbers.add(f"E.clip.{level}", remaining, ".2f", t_interval(above_half).p())
     numbers.count("E.runs", len(runs))
 
@@ -396,7 +417,8 @@ def rounding(numbers: Numbers, runs: pd.DataFrame) -> None:
         for precision, name in PRECISIONS.items():
             key = f"F.{word}.{precision}"
             arm = f"{GSPO} [{name}]"
-            numbers.value(f"{key}.floor", floors[arm, rate].mean(), ".2f")
+            floor = t_interval(floors[arm, rate])
+            numbers.add(f"{key}.floor", floor, ".2f", floor.p(ENOUGH))
             numbers.value(f"{key}.outside", 100 * outside[arm, rate].mean(), ".0f", " %")
             share = t_interval(clipped[arm, rate] - clipped[GSPO, rate])
             numbers.difference(f"{key}.clipped", share)

@@ -42,7 +42,7 @@ from gspo.analysis.grid import (
 )
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.sequential import Design
+from gspo.analysis.sequential import Design, chosen_design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options, option
@@ -67,7 +67,7 @@ def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     if options.same and not options.looks:
         raise RunsError("same= is of a sequential design: give looks too, as in looks=[20,30,40]")
-    design = chosen_design(options)
+    design = chosen_design(options.looks)
     data = load.load(options.paths, options.where, options)
     script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
@@ -77,16 +77,6 @@ def main() -> None:
     if design:
         tables.append(decision_table(ratios, design, options.same))
     script.print_lines(*tables, paths)
-
-
-def chosen_design(options: Options) -> Design | None:
-    """Return the sequential design of the command line, None without looks."""
-    if not options.looks:
-        return None
-    try:
-        return Design(options.looks)
-    except ValueError as error:
-        raise RunsError(str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -164,16 +154,6 @@ def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
             level = LEVEL if design is None else level_of(design, len(seeds[a]))
             ratios[a, b] = ratio(counts, a_index, b_index, level)
     return ratios
-
-
-def level_of(design: Design, seeds: int) -> float:
-    """Return the level of a design's look, or raise RunsError with the next look."""
-    try:
-        return design.level(seeds)
-    except ValueError as error:
-        following = design.next_look(seeds)
-        hint = f"run {following - seeds} more" if following else "choose seeds by where.seed"
-        raise RunsError(f"{error}: {hint}") from None
 
 
 def decision(

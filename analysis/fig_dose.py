@@ -13,7 +13,9 @@ objectives with their Routing Replay, and with the settings of `arms`.
 Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
 objective minus GRPO (or the objective `against`) with the same remedy, and every remedy minus
 none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
-`also`, and of each dose minus the least dose. Writes fig_dose_<study>.pdf and .png. Metrics:
+`also`, and of each dose minus the least dose. The outcome is the reward, or the metric `outcome`.
+With looks=[10,20] the runs are a sequential design, whose differences have the level of the look
+(sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics:
 reward/mean and the named metrics.
 """
 
@@ -43,8 +45,10 @@ from gspo.analysis.grid import (
 )
 from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.sequential import Design, chosen_design, level_of
+from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
@@ -55,7 +59,9 @@ WORDS = {
     "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
     "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
     "correction.name": {"none": "", "tis": "TIS"},
+    "rollout.keep_mask": {False: "", True: "sampling mask"},
 }
+REWARD = "reward/mean"
 # from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
 Pairs = dict[tuple[str, str], pd.DataFrame]
 
@@ -73,13 +79,19 @@ class Options(script.Options):
         "grpo", "the objective that the others are compared with", choices=tuple(OBJECTIVES)
     )
     also: tuple[str, ...] = option((), "metrics whose means the table shows")
+    outcome: str = option(REWARD, "the metric that is compared at the end of the runs")
+    looks: tuple[int, ...] = option((), "numbers of seeds at which a sequential design is judged")
+    same: float = option(0.03, "two outcomes within this difference are the same", least=0)
 
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
+    design = chosen_design(options.looks)
     data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(data, options.dose, options.measured, options.arms, options.also)
+    numbers = measure(
+        data, options.dose, options.measured, options.arms, options.also, options.outcome
+    )
     baseline = OBJECTIVES[options.against]
     paths = draw(
         data,
@@ -90,11 +102,13 @@ def main() -> None:
         options,
         baseline=baseline,
         also=options.also,
+        outcome=options.outcome,
+        design=design,
     )
     script.print_lines(
-        table(numbers, options.dose, options.measured, options.also),
-        difference_table(numbers, baseline),
-        dose_table(numbers),
+        table(numbers, options.dose, options.measured, options.also, options.outcome),
+        difference_table(numbers, baseline, options.outcome, design, options.same),
+        dose_table(numbers, options.outcome),
         paths,
     )
 
@@ -107,15 +121,17 @@ def measure(
     metric: str,
     settings: list[str],
     also: Sequence[str] = (),
+    outcome: str = REWARD,
 ) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
     The columns are level (of the dose, in words), position (of the level in their order), got (the
-    measured metric), objective, remedy, arm, seed, end, collapsed, and the means of `also`. Raises
+    measured metric), objective, remedy, arm, seed, end (the mean of `outcome` in the last fifth of
+    the batches), collapsed, and the means of `also`. Raises
     RunsError if a setting or the metric is missing, or if runs of the same level and arm differ in
     anything else.
     """
-    for name in (metric, *also):
+    for name in (metric, *also, outcome):
         data.check_metric(name)
     runs = settled_runs(data, (*dose, *settings))
     rows = []
@@ -123,6 +139,7 @@ def measure(
         part = part_length(run)
         row = run_numbers(run, part, part, {name: name for name in also})
         row |= arm_and_level(run, dose, settings)
+        row["end"] = run.column(outcome).tail(part).mean()
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
@@ -158,6 +175,11 @@ def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, o
         arm += f" [{', '.join(words)}]"
     remedy = arm.removeprefix(objective)
     return {"level": level, "objective": objective, "remedy": remedy, "arm": arm}
+
+
+def in_words(outcome: str) -> str:
+    """Return the name of an outcome in tables and titles."""
+    return "reward" if outcome == REWARD else outcome
 
 
 def order(numbers: pd.DataFrame) -> list:
@@ -198,11 +220,17 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     return difference.reset_index(name="difference")
 
 
-def intervals(pair: pd.DataFrame) -> list[tuple[int, object, Interval]]:
-    """Return the position, the level and the interval of the difference at each level."""
+def intervals(
+    pair: pd.DataFrame, design: Design | None = None
+) -> list[tuple[int, object, Interval]]:
+    """Return the position, the level and the interval of the difference at each level of the dose.
+
+    In a sequential design the interval has the level of the look. Raises RunsError if the design
+    has no look at the number of seeds."""
     points = []
     for (position, level), cell in pair.groupby(["position", "level"]):
-        interval = t_interval(cell["difference"])
+        error_rate = level_of(design, len(cell)) if design else LEVEL
+        interval = t_interval(cell["difference"], error_rate)
         points.append((position, level, interval))
     return points
 
@@ -214,10 +242,11 @@ def table(
     dose: list[str],
     metric: str,
     also: Sequence[str] = (),
+    outcome: str = REWARD,
 ) -> list[str]:
     """Return a Markdown row per level and arm."""
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
-    rows = [[*head, "reward, last fifth", "collapsed", *also]]
+    rows = [[*head, f"{in_words(outcome)}, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
         row = [level, arm, len(runs), f"{runs['got'].mean():.4g}"]
         row.append(t_interval(runs["end"]).text())
@@ -228,23 +257,30 @@ def table(
     return markdown_table(rows)
 
 
-def difference_table(numbers: pd.DataFrame, baseline: str = GRPO) -> list[str]:
+def difference_table(
+    numbers: pd.DataFrame,
+    baseline: str = GRPO,
+    outcome: str = REWARD,
+    design: Design | None = None,
+    margin: float = 0.03,
+) -> list[str]:
     """Return a Markdown row per level and pair of arms.
 
     The arms of a pair differ in the objective or in the remedy alone.
     """
-    rows = [["dose", "difference of the reward, last fifth", "mean and 95 % interval", "p"]]
+    difference = f"difference of the {in_words(outcome)}, last fifth"
+    rows = [["dose", difference, "mean and interval", "p", "level", "verdict"]]
     for pairs in compared(numbers, baseline):
         for (a, b), pair in pairs.items():
-            for _, level, interval in intervals(pair):
-                cells = difference_cells(interval)
-                rows.append([level, f"{a} - {b}", *cells])
+            for _, level, interval in intervals(pair, design):
+                cells = [*difference_cells(interval), f"{interval.level:.2g}"]
+                rows.append([level, f"{a} - {b}", *cells, direction(interval, margin)])
     return markdown_table(rows)
 
 
-def dose_table(numbers: pd.DataFrame) -> list[str]:
+def dose_table(numbers: pd.DataFrame, outcome: str = REWARD) -> list[str]:
     """Return a Markdown row per arm and level: the difference to the arm's least dose, by seed."""
-    rows = [["arm", "dose", "reward, minus that at its least dose", "p"]]
+    rows = [["arm", "dose", f"{in_words(outcome)}, minus that at its least dose", "p"]]
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
         levels = runs.set_index("position")["level"].to_dict()
@@ -270,6 +306,8 @@ def draw(
     *,
     baseline: str = GRPO,
     also: Sequence[str] = (),
+    outcome: str = REWARD,
+    design: Design | None = None,
 ) -> list[Path]:
     """Draw the reward and the collapsed share above, and the differences of pairs of arms below.
 
@@ -286,11 +324,13 @@ def draw(
     if extra_metric:
         draw_column(remedy_panel, numbers, styles, extra_metric)
     draw_collapsed(share_panel, numbers, styles)
-    draw_differences(objective_panel, objectives, styles)
-    draw_differences(remedy_panel, remedies, styles)
+    draw_differences(objective_panel, objectives, styles, design)
+    draw_differences(remedy_panel, remedies, styles, design)
     objective_panel.set_visible(bool(objectives or extra_metric))
     remedy_panel.set_visible(bool(remedies or extra_metric))
-    end_panel.set(title="Reward at the end", ylabel="last fifth of the batches")
+    name = in_words(outcome)
+    end_panel.set(title=f"{name[0].upper()}{name[1:]} at the end")
+    end_panel.set_ylabel("last fifth of the batches")
     share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
     objective_panel.set_title(f"Each objective minus {baseline}")
     if extra_metric:
@@ -310,7 +350,7 @@ def draw(
     columns = min(len(styles), 4)
     style.legend(names_panel, styles, loc="center", ncols=columns)
     study = Path(data.runs[0].study).name
-    text = caption(data, numbers, metric)
+    text = caption(data, numbers, metric, design)
     return style.save(figure, out, f"fig_dose_{study}", text, options)
 
 
@@ -336,12 +376,14 @@ def draw_collapsed(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     ax.set_ylim(-0.05, 1.05)
 
 
-def draw_differences(ax: Axes, pairs: Pairs, styles: ArmStyles) -> None:
+def draw_differences(
+    ax: Axes, pairs: Pairs, styles: ArmStyles, design: Design | None = None
+) -> None:
     """Draw the mean difference of each pair of arms at each level, with its interval."""
     x_shifts = shifts(len(pairs), 0.07)
     for shift, (arm, rival) in zip(x_shifts, pairs, strict=True):
         points = []
-        for position, _, interval in intervals(pairs[arm, rival]):
+        for position, _, interval in intervals(pairs[arm, rival], design):
             points.append((position + shift, interval))
         interval_line(ax, points, styles[arm])
     ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
@@ -362,15 +404,18 @@ def tick(level: object, measured: pd.Series) -> str:
     return f"{word}\n{measured.mean():.3g}"
 
 
-def caption(data: Data, numbers: pd.DataFrame, metric: str) -> str:
+def caption(data: Data, numbers: pd.DataFrame, metric: str, design: Design | None = None) -> str:
     """Return the caption, which describes the runs and the panels."""
     seeds = span(numbers.groupby(["position", "arm"]).size())
     batches = span([run.planned for run in data.runs])
+    level = ""
+    if design:
+        level = " Differences have the level of the sequential design's look."
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "
         f"each dose stands {metric} in the first fifth of the batches: the mean over the arms, or "
         "its least and largest arm. Bars: 95 % intervals over seeds; collapse by the registered "
-        "rule. Differences are paired by seed."
+        f"rule. Differences are paired by seed.{level}"
     )
 
 

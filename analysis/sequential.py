@@ -23,11 +23,14 @@ the level of a study without looks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+
+from gspo.analysis.runs import RunsError
 
 GRID_POINTS = 801  # of the integrals, odd as Simpson's rule wants it
 OUTERMOST = 8.0  # standard deviations: beyond it lies 1e-15
@@ -146,3 +149,25 @@ def conditional_power(z: float, seeds: int, design: Design, effect: float) -> fl
     drift = effect * math.sqrt(design.maximum) * (1 - share)
     missing = design.boundaries[-1] - z * math.sqrt(share) - drift
     return float(1 - ndtr(missing / math.sqrt(1 - share)))
+
+
+# ------------------------------------------------------------------------------------------------
+# for the commands of figures
+def chosen_design(looks: Sequence[int]) -> Design | None:
+    """Return the sequential design with these looks, None without looks; raise RunsError."""
+    if not looks:
+        return None
+    try:
+        return Design(tuple(looks))
+    except ValueError as error:
+        raise RunsError(str(error)) from None
+
+
+def level_of(design: Design, seeds: int) -> float:
+    """Return the level of a design's look, or raise RunsError with the next look."""
+    try:
+        return design.level(seeds)
+    except ValueError as error:
+        following = design.next_look(seeds)
+        hint = f"run {following - seeds} more" if following else "choose seeds by where.seed"
+        raise RunsError(f"{error}: {hint}") from None

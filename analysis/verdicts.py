@@ -12,8 +12,8 @@
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
 rounding difference of the machine can reverse it. The sign-flip test does not rely on that. Its
 smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential design the level
-of a look takes the place of .05, in the interval and for the p (sequential.py). A single seed gives an interval
-within the run and no p: it can point to something, no more.
+of a look takes the place of .05, in the interval and for the p (sequential.py). A single seed gives
+an interval within the run and no p: it can point to something, no more.
 """
 
 from __future__ import annotations
@@ -82,6 +82,23 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
         p = interval.p(nearest_limit)
         return _words(False, p, f"interval {interval.kind}, not {name}", interval)
     return f"undecided (interval {interval.kind}, only in part {name})"
+
+
+def direction(interval: Interval, margin: float) -> str:
+    """Return "above", "below", "same" or "undecided" of a difference: the verdict in a word.
+
+    "above" and "below" are of 0, "same" is within ±margin. All need the interval and the exact p.
+    """
+    decided = interval.p() < interval.level
+    if decided and interval.low > 0:
+        return "above"
+    if decided and interval.high < 0:
+        return "below"
+    if margin and -margin < interval.low and interval.high < margin:
+        p = max(interval.p(-margin), interval.p(margin))
+        if p < interval.level:
+            return "same"
+    return "undecided"
 
 
 def judge_sameness(interval: Interval, line: float, margin: float) -> str:

@@ -7,6 +7,7 @@ it, so that commands which compute nothing start fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 TIE_TOLERANCE = 1e-9
 
 
-def t_quantile(freedom: int, level: float = 0.05) -> float:
+def t_quantile(freedom: float, level: float = 0.05) -> float:
     """Return the quantile of Student's t that |t| exceeds with probability `level`."""
     from scipy.special import stdtrit  # a third of a second, and a tenth of scipy.stats
 
@@ -95,6 +96,41 @@ def sign_flip_p_of_integers(differences_N: np.ndarray) -> float:
         chance = (chance + shifted) / 2
     upper_tail = chance[(sum(sizes) + observed) // 2 :].sum()
     return min(1.0, 2 * float(upper_tail))
+
+
+def random_sign_flip_p(differences_N: np.ndarray, draws: int = 20_000, seed: int = 0) -> float:
+    """Return the p of `sign_flip_p` from random sign patterns, for any number of differences.
+
+        p = (1 + number of patterns with |sum s_i d_i| >= |sum d_i|) / (1 + draws)
+
+    This p is valid itself (Phipson and Smyth 2010): it is never 0, and its smallest value is
+    1 / (1 + draws). It is NaN if a difference is NaN, or if there is none.
+    """
+    d = np.asarray(differences_N, float)
+    if not len(d) or not np.isfinite(d).all():
+        return math.nan
+    threshold = abs(d.sum()) - TIE_TOLERANCE * np.abs(d).sum()
+    rng = np.random.default_rng(seed)
+    signs_DN = 2 * rng.integers(0, 2, size=(draws, len(d)), dtype=np.int8) - 1
+    sums_D = np.abs(signs_DN @ d)
+    return (1 + int((sums_D >= threshold).sum())) / (1 + draws)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Return the p of each hypothesis with Holm's correction for their number (Holm 1979).
+
+    With the p in rising order, the k-th of m becomes max over j <= k of min(1, (m - j + 1) p_j).
+    Rejecting each hypothesis whose corrected p is below alpha errs at all with probability alpha
+    at most.
+    """
+    rising = sorted(range(len(ps)), key=lambda index: ps[index])
+    corrected = [0.0] * len(ps)
+    largest = 0.0
+    for position, index in enumerate(rising):
+        factor = len(ps) - position
+        largest = max(largest, min(1.0, factor * ps[index]))
+        corrected[index] = largest
+    return corrected
 
 
 def _signed_sums(values_N: np.ndarray) -> np.ndarray:

@@ -1,15 +1,14 @@
 """Refuse combinations of settings that cannot work, or that would not do as they say.
 
 Every refusal is one line that names the key, the value and a remedy. `check` runs before a model
-loads. It knows objectives, advantage estimators and KL terms by class attributes of theirs, such as
-`objective.sequence_level`.
+loads. algorithm_checks.py has the checks of the algorithm.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gspo.algorithm.aggregation import LENGTH_WEIGHTED
+from gspo.config.algorithm_checks import check_algorithm, starts_at_one
 from gspo.config.episodes import check_episodes
 from gspo.config.unread_options import changed, check_unread_options
 from gspo.io.errors import SettingError
@@ -28,10 +27,7 @@ def check(s: Settings) -> None:
     check_router(s)
     check_lora(s)
     check_head(s)
-    check_objective(s)
-    check_truncation(s)
-    check_credit(s)
-    check_advantage_inputs(s)
+    check_algorithm(s)
     check_episodes(s)
     check_probe(s)
     check_unread_options(s)
@@ -93,13 +89,6 @@ def check_updates(s: Settings) -> None:
             f"objective={s.objective.name} cannot clip and all objectives are the same",
             remedy="use more mini-batches, or say allow_on_policy=true",
         )
-
-
-def starts_at_one(s: Settings) -> bool:
-    """Return whether the first mini-batch has ratios of 1, apart from rounding."""
-    if s.policy.old_logprobs == "behaviour":
-        return not s.rollout.samples_ahead
-    return s.policy.old_logprobs == "step_start"
 
 
 def check_replay(s: Settings) -> None:
@@ -227,210 +216,6 @@ def check_lora(s: Settings) -> None:
     for is_chosen, key, value, reason in excluded:
         if is_chosen:
             raise SettingError(key, value, f"with {rank}, {reason}")
-
-
-def check_objective(s: Settings) -> None:
-    """Refuse an aggregation, a correction or weights that do not fit the objective."""
-    mode = s.trainer.aggregation.mode
-    if s.objective.fixed_aggregation and mode != s.objective.aggregation:
-        raise SettingError(
-            "trainer.aggregation.mode",
-            mode,
-            f"with objective={s.objective.name}, its loss is one number per response, with "
-            "its length weight if it has one",
-            remedy=f"use {s.objective.aggregation}",
-        )
-    if s.objective.sequence_level and mode in LENGTH_WEIGHTED and not s.allow_length_weighting:
-        raise SettingError(
-            "trainer.aggregation.mode",
-            mode,
-            f"weighs responses by their length, but objective={s.objective.name} has one "
-            "ratio per response",
-            remedy="use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true",
-        )
-    check_correction(s)
-    if s.kl.in_loss and s.kl.weighted and not s.correction.has_rollout_weights:
-        raise SettingError(
-            "kl.weighted",
-            True,
-            f"with correction={s.correction.name}, there are no weights to multiply by",
-        )
-
-
-def check_correction(s: Settings) -> None:
-    """Refuse a correction that the objective cannot use, or that would do nothing."""
-    correction = s.correction
-    objective = s.objective
-    if correction.name == "none":
-        return
-    compares_both = correction.compares_old and correction.compares_engine
-    if compares_both and s.policy.old_logprobs == "engine":
-        raise SettingError(
-            "correction",
-            s.correction.name,
-            "with policy.old_logprobs=engine, both log-probs are the engine's, so every "
-            "weight is 1",
-            remedy="use policy.old_logprobs=step_start",
-        )
-    if correction.compares_old and objective.ratio_to == "engine":
-        raise SettingError(
-            "correction",
-            correction.name,
-            f"with objective={objective.name}, its ratio is to the sampling policy already",
-        )
-    joint_ratio = objective.sequence_level or objective.joint_ratio
-    if correction.acts == "minibatch" and joint_ratio:
-        raise SettingError(
-            "correction",
-            correction.name,
-            f"with objective={objective.name}, a ratio is of several tokens, of which some would "
-            "be missing",
-            remedy="use an objective with one ratio per token",
-        )
-    is_token_weight = (
-        correction.acts == "rollout" and correction.level == "token" and not correction.normalize
-    )
-    if objective.includes_correction and correction.weighs and not is_token_weight:
-        raise SettingError(
-            "correction",
-            correction.name,
-            f"with objective={objective.name}, token weights become a factor of its product of "
-            "ratios, and this correction has none",
-            remedy="use correction=tis or mis with level=token and normalize=false, or opsm",
-        )
-
-
-def check_truncation(s: Settings) -> None:
-    """Refuse truncated sampling if a ratio takes the engine's log-probs for the sampled ones.
-
-    The log-probs of both are of the full distribution. So a ratio of the two measures the mismatch
-    of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
-    distribution on one side would multiply it by the probability that the truncation keeps. With
-    rollout.keep_mask both sides have log-probs of the truncated distribution."""
-    if s.rollout.keep_mask:
-        if not s.rollout.rules:
-            raise SettingError(
-                "rollout.keep_mask",
-                True,
-                "changes nothing, because no token is excluded",
-                remedy="set rollout.top_p, top_k or min_p, or leave it out",
-            )
-        return
-    for rule, value in s.rollout.rules.items():
-        truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
-        if s.correction.name != "none" and s.correction.compares_engine:
-            raise SettingError(
-                "correction",
-                s.correction.name,
-                f"weighs by the engine's whole distribution, {truncated}",
-                remedy="set rollout.keep_mask=true, leave that out, or use correction=none",
-            )
-        if s.objective.ratio_to == "engine":
-            raise SettingError(
-                "objective",
-                s.objective.name,
-                f"divides by the engine's whole distribution, {truncated}",
-                remedy="set rollout.keep_mask=true, leave that out, or use another objective",
-            )
-
-
-def check_credit(s: Settings) -> None:
-    """Refuse groups, advantages and penalties that do not fit each other or the objective."""
-    group_of_one = s.advantage.group_of_one
-    if s.rollout.group_size == 1 and s.advantage.needs_group and group_of_one == "zero":
-        raise SettingError(
-            "rollout.group_size",
-            1,
-            f"leaves advantage={s.advantage.name} nothing to compare with",
-            remedy="use at least 2, or an advantage without group baseline",
-        )
-    if s.rollout.group_size == 1 and s.advantage.baseline == "group":
-        raise SettingError(
-            "rollout.group_size",
-            1,
-            "with advantage.baseline=group, the group's mean is the reward itself",
-        )
-    if s.rollout.group_size > 1 and group_of_one != "zero":
-        raise SettingError(
-            "advantage.group_of_one",
-            group_of_one,
-            f"is not read with rollout.group_size={s.rollout.group_size}",
-        )
-    each_turn = s.reward.turns == "each"
-    rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1 or each_turn
-    sums_later_rewards = not s.advantage.needs_group and s.advantage.baseline == "none"
-    tokens_differ = s.advantage.per_token or (rewards_or_discounts_tokens and sums_later_rewards)
-    turns = " and reward.turns=each" if each_turn else ""
-    if tokens_differ and s.objective.sequence_level and not s.objective.token_advantages:
-        raise SettingError(
-            "objective",
-            s.objective.name,
-            f"has one advantage per response, advantage={s.advantage.name} with "
-            f"kl={s.kl.name} and advantage.gamma={s.advantage.gamma}{turns} gives one per "
-            "token",
-            remedy="use objective=gspo_token",
-        )
-    if s.reward.overlong_cache >= s.rollout.max_new_tokens:
-        raise SettingError(
-            "reward.overlong_cache",
-            s.reward.overlong_cache,
-            f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
-        )
-
-
-def check_advantage_inputs(s: Settings) -> None:
-    """Refuse rewards and old log-probs that are not what the advantage estimator is made for."""
-    advantage = f"with advantage={s.advantage.name}"
-    if s.advantage.needs_raw_rewards:
-        reason = f"{advantage}, the verifier's own rewards are compared, and nothing else"
-        shaped = [
-            (s.reward.shift != "none", "reward.shift", s.reward.shift),
-            (s.reward.scale != "none", "reward.scale", s.reward.scale),
-            (s.reward.clip is not None, "reward.clip", s.reward.clip),
-            (s.reward.overlong_cache > 0, "reward.overlong_cache", s.reward.overlong_cache),
-            (s.reward.turns == "each", "reward.turns", s.reward.turns),
-            (s.kl.in_reward, "kl", s.kl.name),
-        ]
-        for is_set, key, value in shaped:
-            if is_set:
-                raise SettingError(key, value, reason, remedy="leave it out")
-    if s.advantage.needs_named_rewards and len(s.reward.weights) < 2:
-        raise SettingError(
-            "reward.weights",
-            s.reward.weights,
-            f"{advantage}, there must be at least two named rewards",
-            remedy="return them from the reward function and weigh each by its name, for example "
-            "reward.weights={correct: 1, format: 0.5}, or use advantage=group_normalized",
-        )
-    if s.reward.weights and s.task.environments():
-        raise SettingError(
-            "reward.weights",
-            s.reward.weights,
-            f"with task={s.task.name}, an episode has a single reward",
-            remedy="leave it out",
-        )
-    if s.advantage.learns_from_equal_rewards and s.rollout.refill_rounds:
-        raise SettingError(
-            "rollout.refill_rounds",
-            s.rollout.refill_rounds,
-            f"{advantage}, dynamic sampling drops groups whose rewards are equal, from which it "
-            "learns",
-            remedy="use rollout.refill_rounds=0",
-        )
-    if s.advantage.needs_sum_pi_squared and s.policy.old_logprobs != "step_start":
-        raise SettingError(
-            "policy.old_logprobs",
-            s.policy.old_logprobs,
-            f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
-            remedy="use policy.old_logprobs=step_start",
-        )
-    if s.advantage.needs_sum_pi_squared and s.rollout.keep_mask:
-        raise SettingError(
-            "rollout.keep_mask",
-            True,
-            f"{advantage}, sum_v pi_v^2 is over the whole vocabulary",
-            remedy="leave it out, or use advantage=group_normalized",
-        )
 
 
 def check_probe(s: Settings) -> None:

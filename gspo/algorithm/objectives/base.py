@@ -82,8 +82,8 @@ class LossOutputs:
 class Objective(Ranged, key="objective"):
     """The base of all objectives: the fields of a subclass are its settings, and it is callable.
 
-    The class attributes are facts about the formula. gspo.config.checks reads them to refuse
-    settings that would do nothing with this objective, or that would not do as they say.
+    The class attributes are facts about the formula. gspo.config.algorithm_checks reads them to
+    refuse settings that would do nothing with this objective, or that would not do as they say.
     """
 
     name: str = ""

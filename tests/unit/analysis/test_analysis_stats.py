@@ -7,7 +7,7 @@ import pytest
 
 from gspo.analysis import claims, efficiency, paper, stats
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO
-from gspo.statistics import sign_flip_p, t_quantile
+from gspo.statistics import holm, random_sign_flip_p, sign_flip_p, t_quantile
 
 
 def test_smoothing():
@@ -124,3 +124,21 @@ def test_a_lucky_first_batch_is_no_peak():
     assert stats.decline(lucky) == pytest.approx(1 - 0.5 / 0.52974, abs=1e-4)
     assert stats.decline([0.5] * 60 + [0.25] * 30) == pytest.approx(0.5, abs=1e-6)
     assert math.isnan(stats.decline([0.0] * 30))
+
+
+def test_holm_by_hand():
+    """Of .01, .04, .03 the factors are 3, 1, 2, and no corrected p is below an earlier one."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_random_signs_give_the_exact_p():
+    """Within five standard errors of the drawn share, and never 0."""
+    differences = np.array([0.3, -0.1, 0.2, 0.25, 0.05, -0.02, 0.4, 0.1])
+    exact = sign_flip_p(differences)
+    drawn = random_sign_flip_p(differences, draws=20_000)
+    assert drawn == pytest.approx(exact, abs=5 * np.sqrt(exact * (1 - exact) / 20_000))
+    assert random_sign_flip_p(np.ones(60), draws=999) == 1 / 1000
+    assert random_sign_flip_p(np.zeros(3), draws=99) == 1.0
+    assert np.isnan(random_sign_flip_p(np.array([])))

@@ -47,7 +47,7 @@ def test_the_numbers_of_a_recorded_study_are_those_of_its_registration(tmp_path)
     """Study D of experiments/STUDIES.md."""
     numbers = Numbers()
     routing(numbers, measured("D", article.DATA))
-    article.write(tmp_path, "text", numbers)
+    article.write(tmp_path, "text", numbers, {})
     entries = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))
     assert entries["D.replay.14"]["text"] == "+.018 [+.002, +.033]"
     assert entries["D.replay.14"]["p"] == ".016"

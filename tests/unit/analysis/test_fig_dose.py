@@ -134,3 +134,19 @@ def test_runs_that_cannot_be_told_apart_are_refused(study):
     )
     with pytest.raises(load.RunsError, match=r"the runs of GRPO at 10\.0 differ also in optim\.lr"):
         fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)
+
+
+def test_another_outcome_than_the_reward(study):
+    """A held-out score that only the last row has is compared at the end, paired by seed."""
+    for path in study.glob("*/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        gain = 0.02 if path.parent.name.startswith("gspo") else 0.0
+        rows[-1]["eval/math/avg@4"] = 0.3 + gain
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outcome = "eval/math/avg@4"
+    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, outcome=outcome)
+    objectives, _ = fig_dose.compared(numbers)
+    for _, _, interval in fig_dose.intervals(objectives["GSPO", "GRPO"]):
+        assert interval.mean == pytest.approx(0.02)
+    head = fig_dose.table(numbers, DOSE, METRIC, outcome=outcome)[0]
+    assert "eval/math/avg@4, last fifth" in head and "reward" not in head

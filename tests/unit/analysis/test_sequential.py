@@ -8,7 +8,7 @@ from scipy.stats import multivariate_normal, norm
 
 from gspo.analysis import fig_critical_rate
 from gspo.analysis.runs import RunsError
-from gspo.analysis.sequential import Design, conditional_power
+from gspo.analysis.sequential import Design, conditional_power, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.verdicts import judge
 
@@ -95,5 +95,5 @@ def test_decisions_about_a_ratio(low, high, p, seeds, words):
 
 def test_a_number_of_seeds_without_a_look_is_refused_with_the_next():
     with pytest.raises(RunsError, match=r"12 seeds: the design looks at 20, 40.*: run 8 more"):
-        fig_critical_rate.level_of(Design((20, 40)), 12)
+        level_of(Design((20, 40)), 12)
     assert LEVEL == 0.05

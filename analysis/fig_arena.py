@@ -1,0 +1,396 @@
+"""Arena: many objectives in many settings, each paired by seed with one of them, and a ranking.
+
+    gspo figure arena runs/arena_sums_edge runs/arena_sums_stale ... arms=[correction.name] \\
+        looks=[10,20]
+
+Each study is a panel, and is named after the part of its name in which it differs from the others.
+A panel has a row per arm: the paired difference of its reward at the end (last fifth of the
+batches) to the objective `against`, with its interval. A filled mark is decided: the interval
+leaves 0 out, and the exact p is below the level. The grey strip is the margin within which two arms
+count as the same. With looks=[10,20] the runs are a sequential design, and levels are those of the
+look (sequential.py). A panel says nothing of the number of its comparisons: of twenty null
+comparisons one is decided by chance.
+
+The ranking takes the mean of an arm's differences over all panels, each with equal weight. Every
+pair of arms is compared, with Holm's correction for all pairs. Two arms that are not told apart
+share their ranks: "2 to 5" means that one arm is better for certain and that up to four others may
+be. Prints Markdown tables of all of it. Writes fig_arena.pdf and .png. Metrics: reward/mean,
+compute/seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from gspo.analysis import load, script, style
+from gspo.analysis.arm_styles import ArmStyles, arm_styles
+from gspo.analysis.blocks import markdown_table
+from gspo.analysis.grid import (
+    check_alike,
+    collapsed_count,
+    name_rows,
+    part_length,
+    run_numbers,
+    settled_runs,
+    span,
+)
+from gspo.analysis.load import OBJECTIVES, Data, Run
+from gspo.analysis.runs import RunsError
+from gspo.analysis.sequential import Design, chosen_design, level_of
+from gspo.analysis.stats import LEVEL, Interval, t_interval
+from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.verdicts import direction
+from gspo.io.arguments import command_options, option
+from gspo.statistics import holm, random_sign_flip_p, t_quantile
+
+CLIP = "objective.clip_low"
+REFUSED = script.DOTS | script.NO_CURVES
+# the settings that make an arm, by the first part of their names
+ARM_SETTINGS = ("objective.", "advantage.", "trainer.aggregation", "policy.routing_replay")
+# the words for a setting's value in an arm's name; "" for the value that needs no word
+WORDS = {
+    ("correction.name", "none"): "",
+    ("correction.name", "opsm"): "OPSM",
+    ("correction.name", "m2po"): "M2PO",
+}
+MAX_PANELS = 16
+SECONDS_PER_HOUR = 3600
+# by (arm, the arm it is compared with): the mean difference over the panels
+Comparisons = dict[tuple[str, str], Interval]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(script.Options):
+    """The options of this figure."""
+
+    against: str = option(
+        "gspo", "the objective that the others are compared with", choices=tuple(OBJECTIVES)
+    )
+    arms: tuple[str, ...] = option((), "settings that make an arm besides objective and replay")
+    columns: int = option(4, "panels in a row", least=1, most=6)
+    same: float = option(0.03, "two rewards within this difference are the same", least=0)
+    looks: tuple[int, ...] = option((), "numbers of seeds at which a sequential design is judged")
+
+
+def main() -> None:
+    options = command_options(Options, __doc__, REFUSED)
+    design = chosen_design(options.looks)
+    data = script.read(options, several_studies=True, notes=False)
+    script.print_notes(data, "unfinished", "left out", "lost")
+    numbers = measure(data, options.arms)
+    baseline = OBJECTIVES[options.against]
+    differences = paired(numbers, baseline, design)
+    ranking = rank(numbers)
+    paths = draw(numbers, differences, baseline, options.out, options, options=options)
+    script.print_lines(
+        table(numbers),
+        difference_table(differences, baseline, options.same),
+        ranking_table(numbers, ranking, baseline),
+        paths,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# numbers
+def measure(data: Data, settings: Sequence[str] = ()) -> pd.DataFrame:
+    """Return a row per run that has finished or collapsed, in the order of the studies.
+
+    The columns are cell (the study's name without what all names share), arm, seed, start, end,
+    collapsed and hours. Raises RunsError if runs of a cell differ in more than their arm, or if two
+    runs have the same cell, arm and seed.
+    """
+    runs = settled_runs(data, settings)
+    if not runs:
+        raise RunsError("fig_arena needs runs that have finished or collapsed")
+    cells = cell_names([str(run.study) for run in runs])
+    if len(cells) > MAX_PANELS:
+        raise RunsError(
+            f"fig_arena has {MAX_PANELS} panels at most; these are {len(cells)} studies"
+        )
+    rows = []
+    for run in runs:
+        part = part_length(run)
+        row = run_numbers(run, part, part, {})
+        row["cell"] = cells[str(run.study)]
+        row["arm"] = arm_of(run, settings)
+        row["range"] = f" [clip range {run.settings.get(CLIP)}]"
+        row["hours"] = run.column("compute/seconds").max() / SECONDS_PER_HOUR
+        rows.append(row)
+    numbers = pd.DataFrame(rows)
+    ranges_of_arm = numbers.groupby(["cell", "arm"])["range"].transform("nunique")
+    several = numbers["arm"].isin(numbers.loc[ranges_of_arm > 1, "arm"])
+    suffix = numbers.pop("range")
+    numbers["arm"] += suffix.where(several, "")
+    repeated = numbers[numbers.duplicated(["cell", "arm", "seed"])]
+    if len(repeated):
+        first = repeated.iloc[0]
+        raise RunsError(
+            f"two runs of {first['arm']} in {first['cell']}, seed {first['seed']}: "
+            "name with arms=[...] what they differ in"
+        )
+    for cell, group in numbers.groupby("cell"):
+        alike = [runs[index] for index in group.index]
+        check_alike(alike, (*ARM_SETTINGS, *groups_of(settings)), "", f"the runs of {cell}")
+    return numbers
+
+
+def groups_of(settings: Sequence[str]) -> list[str]:
+    """Return the groups of these settings: "correction." of correction.name."""
+    return [f"{key.rpartition('.')[0]}." for key in settings]
+
+
+def arm_of(run: Run, settings: Sequence[str]) -> str:
+    """Return the arm of a run: objective, replay, and the words of the settings."""
+    words = []
+    for key in settings:
+        value = run.settings[key]
+        word = WORDS.get((key, value), f"{key}={value}")
+        if word:
+            words.append(word)
+    arm = load.base_arm(run.settings)
+    return f"{arm} [{', '.join(words)}]" if words else arm
+
+
+def cell_names(studies: Sequence[str]) -> dict[str, str]:
+    """Return the name of each study's panel: without the words that all studies begin with.
+
+    >>> cell_names(["arena_sums_edge", "arena_tools_edge"])
+    {'arena_sums_edge': 'sums edge', 'arena_tools_edge': 'tools edge'}
+    """
+    words = {study: study.split("_") for study in studies}
+    if len(words) == 1:
+        return {study: study for study in words}
+    shared = 0
+    for same_place in zip(*words.values(), strict=False):
+        if len(set(same_place)) > 1:
+            break
+        shared += 1
+    return {study: " ".join(parts[shared:]) or study for study, parts in words.items()}
+
+
+def arms_in_order(numbers: pd.DataFrame) -> list[str]:
+    """Return the arms by falling mean reward over their cells."""
+    means = numbers.groupby(["arm", "cell"])["end"].mean().groupby("arm").mean()
+    return list(means.sort_values(ascending=False).index)
+
+
+def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -> pd.DataFrame:
+    """Return a row per cell and arm: the interval of the arm minus the baseline, paired by seed.
+
+    The columns are cell, arm and interval. Raises RunsError if a cell has no run of the baseline,
+    or if a sequential design has no look at a pair's number of seeds.
+    """
+    rows = []
+    for cell, group in numbers.groupby("cell", sort=False):
+        ends = group.pivot(index="seed", columns="arm", values="end")
+        if baseline not in ends:
+            raise RunsError(f"{cell} has no run of {baseline}: choose another with against=")
+        for arm in ends.columns.drop(baseline):
+            difference = (ends[arm] - ends[baseline]).dropna()
+            if difference.empty:
+                continue
+            level = level_of(design, len(difference)) if design else LEVEL
+            rows.append({"cell": cell, "arm": arm, "interval": t_interval(difference, level)})
+    if not rows:
+        raise RunsError(f"no arm shares a seed with {baseline}")
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The mean difference of each pair of arms over the cells, and each pair's corrected p."""
+
+    arms: list[str]
+    comparisons: Comparisons
+    p: dict[tuple[str, str], float]
+
+    def ranks(self, arm: str) -> tuple[int, int]:
+        """Return the best and the worst rank that an arm may have, 1 being the best."""
+        better = 0
+        worse = 0
+        for (a, b), interval in self.comparisons.items():
+            if arm not in (a, b) or self.p[a, b] >= LEVEL:
+                continue
+            ahead = (interval.mean > 0) == (arm == a)
+            if ahead:
+                worse += 1
+            else:
+                better += 1
+        return 1 + better, len(self.arms) - worse
+
+
+def rank(numbers: pd.DataFrame) -> Ranking:
+    """Return the comparisons of all pairs of arms that are in every cell."""
+    cells = numbers["cell"].unique()
+    counts = numbers.groupby("arm")["cell"].nunique()
+    arms = [arm for arm in arms_in_order(numbers) if counts[arm] == len(cells)]
+    comparisons: Comparisons = {}
+    p: dict[tuple[str, str], float] = {}
+    for a, b in combinations(arms, 2):
+        by_cell = [cell_difference(numbers, cell, a, b) for cell in cells]
+        if all(len(values) > 1 for values in by_cell):
+            comparisons[a, b] = mean_over_cells(by_cell)
+            weighted = np.concatenate([values / len(values) for values in by_cell])
+            p[a, b] = random_sign_flip_p(weighted)
+    corrected = holm(list(p.values()))
+    return Ranking(arms, comparisons, dict(zip(p, corrected, strict=True)))
+
+
+def cell_difference(numbers: pd.DataFrame, cell: str, a: str, b: str) -> np.ndarray:
+    """Return the differences a - b of the seeds that both arms have in a cell."""
+    ends = numbers[numbers["cell"] == cell].pivot(index="seed", columns="arm", values="end")
+    return (ends[a] - ends[b]).dropna().to_numpy()
+
+
+def mean_over_cells(differences: Sequence[np.ndarray]) -> Interval:
+    """Return the mean of the cells' mean differences, each cell with equal weight.
+
+    The cells are independent. With v_c = s_c^2 / n_c the variance of the mean is
+    sum_c v_c / C^2, and its degrees of freedom are (sum_c v_c)^2 / sum_c v_c^2 / (n_c - 1)
+    (Welch and Satterthwaite).
+    """
+    means = [values.mean() for values in differences]
+    variances = np.array([values.var(ddof=1) / len(values) for values in differences])
+    mean = float(np.mean(means))
+    total = float(variances.sum())
+    seeds = sum(len(values) for values in differences)
+    if total == 0:
+        return Interval(mean, mean, mean, seeds)
+    freedoms = np.array([len(values) - 1 for values in differences])
+    freedom = total**2 / float((variances**2 / freedoms).sum())
+    half = t_quantile(freedom) * math.sqrt(total) / len(differences)
+    return Interval(mean, mean - half, mean + half, seeds)
+
+
+# ------------------------------------------------------------------------------------------------
+# tables
+def table(numbers: pd.DataFrame) -> list[str]:
+    """Return a Markdown row per cell and arm."""
+    rows = [
+        ["cell", "arm", "seeds", "reward, first fifth", "last fifth", "collapsed", "core-hours"]
+    ]
+    for cell, group in numbers.groupby("cell", sort=False):
+        for arm, runs in group.groupby("arm"):
+            row = [cell, arm, len(runs), f"{runs['start'].mean():.3f}"]
+            row += [t_interval(runs["end"]).text(), collapsed_count(runs)]
+            row.append(f"{runs['hours'].sum():.2f}")
+            rows.append(row)
+    return markdown_table(rows)
+
+
+def difference_table(differences: pd.DataFrame, baseline: str, margin: float) -> list[str]:
+    """Return a Markdown row per cell and arm: its difference to the baseline and the verdict."""
+    rows = [["cell", f"arm - {baseline}", "mean and interval", "p", "level", "verdict"]]
+    for row in differences.itertuples():
+        interval = row.interval
+        cells = [interval.text("+.3f"), interval.p_text(), f"{interval.level:.2g}"]
+        rows.append([row.cell, row.arm, *cells, direction(interval, margin)])
+    return markdown_table(rows)
+
+
+def ranking_table(numbers: pd.DataFrame, ranking: Ranking, baseline: str) -> list[str]:
+    """Return a Markdown row per arm in every cell: its mean difference, its ranks and its cost."""
+    head = ["rank", "arm", f"mean over cells, minus {baseline}", "p (Holm)", "collapsed"]
+    rows = [[*head, "core-hours"]]
+    for arm in ranking.arms:
+        best, worst = ranking.ranks(arm)
+        place = f"{best}" if best == worst else f"{best} to {worst}"
+        difference = "-"
+        p = "-"
+        for (a, b), interval in ranking.comparisons.items():
+            if {a, b} == {arm, baseline}:
+                sign = 1 if a == arm else -1
+                difference = signed(interval, sign).text("+.3f")
+                p = f"{ranking.p[a, b]:.2g}"
+        runs = numbers[numbers["arm"] == arm]
+        hours = f"{runs['hours'].sum():.2f}"
+        rows.append([place, arm, difference, p, collapsed_count(runs), hours])
+    return markdown_table(rows)
+
+
+def signed(interval: Interval, sign: int) -> Interval:
+    """Return the interval of the negative difference if `sign` is -1."""
+    if sign == 1:
+        return interval
+    return Interval(-interval.mean, -interval.high, -interval.low, interval.seeds)
+
+
+# ------------------------------------------------------------------------------------------------
+# figure
+def draw(
+    numbers: pd.DataFrame,
+    differences: pd.DataFrame,
+    baseline: str,
+    out: Path,
+    figure_options: FigureOptions = DEFAULTS,
+    *,
+    options: Options,
+) -> list[Path]:
+    """Draw a panel per cell, in rows of `options.columns` panels."""
+    cells = list(dict.fromkeys(differences["cell"]))
+    arms = [arm for arm in arms_in_order(numbers) if arm != baseline]
+    styles = arm_styles(arms)
+    columns = min(options.columns, len(cells))
+    panel_rows = math.ceil(len(cells) / columns)
+    height = panel_rows * (0.75 + 0.19 * len(arms))
+    figure = style.canvas(height, figure_options)
+    panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
+    names = [style.arm_label(arm).replace("\n", ", ") for arm in arms]
+    for ax, cell in zip(panels.flat, cells, strict=False):
+        rows = differences[differences["cell"] == cell]
+        draw_cell(ax, rows, arms, styles, options.same)
+        ax.set_title(cell, fontsize=9)
+    for ax in panels.flat[len(cells) :]:
+        ax.set_visible(False)
+    for row in panels:
+        name_rows(row, names, 0.7)
+        row[0].tick_params(axis="y", labelsize=8)
+    for ax in panels[-1]:
+        ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
+    text = caption(numbers, differences, baseline, options)
+    return style.save(figure, out, "fig_arena", text, figure_options)
+
+
+def draw_cell(
+    ax: Axes, rows: pd.DataFrame, arms: list[str], styles: ArmStyles, margin: float
+) -> None:
+    """Draw the differences of a cell; decided differences have filled marks."""
+    ax.axvspan(-margin, margin, color=style.STRIP, lw=0, zorder=0)
+    ax.axvline(0, color=style.MUTED, lw=1, zorder=1)
+    for row in rows.itertuples():
+        y = arms.index(row.arm)
+        interval = row.interval
+        line = styles[row.arm]
+        decided = direction(interval, margin) in ("above", "below")
+        ax.plot([interval.low, interval.high], [y, y], color=line.colour, lw=1.3, zorder=2)
+        face = line.colour if decided else "white"
+        ax.plot(interval.mean, y, "o", ms=5, mfc=face, mec=line.colour, mew=1.2, zorder=3)
+
+
+def caption(
+    numbers: pd.DataFrame, differences: pd.DataFrame, baseline: str, options: Options
+) -> str:
+    """Return the caption: what a row, a mark and the strip mean, and what it cost."""
+    seeds = [interval.seeds for interval in differences["interval"]]
+    hours = numbers["hours"].sum()
+    levels = sorted({interval.level for interval in differences["interval"]})
+    covered = " and ".join(f"{100 * (1 - level):.3g} %" for level in levels)
+    text = (
+        f"Reward of the last fifth of the batches minus {baseline}'s, paired by seed: mean and "
+        f"{covered} interval over {span(seeds)} seeds. Filled: the interval leaves 0 out and the "
+        f"exact p is below the level. Grey: within {options.same:g}. Arms are ordered by their mean "
+        f"reward over all panels. {len(numbers)} runs, {hours:.1f} core-hours."
+    )
+    return text
+
+
+if __name__ == "__main__":
+    script.command(main)

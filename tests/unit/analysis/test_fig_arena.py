@@ -1,0 +1,134 @@
+"""The arena on runs of a known truth: pairs, verdicts, ranks, and what is refused."""
+
+import numpy as np
+import pytest
+
+from gspo.analysis import fig_arena, load
+from gspo.analysis.runs import RunsError
+from gspo.analysis.sequential import Design
+from gspo.analysis.stats import Interval
+from gspo.analysis.verdicts import direction
+from recorded_runs import write
+
+CELLS = {"arena_sums_edge": 0.1, "arena_sums_stale": 0.0, "arena_tools_edge": -0.02}
+SEEDS = range(1, 11)
+
+
+def noise(name: str, cell: str, seed: int) -> float:
+    """A small number that belongs to the arm, the cell and the seed, of mean 0 over the seeds."""
+    rng = np.random.default_rng(sum(map(ord, name + cell)))
+    values = rng.normal(0, 0.004, len(SEEDS))
+    return float((values - values.mean())[seed - 1])
+
+
+@pytest.fixture
+def arena(tmp_path):
+    """GRPO is ahead of GSPO by the cell's number; SAPO is .2 behind everywhere; CISPO is level."""
+    behind = {"gspo": 0.0, "sapo": 0.2, "cispo": 0.0}
+    for cell, lead in CELLS.items():
+        for seed in SEEDS:
+            for name in ("gspo", "grpo", "sapo", "cispo"):
+                reward = 0.5 + lead if name == "grpo" else 0.5 - behind[name]
+                reward += noise(name, cell, seed)
+                write_in(tmp_path, cell, name, [0.5] * 40 + [reward] * 10, seed)
+    return tmp_path
+
+
+def write_in(folder, study: str, name: str, rewards: list[float], seed: int, **changes: object):
+    rate = 1e-4 * (1 + list(CELLS).index(study))  # the cells differ in a setting
+    run = write(folder / study, name, rewards, seed, **{"optim__lr": rate} | changes)
+    settings = (run / "settings.yaml").read_text().replace("study: known", f"study: {study}")
+    (run / "settings.yaml").write_text(settings)
+
+
+def measured(folder, *settings: str):
+    return fig_arena.measure(load.load([folder / cell for cell in CELLS]), settings)
+
+
+def test_pairs_and_verdicts(arena):
+    numbers = measured(arena)
+    assert list(dict.fromkeys(numbers["cell"])) == ["sums edge", "sums stale", "tools edge"]
+    differences = fig_arena.paired(numbers, "GSPO")
+    by_cell = differences.set_index(["cell", "arm"])["interval"]
+    assert by_cell["sums edge", "GRPO"].mean == pytest.approx(0.1)
+    verdicts = {key: direction(interval, 0.03) for key, interval in by_cell.items()}
+    assert verdicts["sums edge", "GRPO"] == "above"
+    assert verdicts["sums stale", "GRPO"] == "same"
+    assert verdicts["tools edge", "GRPO"] == "below"
+    assert {verdicts[cell, "SAPO"] for cell in numbers["cell"]} == {"below"}
+    assert {verdicts[cell, "CISPO"] for cell in numbers["cell"]} == {"same"}
+
+
+def test_the_ranking_has_ties(arena):
+    ranking = fig_arena.rank(measured(arena))
+    mean = sum(CELLS.values()) / len(CELLS)
+    assert ranking.arms[0] == "GRPO" and ranking.arms[-1] == "SAPO"
+    assert ranking.ranks("GRPO") == (1, 1)
+    assert ranking.ranks("GSPO") == ranking.ranks("CISPO") == (2, 3), "told apart from the others"
+    assert ranking.ranks("SAPO") == (4, 4)
+    pair = next(pair for pair in ranking.comparisons if set(pair) == {"GRPO", "GSPO"})
+    assert abs(ranking.comparisons[pair].mean) == pytest.approx(mean)
+    lines = fig_arena.ranking_table(measured(arena), ranking, "GSPO")
+    assert any(line.startswith("| 2 to 3 | CISPO") for line in map(squeezed, lines))
+
+
+def squeezed(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_an_arm_that_misses_a_cell_is_not_ranked(arena):
+    for seed in SEEDS:
+        write_in(arena, "arena_sums_edge", "gmpo", [0.9] * 50, seed)
+    numbers = measured(arena)
+    assert "GMPO" not in fig_arena.rank(numbers).arms
+    assert "GMPO" in set(fig_arena.paired(numbers, "GSPO")["arm"])
+
+
+def test_the_mean_over_cells_by_hand():
+    """Two cells with means 1 and 3, each with variance s^2 / n = 2 / 2 = 1: 2 ± t(2) sqrt(2) / 2."""
+    cells = [np.array([0.0, 2.0]), np.array([2.0, 4.0])]
+    interval = fig_arena.mean_over_cells(cells)
+    # the degrees of freedom are (1 + 1)^2 / (1 + 1) = 2
+    half = 4.302652729911275 * 2**0.5 / 2
+    assert interval.mean == 2.0 and interval.seeds == 4
+    assert (interval.low, interval.high) == pytest.approx((2 - half, 2 + half))
+
+
+def test_a_sequential_design_sets_the_level(arena):
+    numbers = measured(arena)
+    differences = fig_arena.paired(numbers, "GSPO", Design((10, 20)))
+    levels = {interval.level for interval in differences["interval"]}
+    assert levels == {Design((10, 20)).level(10)}
+    # nine of ten seeds on one side are p = .0215 at best: below .05, not below the look's level
+    values = (*[0.1] * 9, -0.01)
+    early = Interval(0.089, 0.01, 0.17, 10, values, level=Design((10, 20)).level(10))
+    assert direction(early, 0.03) == "undecided"
+    with pytest.raises(RunsError, match="run 2 more"):
+        fig_arena.paired(numbers, "GSPO", Design((12, 20)))
+
+
+def test_ranges_and_corrections_make_arms(arena):
+    for cell in CELLS:
+        for seed in SEEDS:
+            write_in(arena, cell, "grpo", [0.4] * 50, seed, objective__clip_low=0.05)
+    arms = set(measured(arena)["arm"])
+    assert {"GRPO [clip range 0.2]", "GRPO [clip range 0.05]", "GSPO"} <= arms
+
+
+def test_what_is_refused(arena):
+    with pytest.raises(RunsError, match="DAPO"):
+        fig_arena.paired(measured(arena), "DAPO")
+    write_in(arena, "arena_sums_edge", "gspo", [0.5] * 50, 11, optim__lr=1.0)
+    with pytest.raises(RunsError, match=r"the runs of sums edge differ also in optim\.lr"):
+        measured(arena)
+
+
+def test_the_command_draws_and_prints(arena, monkeypatch, capsys):
+    studies = [str(arena / cell) for cell in CELLS]
+    words = ["gspo figure arena", *studies, f"out={arena}", "looks=[10,20]", "formats=[png]"]
+    monkeypatch.setattr("sys.argv", words)
+    fig_arena.main()
+    printed = capsys.readouterr().out
+    assert (arena / "fig_arena.png").stat().st_size > 10_000
+    for text in ("sums edge", "| 2 to 3 ", "| level ", "core-hours", "above"):
+        assert text in printed
