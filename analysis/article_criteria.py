@@ -119,6 +119,13 @@ REGISTERED = {
     "sums.plain": criterion("yes", "sums.plain"),
     "sums.quarter": criterion("yes", "sums.quarter", rule="same"),
     "sums.replay": criterion("not said", "sums.replay"),
+    "effect.edge": criterion("yes", "effect.edge.replay"),
+    "effect.comfortable": criterion("yes", "effect.comfortable.replay", rule="same"),
+    "effect.range": Criterion(
+        "yes",
+        (Part("effect.gain"), Part("effect.range.replay", "not_above")),
+        joint=True,
+    ),
     "A.plain": criterion(
         "yes", *(f"A.{setting}.ratio.plain" for setting in ("4", "16", "top1")), line=1
     ),

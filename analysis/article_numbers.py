@@ -48,6 +48,7 @@ EDGE_STUDIES = (
     "beyond_edge",
     "paper_ranges_at_3.5e-4",
 )
+EFFECT_STUDIES = ("effect", "effect_comfortable", "effect_range")
 CRITICAL_STUDIES = {
     "4": "critical_rate",
     "16": "critical_rate_16",
@@ -184,6 +185,7 @@ def collect(folder: Path) -> Numbers:
     edge(numbers, folder)
     calibration(numbers, folder)
     sums_alone(numbers, folder)
+    effect(numbers, folder)
     for setting, study in CRITICAL_STUDIES.items():
         critical_rates(numbers, folder / f"{study}.parquet", setting)
     staleness(numbers, measured("B", folder))
@@ -192,7 +194,7 @@ def collect(folder: Path) -> Numbers:
     tools(numbers, measured("E", folder))
     rounding(numbers, measured("F", folder))
     warnings(numbers, folder)
-    counted = ("edge", "sums", "A.4", "A.16", "A.top1", "B", "C", "D", "E", "F")
+    counted = ("edge", "sums", "effect", "A.4", "A.16", "A.top1", "B", "C", "D", "E", "F")
     total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
     numbers.count("total.runs", total)
     return numbers
@@ -276,6 +278,22 @@ def sums_alone(numbers: Numbers, folder: Path) -> None:
     numbers.difference("sums.none", t_interval(ends[GRPO_R2] - ends[PAPER_RANGE]))
     numbers.count("sums.seeds", len(ends))
     numbers.count("sums.runs", len(runs))
+
+
+def effect(numbers: Numbers, folder: Path) -> None:
+    """Add the runs of `make reproduce`: paired differences over the last half of the batches."""
+    edge, comfortable, narrow = (study(folder, name) for name in EFFECT_STUDIES)
+    of_gspo, of_narrow = fig_contrast.completed([edge, narrow])
+    for pair, arms in PAIRS.items():
+        numbers.difference(f"effect.edge.{pair}", claims.last_half(edge, *arms)[0])
+    same = {"comfortable": comfortable, "range": of_narrow}
+    for name, data in same.items():
+        interval, _ = claims.last_half(data, GSPO, GRPO_R2)
+        p = max(interval.p(-claims.SAME), interval.p(claims.SAME))
+        numbers.add(f"effect.{name}.replay.same", interval, "+.3f", p)
+        numbers.difference(f"effect.{name}.replay", interval)
+    numbers.difference("effect.gain", fig_contrast.gains(of_gspo, of_narrow)[GRPO_R2])
+    numbers.count("effect.runs", sum(len(data.runs) for data in (edge, comfortable, narrow)))
 
 
 def critical_rates(numbers: Numbers, file: Path, setting: str) -> None:
