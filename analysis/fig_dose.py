@@ -33,6 +33,7 @@ from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
+    arm_words,
     cell_intervals,
     check_alike,
     collapsed_count,
@@ -52,15 +53,6 @@ from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
-# the words for a setting's value in an arm's name; "" for the value that needs no word
-WORDS = {
-    "policy.freeze_router": {False: "", True: "frozen router"},
-    "policy.precision": {"float32": "", "bfloat16": "bfloat16"},
-    "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
-    "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
-    "correction.name": {"none": "", "tis": "TIS"},
-    "rollout.keep_mask": {False: "", True: "sampling mask"},
-}
 REWARD = "reward/mean"
 # from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
 Pairs = dict[tuple[str, str], pd.DataFrame]
@@ -163,12 +155,7 @@ def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, o
     if len(dose) > 1:
         values = [str(run.settings[key]) for key in dose]
         level = ", ".join(value for value in values if value != "none")
-    words = []
-    for key in settings:
-        value = run.settings[key]
-        word = WORDS.get(key, {}).get(value, f"{key}={value}")
-        if word:
-            words.append(word)
+    words = arm_words(run, settings)
     objective = load.base_arm(run.settings, with_replay=False)
     arm = load.base_arm(run.settings)
     if words:
