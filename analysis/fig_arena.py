@@ -200,7 +200,10 @@ def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -
     for cell, group in numbers.groupby("cell", sort=False):
         ends = group.pivot(index="seed", columns="arm", values="end")
         if baseline not in ends:
-            raise RunsError(f"{cell} has no run of {baseline}: choose another with against=")
+            raise RunsError(
+                f"{cell} has no run of {baseline}; it has {', '.join(ends.columns)}: choose another "
+                "with against=, or name other settings with arms=[...]"
+            )
         for arm in ends.columns.drop(baseline):
             difference = (ends[arm] - ends[baseline]).dropna()
             if difference.empty:
