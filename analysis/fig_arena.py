@@ -360,7 +360,7 @@ def draw(
     height = panel_rows * (0.75 + 0.19 * len(arms))
     figure = style.canvas(height, figure_options)
     panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
-    names = [style.arm_label(arm).replace("\n", ", ") for arm in arms]
+    names = [style.arm_label(arm).replace("+\n", "+ ").replace("\n", ", ") for arm in arms]
     for ax, cell in zip(panels.flat, cells, strict=False):
         rows = differences[differences["cell"] == cell]
         draw_cell(ax, rows, arms, styles, options.same)
@@ -402,7 +402,7 @@ def caption(
     seeds = [interval.seeds for interval in differences["interval"]]
     hours = numbers["hours"].sum()
     levels = sorted({interval.level for interval in differences["interval"]})
-    covered = " and ".join(f"{100 * (1 - level):.3g} %" for level in levels)
+    covered = " and ".join(coverage(level) for level in levels)
     text = (
         f"Reward of the last fifth of the batches minus {baseline}'s, paired by seed: mean and "
         f"{covered} interval over {span(seeds)} seeds. Filled: the interval leaves 0 out and the "
@@ -410,6 +410,16 @@ def caption(
         f"reward over all panels. {len(numbers)} runs, {hours:.1f} core-hours."
     )
     return text
+
+
+def coverage(level: float) -> str:
+    """Return the coverage of an interval in percent, with the digits that tell it from 100 %.
+
+    >>> coverage(0.05), coverage(0.0031), coverage(1.5e-5)
+    ('95 %', '99.7 %', '99.999 %')
+    """
+    digits = max(0, math.ceil(-math.log10(100 * level)))
+    return f"{100 - 100 * level:.{digits}f} %"
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch)
     figures = []
     monkeypatch.setattr(fig_arena.style, "save", lambda figure, *_: figures.append(figure) or [])
     numbers = measured(arena)
+    numbers["arm"] = numbers["arm"].replace("GRPO", "GRPO + Routing Replay (R2)")
     differences = fig_arena.paired(numbers, "GSPO")
     options = fig_arena.Options(paths=("x",), out=arena, columns=2)
     fig_arena.draw(numbers, differences, "GSPO", arena, options=options)
@@ -153,6 +154,14 @@ def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch)
     named = [bool(ax.get_xlabel()) for ax in panels]
     assert named == [False, True, True], "the third panel leaves the place below the second empty"
     assert panels[1].xaxis.get_tick_params()["labelbottom"]
+    names = [text.get_text() for text in panels[0].get_yticklabels()]
+    assert "GRPO + Routing Replay" in names
+
+
+def test_the_caption_never_calls_an_interval_of_100_percent():
+    levels = (0.05, Design((10, 20)).level(10), Design().level(10), Design((1, 40)).level(1))
+    texts = [fig_arena.coverage(level) for level in levels]
+    assert texts[:3] == ["95 %", "99.7 %", "99.999 %"] and texts[3].startswith("99.99")
 
 
 def test_the_command_draws_and_prints(arena, monkeypatch, capsys):
