@@ -123,8 +123,8 @@ def measure(
 
     The columns are level (of the dose, in words), position (of the level in their order), got (the
     measured metric), objective, remedy, arm, seed, end (the mean of `outcome` in the last fifth of
-    the batches), collapsed, and the means of `also`. Raises RunsError if a setting or the metric is
-    missing, or if runs of the same level and arm differ in anything else.
+    the batches), collapsed, and the means of `also`. Raises RunsError if a setting, the metric
+    or the outcome is missing, or if runs of the same level and arm differ in anything else.
     """
     for name in (metric, *also, outcome):
         data.check_metric(name)
@@ -138,6 +138,8 @@ def measure(
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
+    if numbers["end"].isna().all():
+        raise RunsError(f"no run reports {outcome} in the last fifth of its batches")
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
         repeated = cell[cell.duplicated("seed")]
         if len(repeated):

@@ -149,6 +149,8 @@ def test_another_outcome_than_the_reward(study):
     objectives, _ = fig_dose.compared(numbers)
     for _, _, interval in fig_dose.intervals(objectives["GSPO", "GRPO"]):
         assert interval.mean == pytest.approx(0.02)
+    with pytest.raises(load.RunsError, match="no run reports policy/entropy in the last fifth"):
+        fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, outcome="policy/entropy")
     head = fig_dose.table(numbers, DOSE, METRIC, outcome=outcome)[0]
     assert "eval/math/avg@4, last fifth" in head and "reward" not in head
 
