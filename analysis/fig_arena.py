@@ -12,10 +12,11 @@ look (sequential.py). A panel says nothing of the number of its comparisons: of 
 comparisons one is decided by chance.
 
 The ranking takes the mean of an arm's differences over all panels, each with equal weight. Every
-pair of arms is compared, with Holm's correction for all pairs. Two arms that are not told apart
-share their ranks: "2 to 5" means that one arm is better for certain and that up to four others may
-be. Prints Markdown tables of all of it. Writes fig_arena.pdf and .png. Metrics: reward/mean,
-compute/seconds.
+pair of arms is compared at p < .05, with Holm's correction for all pairs, by random sign flips. The
+intervals beside it are 95 % intervals without a correction. An arm has all ranks that the decided
+pairs permit: "2 to 5" means that one arm is better, and that up to three of the arms that are not
+told apart from it may be. Prints Markdown tables of all of it. Writes fig_arena.pdf and .png.
+Metrics: reward/mean, compute/seconds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
+    arm_words,
     check_alike,
     collapsed_count,
     name_rows,
@@ -53,14 +55,16 @@ from gspo.statistics import holm, random_sign_flip_p, t_quantile
 
 CLIP = "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES
-# the settings that make an arm, by the first part of their names
-ARM_SETTINGS = ("objective.", "advantage.", "trainer.aggregation", "policy.routing_replay")
-# the words for a setting's value in an arm's name; "" for the value that needs no word
-WORDS = {
-    ("correction.name", "none"): "",
-    ("correction.name", "opsm"): "OPSM",
-    ("correction.name", "m2po"): "M2PO",
-}
+# The settings that make an arm, by the first part of their names. An objective may have no old
+# policy, or one of its own.
+ARM_SETTINGS = (
+    "objective.",
+    "advantage.",
+    "trainer.aggregation",
+    "policy.routing_replay",
+    "policy.old_logprobs",
+)
+ADVICE = "choose runs with where.KEY=VALUE, or name with arms=[...] what makes an arm"
 MAX_PANELS = 16
 SECONDS_PER_HOUR = 3600
 # by (arm, the arm it is compared with): the mean difference over the panels
@@ -104,8 +108,9 @@ def measure(data: Data, settings: Sequence[str] = ()) -> pd.DataFrame:
     """Return a row per run that has finished or collapsed, in the order of the studies.
 
     The columns are cell (the study's name without what all names share), arm, seed, start, end,
-    collapsed and hours. Raises RunsError if runs of a cell differ in more than their arm, or if two
-    runs have the same cell, arm and seed.
+    collapsed and hours. Raises RunsError if runs of a cell differ in more than their arm, if runs
+    of an arm in a cell differ in more than their seed, or if two runs have the same cell, arm and
+    seed.
     """
     runs = settled_runs(data, settings)
     if not runs:
@@ -138,23 +143,26 @@ def measure(data: Data, settings: Sequence[str] = ()) -> pd.DataFrame:
         )
     for cell, group in numbers.groupby("cell"):
         alike = [runs[index] for index in group.index]
-        check_alike(alike, (*ARM_SETTINGS, *groups_of(settings)), "", f"the runs of {cell}")
+        check_alike(alike, (*ARM_SETTINGS, *groups_of(settings)), ADVICE, f"the runs of {cell}")
+    for (cell, arm), group in numbers.groupby(["cell", "arm"]):
+        check_alike(
+            [runs[index] for index in group.index], (), ADVICE, f"the runs of {arm} in {cell}"
+        )
     return numbers
 
 
 def groups_of(settings: Sequence[str]) -> list[str]:
-    """Return the groups of these settings: "correction." of correction.name."""
-    return [f"{key.rpartition('.')[0]}." for key in settings]
+    """Return the groups of these settings: "correction." of correction.name, steps of steps."""
+    groups = []
+    for key in settings:
+        group, dot, _ = key.rpartition(".")
+        groups.append(group + dot or key)
+    return groups
 
 
 def arm_of(run: Run, settings: Sequence[str]) -> str:
     """Return the arm of a run: objective, replay, and the words of the settings."""
-    words = []
-    for key in settings:
-        value = run.settings[key]
-        word = WORDS.get((key, value), f"{key}={value}")
-        if word:
-            words.append(word)
+    words = arm_words(run, settings)
     arm = load.base_arm(run.settings)
     return f"{arm} [{', '.join(words)}]" if words else arm
 
@@ -192,7 +200,10 @@ def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -
     for cell, group in numbers.groupby("cell", sort=False):
         ends = group.pivot(index="seed", columns="arm", values="end")
         if baseline not in ends:
-            raise RunsError(f"{cell} has no run of {baseline}: choose another with against=")
+            raise RunsError(
+                f"{cell} has no run of {baseline}; it has {', '.join(ends.columns)}: choose another "
+                "with against=, or name other settings with arms=[...]"
+            )
         for arm in ends.columns.drop(baseline):
             difference = (ends[arm] - ends[baseline]).dropna()
             if difference.empty:
@@ -228,7 +239,11 @@ class Ranking:
 
 
 def rank(numbers: pd.DataFrame) -> Ranking:
-    """Return the comparisons of all pairs of arms that are in every cell."""
+    """Return the comparisons of all pairs of arms that are in every cell.
+
+    The sign flips hold their error rate if two arms are equal in every cell. If an arm leads in some
+    cells and trails in others, they tell a pair apart less often than its interval does.
+    """
     cells = numbers["cell"].unique()
     counts = numbers.groupby("arm")["cell"].nunique()
     arms = [arm for arm in arms_in_order(numbers) if counts[arm] == len(cells)]
@@ -253,7 +268,9 @@ def cell_difference(numbers: pd.DataFrame, cell: str, a: str, b: str) -> np.ndar
 def mean_over_cells(differences: Sequence[np.ndarray]) -> Interval:
     """Return the mean of the cells' mean differences, each cell with equal weight.
 
-    The cells are independent. With v_c = s_c^2 / n_c the variance of the mean is
+    The cells count as independent, also those with the same seeds and problems. In study A the
+    paired differences of a seed at two learning rates had a mean correlation of -.04 (6 pairs of
+    arms at 28 pairs of rates). With v_c = s_c^2 / n_c the variance of the mean is
     sum_c v_c / C^2, and its degrees of freedom are (sum_c v_c)^2 / sum_c v_c^2 / (n_c - 1)
     (Welch and Satterthwaite).
     """
@@ -298,7 +315,7 @@ def difference_table(differences: pd.DataFrame, baseline: str, margin: float) ->
 
 def ranking_table(numbers: pd.DataFrame, ranking: Ranking, baseline: str) -> list[str]:
     """Return a Markdown row per arm in every cell: its mean difference, its ranks and its cost."""
-    head = ["rank", "arm", f"mean over cells, minus {baseline}", "p (Holm)", "collapsed"]
+    head = ["rank", "arm", f"mean over cells, minus {baseline}, 95 %", "p (Holm)", "collapsed"]
     rows = [[*head, "core-hours"]]
     for arm in ranking.arms:
         best, worst = ranking.ranks(arm)
@@ -343,17 +360,20 @@ def draw(
     height = panel_rows * (0.75 + 0.19 * len(arms))
     figure = style.canvas(height, figure_options)
     panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
-    names = [style.arm_label(arm).replace("\n", ", ") for arm in arms]
+    names = [style.arm_label(arm).replace("+\n", "+ ").replace("\n", ", ") for arm in arms]
     for ax, cell in zip(panels.flat, cells, strict=False):
         rows = differences[differences["cell"] == cell]
         draw_cell(ax, rows, arms, styles, options.same)
         ax.set_title(cell, fontsize=9)
     for ax in panels.flat[len(cells) :]:
         ax.set_visible(False)
+    # panels of a column share their x axis, whose numbers stand at the lowest visible panel
+    lowest = panels.flat[max(len(cells) - columns, 0) : len(cells)]
     for row in panels:
         name_rows(row, names, 0.7)
         row[0].tick_params(axis="y", labelsize=8)
-    for ax in panels[-1]:
+    for ax in lowest:
+        ax.tick_params(axis="x", labelbottom=True)
         ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
     text = caption(numbers, differences, baseline, options)
     return style.save(figure, out, "fig_arena", text, figure_options)
@@ -382,7 +402,7 @@ def caption(
     seeds = [interval.seeds for interval in differences["interval"]]
     hours = numbers["hours"].sum()
     levels = sorted({interval.level for interval in differences["interval"]})
-    covered = " and ".join(f"{100 * (1 - level):.3g} %" for level in levels)
+    covered = " and ".join(coverage(level) for level in levels)
     text = (
         f"Reward of the last fifth of the batches minus {baseline}'s, paired by seed: mean and "
         f"{covered} interval over {span(seeds)} seeds. Filled: the interval leaves 0 out and the "
@@ -390,6 +410,16 @@ def caption(
         f"reward over all panels. {len(numbers)} runs, {hours:.1f} core-hours."
     )
     return text
+
+
+def coverage(level: float) -> str:
+    """Return the coverage of an interval in percent, with the digits that tell it from 100 %.
+
+    >>> coverage(0.05), coverage(0.0031), coverage(1.5e-5)
+    ('95 %', '99.7 %', '99.999 %')
+    """
+    digits = max(0, math.ceil(-math.log10(100 * level)))
+    return f"{100 - 100 * level:.{digits}f} %"
 
 
 if __name__ == "__main__":

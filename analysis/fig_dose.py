@@ -13,10 +13,10 @@ objectives with their Routing Replay, and with the settings of `arms`.
 Above: the reward at the end, and the share of collapsed runs. Below, paired by seed: every
 objective minus GRPO (or the objective `against`) with the same remedy, and every remedy minus
 none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
-`also`, and of each dose minus the least dose. The outcome is the reward, or the metric `outcome`.
-With looks=[10,20] the runs are a sequential design, whose differences have the level of the look
-(sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics:
-reward/mean and the named metrics.
+`also`, and of each dose minus the least dose or the dose `reference`. The outcome is the reward, or
+the metric `outcome`. With looks=[10,20] the runs are a sequential design, whose differences have the
+level of the look (sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics: reward/mean and the
+named metrics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from matplotlib.axes import Axes
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
+from gspo.analysis.choosing import same_value
 from gspo.analysis.grid import (
+    arm_words,
     cell_intervals,
     check_alike,
     collapsed_count,
@@ -52,15 +54,6 @@ from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
-# the words for a setting's value in an arm's name; "" for the value that needs no word
-WORDS = {
-    "policy.freeze_router": {False: "", True: "frozen router"},
-    "policy.precision": {"float32": "", "bfloat16": "bfloat16"},
-    "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
-    "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
-    "correction.name": {"none": "", "tis": "TIS"},
-    "rollout.keep_mask": {False: "", True: "sampling mask"},
-}
 REWARD = "reward/mean"
 # from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
 Pairs = dict[tuple[str, str], pd.DataFrame]
@@ -82,6 +75,9 @@ class Options(script.Options):
     outcome: str = option(REWARD, "the metric that is compared at the end of the runs")
     looks: tuple[int, ...] = option((), "numbers of seeds at which a sequential design is judged")
     same: float = option(0.03, "two outcomes within this difference are the same", least=0)
+    reference: str = option(
+        "", "the dose that the other doses are compared with; the least if empty"
+    )
 
 
 def main() -> None:
@@ -108,7 +104,7 @@ def main() -> None:
     script.print_lines(
         table(numbers, options.dose, options.measured, options.also, options.outcome),
         difference_table(numbers, baseline, options.outcome, design, options.same),
-        dose_table(numbers, options.outcome),
+        dose_table(numbers, options.outcome, design, options.same, options.reference),
         paths,
     )
 
@@ -127,9 +123,8 @@ def measure(
 
     The columns are level (of the dose, in words), position (of the level in their order), got (the
     measured metric), objective, remedy, arm, seed, end (the mean of `outcome` in the last fifth of
-    the batches), collapsed, and the means of `also`. Raises
-    RunsError if a setting or the metric is missing, or if runs of the same level and arm differ in
-    anything else.
+    the batches), collapsed, and the means of `also`. Raises RunsError if a setting, the metric
+    or the outcome is missing, or if runs of the same level and arm differ in anything else.
     """
     for name in (metric, *also, outcome):
         data.check_metric(name)
@@ -143,6 +138,8 @@ def measure(
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
+    if numbers["end"].isna().all():
+        raise RunsError(f"no run reports {outcome} in the last fifth of its batches")
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
         repeated = cell[cell.duplicated("seed")]
         if len(repeated):
@@ -163,12 +160,7 @@ def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, o
     if len(dose) > 1:
         values = [str(run.settings[key]) for key in dose]
         level = ", ".join(value for value in values if value != "none")
-    words = []
-    for key in settings:
-        value = run.settings[key]
-        word = WORDS.get(key, {}).get(value, f"{key}={value}")
-        if word:
-            words.append(word)
+    words = arm_words(run, settings)
     objective = load.base_arm(run.settings, with_replay=False)
     arm = load.base_arm(run.settings)
     if words:
@@ -278,19 +270,38 @@ def difference_table(
     return markdown_table(rows)
 
 
-def dose_table(numbers: pd.DataFrame, outcome: str = REWARD) -> list[str]:
-    """Return a Markdown row per arm and level: the difference to the arm's least dose, by seed."""
-    rows = [["arm", "dose", f"{in_words(outcome)}, minus that at its least dose", "p"]]
+def dose_table(
+    numbers: pd.DataFrame,
+    outcome: str = REWARD,
+    design: Design | None = None,
+    margin: float = 0.03,
+    reference: str = "",
+) -> list[str]:
+    """Return a Markdown row per arm and level: the difference to the arm's reference, by seed.
+
+    The reference is the arm's least dose, or the level `reference`, which an arm may lack. Raises
+    RunsError if no run has this level."""
+    levels = numbers.drop_duplicates("position").set_index("position")["level"].to_dict()
+    chosen = [position for position, level in levels.items() if same_value(level, reference)]
+    if reference and not chosen:
+        names = ", ".join(str(level) for level in levels.values())
+        raise RunsError(f"reference={reference}: no run has this dose; there are {names}")
+    name = f"dose {reference}" if reference else "its least dose"
+    head = ["arm", "dose", f"{in_words(outcome)}, minus that at {name}", "p", "level", "verdict"]
+    rows = [head]
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
-        levels = runs.set_index("position")["level"].to_dict()
-        least, *larger = ends.columns
-        for position in larger:
-            paired = (ends[position] - ends[least]).dropna()
+        base = chosen[0] if chosen else ends.columns[0]
+        if base not in ends:
+            continue
+        for position in ends.columns.drop(base):
+            paired = (ends[position] - ends[base]).dropna()
             if len(paired):
-                doses = f"{levels[position]} - {levels[least]}"
-                cells = difference_cells(t_interval(paired))
-                rows.append([arm, doses, *cells])
+                doses = f"{levels[position]} - {levels[base]}"
+                error_rate = level_of(design, len(paired)) if design else LEVEL
+                interval = t_interval(paired, error_rate)
+                cells = [*difference_cells(interval), f"{interval.level:.2g}"]
+                rows.append([arm, doses, *cells, direction(interval, margin)])
     return markdown_table(rows)
 
 

@@ -18,6 +18,15 @@ from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 
+# the words for a setting's value in an arm's name; "" for the value that needs no word
+ARM_WORDS = {
+    "policy.freeze_router": {False: "", True: "frozen router"},
+    "policy.precision": {"float32": "", "bfloat16": "bfloat16"},
+    "policy.head_dtype": {"float32": "", "bfloat16": "head too"},
+    "policy.old_logprobs": {"step_start": "", "engine": "engine's log-probs"},
+    "correction.name": {"none": "", "tis": "TIS", "opsm": "OPSM", "m2po": "M2PO"},
+    "rollout.keep_mask": {False: "", True: "sampling mask"},
+}
 PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
 
 
@@ -79,6 +88,15 @@ def span(values: pd.Series | Sequence[int]) -> str:
     low = min(values)
     high = max(values)
     return f"{low}" if low == high else f"{low} to {high}"
+
+
+def arm_words(run: Run, settings: Iterable[str]) -> list[str]:
+    """Return the words that name these settings of a run in an arm's name."""
+    words = []
+    for key in settings:
+        value = run.settings[key]
+        words.append(ARM_WORDS.get(key, {}).get(value, f"{key}={value}"))
+    return [word for word in words if word]
 
 
 # ------------------------------------------------------------------------------------------------

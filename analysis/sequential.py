@@ -76,7 +76,10 @@ class Design:
                 return walk.crossing(z, seeds) - share
 
             arguments = (walk, seeds, spent - spent_before)
-            boundary = float(brentq(excess, 0, OUTERMOST, arguments, xtol=1e-10))
+            boundary = OUTERMOST
+            # an early look of a long study may spend less than the grid can tell from nothing
+            if excess(OUTERMOST, *arguments) < 0:
+                boundary = float(brentq(excess, 0, OUTERMOST, arguments, xtol=1e-10))
             boundaries.append(boundary)
             walk = walk.within(boundary, seeds)
             spent_before = spent

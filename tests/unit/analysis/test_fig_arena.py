@@ -123,6 +123,47 @@ def test_what_is_refused(arena):
         measured(arena)
 
 
+def test_an_arm_has_one_setting_and_may_have_its_own_old_policy(arena):
+    for cell in CELLS:
+        for seed in SEEDS:
+            write_in(arena, cell, "dppo", [0.4] * 50, seed, policy__old_logprobs="behaviour")
+    assert "DPPO" in set(measured(arena)["arm"])
+    write_in(arena, "arena_sums_edge", "dppo", [0.4] * 50, 11, objective__delta=0.15)
+    with pytest.raises(RunsError, match=r"of DPPO in sums edge differ also in objective\.delta"):
+        measured(arena)
+
+
+def test_settings_outside_a_group_and_their_usual_values_leave_names_plain(arena):
+    assert fig_arena.groups_of(["correction.name", "steps"]) == ["correction.", "steps"]
+    for cell in CELLS:
+        for seed in SEEDS:
+            for name in ("gspo", "grpo", "sapo", "cispo"):
+                write_in(arena / "new", cell, name, [0.5] * 50, seed, policy__precision="float32")
+    assert "GSPO" in set(measured(arena / "new", "policy.precision")["arm"])
+
+
+def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch):
+    figures = []
+    monkeypatch.setattr(fig_arena.style, "save", lambda figure, *_: figures.append(figure) or [])
+    numbers = measured(arena)
+    numbers["arm"] = numbers["arm"].replace("GRPO", "GRPO + Routing Replay (R2)")
+    differences = fig_arena.paired(numbers, "GSPO")
+    options = fig_arena.Options(paths=("x",), out=arena, columns=2)
+    fig_arena.draw(numbers, differences, "GSPO", arena, options=options)
+    panels = [ax for ax in figures[0].axes if ax.get_visible()]
+    named = [bool(ax.get_xlabel()) for ax in panels]
+    assert named == [False, True, True], "the third panel leaves the place below the second empty"
+    assert panels[1].xaxis.get_tick_params()["labelbottom"]
+    names = [text.get_text() for text in panels[0].get_yticklabels()]
+    assert "GRPO + Routing Replay" in names
+
+
+def test_the_caption_never_calls_an_interval_of_100_percent():
+    levels = (0.05, Design((10, 20)).level(10), Design().level(10), Design((1, 40)).level(1))
+    texts = [fig_arena.coverage(level) for level in levels]
+    assert texts[:3] == ["95 %", "99.7 %", "99.999 %"] and texts[3].startswith("99.99")
+
+
 def test_the_command_draws_and_prints(arena, monkeypatch, capsys):
     studies = [str(arena / cell) for cell in CELLS]
     words = ["gspo figure arena", *studies, f"out={arena}", "looks=[10,20]", "formats=[png]"]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gspo.analysis import fig_dose, load
+from gspo.analysis.sequential import Design
 from gspo.analysis.style import FigureOptions
 from recorded_runs import write
 
@@ -148,5 +149,23 @@ def test_another_outcome_than_the_reward(study):
     objectives, _ = fig_dose.compared(numbers)
     for _, _, interval in fig_dose.intervals(objectives["GSPO", "GRPO"]):
         assert interval.mean == pytest.approx(0.02)
+    with pytest.raises(load.RunsError, match="no run reports policy/entropy in the last fifth"):
+        fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, outcome="policy/entropy")
     head = fig_dose.table(numbers, DOSE, METRIC, outcome=outcome)[0]
     assert "eval/math/avg@4, last fifth" in head and "reward" not in head
+
+
+def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
+    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)
+    design = Design((6, 12))
+    lines = fig_dose.dose_table(numbers, design=design, reference="10")
+    assert "minus that at dose 10" in lines[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    gains = {(row[0], row[1]): row[2:] for row in rows}
+    assert gains["GRPO", "1.0 - 10.0"][0].startswith("+0.100")
+    assert gains["GRPO", "1.0 - 10.0"][2:] == [f"{design.level(6):.2g}", "undecided"]
+    assert not [arm for arm, _ in gains if "frozen" in arm], "an arm without the reference"
+    with pytest.raises(load.RunsError, match=r"reference=7: .*there are 1\.0, 10\.0, 60\.0"):
+        fig_dose.dose_table(numbers, reference="7")
+    with pytest.raises(load.RunsError, match="run 1 more"):
+        fig_dose.dose_table(numbers, design=Design((7, 12)))

@@ -34,6 +34,11 @@ def test_the_looks_together_err_at_the_rate(looks):
     assert design.level(looks[0]) == pytest.approx(design.spent()[0]), "nothing was spent before"
 
 
+def test_a_look_that_may_spend_nothing_decides_nothing():
+    assert Design((2, 40)).level(2) < 1e-14
+    assert Design((2, 40)).level(40) == pytest.approx(0.05)
+
+
 def test_a_look_has_a_level_and_other_numbers_of_seeds_have_none():
     design = Design((20, 30, 40))
     levels = [design.level(seeds) for seeds in design.looks]
