@@ -40,6 +40,7 @@ from gspo.analysis.grid import (
     collapsed_count,
     name_rows,
     part_length,
+    range_suffixes,
     run_numbers,
     settled_runs,
     span,
@@ -53,7 +54,6 @@ from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 from gspo.statistics import holm, random_sign_flip_p, t_quantile
 
-CLIP = "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES
 # The settings that make an arm, by the first part of their names. An objective may have no old
 # policy, or one of its own.
@@ -126,14 +126,10 @@ def measure(data: Data, settings: Sequence[str] = ()) -> pd.DataFrame:
         row = run_numbers(run, part, part, {})
         row["cell"] = cells[str(run.study)]
         row["arm"] = arm_of(run, settings)
-        row["range"] = f" [clip range {run.settings.get(CLIP)}]"
         row["hours"] = run.column("compute/seconds").max() / SECONDS_PER_HOUR
         rows.append(row)
     numbers = pd.DataFrame(rows)
-    ranges_of_arm = numbers.groupby(["cell", "arm"])["range"].transform("nunique")
-    several = numbers["arm"].isin(numbers.loc[ranges_of_arm > 1, "arm"])
-    suffix = numbers.pop("range")
-    numbers["arm"] += suffix.where(several, "")
+    numbers["arm"] += range_suffixes(runs, numbers, ["cell"])
     repeated = numbers[numbers.duplicated(["cell", "arm", "seed"])]
     if len(repeated):
         first = repeated.iloc[0]

@@ -36,6 +36,7 @@ from gspo.analysis.grid import (
     difference_cells,
     interval_line,
     part_length,
+    range_suffixes,
     run_numbers,
     settled_runs,
     span,
@@ -49,7 +50,6 @@ from gspo.io.arguments import command_options, option
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"
-CLIP = "objective.clip_low"
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic already"}
 # the ratio of the critical rates of two arms, and its exact p
 Ratios = dict[tuple[str, str], tuple[Interval, float]]
@@ -97,12 +97,9 @@ def measure(data: Data) -> pd.DataFrame:
         row = run_numbers(run, part, part, {"kl": "kl/old_k3"})
         row["arm"] = load.base_arm(run.settings)
         row["rate"] = float(run.settings[RATE])
-        row["range"] = f" [clip range {run.settings.get(CLIP)}]"
         rows.append(row)
     numbers = pd.DataFrame(rows)
-    ranges_of_arm = numbers.groupby("arm")["range"].transform("nunique")
-    suffix = numbers.pop("range")
-    numbers["arm"] += suffix.where(ranges_of_arm > 1, "")
+    numbers["arm"] += range_suffixes(runs, numbers, [])
     repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(repeated):
         first = repeated.iloc[0]

@@ -41,6 +41,7 @@ from gspo.analysis.grid import (
     difference_cells,
     interval_line,
     part_length,
+    range_suffixes,
     run_numbers,
     settled_runs,
     span,
@@ -138,6 +139,9 @@ def measure(
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
+    suffixes = range_suffixes(runs, numbers, ["level"])
+    numbers["arm"] += suffixes
+    numbers["objective"] += suffixes
     if numbers["end"].isna().all():
         raise RunsError(f"no run reports {outcome} in the last fifth of its batches")
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
@@ -188,7 +192,8 @@ def order(numbers: pd.DataFrame) -> list:
 def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]:
     """Return the paired differences of the rewards at the end.
 
-    First come the objectives minus `baseline`, then the remedies minus none.
+    First come the objectives minus `baseline`, then the remedies minus none. An objective with
+    several clip ranges is an objective for each.
     """
     arms = numbers.drop_duplicates("arm")
     arm_of = arms.set_index(["objective", "remedy"])["arm"].to_dict()

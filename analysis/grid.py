@@ -27,6 +27,7 @@ ARM_WORDS = {
     "correction.name": {"none": "", "tis": "TIS", "opsm": "OPSM", "m2po": "M2PO"},
     "rollout.keep_mask": {False: "", True: "sampling mask"},
 }
+CLIP = "objective.clip_low"
 PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
 
 
@@ -97,6 +98,19 @@ def arm_words(run: Run, settings: Iterable[str]) -> list[str]:
         value = run.settings[key]
         words.append(ARM_WORDS.get(key, {}).get(value, f"{key}={value}"))
     return [word for word in words if word]
+
+
+def range_suffixes(runs: Sequence[Run], numbers: pd.DataFrame, group: Sequence[str]) -> pd.Series:
+    """Return the suffix of each row's arm: its clip range, or "" for an arm with one range.
+
+    The rows are those of the runs. An arm has several ranges if runs of the same `group` (columns
+    of `numbers`) do. Without a group all runs count.
+    """
+    ranges = pd.Series([run.settings.get(CLIP) for run in runs], index=numbers.index)
+    keys = [numbers[column] for column in (*group, "arm")]
+    counts = ranges.groupby(keys, dropna=False).transform("nunique")
+    several = numbers["arm"].isin(numbers.loc[counts > 1, "arm"])
+    return (" [clip range " + ranges.astype(str) + "]").where(several, "")
 
 
 # ------------------------------------------------------------------------------------------------

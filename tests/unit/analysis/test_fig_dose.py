@@ -169,3 +169,22 @@ def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
         fig_dose.dose_table(numbers, reference="7")
     with pytest.raises(load.RunsError, match="run 1 more"):
         fig_dose.dose_table(numbers, design=Design((7, 12)))
+
+
+def test_an_objective_with_two_ranges_is_two_objectives(study):
+    """Study I: GRPO is in at the paper's range and at a quarter of it, in every precision."""
+    folder = study.parent / "two"
+    for factor in LOSS:
+        for seed in SEEDS:
+            for clip_low, loss in ((0.2, 0.1), (0.05, 0.0)):
+                rewards = [0.4] * 40 + [0.4 - loss] * 10
+                changes = {"optim__router_lr_factor": factor, "objective__clip_low": clip_low}
+                write(folder, "grpo", rewards, seed, **changes)
+            write(folder, "gspo", [0.4] * 50, seed, optim__router_lr_factor=factor)
+    numbers = fig_dose.measure(load.load([folder]), DOSE, "reward/mean", [])
+    wide, narrow = "GRPO [clip range 0.2]", "GRPO [clip range 0.05]"
+    assert set(numbers["arm"]) == set(numbers["objective"]) == {"GSPO", wide, narrow}
+    objectives, remedies = fig_dose.compared(numbers, "GSPO")
+    assert set(objectives) == {(wide, "GSPO"), (narrow, "GSPO")} and not remedies
+    lost = [interval.mean for _, _, interval in fig_dose.intervals(objectives[wide, "GSPO"])]
+    assert lost == pytest.approx([-0.1] * 3)
