@@ -6,7 +6,7 @@
     *.jsonl                        a row of numbers per line         prime-rl, exported histories
     *.jsonl                        {"step": 1, "data": {...}}        verl's file logger
     logging.jsonl                  rows, steps as "3/160"            ms-swift
-    *.log, *.txt, *.out            lines `step:3 - name:value - ...` verl's console
+    *.log, *.txt, *.out            a console (foreign_consoles.py)   verl, TRL, slime, ROLL
     events.out.tfevents.*          TensorBoard's events              all but prime-rl
     *.wandb                        W&B's records (wandb_files.py)    all
 
@@ -24,7 +24,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from gspo.analysis import event_frames, wandb_files
+from gspo.analysis import event_frames, foreign_consoles, wandb_files
+from gspo.analysis.foreign_consoles import (
+    CONSOLE,
+    ROWS_WITHOUT_STEPS,
+    STEP_OF_ALL,
+    STEPS_AS_TEXT,
+)
 from gspo.io import untrusted
 from gspo.tracking.frameworks.known import STEP_KEYS
 from gspo.tracking.frameworks.translate import Log
@@ -32,21 +38,17 @@ from gspo.tracking.frameworks.translate import Log
 TRAINER_STATE = "transformers' trainer state"
 LINES = "rows of JSON"
 FILE_LOGGER = "verl's file logger"
-CONSOLE = "verl's console"
 EVENTS = "TensorBoard's event files"
 WANDB = "a W&B file"
-FINDABLE = "trainer_state.json, JSON lines with steps, verl's console, TensorBoard's event files, or *.wandb"
+FINDABLE = (
+    "trainer_state.json, JSON lines with steps, a console of verl, TRL, ms-swift, slime or ROLL, "
+    "TensorBoard's event files, or *.wandb"
+)
 
 HISTORY = "log_history"  # a list of rows; also in the names of files that hold the list alone
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
-STEPS_AS_TEXT = ("global_step/max_steps", "iteration")
-STEP_OF_ALL = re.compile(r"(\d{1,9})/(\d{1,9})")  # ms-swift's "3/160"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
-CONSOLE_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
-# a name may have spaces, because names of data sets have
-CONSOLE_PAIR = re.compile(r"(\S.*):(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?$")
-ROUNDED = re.compile(r"[-+]?\d+\.\d{3}")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8. Some editors write it before the first line
 # how files begin that hold no UTF-8 text
 OTHER_BEGINNINGS = {
@@ -54,7 +56,6 @@ OTHER_BEGINNINGS = {
     b"\xff\xfe": "UTF-16 text: convert it to UTF-8",
     b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
 }
-COLOURS = re.compile("\x1b\\[[0-9;]*m")
 # numbers that W&B's server spells as text
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -76,6 +77,7 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
     skipped = {folder.resolve() for folder in without}
     logs: list[Path] = []
     states: dict[Path, list[Path]] = {}  # of a run's folder
+    without_steps: list[Path] = []
     entries = 0
     for folder_name, subfolders, names in os.walk(path):
         folder = Path(folder_name)
@@ -95,9 +97,19 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
             if kind == TRAINER_STATE:
                 run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
                 states.setdefault(run, []).append(file)
+            elif kind == ROWS_WITHOUT_STEPS:
+                without_steps.append(file)
             elif kind:
                 logs.append(file)
-    return logs + [_newest_state(files) for files in states.values()]
+    logs += [_newest_state(files) for files in states.values()]
+    if logs and without_steps:
+        names = ", ".join(str(file) for file in without_steps[:3])
+        notes.append(
+            f"left out: {len(without_steps)} consoles whose rows have no step, because other logs "
+            f"have steps ({names})"
+        )
+        return logs
+    return logs + without_steps
 
 
 def _kind(file: Path) -> str:
@@ -115,17 +127,12 @@ def _kind(file: Path) -> str:
         is_history = HISTORY in file.name and content.lstrip().startswith(b"[")
         return TRAINER_STATE if is_history or b'"log_history"' in content else ""
     if suffix in CONSOLE_SUFFIXES:
-        return CONSOLE if b"step:" in content and _has_console_line(content) else ""
+        return foreign_consoles.kind_of(content)
     for line in content.splitlines()[:20]:
         row = _object(line)
         if row is not None and any(key in row for key in STEP_KEYS):
             return FILE_LOGGER if isinstance(row.get("data"), dict) else LINES
     return ""
-
-
-def _has_console_line(content: bytes) -> bool:
-    lines = content.decode(errors="replace").splitlines()
-    return any(CONSOLE_LINE.search(COLOURS.sub("", line)) for line in lines)
 
 
 def _newest_state(files: list[Path]) -> Path:
@@ -189,7 +196,8 @@ def read_log(path: Path) -> Log:
         return trainer_state(path)
     if path.suffix.lower() in CONSOLE_SUFFIXES and path.is_file():
         # its first step may come after the first bytes
-        log = console(path)
+        log = Log(path, CONSOLE)
+        foreign_consoles.read(log, _lines(path, log.notes))
         if log.records:
             return log
     if kind in (LINES, FILE_LOGGER):
@@ -298,48 +306,6 @@ def _object(line: bytes) -> dict | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def console(path: Path) -> Log:
-    """Read the lines `step:3 - name:value - name:value` of a console."""
-    log = Log(path, CONSOLE)
-    odd = 0
-    is_rounded = True
-    for line in _lines(path, log.notes):
-        # most lines of a console are no steps
-        if b"step:" not in line:
-            continue
-        text = COLOURS.sub("", line.decode(errors="replace"))
-        matched = CONSOLE_LINE.search(text)
-        if not matched:
-            continue
-        record: dict[str, object] = {"step": int(matched[1])}
-        # a progress bar may go on in the same line
-        pairs = matched[2].partition("\r")[0]
-        for part in pairs.strip().split(" - "):
-            pair = CONSOLE_PAIR.fullmatch(part.strip())
-            number = _float(pair[2]) if pair else None
-            if pair and number is not None:
-                record[pair[1]] = number
-                is_rounded = is_rounded and ROUNDED.fullmatch(pair[2]) is not None
-            else:
-                odd += 1
-        log.records.append(record)
-    if log.records and is_rounded:
-        log.notes.append(
-            "its numbers are rounded to 3 decimals, as older versions print them: a 0, such as that "
-            "of a learning rate, may be a small number"
-        )
-    if odd:
-        log.notes.append(f"left out: {odd} parts of lines that are no name and number")
-    return log
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 # ------------------------------------------------------------------------------------------------
