@@ -33,8 +33,7 @@ PAIR = re.compile(r"""(['"])([^'"]{1,200})\1\s*:\s*(['"]?)([^'",{}\[\]]{1,60})\3
 VALUE = re.compile(NUMBER)
 ROLL_WORDS = "metrics_tag:"
 SLIME_WORDS = re.compile(r"\b(rollout|perf|passrate|multi_turn|eval|step) (\d{1,9}): *$")
-SLIME_AXES = {"step": "train/step", "eval": "eval/step"}
-SLIME_ROLLOUT_AXIS = "rollout/step"
+SLIME_AXES = {"step": "train", "eval": "eval"}  # the other words are of a rollout batch
 # transformers adds the epoch to each row, and the last row sums the training up
 TRL_NAMES = ("loss", "reward")
 TRL_EPOCH = "epoch"
@@ -120,8 +119,8 @@ def row_of(text: str) -> tuple[dict[str, object], bool]:
     record = pairs_of(text[min(starts) : text.rfind("}") + 1])
     of_slime = SLIME_WORDS.search(words)
     if of_slime:
-        axis = SLIME_AXES.get(of_slime[1], SLIME_ROLLOUT_AXIS)
-        return record | {axis: int(of_slime[2])}, True
+        axis = SLIME_AXES.get(of_slime[1], "rollout")
+        return record | {f"{axis}/step": int(of_slime[2])}, True
     if words.endswith(ROLL_WORDS):
         return record, "step" in record
     if TRL_EPOCH not in record or TRL_SUMMARY in record:
