@@ -1,5 +1,7 @@
 """The arena on runs of a known truth: pairs, verdicts, ranks, and what is refused."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -21,17 +23,24 @@ def noise(name: str, cell: str, seed: int) -> float:
     return float((values - values.mean())[seed - 1])
 
 
-@pytest.fixture
-def arena(tmp_path):
+@pytest.fixture(scope="module")
+def written_arena(tmp_path_factory):
     """GRPO is ahead of GSPO by the cell's number; SAPO is .2 behind everywhere; CISPO is level."""
+    folder = tmp_path_factory.mktemp("arena")
     behind = {"gspo": 0.0, "sapo": 0.2, "cispo": 0.0}
     for cell, lead in CELLS.items():
         for seed in SEEDS:
             for name in ("gspo", "grpo", "sapo", "cispo"):
                 reward = 0.5 + lead if name == "grpo" else 0.5 - behind[name]
                 reward += noise(name, cell, seed)
-                write_in(tmp_path, cell, name, [0.5] * 40 + [reward] * 10, seed)
-    return tmp_path
+                write_in(folder, cell, name, [0.5] * 40 + [reward] * 10, seed)
+    return folder
+
+
+@pytest.fixture
+def arena(written_arena, tmp_path):
+    """A copy to which a test may add runs."""
+    return shutil.copytree(written_arena, tmp_path / "arena")
 
 
 def write_in(folder, study: str, name: str, rewards: list[float], seed: int, **changes: object):
