@@ -49,7 +49,6 @@ from gspo.analysis.load import OBJECTIVES, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design, chosen_design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
-from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 from gspo.statistics import holm, random_sign_flip_p, t_quantile
@@ -93,7 +92,7 @@ def main() -> None:
     baseline = OBJECTIVES[options.against]
     differences = paired(numbers, baseline, design)
     ranking = rank(numbers)
-    paths = draw(numbers, differences, baseline, options.out, options, options=options)
+    paths = draw(numbers, differences, baseline, options)
     script.print_lines(
         table(numbers),
         difference_table(differences, baseline, options.same),
@@ -342,9 +341,6 @@ def draw(
     numbers: pd.DataFrame,
     differences: pd.DataFrame,
     baseline: str,
-    out: Path,
-    figure_options: FigureOptions = DEFAULTS,
-    *,
     options: Options,
 ) -> list[Path]:
     """Draw a panel per cell, in rows of `options.columns` panels."""
@@ -354,7 +350,7 @@ def draw(
     columns = min(options.columns, len(cells))
     panel_rows = math.ceil(len(cells) / columns)
     height = panel_rows * (0.75 + 0.19 * len(arms))
-    figure = style.canvas(height, figure_options)
+    figure = style.canvas(height, options)
     panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
     names = [style.arm_label(arm).replace("+\n", "+ ").replace("\n", ", ") for arm in arms]
     for ax, cell in zip(panels.flat, cells, strict=False):
@@ -372,7 +368,7 @@ def draw(
         ax.tick_params(axis="x", labelbottom=True)
         ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
     text = caption(numbers, differences, baseline, options)
-    return style.save(figure, out, "fig_arena", text, figure_options)
+    return style.save(figure, options.out, "fig_arena", text, options)
 
 
 def draw_cell(

@@ -158,7 +158,7 @@ def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch)
     numbers["arm"] = numbers["arm"].replace("GRPO", "GRPO + Routing Replay (R2)")
     differences = fig_arena.paired(numbers, "GSPO")
     options = fig_arena.Options(paths=("x",), out=arena, columns=2)
-    fig_arena.draw(numbers, differences, "GSPO", arena, options=options)
+    fig_arena.draw(numbers, differences, "GSPO", options)
     panels = [ax for ax in figures[0].axes if ax.get_visible()]
     named = [bool(ax.get_xlabel()) for ax in panels]
     assert named == [False, True, True], "the third panel leaves the place below the second empty"
