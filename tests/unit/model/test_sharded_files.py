@@ -193,9 +193,10 @@ def test_no_rank_holds_more_than_its_shard_and_the_largest_layer(tmp_path):
         assert total > 1e9 and layer > 1e8 and shard < 1.02 * total / 3
         # A process may put some of it into memory that it had before.
         assert 0.95 * shard < reading < shard + layer, (reading, shard, layer)
-        # it keeps what it is to write, a shard's worth and up to a tensor more, beside one tensor
-        # that is whole
-        assert writing < shard + 2 * layer, (writing, shard, layer)
+        # It keeps what it writes, a shard's worth and up to a tensor more, beside one whole tensor.
+        # Rows that arrive while a slower rank still gathers the tensor before count too: 1.3 to 2.1
+        # layers were measured. The rest of the model is five.
+        assert writing < shard + 3 * layer < total, (writing, shard, layer)
 
 
 def make_large(folder) -> None:
