@@ -5,7 +5,8 @@
     run = read_foreign("verl_file_logger.jsonl", objective="gspo")
 
 A log rarely says all that a comparison needs. A file foreign_run.yaml beside the log, or a folder
-above it, says the rest:
+above it, says the rest. If a folder has logs of several runs, NAME.foreign_run.yaml is about
+NAME.jsonl alone:
 
     framework: trl            # only if the names do not tell
     objective: gspo
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +47,8 @@ FRAMEWORK = "framework"
 BATCHES_PER_ROW = "batches_per_row"
 END = "end"
 END_UNKNOWN = "end not logged"
-OF_THE_LOG = (BATCHES_PER_ROW, END)  # these do not make an arm
+LOG = "log"  # the end of the log's path, by which runs are told apart that nothing else tells apart
+OF_THE_LOG = (BATCHES_PER_ROW, END, LOG)  # these do not make an arm
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,11 @@ def translated_alone(log: Log, about: About) -> ForeignRun:
 def read_about(log: Path) -> About:
     """Return what foreign_run.yaml says of a log. Raises Unreadable if it cannot be used."""
     folder = log if log.is_dir() else log.parent
-    for place in (folder, folder.parent, foreign_joining.run_folder(log)):
-        candidate = place / ABOUT
+    places = (folder, folder.parent, foreign_joining.run_folder(log))
+    candidates = [place / ABOUT for place in places]
+    if not log.is_dir():
+        candidates.insert(0, log.with_name(f"{log.stem}.{ABOUT}"))
+    for candidate in candidates:
         if candidate.is_file():
             break
     else:
@@ -226,8 +232,7 @@ def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, ob
         seed = 0
     objective = run.objective
     if not objective:
-        name = run.path.name if run.path.is_dir() else run.path.parent.name
-        objective = f"not logged, {name or run.path.stem}"
+        objective = f"not logged, {short_name(run.path)}"
     if not run.planned:
         settings[END] = END_UNKNOWN
     return settings | {
@@ -238,6 +243,34 @@ def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, ob
         "steps": max(run.planned, 1) if run.planned else max(last, 1),
         "study": about.study or run.framework,
     }
+
+
+def short_name(log: Path) -> str:
+    """Return a short name of a log: the run's folder, and the file if the folder may have others.
+
+    A folder has one trainer state of a run."""
+    folder = foreign_joining.run_folder(log).name
+    is_alone = log.is_dir() or log.name == foreign_joining.STATE_FILE
+    return folder if is_alone else f"{folder}/{log.stem}".lstrip("/")
+
+
+def distinct_ends(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of these paths that all differ.
+
+    >>> distinct_ends([Path("a/x.jsonl"), Path("b/x.jsonl")])
+    ['a/x.jsonl', 'b/x.jsonl']
+    """
+    ends: list[str] = []
+    for number in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        ends = ["/".join(path.parts[-number:]) for path in paths]
+        if len(set(ends)) == len(ends):
+            break
+    return ends
+
+
+def is_their_own(setting: str) -> bool:
+    """Return whether a setting is one of a framework's own, such as trl.delta."""
+    return setting.partition(".")[0] in TABLES
 
 
 def described(run: ForeignRun, about: About) -> tuple[dict[str, object], pd.DataFrame, list[str]]:

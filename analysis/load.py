@@ -9,7 +9,14 @@ import pandas as pd
 
 from gspo.analysis import foreign_files, sources
 from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
-from gspo.analysis.foreign import BATCHES_PER_ROW, FRAMEWORK, OF_THE_LOG
+from gspo.analysis.foreign import (
+    BATCHES_PER_ROW,
+    FRAMEWORK,
+    LOG,
+    OF_THE_LOG,
+    distinct_ends,
+    is_their_own,
+)
 from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
@@ -125,6 +132,7 @@ def load(
         raise RunsError(why_no_runs(paths, notes))
     if foreign_options.given() and not any(FRAMEWORK in run.settings for run in runs):
         raise RunsError("; ".join([foreign_options.without_effect(), *notes[:MAX_NOTES]]))
+    name_logs(runs)
     for key, value in (where or {}).items():
         runs = having(runs, key, value)
     label(runs, notes)
@@ -222,16 +230,27 @@ def base_arm(settings: Mapping[str, object], with_replay: bool = True) -> str:
     return arm
 
 
+def name_logs(runs: Sequence[Run]) -> None:
+    """Set the setting `log` of runs of other frameworks: the end of the path that others lack."""
+    foreign_runs = [run for run in runs if FRAMEWORK in run.settings]
+    ends = distinct_ends([run.path for run in foreign_runs])
+    for run, end in zip(foreign_runs, ends, strict=True):
+        run.settings = run.settings | {LOG: end}
+
+
 def label(runs: list[Run], notes: list[str]) -> None:
     """Set each run's arm.
 
-    If runs with the same name and seed differ in other settings, these settings are appended.
+    If runs with the same name and seed differ in other settings, these settings are appended. The
+    logs of other frameworks may say nothing in which two runs differ. Then the arms are named after
+    the logs.
     """
     runs_by_base: dict[str, list[Run]] = {}
     for run in runs:
         runs_by_base.setdefault(base_arm(run.settings), []).append(run)
     for base, group in sorted(runs_by_base.items()):
         name_arms(group, base)
+        name_after_logs(group, base, notes)
         runs_by_arm: dict[str, dict[int, Run]] = {}
         for run in group:
             other = runs_by_arm.setdefault(run.arm, {}).setdefault(run.seed, run)
@@ -262,6 +281,24 @@ def name_arms(group: list[Run], base: str) -> None:
             run.arm = arm_with(base, run.appended)
 
 
+def name_after_logs(group: list[Run], base: str, notes: list[str]) -> None:
+    """Append the log to the arms of runs of another framework that have the same arm and seed."""
+    runs_by_name: dict[tuple[str, int], list[Run]] = {}
+    for run in group:
+        runs_by_name.setdefault((run.arm, run.seed), []).append(run)
+    for (arm, seed), same in runs_by_name.items():
+        if len(same) < 2 or any(FRAMEWORK not in run.settings for run in same):
+            continue
+        notes.append(
+            f"{len(same)} runs are {arm} with seed {seed}, and their logs say nothing in which they "
+            "differ: the arms are named after the logs"
+        )
+        for run in same:
+            run.base = base
+            run.appended = run.appended | {LOG: run.settings[LOG]}
+            run.arm = arm_with(base, run.appended)
+
+
 def arm_with(base: str, appended: Mapping[str, object]) -> str:
     """Return an arm's name with settings, as in "GRPO [optim.lr=0.001]"."""
     if not appended:
@@ -271,10 +308,19 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
 
 
 def differing(runs: Collection[Run | Record]) -> list[str]:
-    """Return the settings in which these runs differ, without the settings in NOT_THE_ARM."""
+    """Return the settings in which these runs differ, without the settings in NOT_THE_ARM.
+
+    A framework's own setting is unknown, and not another one, where a log does not have it."""
     ignored = {*NOT_THE_ARM, *OF_THE_LOG}
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in ignored}
-    return sorted(key for key in keys if len(recorded_values(runs, key)) > 1)
+    different = []
+    for key in sorted(keys):
+        compared = runs
+        if is_their_own(key):
+            compared = [run for run in runs if key in run.settings]
+        if len(recorded_values(compared, key)) > 1:
+            different.append(key)
+    return different
 
 
 # ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ import numpy as np
 import pandas as pd
 
 from gspo.analysis import load, script
+from gspo.analysis.foreign import LOG
 from gspo.analysis.load import Run
 from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
 from gspo.io.arguments import command_options, option
@@ -127,7 +128,9 @@ def differing(runs: list[Run]) -> list[str]:
     if len({run.settings.get("framework") for run in runs}) > 1:
         in_all = [key for key in keys if all(key in run.settings for run in runs)]
         keys = ["framework", *(key for key in in_all if key != "framework")]
-    ignored = ("tracking", "runs", "resume", "on_existing")
+    ignored = ["tracking", "runs", "resume", "on_existing"]
+    if not any(LOG in run.appended for run in runs):
+        ignored.append(LOG)
     return [
         key
         for key in keys

@@ -53,6 +53,7 @@ TABLE = Table(
     row_is_mean=True,
     gradient_norm="ms_swift/grad_norm",
     settings=trl.SETTINGS,
+    trained_by=trl.TRAINED_BY,
     objectives=trl.OBJECTIVES,
     updates=trl.TABLE.updates,
     updates_divided_by=trl.TABLE.updates_divided_by,

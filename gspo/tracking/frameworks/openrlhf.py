@@ -40,4 +40,18 @@ TABLE = Table(
         "kl.coef": ("init_kl_coef",),
         "model.name": ("pretrain",),
     },
+    trained_by=(
+        "advantage_estimator",
+        "entropy_loss_coef",
+        "eps_clip",
+        "generate_max_len",
+        "kl_estimator",
+        "l2",
+        "lr_warmup_ratio",
+        "max_epochs",
+        "temperature",
+        "top_p",
+        "train_batch_size",
+        "use_kl_loss",
+    ),
 )

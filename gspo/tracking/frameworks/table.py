@@ -134,6 +134,8 @@ class Table:
     gradient_norm: str = ""  # their own metric that tells best of the gradient, if none is ours
     # from our setting to the keys of their configuration, of which the first that is there counts
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # keys of their configuration that say how a run is trained, and that are no setting of ours
+    trained_by: tuple[str, ...] = ()
     # their settings that name the objective, and its name: the first line that holds counts
     objectives: tuple[tuple[Mapping[str, object], str], ...] = ()
     # their settings whose product, divided by the product of the second tuple, is the updates of a batch

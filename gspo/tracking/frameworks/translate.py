@@ -249,12 +249,17 @@ def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int, table
 # ------------------------------------------------------------------------------------------------
 # configuration
 def _settings(table: Table, config: Mapping[str, object]) -> dict[str, object]:
-    """Return our settings, as far as the configuration has them."""
-    settings = {}
+    """Return our settings and those that make an arm, as far as the configuration has them.
+
+    Their own keys stand after the framework's name, as in trl.delta. A null is a value of them."""
+    settings: dict[str, object] = {}
     for ours, keys in table.settings.items():
         values = [config[key] for key in keys if config.get(key) is not None]
         if values and isinstance(values[0], str | int | float):
             settings[ours] = values[0]
+    for key in table.trained_by:
+        if key in config and isinstance(config[key], str | int | float | None):
+            settings[f"{table.name}.{key}"] = config[key]
     return settings
 
 

@@ -27,6 +27,7 @@ from gspo.analysis import event_frames, fig_curves, foreign_files, load, sources
 from gspo.analysis.foreign import ABOUT, read_foreign
 from gspo.cli import compare, view
 from gspo.io import untrusted
+from gspo.tracking.foreign_options import ForeignOptions
 from recorded_runs import HEALTHY, write
 
 
@@ -45,7 +46,8 @@ def test_the_real_log_of_trl():
     assert not run.unknown() and not run.dropped
     data = load.load([SAMPLES / "trl_grpo_unsloth_trainer_state.json"])
     assert data.runs[0].collapsed == 130, "each row counts for its 5 steps"
-    assert data.arms == ["not logged, foreign_logs (TRL)"] and not load.lost_steps(data.runs[0])
+    assert data.arms == ["not logged, foreign_logs/trl_grpo_unsloth_trainer_state (TRL)"]
+    assert not load.lost_steps(data.runs[0])
 
 
 @needs_samples
@@ -527,3 +529,102 @@ def test_a_trainer_of_ones_own_is_read_by_the_names_that_the_user_gives(tmp_path
 def test_a_wrong_mapping_is_refused_with_key_and_value(tmp_path, about, message):
     with pytest.raises(ValueError, match=message):
         read_foreign(own_log(tmp_path, about))
+
+
+# ------------------------------------------------------------------------------------------------
+# arms
+def verl_experiments(folder: Path, *names: str) -> Path:
+    """Experiments of one project, as verl's file logger lays them out: project/experiment.jsonl."""
+    folder.mkdir(parents=True)
+    for name in names:
+        rows = [{"step": step, "data": verl_row(step)} for step in range(1, 31)]
+        write_lines(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+def test_experiments_of_one_folder_are_arms_of_their_own(tmp_path):
+    project = verl_experiments(tmp_path / "myproject", "lr1e-6", "lr2e-6")
+    data = load.load([project])
+    assert data.arms == [
+        "not logged, myproject/lr1e-6 (verl)",
+        "not logged, myproject/lr2e-6 (verl)",
+    ]
+    same = load.load([project], foreign_options=ForeignOptions(objective="gspo"))
+    assert same.arms == ["GSPO (verl) [log=lr1e-6.jsonl]", "GSPO (verl) [log=lr2e-6.jsonl]"]
+    assert any("2 runs are GSPO (verl) with seed 0" in note for note in same.notes)
+    where = load.load([project], {"log": "lr2e-6.jsonl"}, ForeignOptions(objective="gspo"))
+    assert where.arms == ["GSPO (verl)"] and where.runs[0].path.name == "lr2e-6.jsonl"
+
+
+def test_checkpoints_of_the_same_name_are_named_after_the_folders_of_their_runs(tmp_path):
+    for folder in ("one/outputs", "two/outputs", "other"):
+        state = tmp_path / folder / "checkpoint-30" / "trainer_state.json"
+        write_state(state, [trl_row(step) for step in range(1, 31)])
+    logs = ["one/outputs/checkpoint-30/trainer_state.json"]
+    logs.append(logs[0].replace("one", "two"))
+    assert load.load([tmp_path]).arms == [
+        "not logged, other (TRL)",
+        *(f"not logged, outputs (TRL) [log={log}]" for log in logs),
+    ]
+
+
+def test_a_log_of_a_folder_with_others_has_a_file_of_its_own(tmp_path):
+    project = verl_experiments(tmp_path / "project", "a", "b")
+    (project / ABOUT).write_text("objective: grpo\nseed: 3\n")
+    (project / f"b.{ABOUT}").write_text("objective: gspo\nseed: 4\n")
+    data = load.load([project])
+    assert {(run.arm, run.seed) for run in data.runs} == {("GRPO (verl)", 3), ("GSPO (verl)", 4)}
+
+
+def test_seeds_in_several_logs_stay_a_group_of_the_comparison(tmp_path):
+    project = verl_experiments(tmp_path / "project", "a1", "a2", "b1", "b2", "b3")
+    for log in project.glob("*.jsonl"):
+        about = f"objective: {'gspo' if log.stem[0] == 'a' else 'grpo'}\nseed: {log.stem[1]}\n"
+        log.with_name(f"{log.stem}.{ABOUT}").write_text(about)
+    runs = load.load([project]).runs
+    assert compare.distinguishing_settings(runs) == {"objective.name": "objective"}
+    assert "5 runs in 2 groups" in compare.summary(runs)[0]
+
+
+def loaded_of_server(monkeypatch, *configs: dict) -> load.Data:
+    """Runs of TRL on W&B's server with these settings, beside TRL's defaults."""
+    records = []
+    for number, config in enumerate(configs):
+        rows = []
+        for step in range(1, 31):
+            row = {f"train/{name}": value for name, value in trl_row(step).items()}
+            rows.append(row | {"train/global_step": step})
+        defaults = {"seed": 42, "importance_sampling_level": "sequence", "loss_type": "grpo"}
+        run = SimpleNamespace(
+            config=defaults | config,
+            name=f"run{number}",
+            id=f"id{number}",
+            scan_history=lambda page_size, rows=rows: iter(rows),
+        )
+        records.append(sources.from_server(run))
+    monkeypatch.setattr(sources, "records", lambda path, options: records)
+    return load.load(["wandb:me/project"])
+
+
+def test_arms_have_the_settings_of_the_framework_in_which_runs_differ(monkeypatch):
+    data = loaded_of_server(
+        monkeypatch, {"max_completion_length": 512}, {"max_completion_length": 4096}
+    )
+    assert data.arms == [
+        "GSPO (TRL) [trl.max_completion_length=512]",
+        "GSPO (TRL) [trl.max_completion_length=4096]",
+    ]
+    # names and folders of runs are no such settings
+    data = loaded_of_server(monkeypatch, {"run_name": "x"}, {"run_name": "y", "seed": 1})
+    assert data.arms == ["GSPO (TRL)"] and not any("differ" in note for note in data.notes)
+
+
+def test_seeds_that_differ_in_settings_of_the_framework_are_told(monkeypatch):
+    first = {"seed": 1, "weight_decay": 0.0, "delta": None, "num_iterations": 1}
+    second = {"seed": 2, "weight_decay": 0.1, "delta": 4.0, "num_iterations": 4}
+    data = loaded_of_server(monkeypatch, first, second)
+    (note,) = [note for note in data.notes if note.startswith("seeds of")]
+    assert note.endswith("differ also in trl.delta, trl.num_iterations, trl.weight_decay")
+    # a log without the setting does not say that it differs
+    data = loaded_of_server(monkeypatch, {"seed": 1, "weight_decay": 0.1}, {"seed": 2})
+    assert not any(note.startswith("seeds of") for note in data.notes)
