@@ -85,25 +85,34 @@ def read_foreign(
     options = ForeignOptions(
         framework=framework, updates_per_batch=updates_per_batch, objective=objective
     )
-    runs, problems = read_foreign_runs(path, options)
+    runs, problems, notes = read_foreign_runs(path, options)
     if len(runs) + len(problems) > 1:
         names = ", ".join([*(str(run.path) for run in runs), *problems])
         raise ValueError(f"{path} holds {len(runs) + len(problems)} logs: name one ({names[:500]})")
     if problems:
-        raise ValueError(problems[0])
+        raise ValueError("; ".join([*problems, *notes]))
+    runs[0].notes += notes
     return runs[0]
 
 
 def read_foreign_runs(
     path: Path | str, options: ForeignOptions = NOTHING_SAID
-) -> tuple[list[ForeignRun], list[str]]:
-    """Return the runs of all logs at or below a path, and why others could not be read.
+) -> tuple[list[ForeignRun], list[str], list[str]]:
+    """Return the runs of all logs at or below a path, why others could not be read, and notes.
 
-    Both lists are never empty together."""
+    The runs and the reasons are never empty together. The notes are about files that are no logs
+    of a run, and that a user may take for some."""
     path = Path(path)
     notes: list[str] = []
     problems = []
-    logs = foreign_files.wandb_logs(wandb_files.read(file) for file in wandb_files_of(path))
+    segments = []
+    for file in wandb_files_of(path):
+        segment = wandb_files.read(file)
+        if segment.rows:
+            problems.append(foreign_files.own_run(segment))
+        else:
+            segments.append(segment)
+    logs = foreign_files.wandb_logs(segments)
     for file in foreign_files.find_logs(path, (), notes):
         try:
             logs.append(foreign_files.read_log(file))
@@ -112,8 +121,9 @@ def read_foreign_runs(
     runs, unreadable = translated(logs, options)
     problems += [log.notes[-1] for log in unreadable]
     if not runs and not problems:
-        problems.append(f"{path}: {foreign_files.content_of(path)}")
-    return [run for run, _ in runs], problems + notes
+        problems += notes or [f"{path}: {foreign_files.content_of(path)}"]
+        notes = []
+    return [run for run, _ in runs], problems, notes
 
 
 def wandb_files_of(path: Path) -> list[Path]:
@@ -250,7 +260,7 @@ def short_name(log: Path) -> str:
 
     A folder has one trainer state of a run."""
     folder = foreign_joining.run_folder(log).name
-    is_alone = log.is_dir() or log.name == foreign_joining.STATE_FILE
+    is_alone = log.is_dir() or log.name == foreign_files.STATE_FILE
     return folder if is_alone else f"{folder}/{log.stem}".lstrip("/")
 
 

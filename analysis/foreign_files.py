@@ -2,7 +2,7 @@
 
     file                           what is in it                     written by
     trainer_state.json             `log_history`, a list of rows     transformers: TRL, ms-swift
-    *log_history*.json             the list alone                    scripts of users
+    *.json                         the list alone, rows with steps   scripts of users
     *.jsonl                        a row of numbers per line         prime-rl, exported histories
     *.jsonl                        {"step": 1, "data": {...}}        verl's file logger
     logging.jsonl                  rows, steps as "3/160"            ms-swift
@@ -20,7 +20,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from gspo.analysis.foreign_consoles import (
     STEPS_AS_TEXT,
 )
 from gspo.io import untrusted
+from gspo.io.tables import counted
 from gspo.tracking.frameworks.known import STEP_KEYS
 from gspo.tracking.frameworks.translate import Log
 
@@ -46,6 +47,12 @@ FINDABLE = (
 )
 
 HISTORY = "log_history"  # a list of rows; also in the names of files that hold the list alone
+STATE_FILE = "trainer_state.json"
+# files that are left out with a note if they hold no rows
+NAMES_OF_LOGS = (STATE_FILE, "logging.jsonl", "metrics.jsonl")
+ENDS_OF_LOGS = (".jsonl", ".log", ".jsonl.gz", ".json.gz", ".log.gz")
+# W&B's own, and its link to the newest run
+OF_WANDB = ("debug.log", "debug-internal.log", "debug-core.log", "debug-cli.root.log", "latest-run")
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
@@ -64,6 +71,8 @@ FIRST_CONSOLE_BYTES = 4 << 20  # a console has much before its first step
 MAX_STATE_BYTES = 256 << 20
 MAX_FOLDER_ENTRIES = 100_000
 MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
+MAX_PASSED_NAMED = 5  # files that a note names with the reason
+FIRST_LINES = 20  # of a file, in which a row with a step shows
 
 
 # ------------------------------------------------------------------------------------------------
@@ -71,13 +80,15 @@ MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
 def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Path]:
     """Return the logs at or below a path: files, and for event files their folders.
 
-    Nothing in the folders `without` is looked at. W&B's files are left to the caller."""
+    Nothing in the folders `without` is looked at. W&B's files are left to the caller. The notes
+    tell of files and links that look like logs and hold no rows that can be read."""
     if path.is_file():
         return [path]
     skipped = {folder.resolve() for folder in without}
     logs: list[Path] = []
     states: dict[Path, list[Path]] = {}  # of a run's folder
     without_steps: list[Path] = []
+    passed: list[Path] = []
     entries = 0
     for folder_name, subfolders, names in os.walk(path):
         folder = Path(folder_name)
@@ -91,17 +102,26 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
             break
         if any(name.startswith(EVENT_FILE) for name in names):
             logs.append(folder)
+        links = [folder / name for name in subfolders if (folder / name).is_symlink()]
+        passed += [link for link in links if link.name not in OF_WANDB]
         for name in sorted(names):
             file = folder / name
             kind = _kind(file)
-            if kind == TRAINER_STATE:
+            if kind == TRAINER_STATE and name == STATE_FILE:
                 run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
                 states.setdefault(run, []).append(file)
             elif kind == ROWS_WITHOUT_STEPS:
                 without_steps.append(file)
             elif kind:
                 logs.append(file)
+            elif _looks_like_a_log(name):
+                passed.append(file)
     logs += [_newest_state(files) for files in states.values()]
+    if skipped:
+        # runs of ours have files beside them that are no logs
+        passed = [file for file in passed if _is_named_as_a_log(file.name)]
+    if passed:
+        notes.append(_passed_over(passed))
     if logs and without_steps:
         names = ", ".join(str(file) for file in without_steps[:3])
         notes.append(
@@ -110,6 +130,27 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
         )
         return logs
     return logs + without_steps
+
+
+def _is_named_as_a_log(name: str) -> bool:
+    """Return whether a framework's log has this name."""
+    return name in NAMES_OF_LOGS or HISTORY in name
+
+
+def _looks_like_a_log(name: str) -> bool:
+    """Return whether a file with this name may be a log."""
+    if name in OF_WANDB:
+        return False
+    return _is_named_as_a_log(name) or name.lower().endswith(ENDS_OF_LOGS)
+
+
+def _passed_over(paths: Sequence[Path]) -> str:
+    """Return the note on files of which nothing is read, with the reasons of the first."""
+    texts = [f"{path}: {_why_no_log(path)}" for path in paths[:MAX_PASSED_NAMED]]
+    more = len(paths) - MAX_PASSED_NAMED
+    if more > 0:
+        texts.append(f"and {more} more")
+    return f"left out: {counted(len(paths), 'file')} without rows of a run ({'; '.join(texts)})"
 
 
 def _kind(file: Path) -> str:
@@ -124,15 +165,22 @@ def _kind(file: Path) -> str:
     except (OSError, untrusted.Unreadable):
         return ""
     if suffix == ".json":
-        is_history = HISTORY in file.name and content.lstrip().startswith(b"[")
-        return TRAINER_STATE if is_history or b'"log_history"' in content else ""
+        if content.lstrip().startswith(b"["):
+            return LINES if HISTORY in file.name or _begins_with_a_row(content) else ""
+        return TRAINER_STATE if b'"log_history"' in content else ""
     if suffix in CONSOLE_SUFFIXES:
         return foreign_consoles.kind_of(content)
-    for line in content.splitlines()[:20]:
+    for line in content.splitlines()[:FIRST_LINES]:
         row = _object(line)
         if row is not None and any(key in row for key in STEP_KEYS):
             return FILE_LOGGER if isinstance(row.get("data"), dict) else LINES
     return ""
+
+
+def _begins_with_a_row(content: bytes) -> bool:
+    """Return whether a list of JSON begins with a row that has a step."""
+    row = next(_objects_of_a_cut_list(content.decode(errors="replace")), None)
+    return isinstance(row, dict) and any(key in row for key in STEP_KEYS)
 
 
 def _newest_state(files: list[Path]) -> Path:
@@ -149,7 +197,7 @@ def _newest_state(files: list[Path]) -> Path:
 def content_of(path: Path) -> str:
     """Return in words what a path holds, for a message that nothing could be read of it."""
     if not path.is_dir():
-        return _why_unreadable(path) or f"the file is none of {FINDABLE}"
+        return _why_no_log(path)
     suffixes: dict[str, int] = {}
     for number, file in enumerate(path.rglob("*")):
         if number > MAX_FOLDER_ENTRIES:
@@ -166,19 +214,29 @@ def content_of(path: Path) -> str:
     return f"the folder holds {sum(suffixes.values())} files ({counts}), none of them {FINDABLE}"
 
 
-def _why_unreadable(file: Path) -> str:
-    """Return in words why a file cannot be read as text, empty if it can."""
-    if file.is_symlink():
+def _why_no_log(path: Path) -> str:
+    """Return in words why no rows are read of a file or a link."""
+    if path.is_symlink():
         return "the file is a link, and links are not followed: name the file that it points to"
     try:
-        with untrusted.open_plain_file(file) as opened:
+        with untrusted.open_plain_file(path) as opened:
             content = opened.read(2)
     except OSError as error:
         return f"the file cannot be read: {error.strerror}"
     except untrusted.Unreadable:
         return "it is no file with a content, but a pipe or a device"
-    reason = OTHER_BEGINNINGS.get(content)
-    return f"the file is {reason}" if reason else ""
+    if not content:
+        return "the file is empty"
+    if content in OTHER_BEGINNINGS:
+        return f"the file is {OTHER_BEGINNINGS[content]}"
+    suffix = path.suffix.lower()
+    if path.name == STATE_FILE or (suffix == ".json" and HISTORY in path.name):
+        return f"the file has no {HISTORY}, or was cut before it"
+    if suffix == ".jsonl":
+        return f"none of its first {FIRST_LINES} lines is a row with a step"
+    if suffix == ".log":
+        return "no line is a row as verl, TRL, ms-swift, slime or ROLL print it"
+    return f"the file is none of {FINDABLE}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -188,7 +246,10 @@ def read_log(path: Path) -> Log:
     if path.is_dir():
         return event_files(path)
     if path.suffix == ".wandb":
-        return wandb_log([wandb_files.read(path)])
+        segment = wandb_files.read(path)
+        if segment.rows:
+            raise untrusted.Unreadable(own_run(segment))
+        return wandb_log([segment])
     if path.name.startswith(EVENT_FILE):
         return event_files(path.parent, [path])
     kind = _kind(path)
@@ -200,18 +261,21 @@ def read_log(path: Path) -> Log:
         foreign_consoles.read(log, _lines(path, log.notes))
         if log.records:
             return log
+    if path.suffix.lower() == ".json" and kind == LINES:
+        return trainer_state(path)
     if kind in (LINES, FILE_LOGGER):
         return json_lines(path, kind)
     raise untrusted.Unreadable(f"{path}: {content_of(path)}")
 
 
 def trainer_state(path: Path) -> Log:
-    """Read the `log_history` of a trainer_state.json, also if the file is cut in it."""
+    """Read the `log_history` of a trainer_state.json, or a list of rows, also if the file is cut."""
     log = Log(path, TRAINER_STATE)
     content = untrusted.read_bytes(path, MAX_STATE_BYTES)
     try:
         state = untrusted.parse_json(content)
         if isinstance(state, list):
+            log.kind = LINES
             state = {HISTORY: state}
         history = state.get(HISTORY) if isinstance(state, dict) else None
     except ValueError as error:
@@ -357,6 +421,15 @@ def wandb_logs(segments: Iterable[wandb_files.Segment]) -> list[Log]:
     for segment in segments:
         runs.setdefault(segment.id or str(segment.path), []).append(segment)
     return [wandb_log(files) for files in runs.values()]
+
+
+def own_run(segment: wandb_files.Segment) -> str:
+    """Return the message on a W&B file of ours, where a run of another framework is asked for."""
+    return (
+        f"{segment.path}: a run of this repository ({segment.name or segment.id}), with "
+        f"{counted(len(segment.rows), 'row')}. Its page is made from its run directory: gspo report "
+        "runs/STUDY/RUN. `gspo compare`, `gspo view` and the figures read the file itself"
+    )
 
 
 def wandb_log(segments: list[wandb_files.Segment]) -> Log:

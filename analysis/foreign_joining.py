@@ -26,6 +26,7 @@ from gspo.analysis.foreign_files import (
     EVENTS,
     FILE_LOGGER,
     LINES,
+    STATE_FILE,
     TRAINER_STATE,
     WANDB,
 )
@@ -37,7 +38,6 @@ from gspo.tracking.frameworks.translate import Log
 # the most precise kinds first: TensorBoard writes float32, a console may round
 KINDS = (TRAINER_STATE, WANDB, FILE_LOGGER, LINES, EVENTS, CONSOLE)
 MAX_DISAGREEMENTS = 2  # of a log, that are noted
-STATE_FILE = "trainer_state.json"
 # how far two records of a number may differ: float32 has 24 bits, ms-swift writes 8 decimals
 RELATIVE_ROUNDING = 1e-6
 ABSOLUTE_ROUNDING = 1e-8

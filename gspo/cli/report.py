@@ -94,7 +94,9 @@ def write_foreign_pages(path: Path, options: Options, pages: set[Path]) -> None:
     # pandas, which a page of our own runs does not need, takes a second
     from gspo.analysis.foreign import read_foreign_runs
 
-    runs, problems = read_foreign_runs(path, options)
+    runs, problems, notes = read_foreign_runs(path, options)
+    for note in notes:
+        print(f"note: {escape_line(note)}", file=sys.stderr)
     print_pages(runs, options.out, pages)
     if problems:
         raise ValueError("; ".join(problems))

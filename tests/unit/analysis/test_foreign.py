@@ -25,7 +25,7 @@ from foreign_logs import (
 )
 from gspo.analysis import event_frames, fig_curves, foreign_files, load, sources, wandb_files
 from gspo.analysis.foreign import ABOUT, read_foreign
-from gspo.cli import compare, view
+from gspo.cli import compare, report, view
 from gspo.io import untrusted
 from gspo.tracking.foreign_options import ForeignOptions
 from recorded_runs import HEALTHY, write
@@ -217,6 +217,10 @@ def test_a_log_that_trl_wrote(tmp_path):
 def test_a_path_without_runs_says_what_it_holds(tmp_path):
     (tmp_path / "notes.md").write_text("x")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    no_step = "rows.jsonl: none of its first 20 lines is a row with a step"
+    with pytest.raises(load.RunsError, match=no_step):
+        load.load([tmp_path])
+    (tmp_path / "rows.jsonl").rename(tmp_path / "rows.csv")
     with pytest.raises(load.RunsError, match=r"holds 2 files \(1 \.\w+, 1 \.\w+\), none of them"):
         load.load([tmp_path])
     with pytest.raises(load.RunsError, match="the file is none of trainer_state"):
@@ -224,6 +228,83 @@ def test_a_path_without_runs_says_what_it_holds(tmp_path):
     with pytest.raises(ValueError, match="the folder holds no file"):
         (tmp_path / "empty").mkdir()
         read_foreign(tmp_path / "empty")
+
+
+def beside_a_good_log(folder: Path) -> Path:
+    write_state(folder / "good" / "trainer_state.json", [trl_row(step) for step in range(1, 5)])
+    (folder / "other").mkdir()
+    return folder / "other"
+
+
+def test_a_log_that_cannot_be_read_is_named_beside_a_good_one(tmp_path, monkeypatch, capsys):
+    runs = tmp_path / "runs"
+    other = beside_a_good_log(runs)
+    logged = [{"step": step, "data": verl_row(step)} for step in (1, 2)]
+    (other / "link.jsonl").symlink_to(write_lines(tmp_path / "target.jsonl", logged))
+    (other / "trainer_state.json").write_text('{"best_metric": null, "log_his')
+    (other / "gz.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    (other / "empty.log").touch()
+    note = (
+        f"left out: 4 files without rows of a run ({other}/empty.log: the file is empty; "
+        f"{other}/gz.jsonl.gz: the file is compressed by gzip: unpack it first; "
+        f"{other}/link.jsonl: the file is a link, and links are not followed: name the file that "
+        f"it points to; {other}/trainer_state.json: the file has no log_history, or was cut before "
+        "it)"
+    )
+    assert note in load.load([runs]).notes and note in read_foreign(runs).notes
+    monkeypatch.setattr("sys.argv", ["gspo report", str(runs), f"out={tmp_path / 'pages'}"])
+    with pytest.raises(SystemExit) as ended:
+        report.write_pages()
+    assert not ended.value.code and f"note: {note}" in capsys.readouterr().err
+    # many are counted
+    for number in range(9):
+        write_lines(other / f"{number}.jsonl", [{"reward": 0.5, "loss": 1.0}])
+    (note,) = [note for note in load.load([runs]).notes if note.startswith("left out")]
+    assert note.startswith("left out: 13 files") and note.endswith("; and 8 more)")
+
+
+def test_files_that_are_no_logs_are_not_named(tmp_path):
+    other = beside_a_good_log(tmp_path)
+    (other / "debug.log").write_text("W&B's own")
+    (other / "settings.json").write_text("{}")
+    (other / "latest-run").symlink_to(other)
+    assert not read_foreign(tmp_path).notes[3:]
+    # a console that a user keeps beside runs of ours
+    write(tmp_path / "study" / "gspo-seed0", "gspo", HEALTHY)
+    (tmp_path / "study" / "nohup.log").write_text("no rows")
+    assert not any("nohup" in note for note in load.load([tmp_path / "study"]).notes)
+
+
+def test_an_unreadable_state_says_why(tmp_path):
+    file = tmp_path / "trainer_state.json"
+    for content, reason in (
+        ("", "is empty"),
+        ('{"log_his', "no log_history, or was cut before it"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=reason):
+            read_foreign(tmp_path)
+        with pytest.raises(load.RunsError, match=reason):
+            load.load([file])
+
+
+def test_two_histories_of_a_folder_are_two_runs(tmp_path):
+    for name, reward in (("a_log_history.json", 0.1), ("b.json", 0.9)):
+        rows = [trl_row(step, reward=reward) for step in range(1, 5)]
+        (tmp_path / name).write_text(json.dumps(rows))
+    (tmp_path / "points.json").write_text("[[1, 2]]")
+    data = load.load([tmp_path])
+    assert [run.path.name for run in data.runs] == ["a_log_history.json", "b.json"]
+    assert [run.rows["reward/mean"][0] for run in data.runs] == [0.1, 0.9]
+
+
+@pytest.mark.slow
+def test_a_wandb_file_of_ours_is_answered_as_ours(tmp_path):
+    config = {"seed": 1, "steps": 3, "objective": {"name": "gspo"}, "record": {"run": "mine"}}
+    file = wandb_file(tmp_path / "ours", [{"step": 1, "reward/mean": 0.5}], config)
+    for source in (file, tmp_path / "ours"):
+        with pytest.raises(ValueError, match=r"a run of this repository \(mine\), with 1 row\. It"):
+            read_foreign(source)
 
 
 def test_our_own_files_are_not_passed_over_either(tmp_path):

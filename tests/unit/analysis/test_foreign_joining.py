@@ -207,7 +207,7 @@ def test_two_logs_of_ms_swift(tmp_path):
         line["reward"] = round(line["reward"] + 4e-9, 8)
         line["memory(GiB)"] = 16.0
     write_lines(tmp_path / "v0" / "logging.jsonl", lines)
-    runs, problems = read_foreign_runs(tmp_path)
+    runs, problems, _ = read_foreign_runs(tmp_path)
     assert not problems and len(runs) == 1 and runs[0].framework == "ms_swift"
     assert runs[0].planned == 100 and len(runs[0].rows) == 3
 
