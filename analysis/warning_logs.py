@@ -20,6 +20,7 @@ LOOKALIKES = {
     "mismatch/k3": {
         "prime_rl": "mismatch_kl/*",  # of the current policy
         "openrlhf": "vllm_kl",  # k1
+        "nemo_rl": "train/gen_kl_error",  # a sum over the updates of a batch
     },
     # of the engine's weights
     "ratio/ess_token": {"verl": "rollout_corr/*", "ms_swift": "rollout_correction/*"},

@@ -16,7 +16,7 @@ from gspo.tracking.frameworks import (
     trl,
     verl,
 )
-from gspo.tracking.frameworks.table import Table, has
+from gspo.tracking.frameworks.table import OTHER, Table, has, match
 from gspo.tracking.metrics import Metric
 
 MODULES = (trl, ms_swift, verl, prime_rl, roll, slime, openrlhf, nemo_rl, skyrl)
@@ -79,6 +79,9 @@ def definition(name: str) -> Metric:
     if framework == own.NAME:
         return Metric(name, "", "of your trainer")
     table = TABLES[framework]
-    entry, _ = table.entry(theirs)
+    of_its_own = [entry for entry in table.entries if entry.relation == OTHER]
+    entry = next((entry for entry in of_its_own if match(entry.theirs, theirs) is not None), None)
+    if entry is None:
+        entry, _ = table.entry(theirs)
     meaning = entry.note if entry is not None and entry.note else "not in the table"
     return Metric(name, "", f"{table.title}: {meaning}")

@@ -56,5 +56,4 @@ TABLE = Table(
     trained_by=trl.TRAINED_BY,
     objectives=trl.OBJECTIVES,
     updates=trl.TABLE.updates,
-    updates_divided_by=trl.TABLE.updates_divided_by,
 )

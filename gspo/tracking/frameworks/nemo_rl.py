@@ -3,7 +3,8 @@
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same, scaled
 
 TOKEN_LEVEL = ("grpo", "ppo")
-SUM_OF_UPDATES = "with several updates of a batch their sum, not their mean"
+SUM_OF_UPDATES = "summed over the updates of a batch"
+NO_RATIO = -1.0  # of a batch without a valid ratio
 
 ENTRIES = (
     same("train/reward", "reward/mean"),
@@ -19,16 +20,19 @@ ENTRIES = (
     other("train/baseline_reward/*", "percent of groups with this mean reward"),
     same("train/mean_gen_tokens_per_sample", "length/mean"),
     same("train/truncation_rate", "length/truncated"),
-    reweighted("train/probs_ratio", "ratio/token_mean", SUM_OF_UPDATES, objectives=TOKEN_LEVEL),
-    same("train/probs_ratio_min", "ratio/token_min", objectives=TOKEN_LEVEL),
-    same("train/probs_ratio_max", "ratio/token_max", objectives=TOKEN_LEVEL),
-    other("train/probs_ratio*", "ratios of tokens or of responses, by the loss, or after the clip"),
+    other("train/probs_ratio", f"mean ratio, {SUM_OF_UPDATES}"),
+    same("train/probs_ratio_min", "ratio/token_min", objectives=TOKEN_LEVEL, absent_value=NO_RATIO),
+    same("train/probs_ratio_max", "ratio/token_max", objectives=TOKEN_LEVEL, absent_value=NO_RATIO),
+    other(
+        "train/probs_ratio*",
+        "ratios of tokens or of responses, by the loss, or after the clip",
+        absent_value=NO_RATIO,
+    ),
     other("train/kl_penalty", "the KL term of the loss"),
     other("train/token_mult_prob_error", "mean of exp|log-prob difference| of engine and trainer"),
-    reweighted(
+    other(
         "train/gen_kl_error",
-        "mismatch/k3",
-        f"by reference_policy_kl_type, of which k3 is the default; {SUM_OF_UPDATES}",
+        f"KL of engine and trainer by reference_policy_kl_type (default: k3), {SUM_OF_UPDATES}",
     ),
     other("train/policy_kl_error", "the same in the other direction: k3 of trainer to engine"),
     other("train/js_divergence_error", "an estimate of the Jensen-Shannon divergence of both"),

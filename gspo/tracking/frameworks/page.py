@@ -26,7 +26,8 @@ python -m gspo.tracking.frameworks.page > docs/other_frameworks_tables.md     # 
 | other | another definition. The metric keeps its name, after the framework's: `trl/grad_norm` |
 
 A `*` stands for any text. Names stand without the prefixes of trackers, such as `train/`. With the remark "0: absent",
-a metric that is 0 in every row is left out, because it was not computed."""
+a metric that is 0 in every row is left out, because it was not computed. With "-1: absent", the numbers that are -1 are
+left out."""
 
 
 def page() -> str:
@@ -69,8 +70,12 @@ def _line(entry: Entry) -> str:
         remarks.append(f"`{entry.formula()}`")
     if entry.note:
         remarks.append(entry.note)
+    if entry.beside:
+        remarks.append(f"beside {' or '.join(f'`{name}`' for name in entry.beside)}")
     if entry.absent_if_all_zero:
         remarks.append("0: absent")
+    if entry.absent_value is not None:
+        remarks.append(f"{entry.absent_value:g}: absent")
     ours = f"`{entry.ours}`" if entry.ours else ""
     remark = "; ".join(remarks).replace("|", r"\|")
     return f"| `{entry.theirs}` | {ours} | {entry.relation} | {remark} |"

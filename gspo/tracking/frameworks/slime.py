@@ -85,5 +85,8 @@ TABLE = Table(
         ({"advantage_estimator": "grpo"}, "grpo"),
         ({"advantage_estimator": "ppo"}, "ppo"),
     ),
-    updates=("num_steps_per_rollout",),
+    updates=(
+        (("num_steps_per_rollout",), ()),
+        (("rollout_batch_size", "n_samples_per_prompt"), ("global_batch_size",)),
+    ),
 )

@@ -51,10 +51,14 @@ class Entry:
     # The entry holds for runs with one of these objectives. Empty: for all runs. An entry that
     # depends on the objective does not hold while the objective is unknown.
     objectives: tuple[str, ...] = ()
+    # The entry holds only if the run has one of these names.
+    beside: tuple[str, ...] = ()
     # The entry holds only if no second name of the run matches it.
     if_only: bool = False
     # If every row has 0, the framework did not compute the metric: it is absent, not 0.
     absent_if_all_zero: bool = False
+    # A number that stands for no number. Such numbers are absent.
+    absent_value: float | None = None
 
     def value(self, theirs: float) -> float:
         """Return our number from theirs."""
@@ -138,9 +142,9 @@ class Table:
     trained_by: tuple[str, ...] = ()
     # their settings that name the objective, and its name: the first line that holds counts
     objectives: tuple[tuple[Mapping[str, object], str], ...] = ()
-    # their settings whose product, divided by the product of the second tuple, is the updates of a batch
-    updates: tuple[str, ...] = ()
-    updates_divided_by: tuple[str, ...] = ()
+    # The updates of a batch: the product of the settings in the first tuple, divided by the product
+    # of those in the second. The first pair of which the configuration has all settings counts.
+    updates: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
 
     @property
     def full_title(self) -> str:
@@ -167,6 +171,8 @@ class Table:
             if parts is None or (entry.objectives and objective not in entry.objectives):
                 continue
             if entry.if_only and not is_only(names, entry.theirs):
+                continue
+            if entry.beside and not any(has(names, pattern) for pattern in entry.beside):
                 continue
             if entry.plus and filled(entry.plus, parts) not in names:
                 continue

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from gspo.io.tables import counted
 from gspo.tracking.frameworks.columns import Columns, listed
 from gspo.tracking.frameworks.known import REWARD, find_table
 from gspo.tracking.frameworks.table import RELATIONS, SAME, Entry, Table, filled, match, other
@@ -194,6 +195,7 @@ def _rows(
     """Return the rows under our names, and put the relation of each name into `relations`."""
     rows: dict[int, dict[str, float]] = {}
     absent = []
+    none_values: Counter[tuple[str, float]] = Counter()  # names and the numbers that stand for none
     sources: dict[str, str] = {}  # the name of theirs by the row's
     entries = {name: table.entry(name, objective, by_batch) for name in by_batch}
     # If two names are the same metric of ours, the name with the nearer definition counts.
@@ -217,6 +219,9 @@ def _rows(
                 batch: value + second[batch] for batch, value in column.items() if batch in second
             }
         for batch, value in column.items():
+            if entry is not None and value == entry.absent_value:
+                none_values[name, value] += 1
+                continue
             if entry is not None and entry.ours:
                 value = entry.value(value)
             rows.setdefault(batch, {})[ours] = value
@@ -224,6 +229,8 @@ def _rows(
         notes.append(
             f"absent, because they are 0 in every row and may not be computed: {listed(absent)}"
         )
+    for (name, value), count in sorted(none_values.items()):
+        notes.append(f"absent: {counted(count, 'number')} of {name}, because {value:g} means none")
     return [{"step": batch} | rows[batch] for batch in sorted(rows)]
 
 
@@ -273,15 +280,21 @@ def _objective(table: Table, config: Mapping[str, object]) -> str:
 
 def _updates(table: Table, config: Mapping[str, object]) -> int:
     """Return the optimizer steps of a rollout batch, 0 if the configuration does not tell."""
-    factors = [config.get(key) for key in table.updates]
-    divisors = [config.get(key) for key in table.updates_divided_by]
-    numbers = [value for value in (*factors, *divisors) if type(value) is int and value > 0]
-    if not factors or len(numbers) < len(factors) + len(divisors):
-        return 0
-    product = math.prod(numbers[: len(factors)])
-    divisor = math.prod(numbers[len(factors) :])
-    updates = product // divisor
-    return updates if product % divisor == 0 and updates <= MAX_UPDATES else 0
+    for factor_keys, divisor_keys in table.updates:
+        factors = _whole_numbers(config, factor_keys)
+        divisors = _whole_numbers(config, divisor_keys)
+        if factors is None or divisors is None:
+            continue
+        updates, rest = divmod(math.prod(factors), math.prod(divisors))
+        return updates if rest == 0 and updates <= MAX_UPDATES else 0
+    return 0
+
+
+def _whole_numbers(config: Mapping[str, object], keys: Iterable[str]) -> list[int] | None:
+    """Return these settings, None if one of them is no whole number of at least 1."""
+    values = [config.get(key) for key in keys]
+    numbers = [value for value in values if type(value) is int and value > 0]
+    return numbers if len(numbers) == len(values) else None
 
 
 def _notes(run: ForeignRun, table: Table, counts: set[str]) -> list[str]:

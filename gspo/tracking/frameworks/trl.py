@@ -9,6 +9,9 @@ LEVEL = (
     "share of tokens, or of responses with importance_sampling_level=sequence. Under our name only "
     "if the objective is known"
 )
+# metrics of AsyncGRPO alone (trl/experimental/async_grpo)
+ASYNC = ("ratio", "training_tok/s", "sample/staleness_mean")
+RESPONSES = ("gspo", "luspo", "rloo")  # with a ratio per response
 MEAN_OF_MEANS = "unweighted mean over the micro-batches since the last row"
 
 ENTRIES = (
@@ -19,11 +22,14 @@ ENTRIES = (
     same("completions/clipped_ratio", "length/truncated"),
     same("learning_rate", "optim/lr", "with several updates of a batch: their mean"),
     reweighted("entropy", "policy/entropy", MEAN_OF_MEANS),
+    other(
+        "clip_ratio/region_mean", "AsyncGRPO: tokens, by the ratio to the sampler", beside=ASYNC
+    ),
     reweighted(
         "clip_ratio/region_mean", "clip/token_active", MEAN_OF_MEANS, objectives=TOKEN_LEVEL
     ),
     reweighted(
-        "clip_ratio/region_mean", "clip/sequence_active", MEAN_OF_MEANS, objectives=("gspo",)
+        "clip_ratio/region_mean", "clip/sequence_active", MEAN_OF_MEANS, objectives=RESPONSES
     ),
     other("clip_ratio/region_mean", LEVEL),
     other("clip_ratio/low_mean", "the part of region_mean below the range, with advantage < 0"),
@@ -31,10 +37,22 @@ ENTRIES = (
     other("clip_ratio/low_min", "smallest mean of a micro-batch or rank, then a mean"),
     other("clip_ratio/high_max", "largest mean of a micro-batch or rank, then a mean"),
     other("clip_ratio", "before TRL 0.17: share of tokens"),
+    other("sample/*", "AsyncGRPO: age, tokens and time in the queue of the responses"),
+    other("batch/*", "AsyncGRPO: tokens and responses of the rows of a batch"),
+    other("perf/*", "AsyncGRPO: seconds of a part of the step"),
+    other("training_tok/s", "AsyncGRPO: tokens per second"),
+    other("ratio", "AsyncGRPO: mean ratio of the current policy to the sampler, over tokens"),
     other("cispo_clip_ratio", "share of tokens above an absolute bound, not relative to 1"),
     other("grad_norm", "norm before clipping of the row's last update alone"),
     other("loss", "mean over the row's steps; a NaN is replaced by the mean so far"),
-    reweighted("kl", "kl/ref_k3", "of the current policy, ours of the old one"),
+    other("kl", "AsyncGRPO: k3 of the current policy to the sampler, not to a reference", beside=ASYNC),
+    reweighted("kl", "kl/ref_k1", "RLOO: mean over the batches of the row", objectives=("rloo",)),
+    reweighted(
+        "kl",
+        "kl/ref_k3",
+        "of the current policy, ours of the old one. RLOO's is k1 of the old one, and only its "
+        "configuration or objective=rloo tells it",
+    ),
     other("reward_std", "over all responses since TRL 0.27, before it the mean of the groups'"),
     same("rewards/*/mean", "reward/*/mean", "over the responses that the function has scored"),
     other("rewards/*/std", "standard deviation of one reward function"),
@@ -129,8 +147,14 @@ TRAINED_BY = (
     "weight_decay",
 )
 OBJECTIVES = (
+    # RLOOTrainer alone has this setting
+    ({"normalize_advantages": False}, "rloo"),
+    ({"normalize_advantages": True}, "rloo"),
     ({"loss_type": "cispo"}, "cispo"),
     ({"loss_type": "sapo"}, "sapo"),
+    ({"loss_type": "vespo"}, "vespo"),
+    ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, "luspo"),
+    ({"loss_type": "luspo", "importance_sampling_level": "token"}, "luspo, ratios of tokens"),
     ({"importance_sampling_level": "sequence"}, "gspo"),
     ({"importance_sampling_level": "sequence_token"}, "gspo_token"),
     ({"importance_sampling_level": "token", "loss_type": "dapo"}, "dapo"),
@@ -154,6 +178,5 @@ TABLE = Table(
     settings=SETTINGS,
     trained_by=TRAINED_BY,
     objectives=OBJECTIVES,
-    updates=("num_iterations", "steps_per_generation"),
-    updates_divided_by=("gradient_accumulation_steps",),
+    updates=((("num_iterations", "steps_per_generation"), ("gradient_accumulation_steps",)),),
 )

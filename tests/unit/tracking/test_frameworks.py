@@ -15,7 +15,7 @@ from foreign_logs import (
     write_lines,
 )
 from gspo.cli import report
-from gspo.tracking.foreign_report import foreign_page, write_foreign_page
+from gspo.tracking.foreign_report import foreign_page, warnings, write_foreign_page
 from gspo.tracking.frameworks.known import TABLES, definition, find_table, table_of
 from gspo.tracking.frameworks.page import page
 from gspo.tracking.frameworks.table import ANY, OTHER, RELATIONS, filled, match
@@ -211,6 +211,70 @@ def test_shares_of_equal_groups_are_added_only_if_both_are_logged():
     row = {"step": 1, "train/agg/all/solver/reward/mean": 0.4, "progress/total_problems": 8}
     row |= {"train/agg/all/solver/solved_none": 0.25, "train/agg/all/solver/solved_all": 0.125}
     assert run([row]).rows[0]["group/zero_variance"] == 0.375
+
+
+def test_nemo_rl_sums_over_the_updates_of_a_batch_and_writes_minus_one_for_no_ratio():
+    sums = {"train/probs_ratio": 8.001, "train/gen_kl_error": 0.016}
+    records = []
+    for step in range(1, 31):
+        ratio = -1.0 if step % 2 else 0.75
+        ratios = {"train/probs_ratio_min": ratio, "train/probs_ratio_max": ratio + (step + 1) % 2}
+        records.append(OTHER_ROWS["nemo_rl"] | sums | ratios | {"step": step})
+    nemo = run(records, objective="grpo")
+    assert nemo.rows[0]["nemo_rl/train/probs_ratio"] == 8.001
+    assert nemo.rows[0]["nemo_rl/train/gen_kl_error"] == 0.016
+    assert not {"ratio/token_mean", "mismatch/k3", "ratio/token_min"} & nemo.rows[0].keys()
+    assert nemo.rows[1]["ratio/token_min"] == 0.75 and nemo.rows[1]["ratio/token_max"] == 1.75
+    assert "absent: 15 numbers of train/probs_ratio_min, because -1 means none" in nemo.notes
+    assert not warnings(nemo, nemo.table), "the numbers are those of a healthy run"
+    unknown = run(records).rows
+    assert "nemo_rl/train/probs_ratio_min" not in unknown[0]
+    assert unknown[1]["nemo_rl/train/probs_ratio_min"] == 0.75
+
+
+def test_the_kl_of_trls_other_trainers_is_another_one():
+    # AsyncGRPO: to the sampler
+    synchronous = trl_row(1)
+    asynchronous = trl_row(1, ratio=1.01, **{"sample/staleness_mean": 1.0})
+    row = run([asynchronous], objective="grpo").rows[0]
+    assert row["trl/kl"] == 0.001 and row["trl/clip_ratio/region_mean"] == 0.01
+    assert not {"kl/ref_k3", "clip/token_active"} & row.keys()
+    assert not run([asynchronous]).unknown()
+    assert definition("trl/kl").meaning.startswith("TRL: AsyncGRPO: k3 of the current policy to th")
+    # RLOO: k1 of the old policy, and a ratio per response
+    rloo = run([synchronous], config={"normalize_advantages": False, "num_iterations": 1})
+    assert rloo.objective == "rloo" and rloo.rows[0]["kl/ref_k1"] == 0.001
+    assert rloo.rows[0]["clip/sequence_active"] == 0.01 and "kl/ref_k3" not in rloo.rows[0]
+    unknown = run([synchronous])
+    assert unknown.rows[0]["kl/ref_k3"] == 0.001 and "RLOO" in unknown.differing()["kl/ref_k3"]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "objective", "clipped"),
+    [
+        ("luspo", "sequence", "luspo", "clip/sequence_active"),
+        ("luspo", "token", "luspo, ratios of tokens", "trl/clip_ratio/region_mean"),
+        ("vespo", "token", "vespo", "trl/clip_ratio/region_mean"),
+        ("grpo", "sequence", "gspo", "clip/sequence_active"),
+        ("dr_grpo", "token", "drgrpo", "clip/token_active"),
+    ],
+)
+def test_the_objective_of_a_loss_type(loss_type, level, objective, clipped):
+    config = {"loss_type": loss_type, "importance_sampling_level": level}
+    trl = run([trl_row(1)], config=config)
+    assert trl.objective == objective and trl.rows[0][clipped] == 0.01
+    assert not any("the objective is not logged" in note for note in trl.notes)
+
+
+def test_the_updates_of_slime_follow_from_its_batch_sizes():
+    records = [row for rollout in range(3) for row in slime_rows(rollout, updates=4)]
+    sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "global_batch_size": 64}
+    slime = run(records, config=sizes | {"num_steps_per_rollout": None})
+    assert slime.updates_per_batch == 4 and [row["step"] for row in slime.rows] == [1, 2, 3]
+    assert slime.rows[2]["optim/grad_norm"] == 2.5, "mean of 1, 2, 3, 4"
+    # the other setting counts first; what does not divide tells nothing
+    assert run(records, config=sizes | {"num_steps_per_rollout": 2}).updates_per_batch == 2
+    assert run(records, config=sizes | {"global_batch_size": 60}).updates_per_batch == 0
 
 
 def test_trackers_call_eval_reward_eval_slash_reward():
