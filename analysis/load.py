@@ -23,6 +23,7 @@ from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
 from gspo.io import escaping
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
+from gspo.tracking.frameworks.columns import lost_batches
 
 OBJECTIVES = {  # from objective.name to the arm's name; GRPO_R2 is GRPO with a further setting
     "gspo": GSPO,
@@ -73,7 +74,6 @@ KINDS = {
 }
 MAX_NOTES = 5  # notes in the message that there are no runs
 MAX_ARMS_NAMED = 6  # arms that a message names
-MAX_LOST_NAMED = 3  # lost batches that a message names
 MAX_SETTING_CHARS = 2000  # of a setting's name and value
 MAX_STUDY_CHARS = 100  # of the study's name, after which files are named
 # These may differ between two runs of one arm: who ran it, for how long, where it was written.
@@ -139,7 +139,8 @@ def load(
     unfinished = [run for run in runs if not run.finished]
     notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in unfinished]
     for run in runs:
-        lost = lost_steps(run)
+        # the notes of runs of other frameworks have it
+        lost = "" if FRAMEWORK in run.settings else lost_steps(run)
         if lost:
             notes.append(f"lost: {run.path} has no row of {lost}")
     return Data(runs, notes)
@@ -167,16 +168,7 @@ def record_key(record: Record) -> tuple[Path, str]:
 # records as runs
 def lost_steps(run: Run) -> str:
     """Return the rollout batches before the last that have no row, as "batches 7, 8", or ""."""
-    if run.batches_per_row > 1:
-        return ""
-    recorded = set(run.rows["step"])
-    lost = [str(step) for step in range(1, run.last) if step not in recorded]
-    if not lost:
-        return ""
-    text = ", ".join(lost[:MAX_LOST_NAMED])
-    if len(lost) > MAX_LOST_NAMED:
-        text += f", ... ({len(lost)} in all)"
-    return f"batches {text}" if len(lost) > 1 else f"batch {text}"
+    return "" if run.batches_per_row > 1 else lost_batches(run.rows["step"])
 
 
 def as_run(record: Record, notes: list[str]) -> Run | None:

@@ -26,6 +26,7 @@ REWARD = "reward/mean"
 GRADIENT = "optim/grad_norm"
 ROUTING = "routing/consistency"
 LARGEST_GRADIENT = "optim/grad_norm_max"
+WITH_PROBE = ("trl",)  # the frameworks whose trainer gspo.probe has a callback for
 # signals that compare a norm with the norms before it: any definition of the norm will do
 OF_GRADIENTS = ("grad_spike", "grad_growth")
 # metrics that a page of our own runs does not draw
@@ -120,9 +121,10 @@ def gradient_norm(run: ForeignRun, table: Table) -> str:
 def stability(run: ForeignRun, table: Table) -> list[str]:
     """Return the answers to the three questions of stability, from what the run has logged."""
     rows = [row for row in run.rows if row["step"] > 0]
+    remedy = " (gspo.probe can add it)" if table.name in WITH_PROBE else ""
     routing = (
         "Does expert activation stay consistent? It cannot be judged: "
-        f"{table.title} logs no routing consistency (gspo.probe can add it)."
+        f"{table.title} logs no routing consistency{remedy}."
     )
     if any(is_finite(row.get(ROUTING)) for row in rows):
         routing = routing_answer(rows)

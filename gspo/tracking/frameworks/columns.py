@@ -1,7 +1,8 @@
 """The numbers of another framework's log by name and step.
 
-Records of the same step are joined if they do not contradict each other. A resumed run writes some steps
-again: its later records count. Everything that is left out is counted.
+Records of the same step are joined if they do not contradict each other: of two that do, the first
+counts. A resumed run writes some steps again: its later records count. Everything that is left out
+is counted.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from gspo.io import untrusted
 from gspo.io.untrusted import MAX_MAGNITUDE
 from gspo.tracking.frameworks.table import Axis, Table, has
 
-MAX_REWINDS = 20  # a file whose steps go back more often holds no run
+# A run that is restarted goes on, each time from a later step. A file whose steps go back in another
+# way more often holds no run.
+MAX_REWINDS = 20
+MAX_RESTARTS = 200
+MAX_REWINDS_NAMED = 5
 NO_STEP = "records without a step"
 NO_METRIC = "records without a metric of training"
-SECOND_VALUE = "numbers that contradict an earlier record of the same step"
+CONTRADICTION = "records that contradict an earlier record of the same step"
 UNKNOWN_WRITER = "numbers whose writer cannot be told"
 NOT_FINITE = "numbers that are not finite (kept as NaN)"
 ODD_NAME = "names that are too long or no text"
 MAX_NAME_CHARS = 200
 MAX_NAMED = 8  # names in a note
+MAX_LOST_NAMED = 3  # lost batches that a note names
 
 
 class Columns:
@@ -41,6 +47,9 @@ class Columns:
         self.last: dict[str, int] = {}  # the step of a name's newest number
         self.largest_step = -1
         self.rewinds = 0
+        self.restarts = 0  # the rewinds as of a run that goes on
+        self.restarted_at: dict[str, int] = {}  # the step of the last rewind, by the axis's counts
+        self.late = 0  # records with an earlier step than their metrics had before
         self.left_out: list[str] = []  # sentences about rows that were written again
         self.bare_names: dict[str, str] = {}  # empty: no metric
         self.count = 0  # of numbers
@@ -60,9 +69,15 @@ class Columns:
                 self.dropped[NO_METRIC] += 1
             return
         self.counts.add(axis.counts)
-        if step < self.largest_step and any(self._is_again(name, step) for name in numbers):
-            self._go_back(axis, step)
+        if step < self.largest_step:
+            if any(self._is_again(name, step) for name in numbers):
+                self._go_back(axis, step)
+            elif any(self.last.get(name, 0) > step for name in numbers):
+                self.late += 1
         self.largest_step = max(self.largest_step, step)
+        if any(self._contradicts(name, step, number) for name, number in numbers.items()):
+            self.dropped[CONTRADICTION] += 1
+            return
         for name, number in numbers.items():
             self._put(name, step, number, axis)
         untrusted.check_table(self.path, self.longest, len(self.values), self.count)
@@ -133,11 +148,13 @@ class Columns:
         writers = [name for name, proof in self.table.writers.items() if has(record, proof)]
         return writers[0] if len(writers) == 1 else ""
 
+    def _contradicts(self, name: str, step: int, number: float) -> bool:
+        """Return whether a name has another number at this step."""
+        column = self.values.get(name)
+        return column is not None and step in column and not _equal(column[step], number)
+
     def _put(self, name: str, step: int, number: float, axis: Axis) -> None:
         column = self.values.setdefault(name, {})
-        if step in column and not _equal(column[step], number):
-            self.dropped[SECOND_VALUE] += 1
-            return
         if not column:
             self.first[name] = step
         column[step] = number
@@ -148,12 +165,7 @@ class Columns:
 
     def _go_back(self, axis: Axis, step: int) -> None:
         """Leave out an axis's numbers from this step on: a resumed run writes them again."""
-        self.rewinds += 1
-        if self.rewinds > MAX_REWINDS:
-            raise ValueError(
-                f"{self.path}: its steps go back more than {MAX_REWINDS} times, so it is not the "
-                "log of one run"
-            )
+        self._count_rewind(axis, step)
         removed: set[int] = set()
         is_empty = True
         for name, column in self.values.items():
@@ -165,6 +177,8 @@ class Columns:
             self.values[name] = kept
             self.last[name] = max(kept, default=0)
             is_empty = is_empty and not kept
+        if self.rewinds + self.restarts > MAX_REWINDS_NAMED:
+            return
         if is_empty:
             self.left_out.append(
                 f"its steps begin again at {step}: it holds two runs, or a run that was started "
@@ -176,9 +190,34 @@ class Columns:
                 f"{len(removed)} earlier rows are left out"
             )
 
+    def _count_rewind(self, axis: Axis, step: int) -> None:
+        """Count that the steps go back. Raises ValueError if they do so too often for a run."""
+        if step > self.restarted_at.get(axis.counts, step) and not self.late:
+            self.restarts += 1
+        else:
+            self.rewinds += 1
+        self.restarted_at[axis.counts] = step
+        if self.rewinds > MAX_REWINDS or self.restarts > MAX_RESTARTS:
+            most = MAX_REWINDS if self.rewinds > MAX_REWINDS else MAX_RESTARTS
+            raise ValueError(
+                f"{self.path}: its steps go back more than {most} times, so it is not the log of "
+                "one run"
+            )
+
     def notes(self) -> list[str]:
         """Return sentences about everything that was left out."""
         notes = list(self.left_out)
+        count = self.rewinds + self.restarts
+        if count > MAX_REWINDS_NAMED:
+            notes.append(
+                f"its steps go back {count} times in all: it holds a run that was restarted so "
+                "often, or several runs. The later rows count each time"
+            )
+        if self.late:
+            notes.append(
+                f"{self.late} records have an earlier step than records before them, so several runs "
+                "may have written it"
+            )
         notes += [f"left out: {count} {reason}" for reason, count in sorted(self.dropped.items())]
         if self.texts:
             notes.append(f"left out, because they are no numbers: {listed(self.texts)}")
@@ -199,6 +238,22 @@ def _is_step(value: object) -> bool:
 
 def _equal(first: float, second: float) -> bool:
     return first == second or (math.isnan(first) and math.isnan(second))
+
+
+def lost_batches(steps: Iterable[int]) -> str:
+    """Return the rollout batches before the last that have no row, as "batches 7, 8", or "".
+
+    >>> lost_batches([1, 4])
+    'batches 2, 3'
+    """
+    recorded = set(steps)
+    lost = [str(step) for step in range(1, max(recorded, default=0)) if step not in recorded]
+    if not lost:
+        return ""
+    text = ", ".join(lost[:MAX_LOST_NAMED])
+    if len(lost) > MAX_LOST_NAMED:
+        text += f", ... ({len(lost)} in all)"
+    return f"batches {text}" if len(lost) > 1 else f"batch {text}"
 
 
 def listed(names: Iterable[str]) -> str:

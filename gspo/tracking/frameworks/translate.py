@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from gspo.io.tables import counted
-from gspo.tracking.frameworks.columns import Columns, listed
+from gspo.tracking.frameworks.columns import Columns, listed, lost_batches
 from gspo.tracking.frameworks.known import REWARD, find_table
 from gspo.tracking.frameworks.table import RELATIONS, SAME, Entry, Table, filled, match, other
 
@@ -321,7 +321,12 @@ def _notes(run: ForeignRun, table: Table, counts: set[str]) -> list[str]:
             "updates a batch has (updates_per_batch=)"
         )
     if run.batches_per_row > 1:
-        notes.append(f"a row is the mean over {run.batches_per_row} steps, also of extremes")
+        unit = "steps" if run.counts_updates else "rollout batches"
+        notes.append(f"a row is the mean over {run.batches_per_row} {unit}, also of extremes")
+    else:
+        lost = lost_batches(int(row["step"]) for row in run.rows)
+        if lost:
+            notes.append(f"lost: it has no row of {lost}")
     objectives = {name for entry in table.entries for name in entry.objectives}
     if not run.objective and objectives:
         notes.append(

@@ -649,6 +649,13 @@ def test_checkpoints_of_the_same_name_are_named_after_the_folders_of_their_runs(
     ]
 
 
+def test_lost_batches_are_told_once(tmp_path):
+    rows = [{"step": step, "data": verl_row(step)} for step in range(4, 9)]
+    data = load.load([write_lines(tmp_path / "resumed.jsonl", rows)])
+    (lost,) = [note for note in data.notes if "no row of" in note]
+    assert lost.endswith("resumed.jsonl: lost: it has no row of batches 1, 2, 3")
+
+
 def test_a_log_of_a_folder_with_others_has_a_file_of_its_own(tmp_path):
     project = verl_experiments(tmp_path / "project", "a", "b")
     (project / ABOUT).write_text("objective: grpo\nseed: 3\n")

@@ -194,6 +194,8 @@ def test_the_probes_metrics_are_ours_and_count_before_others():
     assert not {"clip/token_active", "routing/consistency"} & trl.differing().keys()
     assert trl.differing()["trl/clip_ratio/region_mean"].startswith("gspo/clip/token_active counts")
     assert "consistent? It cannot be judged" not in foreign_page(trl)
+    assert "consistency (gspo.probe can add it)." in foreign_page(run([trl_row(1)]))
+    assert "gspo.probe" not in foreign_page(run([{"step": 1} | verl_row(1)]))
     named = run([trl_row(1, **{"gspo/of/nothing": 1.0, "gspo/*": 2.0})])
     assert {"trl/gspo/of/nothing", "trl/gspo/*"} <= named.rows[0].keys()
     assert {"trl/gspo/of/nothing", "trl/gspo/*"} <= set(named.unknown())
@@ -355,11 +357,55 @@ def test_two_runs_in_one_file():
         run([trl_row(step, reward=step + 10 * i) for i in range(30) for step in (1, 2)])
 
 
+def test_a_run_that_was_restarted_often_is_read():
+    # 23 starts of 12 steps, each 10 steps after the last
+    records = []
+    for start in range(23):
+        steps = range(10 * start + 1, 10 * start + 13)
+        records += [{"step": step} | verl_row(step, **{"actor/lr": start}) for step in steps]
+    verl = run(records)
+    assert [row["step"] for row in verl.rows] == list(range(1, 233))
+    assert [verl.rows[step - 1]["optim/lr"] for step in (10, 11, 221, 232)] == [0, 1, 22, 22]
+    (said,) = [note for note in verl.notes if "in all" in note]
+    assert "go back 22 times in all: it holds a run that was restarted so often, or sev" in said
+    assert sum("as those of a resumed run do" in note for note in verl.notes) == 5
+    # with slime's two axes
+    records = []
+    for start in range(23):
+        for rollout in range(5 * start, 5 * start + 6):
+            records += slime_rows(rollout)
+    slime = run(records, updates_per_batch=2)
+    assert [row["step"] for row in slime.rows] == list(range(1, 117))
+
+
+def test_two_runs_whose_records_alternate_are_told():
+    def alternating(ahead):
+        records = []
+        for step in range(1, 60):
+            records += [trl_row(step + ahead, reward=0.1), trl_row(step, reward=0.9)]
+        return records
+
+    with pytest.raises(ValueError, match="go back more than 20 times"):
+        run(alternating(ahead=1))
+    # steps 2 to 59 of the second come after steps that are later than theirs
+    assert any(note.startswith("58 records have an earlier") for note in run(alternating(99)).notes)
+    same_steps = [trl_row(step, reward=r) for step in range(1, 40) for r in (0.1, 0.9)]
+    assert run(same_steps).dropped == {
+        "records that contradict an earlier record of the same step": 39
+    }
+
+
 def test_records_of_one_step_that_contradict_each_other_are_not_merged():
     records = [trl_row(1), {"step": 1, "reward": 0.9}, trl_row(2)]
     trl = run(records)
     assert trl.rows[0]["reward/mean"] == 0.501
-    assert trl.dropped == {"numbers that contradict an earlier record of the same step": 1}
+    assert trl.dropped == {"records that contradict an earlier record of the same step": 1}
+    # nothing of such a record joins the row
+    records = [{"step": 1, "reward": 0.1, "completions/mean_length": 5.0}]
+    records += [{"step": 1, "reward": 0.9, "kl": 0.3}, {"step": 1, "reward": 0.1, "entropy": 0.5}]
+    trl = run(records)
+    assert trl.rows == [{"step": 1, "reward/mean": 0.1, "length/mean": 5.0, "policy/entropy": 0.5}]
+    assert trl.dropped == {"records that contradict an earlier record of the same step": 1}
 
 
 def test_numbers_that_are_not_finite_are_kept_as_nan_and_counted():
@@ -393,6 +439,23 @@ def test_a_console_that_starts_anew_begins_with_its_evaluation():
     assert verl.rows[0]["eval/math/avg@8"] == 0.2 and not verl.dropped
     assert "eval/math/avg@8" not in verl.rows[2]
     assert any("begin again at 0" in note for note in verl.notes)
+
+
+def test_a_lost_head_and_a_gap_are_told():
+    resumed = run([{"step": step} | verl_row(step) for step in range(60, 70)])
+    assert "lost: it has no row of batches 1, 2, 3, ... (59 in all)" in resumed.notes
+    assert "lost: it has no row of batches 1, 2, 3" in foreign_page(resumed)
+    gap = run([{"step": step} | verl_row(step) for step in (1, 2, 5)])
+    assert "lost: it has no row of batches 3, 4" in gap.notes
+    # rows that are means have none between
+    assert not any("lost" in note for note in run([trl_row(10), trl_row(20)]).notes)
+
+
+def test_a_row_is_the_mean_over_batches_once_the_updates_of_a_batch_are_known():
+    records = [trl_row(step) for step in range(20, 100, 20)]
+    said = "a row is the mean over {}, also of extremes"
+    assert said.format("20 steps") in run(records).notes
+    assert said.format("5 rollout batches") in run(records, updates_per_batch=4).notes
 
 
 def test_an_objective_that_no_line_of_the_table_has_is_told():
