@@ -183,8 +183,9 @@ def read_about(log: Path) -> About:
     folder = log if log.is_dir() else log.parent
     places = (folder, folder.parent, foreign_joining.run_folder(log))
     candidates = [place / ABOUT for place in places]
-    if not log.is_dir():
-        candidates.insert(0, log.with_name(f"{log.stem}.{ABOUT}"))
+    name_alone = f"{log.stem}.{ABOUT}"
+    if not log.is_dir() and wandb_files.may_be_a_name(name_alone):
+        candidates.insert(0, log.with_name(name_alone))
     for candidate in candidates:
         if candidate.is_file():
             break

@@ -649,6 +649,12 @@ def test_checkpoints_of_the_same_name_are_named_after_the_folders_of_their_runs(
     ]
 
 
+def test_a_log_may_have_a_name_as_long_as_names_can_be(tmp_path):
+    rows = [{"step": step, "data": verl_row(step)} for step in (1, 2)]
+    log = write_lines(tmp_path / ("x" * 249 + ".jsonl"), rows)
+    assert read_foreign(log).rows[1]["step"] == 2
+
+
 def test_lost_batches_are_told_once(tmp_path):
     rows = [{"step": step, "data": verl_row(step)} for step in range(4, 9)]
     data = load.load([write_lines(tmp_path / "resumed.jsonl", rows)])
