@@ -52,7 +52,7 @@ STATE_FILE = "trainer_state.json"
 NAMES_OF_LOGS = (STATE_FILE, "logging.jsonl", "metrics.jsonl")
 ENDS_OF_LOGS = (".jsonl", ".log", ".jsonl.gz", ".json.gz", ".log.gz")
 # W&B's own, and its link to the newest run
-OF_WANDB = ("debug.log", "debug-internal.log", "debug-core.log", "debug-cli.root.log", "latest-run")
+OF_WANDB = re.compile(r"latest-run|(core-|symon-)?debug[\w.-]*\.log")
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
@@ -103,7 +103,9 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
         if any(name.startswith(EVENT_FILE) for name in names):
             logs.append(folder)
         links = [folder / name for name in subfolders if (folder / name).is_symlink()]
-        passed += [link for link in links if link.name not in OF_WANDB]
+        passed += [link for link in links if not OF_WANDB.fullmatch(link.name)]
+        # beside the numbers in a *.wandb, W&B keeps the console and its own logs
+        is_of_wandb = folder.name in ("files", "logs") and any(folder.parent.glob("*.wandb"))
         for name in sorted(names):
             file = folder / name
             kind = _kind(file)
@@ -114,7 +116,7 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
                 without_steps.append(file)
             elif kind:
                 logs.append(file)
-            elif _looks_like_a_log(name):
+            elif _looks_like_a_log(name) and not is_of_wandb:
                 passed.append(file)
     logs += [_newest_state(files) for files in states.values()]
     if skipped:
@@ -139,7 +141,7 @@ def _is_named_as_a_log(name: str) -> bool:
 
 def _looks_like_a_log(name: str) -> bool:
     """Return whether a file with this name may be a log."""
-    if name in OF_WANDB:
+    if OF_WANDB.fullmatch(name):
         return False
     return _is_named_as_a_log(name) or name.lower().endswith(ENDS_OF_LOGS)
 

@@ -24,7 +24,7 @@ from foreign_logs import (
     write_state,
 )
 from gspo.analysis import event_frames, fig_curves, foreign_files, load, sources, wandb_files
-from gspo.analysis.foreign import ABOUT, read_foreign
+from gspo.analysis.foreign import ABOUT, read_foreign, read_foreign_runs
 from gspo.cli import compare, report, view
 from gspo.io import untrusted
 from gspo.tracking.foreign_options import ForeignOptions
@@ -265,10 +265,15 @@ def test_a_log_that_cannot_be_read_is_named_beside_a_good_one(tmp_path, monkeypa
 
 def test_files_that_are_no_logs_are_not_named(tmp_path):
     other = beside_a_good_log(tmp_path)
-    (other / "debug.log").write_text("W&B's own")
+    for name in ("debug.log", "debug-internal.log", "core-debug-20261128_101511.log"):
+        (other / name).write_text("W&B's own")
     (other / "settings.json").write_text("{}")
+    (other / "run-1-ab" / "files").mkdir(parents=True)
+    (other / "run-1-ab" / "run-ab.wandb").touch()
+    (other / "run-1-ab" / "files" / "output.log").write_text("a console without rows")
     (other / "latest-run").symlink_to(other)
-    assert not read_foreign(tmp_path).notes[3:]
+    _, _, notes = read_foreign_runs(tmp_path)
+    assert not notes
     # a console that a user keeps beside runs of ours
     write(tmp_path / "study" / "gspo-seed0", "gspo", HEALTHY)
     (tmp_path / "study" / "nohup.log").write_text("no rows")
