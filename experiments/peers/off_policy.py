@@ -10,7 +10,7 @@ Facts that the translations rest on, all of them in the peers' code:
     KPop             AReaL's weights are float32
     prime-rl         no old policy: ours is given the engine's log-probs, which it does not read
     CTPO             a fork of verl: its token counts hold 1e-8
-    P3O              the loss is a sum over tokens, in float32
+    P3O              the loss is a sum over tokens, in float32; the ESS of a response holds 1e-8
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -38,7 +38,7 @@ from gspo.algorithm.objectives import (
     PrimeIPO,
     PrimeRL,
 )
-from gspo.data.masked import masked_mean
+from gspo.data.masked import masked_mean, masked_sum
 from peers.losses import verl_aggregation, verl_epsilon
 from peers.options import Options, Untranslated
 from peers.recipe import UNBOUNDED, Evaluation, PolicyLoss
@@ -46,6 +46,7 @@ from peers.result import Ours, Values
 from peers.vectors import Entry
 
 TOKEN_MEAN = Aggregation("token-mean")
+P3O_EPSILON = 1e-8  # FeynRL adds it to a response's sum of squared ratios
 NO_BOUND = 1e-30  # below every weight of RhoMask, whose exponent is bounded
 
 
@@ -394,8 +395,12 @@ def p3o(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def p3o_ess_of_rows(options: Options, entry: Entry) -> Ours:
-    """Return the ESS of each response. FeynRL gives 0 to a response without tokens."""
+    """Return the ESS of each response as FeynRL computes it.
+
+    FeynRL has (sum w)^2 / (n (sum w^2 + 1e-8)), ours has no 1e-8. So ours is multiplied by
+    sum w^2 / (sum w^2 + 1e-8), which is 0 for a response without tokens."""
     inputs = inputs_of(entry)
+    objective = P3O(log_ratio_bound=UNBOUNDED)
     shares = []
     for row in range(len(entry.mask_BT)):
         of_row = replace(
@@ -405,11 +410,12 @@ def p3o_ess_of_rows(options: Options, entry: Entry) -> Ours:
                 for name in ("logp_BT", "old_logp_BT", "adv_BT", "mask_BT")
             },
         )
-        shares.append(P3O(log_ratio_bound=UNBOUNDED).statistic(of_row))
-    ess_B = torch.where(entry.mask_BT.any(-1), torch.stack(shares), 0.0)
-    ours = Ours("Corrections", "p3o, ESS of a response", "P3O.statistic")
+        shares.append(objective.statistic(of_row))
+    ratio_BT, _ = objective.token_ratio(inputs)
+    squares_B = masked_sum(ratio_BT.square(), entry.mask_BT)
+    ess_B = torch.stack(shares) * squares_B / (squares_B + P3O_EPSILON)
+    ours = Ours("Corrections", "p3o, ESS of a response", "P3O.statistic with 1e-8")
     ours.outputs["ess"] = Values(ess_B)
-    ours.epsilon = True  # in its denominator
     return ours
 
 

@@ -225,10 +225,3 @@ def check_advantage_inputs(s: Settings) -> None:
             f"{advantage}, log-probs and sum_v pi_v^2 must be of the same policy",
             remedy="use policy.old_logprobs=step_start",
         )
-    if s.advantage.needs_sum_pi_squared and s.rollout.keep_mask:
-        raise SettingError(
-            "rollout.keep_mask",
-            True,
-            f"{advantage}, sum_v pi_v^2 is over the whole vocabulary",
-            remedy="leave it out, or use advantage=group_normalized",
-        )

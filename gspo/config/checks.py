@@ -29,7 +29,6 @@ def check(s: Settings) -> None:
     check_head(s)
     check_algorithm(s)
     check_episodes(s)
-    check_probe(s)
     check_unread_options(s)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise SettingError(
@@ -216,17 +215,6 @@ def check_lora(s: Settings) -> None:
     for is_chosen, key, value, reason in excluded:
         if is_chosen:
             raise SettingError(key, value, f"with {rank}, {reason}")
-
-
-def check_probe(s: Settings) -> None:
-    """Refuse the measurement of the gradient's noise for weights that are sharded."""
-    if s.tracking.snr_every and s.parallel.mode == "shard":
-        raise SettingError(
-            "tracking.snr_every",
-            s.tracking.snr_every,
-            "with parallel.mode=shard, no process has the gradient of two halves of a batch",
-            remedy="use parallel.mode=replicate or 0",
-        )
 
 
 def check_processes(s: Settings, count: int) -> None:

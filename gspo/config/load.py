@@ -122,7 +122,14 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
             )
     settings.outside = outside_code(settings)
     resolve(settings)
-    check(settings)
+    try:
+        check(settings)
+    except SettingError as error:
+        # the refusal names the option that was chosen: correction=tv, which is rho with settings
+        option = settings.options.get(error.key)
+        if option and error.value == getattr(settings, error.key).name:
+            error.value = option
+        raise
     return settings
 
 

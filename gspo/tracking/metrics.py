@@ -394,11 +394,17 @@ METRICS = [
         "weight",
         "mean weight of a token's loss by the correction",
     ),
-    Metric("mismatch/masked", TOKEN, "tokens that the correction leaves out of the loss"),
+    Metric(
+        "mismatch/masked",
+        TOKEN,
+        "tokens that the correction leaves out of the loss. With rollout.keep_mask, of the tokens "
+        "with more than one kept token",
+    ),
     Metric(
         "mismatch/sequence_masked",
         SEQUENCE,
-        "responses that the correction leaves out entirely (opsm, rho, m2po), over updates",
+        "responses that the correction leaves out entirely. Corrections that act in the updates "
+        "(opsm, rho, m2po) are measured over updates, the others once per step",
     ),
     Metric(
         "value/error",
@@ -525,7 +531,8 @@ METRICS = [
         "sampling/kept_one",
         TOKEN,
         "positions at which a single token could be drawn: its log-prob is 0, its ratio is 1, and "
-        "it has no gradient. Clip fractions and mismatch/beyond_2 leave these tokens out",
+        "it has no gradient. Clip fractions, mismatch/beyond_2 and mismatch/masked leave these "
+        "tokens out",
     ),
     # episodes of several turns, with an environment
     Metric("episode/turns", "turns", "the policy's turns, mean over episodes"),

@@ -209,7 +209,7 @@ def correction(
     batch: RolloutBatch,
     accumulator: MetricAccumulator,
 ) -> None:
-    """Measure the correction's weights: their mean, the share of 0, and effective sample sizes.
+    """Measure the correction's weights: their mean, what gets 0, and effective sample sizes.
 
     The sizes are those before truncation, of pi_old / mu by token, and those after it."""
     mask_BT = batch.mask_BT
@@ -217,23 +217,30 @@ def correction(
     accumulator.row_weights("mismatch", "", batch.prompts_B, weight_BT, mask_BT)
     accumulator.row_weights("mismatch", "_used", batch.prompts_B, correction_BT, mask_BT)
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
-    tokens = mask_BT.sum()
-    accumulator.token_mean("mismatch/masked", correction_BT == 0, mask_BT, tokens)
+    masked(correction_BT != 0, mask_BT, batch.choice_BT, accumulator)
 
 
-def masked(kept_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the tokens and the whole responses that a correction leaves out of an update."""
+def masked(
+    kept_BT: Tensor, mask_BT: Tensor, choice_BT: Tensor, accumulator: MetricAccumulator
+) -> None:
+    """Measure the tokens and the whole responses that a correction leaves out.
+
+    The share of tokens is among `choice_BT` (TokenBatch.choice_BT). The ratio of all other tokens
+    is 1, so a mask by tokens never removes them. A response is left out if none of its tokens
+    remains, whether they had a choice or not."""
     removed_BT = mask_BT & ~kept_BT
-    accumulator.token_mean("mismatch/masked", removed_BT, mask_BT, mask_BT.sum())
+    accumulator.token_mean("mismatch/masked", removed_BT, choice_BT, choice_BT.sum())
     has_tokens_B = mask_BT.any(-1)
     removed_B = has_tokens_B & ~kept_BT.any(-1)
     accumulator.mean("mismatch/sequence_masked", removed_B.sum(), has_tokens_B.sum())
 
 
-def update_correction(weights_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+def update_correction(
+    weights_BT: Tensor, mask_BT: Tensor, choice_BT: Tensor, accumulator: MetricAccumulator
+) -> None:
     """Measure a correction's weights in an update: their mean, and what gets the weight 0."""
     accumulator.token_mean("mismatch/corrected_mean", weights_BT, mask_BT, mask_BT.sum())
-    masked(weights_BT != 0, mask_BT, accumulator)
+    masked(weights_BT != 0, mask_BT, choice_BT, accumulator)
 
 
 def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:

@@ -91,7 +91,9 @@ class PolicyTerm(Term):
             loss_BT = loss_BT * weights_BT
             used_BT = used_BT * weights_BT
             with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-                diagnostics.update_correction(weights_BT, batch.mask_BT, accumulator)
+                diagnostics.update_correction(
+                    weights_BT, batch.mask_BT, batch.choice_BT, accumulator
+                )
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
             accumulator.row_weights("ratio", "_used", batch.prompts_B, used_BT, batch.mask_BT)
         return self.aggregation(loss_BT, batch.mask_BT, inputs.totals)

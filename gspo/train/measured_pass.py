@@ -32,7 +32,7 @@ def reduce_minibatch(
         return minibatch
     mask_BT = minibatch.mask_BT
     reduced_BT = correction.reduced_mask(minibatch.old_logp_BT, minibatch.engine_logp_BT, mask_BT)
-    diagnostics.masked(reduced_BT, mask_BT, accumulator)
+    diagnostics.masked(reduced_BT, mask_BT, minibatch.choice_BT, accumulator)
     return replace(minibatch, mask_BT=reduced_BT)
 
 

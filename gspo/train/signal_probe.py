@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from gspo.data.samples import Response, ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
+from gspo.model.sharding.dtensors import device_mesh, full_tensor
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.loss_terms import PolicyTerm, TermInputs
 from gspo.train.measured_pass import reduce_minibatch
@@ -157,7 +159,8 @@ def measure_snr(
 
     Each half has whole groups, drawn at random by `position` (seed, step), and is treated like a
     mini-batch. With `starts_at_old` the ratios are exactly 1. The objective is copied, because a
-    user's objective may have a state. The parameters have no gradients afterwards.
+    user's objective may have a state. The parameters have no gradients afterwards. All ranks must
+    call this.
     """
     policy = old_policy.policy
     halves = random_halves(batch.prompts_B, *position)
@@ -173,10 +176,8 @@ def measure_snr(
         half = reduce_minibatch(batch.rows(rows_N), term.correction, MetricAccumulator())
         is_local_B = torch.isin(rows_N, local_rows_N)
         statistic = old_policy.statistic(term.objective, half, is_local_B, ranks, starts_at_old)
-        if is_local_B.any():
-            local = half.rows(is_local_B)
-            inputs = HalfInputs(Totals.of(half.mask_BT), statistic, starts_at_old)
-            add_gradient(policy, term, local, inputs, micro_batch_size)
+        inputs = HalfInputs(Totals.of(half.mask_BT), statistic, starts_at_old)
+        add_gradient(policy, term, half, is_local_B, inputs, micro_batch_size)
         ranks.all_reduce_gradients(parameters)
         gradient = []
         for parameter in parameters:
@@ -193,14 +194,21 @@ def add_gradient(
     policy: Policy,
     term: PolicyTerm,
     batch: TrainBatch,
+    is_local_B: Tensor,
     half: HalfInputs,
     micro_batch_size: int,
 ) -> None:
-    """Add the gradient of the policy term on rows of a half to the parameters' gradients."""
+    """Add the gradient of the policy term on the local rows of a half to the parameters' gradients.
+
+    `batch` has all rows of the half."""
+    local = batch.rows(is_local_B).split(micro_batch_size) if is_local_B.any() else []
+    micros = [micro for micro in local if term.needs_every_row or micro.adv_BT.any()]
     with policy.cached_casts():
-        for micro in batch.split(micro_batch_size):
-            if not micro.adv_BT.any() and not term.needs_every_row:
+        for i, _ in policy.lockstep([True] * len(micros)):
+            if i is None:
+                policy.idle(batch, needs_gradient=True)
                 continue
+            micro = micros[i]
             on_device = micro.to(policy.device)
             output = policy.forward(micro, entropy=False)
             if half.starts_at_old:
@@ -212,6 +220,9 @@ def add_gradient(
             loss = term(inputs)
             if loss.requires_grad:
                 loss.backward()
+            else:
+                # with sharded weights, the backward pass of another rank needs all ranks
+                output.logp_BT.backward(torch.zeros_like(output.logp_BT))
 
 
 def random_halves(prompts_B: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor] | None:
@@ -239,15 +250,9 @@ def signal_and_noise(first: list[Tensor], second: list[Tensor]) -> dict[str, flo
         snr_cosine        g_1 . g_2 / (|g_1| |g_2|)
 
     Over several steps, divide the mean signal by the mean noise. A ratio or a cosine without
-    denominator is left out.
+    denominator is left out. If gradients are sharded, all ranks must call this.
     """
-    dot = square_1 = square_2 = 0.0
-    for a, b in zip(first, second, strict=True):
-        a64 = a.double()
-        b64 = b.double()
-        dot += float((a64 * b64).sum())
-        square_1 += float(a64.square().sum())
-        square_2 += float(b64.square().sum())
+    dot, square_1, square_2 = products(first, second)
     noise = max(0.0, square_1 + square_2 - 2 * dot) / 4
     numbers = {"gradient_signal": dot, "gradient_noise": noise}
     if noise > 0:
@@ -255,3 +260,24 @@ def signal_and_noise(first: list[Tensor], second: list[Tensor]) -> dict[str, flo
     if square_1 > 0 and square_2 > 0:
         numbers["snr_cosine"] = dot / (square_1 * square_2) ** 0.5
     return numbers
+
+
+def products(first: list[Tensor], second: list[Tensor]) -> list[float]:
+    """Return the sums of a b, of a^2 and of b^2 over the elements a and b of two lists of tensors.
+
+    Each element of a sharded tensor counts once, however many ranks hold a copy of it."""
+    # Sums over a rank's share can be added before they are exchanged, if the meshes are the same.
+    sums_of_mesh: dict[Any, list[Tensor]] = {}
+    for a, b in zip(first, second, strict=True):
+        a64 = a.double()
+        b64 = b.double()
+        sums = [(a64 * b64).sum(), a64.square().sum(), b64.square().sum()]
+        mesh = device_mesh(a)
+        if mesh in sums_of_mesh:
+            sums = [total + x for total, x in zip(sums_of_mesh[mesh], sums, strict=True)]
+        sums_of_mesh[mesh] = sums
+    totals = [0.0, 0.0, 0.0]
+    for sums in sums_of_mesh.values():
+        numbers = torch.stack([full_tensor(x) for x in sums]).tolist()
+        totals = [total + x for total, x in zip(totals, numbers, strict=True)]
+    return totals

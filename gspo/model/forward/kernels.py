@@ -317,15 +317,26 @@ class TokenLogProbs(Function):
 
 
 @torch.no_grad()
-def sums_of_squares(x: Tensor, weight: Tensor, temperature: float, split: bool = False) -> Tensor:
+def sums_of_squares(
+    x: Tensor,
+    weight: Tensor,
+    temperature: float,
+    split: bool = False,
+    kept: KeptColumns | None = None,
+) -> Tensor:
     """Return sum_v p_v^2 of softmax(x W^T / temperature). Shape [M], float32.
 
-    As in TokenLogProbs the logits exist for one chunk of tokens at a time. It is a pass of its own
-    over the vocabulary, because hardly any run needs it."""
+    As in TokenLogProbs the logits exist for one chunk of tokens at a time, and with `kept` the
+    softmax runs over the kept tokens. It is a pass of its own over the vocabulary, because hardly
+    any run needs it."""
     head = parts(weight.to(x.dtype).t(), split)
     sums = []
+    first = 0
     for rows in x.split(chunk_rows(x, len(weight))):
         logits = _logits(parts(rows, split), head, temperature)
+        if kept:
+            logits = kept.exclude_others_(logits, first)
+        first += len(rows)
         p = logits.softmax(-1)
         sums.append(torch.linalg.vecdot(p, p))
     return torch.cat(sums)

@@ -94,7 +94,7 @@ def network_outputs(
     )
     squares_M = None
     if sum_pi_squared:
-        squares_M = sums_of_squares(head_input_MW, network.head, temperature, split)
+        squares_M = sums_of_squares(head_input_MW, network.head, temperature, split, sequences.kept)
     return logp_M, entropy_M, experts_NLK, hidden_MW, squares_M
 
 

@@ -214,6 +214,23 @@ def test_trl_gmpo_charges_a_response_without_tokens():
     assert against(entry, {}, gmpo, mask=mask_BT) < 1e-15
 
 
+@pytest.mark.parametrize("nats", [-12.0, -9.0, -3.0, 0.0, 20.0])
+def test_the_ess_of_a_response_holds_the_peers_constant_also_for_small_ratios(nats):
+    """With all ratios near e^-9, sum w^2 is of the size of the peer's 1e-8. A row has no tokens."""
+    entry = find("w12", "calculate_seq_ess")
+    shifted = moved(entry, nats)
+    mask_BT = entry.mask_BT.clone()
+    mask_BT[1] = False
+    log_BT = shifted.inputs["logp"] - shifted.inputs["old_logp"]
+    ratio_BT = torch.where(mask_BT, log_BT.exp(), 0.0)
+    squares_B = ratio_BT.square().sum(-1) + 1e-8
+    ess_B = ratio_BT.sum(-1).square() / squares_B / mask_BT.sum(-1).clamp(min=1)
+    inputs = {**shifted.inputs, "mask": mask_BT}
+    c = compare(replace(shifted, inputs=inputs, outputs={"ess": ess_B}))
+    assert c.verdict == OK, c.remarks
+    assert c.outputs < 1e-14
+
+
 # -- what cannot be compared is said
 
 

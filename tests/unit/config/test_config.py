@@ -332,10 +332,6 @@ BAD = [
     ("advantage=gae", ("objective", "gspo", "has one advantage per response,")),
     ("advantage=otb", ("objective", "gspo", "has one advantage per response,")),
     (
-        "advantage=otb objective=gspo_token rollout.top_p=0.9 rollout.keep_mask=true",
-        ("rollout.keep_mask", True, "sum_v pi_v^2 is over the whole vocabulary"),
-    ),
-    (
         "advantage=otb objective=gspo_token policy.old_logprobs=engine",
         ("policy.old_logprobs", "engine", "must be of the same policy"),
     ),
@@ -643,6 +639,21 @@ def test_what_cannot_work_is_refused_naming_key_and_value(overrides, refusal):
         settings(*overrides.split())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "typed"),
+    [
+        ("correction=tv policy.old_logprobs=engine", ("correction", "tv")),
+        ("objective=prime_rl correction=opsm_slime", ("correction", "opsm_slime")),
+        ("objective=gspo_trl advantage=otb", ("objective", "gspo_trl")),
+        ("objective=gspo advantage=otb", ("objective", "gspo")),
+    ],
+)
+def test_a_refusal_names_the_option_as_it_was_typed(overrides, typed):
+    """correction=tv is rho with other settings."""
+    with refuses(*typed):
+        chosen(*overrides.split())
+
+
 WORDING = [
     (
         "rollout.group_size=1",
@@ -693,6 +704,7 @@ def test_a_refusal_is_one_line_of_key_value_problem_and_remedy(overrides, text):
         "rollout=vllm rollout.top_p=.9 evaluation.top_p=.95 evaluation.temperature=.6",
         # both of the kept tokens
         "rollout.top_p=.9 rollout.keep_mask=true correction=tis",
+        "rollout.top_p=.9 rollout.keep_mask=true advantage=otb objective=gspo_token",
         "rollout.min_p=.1 rollout.keep_mask=true objective=dppo rollout.temperature=.8",
         "rollout=vllm rollout.top_k=20 rollout.temperature=.8 rollout.keep_mask=true",
         "task=guessing reward.turns=each objective=gspo_token advantage=turn_normalized advantage.gamma=.8",

@@ -43,6 +43,19 @@ def test_by_hand():
     torch.testing.assert_close(logp, torch.tensor([-math.log(1 + math.exp(4))]))
 
 
+def test_the_sum_of_squares_by_hand(monkeypatch):
+    """Of the tokens 1 and 2 it is .8808^2 + .1192^2, of a single token 1. In chunks of two tokens.
+
+    Without list it is that of the whole vocabulary."""
+    monkeypatch.setattr(kernels, "CHUNK", {"cpu": 10})
+    p = 1 / (1 + math.exp(-2))
+    kept = columns([[], [2, 1], [3], [], [1, 2]])
+    ours = kernels.sums_of_squares(LOGITS.repeat(5, 1), torch.eye(5), 1.0, kept=kept)
+    pair = p**2 + (1 - p) ** 2
+    whole = LOGITS.exp().square().sum().item()
+    torch.testing.assert_close(ours, torch.tensor([whole, pair, 1.0, whole, pair]))
+
+
 def test_the_gradient_is_that_of_the_kept_logits_and_exactly_zero_elsewhere():
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     lists = [[0, 3, 5], [], [8], [1, 2, 3, 4, 5, 6, 7], [4, 0], list(range(9))]
@@ -149,14 +162,14 @@ def test_both_forwards_and_the_plain_softmax_agree(temperature):
     grads = []
     for network in (policy.network, None):
         policy.network = network
-        output = policy.forward(batch)
+        output = policy.forward(batch, sum_pi_squared=True)
         policy.model.zero_grad()
         (output.logp_BT + 0.1 * output.entropy_BT)[batch.mask_BT].sum().backward()
         grads.append(policy.model.lm_head.weight.grad.clone())
         outputs.append(output)
     ours, own = outputs
     mask_BT = batch.mask_BT
-    for name in ("logp_BT", "entropy_BT"):
+    for name in ("logp_BT", "entropy_BT", "sum_pi_squared_BT"):
         a, b = getattr(ours, name)[mask_BT], getattr(own, name)[mask_BT]
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-3)
@@ -164,7 +177,8 @@ def test_both_forwards_and_the_plain_softmax_agree(temperature):
     torch.testing.assert_close(ours.logp_BT[is_whole], plain.logp_BT[is_whole])
     # fewer tokens share the probability, so each has more
     assert (ours.logp_BT >= plain.logp_BT - 1e-5)[mask_BT].all()
-    assert (ours.logp_BT[batch.kept.counts_BT == 1] == 0).all()
+    is_single = batch.kept.counts_BT == 1
+    assert (ours.logp_BT[is_single] == 0).all() and (ours.sum_pi_squared_BT[is_single] == 1).all()
 
 
 def test_the_exact_gradient_of_the_truncated_policy():

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from gspo.algorithm.corrections import MIS, TIS, IcePop, Rejection
+from gspo.algorithm.masks import KPop
 from gspo.algorithm.objectives import LossInputs, LossOutputs
 from gspo.data.batch import TrainBatch
 from gspo.data.problems import Problem
@@ -107,6 +109,36 @@ def test_mismatch_by_hand():
     diagnostics.mismatch(b, accumulator)
     assert accumulator.result()["mismatch/logp_abs_max"] == pytest.approx(0.1, rel=1e-4)
     assert accumulator.result()["mismatch/k3"] == pytest.approx((math.exp(0.1) - 1.1) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("correction", "tokens", "responses"),
+    [
+        (Rejection(level="sequence", low=0.5, high=1.5), 4 / 7, 2 / 3),
+        (MIS(level="sequence", low=0.5, high=1.5), 4 / 7, 2 / 3),
+        (IcePop(low=0.3), 3 / 7, 1 / 3),
+        (KPop(), 1 / 7, 0),
+        (KPop(high=0.002), 3 / 7, 1 / 3),
+        (TIS(), 0, 0),
+    ],
+)
+def test_drop_rates_of_corrections_before_the_updates_by_hand(correction, tokens, responses):
+    """Token weights (1, 1, 1), (.4, 18) and (9, 9), and a response without tokens.
+
+    The weight 18 is of the probabilities .9 and .05, whose binary KL is 2.4. All others are of the
+    engine's probability q = e^-8, and their binary KLs are 11.8 q = .004 for 9 and .3 q for .4."""
+    engine_BT = torch.full((4, 3), -8.0)
+    engine_BT[1, 1] = math.log(0.05)
+    weight_BT = torch.tensor([[1.0, 1, 1], [0.4, 18, 7], [9, 9, 7], [7, 7, 7]])
+    old_BT = engine_BT + weight_BT.log()
+    b = batch([0.0] * 4, [[1, 1, 1], [1, 1, 0], [1, 1, 0], [0, 0, 0]])
+    b.engine_logp_BT = engine_BT
+    accumulator = MetricAccumulator()
+    correction_BT = correction(old_BT, engine_BT, b.mask_BT)
+    diagnostics.correction(correction_BT, old_BT, b, accumulator)
+    found = accumulator.result()
+    assert found["mismatch/masked"] == pytest.approx(tokens)
+    assert found["mismatch/sequence_masked"] == pytest.approx(responses)
 
 
 def test_extremes_are_reported_as_they_are():

@@ -2,20 +2,25 @@
 
 import json
 import math
+import random
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
+from builders import small_policy
 from gspo.algorithm.corrections import TIS, Correction
 from gspo.algorithm.masks import M2PO
 from gspo.algorithm.mutual_information import prompt_information
 from gspo.algorithm.objectives import GRPO, GSPO, P3O
 from gspo.data.pack import pack
-from gspo.data.samples import Score
+from gspo.data.samples import Score, ScoredResponse, Turn
 from gspo.distributed.ranks import Ranks
+from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
+from gspo.tasks.testbed.guessing import Guessing
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import TrainState
 from gspo.train.loss_terms import PolicyTerm
@@ -160,6 +165,62 @@ def test_cross_log_probs_are_the_policys(rules):
         t.policy, rollout.groups[:1], prompts=3, samples=2, micro_batch_size=5, ranks=Ranks()
     )
     assert alone is None
+
+
+def demonstrated_game(task: Guessing, policy: Policy, index: int, sample: int) -> ScoredResponse:
+    """Return an episode with turns of both authors, by random guesses."""
+    problem = task.problem(1, "train", index)
+    texts = task.demonstrated_turns(problem, 1.0, random.Random(10 * index + sample))
+    turns = []
+    token_ids: list[int] = []
+    for i, text in enumerate(texts):
+        ids = policy.tokenizer(text, add_special_tokens=False).input_ids
+        author = "environment" if i % 2 else "policy"
+        turns.append(Turn(author, len(ids), text))
+        token_ids += ids
+    prompt_ids = policy.tokenizer(problem.prompt, add_special_tokens=False).input_ids
+    return ScoredResponse(
+        problem, sample, prompt_ids, token_ids, np.zeros(len(token_ids)), "stop", "", 0,
+        turns=turns, score=Score(1.0, "found"),
+    )  # fmt: skip
+
+
+def test_the_information_of_episodes_is_of_the_policys_tokens_behind_all_others():
+    """Games of guessing are scored under three intervals by the model's own forward.
+
+    The environment's answers are read and not scored: scoring them too gives other numbers."""
+    policy = small_policy(DENSE)
+    games = [[demonstrated_game(Guessing(), policy, i, j) for j in range(3)] for i in range(3)]
+    probe = SignalProbe(information_every=1, information_prompts=3, information_samples=2)
+    accumulator = MetricAccumulator()
+    probe.information(policy, games, 5, Ranks(), accumulator)
+    prompts = [group[0].prompt_ids for group in games]
+    episodes = [game for group in games for game in group[:2]]
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert max(len(game.turns) for game in episodes) >= 5
+    found = accumulator.result()
+    for scores_all, is_same in ((False, True), (True, False)):
+        rows = []
+        for game in episodes:
+            is_scored = torch.from_numpy(game.policy_mask) | scores_all
+            row = []
+            for prompt in prompts:
+                ids = torch.tensor([prompt + game.token_ids])
+                logits = policy.model(ids).logits[0, len(prompt) - 1 : -1].double()
+                chosen = torch.tensor(game.token_ids).unsqueeze(-1)
+                logp = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
+                row.append(logp[is_scored].mean())
+            rows.append(torch.stack(row))
+        logp_RP = torch.stack(rows).detach()
+        own_R = torch.tensor([0, 0, 1, 1, 2, 2])
+        matched_R = logp_RP[torch.arange(6), own_R]
+        marginal_R = logp_RP.exp().mean(1).log()
+        mi = float((matched_R - marginal_R).mean())
+        retrieved = float((logp_RP.argmax(1) == own_R).double().mean())
+        assert (found["information/mi"] == pytest.approx(mi, abs=1e-5)) is is_same
+        if is_same:
+            assert found["information/retrieval@1"] == pytest.approx(retrieved)
+            assert found["information/matched"] == pytest.approx(float(matched_R.mean()), abs=1e-5)
 
 
 # -- signal and noise

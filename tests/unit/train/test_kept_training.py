@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from builders import batch_of, small_policy
-from gspo.algorithm.aggregation import Aggregation
-from gspo.algorithm.corrections import TIS
+from gspo.algorithm.aggregation import Aggregation, Totals
+from gspo.algorithm.corrections import TIS, Rejection
 from gspo.algorithm.kl import KLInLoss
+from gspo.algorithm.masks import M2PO, RhoMask
 from gspo.algorithm.objectives import GRPO, LossInputs
-from gspo.data.batch import TrainBatch
+from gspo.data.batch import KeptSets, TrainBatch
 from gspo.data.step_record_files import find_record, read_record, record_file, write_record
 from gspo.io.untrusted import Unreadable
+from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.engines.local import LocalEngine
@@ -22,6 +24,8 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
+from gspo.train.loss_terms import PolicyTerm, TermInputs
+from gspo.train.measured_pass import reduce_minibatch
 from gspo.train.recorder import StepRecorder
 from step_records import step_record
 from trainers import FirstCharacter, steps, trainer
@@ -109,6 +113,51 @@ def test_clip_fractions_are_over_tokens_with_a_choice():
         row = accumulator.result()
         shares.append([row["clip/token_active"], row["clip/sequence_active"]])
     assert shares == [[0.25, 0.25], [0.5, 0.5]]
+
+
+def batch_with_choices() -> TrainBatch:
+    """Two responses of four tokens. Two tokens of the first have a choice, none of the second."""
+    mask_BT = torch.ones(2, 4, dtype=torch.bool)
+    counts_BT = torch.tensor([[1, 3, 0, 1], [1, 1, 1, 1]])
+    zeros_BT = torch.zeros(2, 4)
+    return TrainBatch(
+        tokens_BS=torch.ones(2, 4, dtype=torch.long),
+        attention_BS=mask_BT,
+        mask_BT=mask_BT,
+        sampled_BT=mask_BT,
+        prompts_B=torch.arange(2),
+        kept=KeptSets(np.zeros(9, np.uint16), torch.zeros_like(counts_BT), counts_BT),
+        engine_logp_BT=zeros_BT,
+        old_logp_BT=torch.tensor([[0.0, 0.5, 0.1, 0.0], [0.0] * 4]),
+        adv_BT=zeros_BT - 1,
+    )
+
+
+def before_the_updates(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    correction = Rejection(high=1.2)
+    weight_BT = correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
+    diagnostics.correction(weight_BT, batch.old_logp_BT, batch, accumulator)
+
+
+def on_the_mini_batch(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    # the mean is .26 / 8 over all tokens, and .01 / 7 without the largest
+    reduce_minibatch(batch, M2PO(threshold=0.01), accumulator)
+
+
+def in_the_loss(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
+    correction = RhoMask(mask_high=1.2)
+    term = PolicyTerm(GRPO(), Aggregation("token-mean"), correction)
+    output = PolicyOutput(batch.old_logp_BT, None, None)
+    term(TermInputs(output, batch, Totals.of(batch.mask_BT), 1, accumulator))
+
+
+@pytest.mark.parametrize("act", [before_the_updates, on_the_mini_batch, in_the_loss])
+def test_drop_rates_are_over_tokens_with_a_choice(act):
+    """The mask takes one token of two with a choice: a half, not an eighth. No response goes."""
+    accumulator = MetricAccumulator()
+    act(batch_with_choices(), accumulator)
+    found = accumulator.result()
+    assert (found["mismatch/masked"], found["mismatch/sequence_masked"]) == (0.5, 0)
 
 
 def recorded(run: Path, rollout: RolloutSettings) -> None:

@@ -20,6 +20,7 @@ from gspo.distributed.ranks import Ranks, buckets
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
 from gspo.rollout.settings import RolloutSettings
+from gspo.train.signal_probe import SignalProbe
 from ranked import ranked
 from trainers import gap_trainer, trainer
 
@@ -357,6 +358,47 @@ def test_spread_weights_are_multiplied_in_bfloat16_by_our_own_forward(case):
                 torch.testing.assert_close(
                     one, other, atol=apart * max(1.0, float(other.abs().max())), rtol=0
                 )
+
+
+def probed(make, ranks: Ranks, engine_ranks: Ranks) -> dict[str, float]:
+    """Return what the probe measures of a step that has old responses."""
+    t = make(ranks=ranks, engine_ranks=engine_ranks, max_grad_norm=1e9)
+    t.probe = SignalProbe(information_every=2, snr_every=2)
+    t.train_step(1, t.source.next(1))
+    metrics = t.train_step(2, t.source.next(2))
+    t.source.close()
+    assert metrics["optim/gradient_noise"] > 0
+    names = [*SIGNALS, *(name for name in metrics if name.startswith("information/"))]
+    return {name: metrics[name] for name in names}
+
+
+SIGNALS = ("optim/gradient_signal", "optim/gradient_noise", "optim/snr", "optim/snr_cosine")
+
+
+@pytest.mark.parametrize("case", daily_but(["p3o", "m2po", "gspo"], "p3o"))
+def test_ranks_measure_the_signal_of_one_process(case):
+    make = of_case(case)
+    one = probed(make, Ranks(), Ranks())
+    for other in ranked(2, lambda ranks: probed(make, ranks, ranks.new_group())):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+PROBED = ["gspo", "two copies, some ranks idle", "experts dealt to two, two copies, kl in the loss"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", PROBED)
+def test_ranks_that_share_out_the_weights_measure_the_signal_of_one_process(case):
+    """Weights that several ranks hold count once, and a rank without responses takes part."""
+    make, count, size, settings = SPREAD[case]
+    one = probed(make, Ranks(), Ranks())
+
+    def spread(ranks):
+        policy = spread_over(ranks, size, **settings)
+        return probed(partial(make, spread=policy), ranks, ranks.new_group())
+
+    for other in ranked(count, spread):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
 def test_totals_of_one_rank_alone_would_be_noticed():
