@@ -90,14 +90,14 @@ $(VENV)/.viewer: $(VENV)/.installed
 
 # No environments of their own: folders that come before .venv's packages in the search path of imports. The two need
 # other versions of the package mcp.
-define beside # $(1): a folder   $(2): an extra
+define beside # $(1): a folder   $(2): an extra   $(3): options of the export
 	rm -rf $(1)
-	$(EXPORT) --extra $(2) $(TESTED) -o $(VENV)/$(2).txt
-	$(BIN)/$(INSTALL) $(HASHED) --target $(1) -r $(VENV)/$(2).txt
+	$(EXPORT) --extra $(2) $(3) $(TESTED) -o $(VENV)/$(2).txt
+	$(BIN)/$(INSTALL) $(HASHED) --no-build-isolation --target $(1) -r $(VENV)/$(2).txt
 	touch $(1)/.installed
 endef
 $(VERIFIERS)/.installed: $(VENV)/.installed
-	$(call beside,$(VERIFIERS),vf)
+	$(call beside,$(VERIFIERS),vf,--group textarena)
 $(OPENENV)/.installed: $(VENV)/.installed
 	$(call beside,$(OPENENV),openenv)
 TESTED = $(addprefix --no-emit-package ,$(shell sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' $(VENV)/requirements.txt))

@@ -203,12 +203,14 @@ def check_advantage_inputs(s: Settings) -> None:
             remedy="return them from the reward function and weigh each by its name, for example "
             "reward.weights={correct: 1, format: 0.5}, or use advantage=group_normalized",
         )
-    if s.reward.weights and s.task.environments():
+    environments = s.task.environments().values()
+    if s.reward.weights and not all(task.names_rewards for task in environments):
         raise SettingError(
             "reward.weights",
             s.reward.weights,
             f"with task={s.task.name}, an episode has a single reward",
-            remedy="leave it out",
+            remedy="leave it out, or set names_rewards in the class of your own task, whose "
+            "environments give Outcome.rewards",
         )
     if s.advantage.learns_from_equal_rewards and s.rollout.refill_rounds:
         raise SettingError(

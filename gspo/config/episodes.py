@@ -30,6 +30,13 @@ def check_episodes(s: Settings) -> None:
             f"with task={s.task.name}, its responses have one turn each",
             remedy="leave it out",
         )
+    if each_turn and s.reward.weights:
+        raise SettingError(
+            "reward.turns",
+            "each",
+            "with reward.weights, the named rewards are of whole episodes, and turns have none",
+            remedy="leave out one of the two",
+        )
     if each_turn:
         check_rewards_of_turns(s)
     if s.advantage.name == "turn_normalized" and s.rollout.refill_rounds:

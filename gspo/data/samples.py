@@ -83,7 +83,8 @@ class Score:
                 "reward.weights",
                 weights,
                 "a response got a single reward, and not one for each of these names",
-                remedy="leave it out, or return a mapping from the reward function",
+                remedy="leave it out, or return a mapping from the reward function, or "
+                "Outcome.rewards from the environment",
             )
         names = ", ".join(sorted(self.rewards))
         if weights is None:

@@ -118,7 +118,7 @@ def source_files(path: str, key: str) -> dict[str, Path]:
     outermost = module.partition(".")[0]
     depth = module.count(".") + (1 if source.is_package else 0)
     root = source.file.parents[depth]
-    in_shared_folder = any(folder in root.parts for folder in SHARED_FOLDERS)
+    in_shared_folder = _is_shared(root)
     files: dict[str, Path] = {}
     pending = [module]
     while pending:
@@ -134,6 +134,12 @@ def source_files(path: str, key: str) -> dict[str, Path]:
             package = name if source.is_package else name.rpartition(".")[0]
             pending += [*_parents(name), *_imports(source.file, package)]
     return dict(sorted(files.items()))
+
+
+def _is_shared(root: Path) -> bool:
+    """Return whether a folder holds installed packages, as one of `pip install --target` does."""
+    is_known = any(folder in root.parts for folder in SHARED_FOLDERS)
+    return is_known or any(root.glob("*.dist-info"))
 
 
 class _Source(NamedTuple):

@@ -52,7 +52,8 @@ class Broken(RuntimeError):
 
 
 class Ended(Broken):
-    """A run lacks something other than the disk: a process has ended, or no response can be graded.
+    """A run lacks something other than the disk: a process has ended, no response can be graded, or
+    a response shows that a setting is wrong.
 
     The other jobs of a sweep may run."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from gspo.config.remarks import warnings
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
+from gspo.io.errors import SettingError
 from gspo.io.files import CreatedFiles
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
@@ -151,6 +152,9 @@ def attempt(
             raise Broken(
                 f"{reason}; what was written is kept: mend this and go on with resume={folder}"
             ) from error
+        # a wrong setting that only a response can show, such as reward.weights of other names
+        if isinstance(error, SettingError):
+            raise Ended(f"{folder} failed after step {trainer.state.step}: {reason}") from error
         # not a mistake of the user's, which is found before the first step
         if isinstance(error, ValueError):
             raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error

@@ -310,7 +310,8 @@ def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[Scored
             experts = record.engine_experts[begin:end].astype(np.int16)
         named_rewards = {name: values[row] for name, values in header.named_rewards.items()}
         score = Score(float(record.rewards[row]), header.verdicts[row], rewards=named_rewards)
-        if named_rewards and score.verdict != "truncated":
+        # `reward.truncated` is not weighted, but an episode that was cut off has its own rewards
+        if named_rewards and (turns or score.verdict != "truncated"):
             score = score.weighted(weights)
         response = ScoredResponse(
             problem=Problem(header.tasks[row], int(record.problems[row]), "", None),

@@ -117,3 +117,55 @@ def test_a_reward_function_that_fails_leaves_responses_out_and_says_why(folder):
     assert "it raised OSError: no server (rewards.py, line 3)" in done.stderr
     (run,) = runs(folder).values()
     assert any(row.get("filter/ungraded") for row in comparable(run))
+
+
+TWO_REWARDS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gspo.data.problems import Problem
+from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
+
+
+class Game(Environment):
+    def step(self, text):
+        rewards = {"digit": float(text[-1:].isdigit()), "short": 1 - len(text) / 64}
+        return Outcome(done=True, verdict="over", rewards=rewards)
+
+
+@dataclass
+class Games(EnvironmentTask):
+    name: str = "games"
+    names_rewards: ClassVar[bool] = True
+
+    def evaluation_sets(self):
+        return ["games"]
+
+    def problem(self, seed, split, index):
+        return Problem(self.name, index, f"{index % 9}?", None)
+
+    def environment(self, problem, position):
+        return Game()
+"""
+
+
+def test_named_rewards_of_an_environment_of_ones_own_and_weights_of_other_names(tmp_path):
+    (tmp_path / "my_games.py").write_text(TWO_REWARDS)
+    task = ["task=my_games:Games", "cold_start.steps=0", "advantage=gdpo", 'rollout.stop=["a","7"]']
+    task = [*SIZES, *task, "tracking.record_every=1", "tracking.wandb=disabled"]
+    done = train(tmp_path, *task, "reward.weights={digit: 1, short: 0.5}", "steps=2")
+    assert done.returncode == 0, done.stderr
+    (run,) = runs(tmp_path).values()
+    done = train(tmp_path, f"resume={run}", "steps=3")
+    assert done.returncode == 0 and len(comparable(run)) == 4, done.stderr
+    for file in (run / "rollouts").glob("*.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            rewards = row["rewards"]
+            assert row["reward"] == pytest.approx(rewards["digit"] + 0.5 * rewards["short"])
+    replay = [sys.executable, "-P", "-m", "gspo", "replay", str(run), "step=3"]
+    done = forked.run([*replay, "advantage=group_mean"], cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+
+    done = train(tmp_path, *task, "reward.weights={digit: 1, style: 0.5}", "steps=2")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "a response got the rewards digit, short; give each of them a weight" in done.stderr

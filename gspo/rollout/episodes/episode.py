@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -80,9 +80,11 @@ class EnvironmentEpisode(Episode):
     task: EnvironmentTask
     random_key: RandomKey  # of the environment's random numbers
     group_size: int = 1
+    reward_weights: dict[str, float] | None = None  # of named rewards; None or empty: not read
     player: Player = field(init=False)
     role: str = "user"  # the chat role of its observations
     measures: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)  # by name
     score: Score | None = None  # None until it ends
     settles: bool = False  # whether the environment's `settle` is called after a cut
     deferred: bool = False  # whether the environment's `settle` gives the reward
@@ -140,6 +142,7 @@ class EnvironmentEpisode(Episode):
         self.turns[-1].reward += outcome.reward
         for name, value in outcome.measures.items():
             self.add(name, value)
+        self.add_rewards(outcome.rewards)
         verdict = CUT.get(self.finish_reason, outcome.verdict)
         self.end(self.finish_reason, verdict, outcome.answer)
 
@@ -150,11 +153,27 @@ class EnvironmentEpisode(Episode):
         log.warning("problem %s of task %s: %s", self.problem.index, self.problem.task, error)
 
     def end(self, reason: str, verdict: str, answer: str = "") -> None:
-        """End the episode with the sum of its turns' rewards."""
+        """End the episode with the sum of its turns' rewards, or of its weighted named rewards.
+
+        Raises ValueError if the named rewards have other names than the weights."""
         self.finish_reason = reason
         # ten times .1 is 1 with `fsum`, which counts as solved
         total = math.fsum(turn.reward for turn in self.turns)
-        self.score = Score(total, verdict, answer)
+        score = Score(total, verdict, answer)
+        if self.reward_weights and not self.deferred:
+            score = replace(score, rewards=self.named_rewards()).weighted(self.reward_weights)
+        self.score = score
+
+    def named_rewards(self) -> dict[str, float]:
+        """Return the named rewards. They are 0 if the episode was cut off before it gave any."""
+        if self.reward_weights and not self.rewards and self.finish_reason in CUT:
+            return dict.fromkeys(self.reward_weights, 0.0)
+        return self.rewards
+
+    def add_rewards(self, rewards: dict[str, float]) -> None:
+        """Add to the episode's named rewards."""
+        for name, value in rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + value
 
     def add(self, name: str, value: float) -> None:
         """Add to one of the episode's measures."""

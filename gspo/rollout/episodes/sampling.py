@@ -72,6 +72,7 @@ class Play:
         self.request = request
         self.seconds = seconds
         self.tasks = task.environments()  # by `Problem.task`
+        self.reward_weights = task.reward_weights
         self.episodes: list[Episode] = []
         self.played: list[EnvironmentEpisode] = []  # the episodes of environments
         # read once: the property goes through the whole configuration of the model
@@ -161,6 +162,7 @@ class Play:
             task=task,
             random_key=random_key,
             group_size=self.request.group_size,
+            reward_weights=self.reward_weights,
         )
         self.episodes.append(episode)
         self.played.append(episode)
@@ -239,6 +241,7 @@ class Play:
         for name, value in outcome.measures.items():
             episode.add(name, value)
         if outcome.done:
+            episode.add_rewards(outcome.rewards)
             episode.deferred = outcome.deferred
             episode.end("stop", outcome.verdict, outcome.answer)
         elif len(episode.policy_turns) >= episode.task.turns:

@@ -15,7 +15,7 @@ import json
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
@@ -67,6 +67,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
     group: str = ""
     harness: str = "gspo-chat"
     runtime: str = choice("subprocess", RUNTIMES)
+    names_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

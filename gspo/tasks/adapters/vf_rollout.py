@@ -43,6 +43,7 @@ from gspo.tasks.adapters.vf_trace import (
     compare_tokens,
     measures_of,
     message_with_calls,
+    plain_name,
     text_of,
 )
 from gspo.tasks.environments.player import EnvironmentFailed
@@ -212,4 +213,5 @@ class VfEpisode(Environment):
             done=True,
             verdict=trace.stop_condition or "done",
             measures=measures_of(scores | trace.metrics),
+            rewards={plain_name(name): score for name, score in scores.items()},
         )

@@ -263,6 +263,7 @@ def outcome(result: Any) -> Outcome:
         readable(result.answer[:MAX_ANSWER_CHARS]),
         {name: float(value) for name, value in result.measures.items()},
         result.deferred,
+        {name: float(value) for name, value in result.rewards.items()},
     )
 
 
@@ -288,7 +289,7 @@ def fault_of(outcome: Any) -> str:
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
     types = {"observation": str, "verdict": str, "answer": str, "done": bool, "measures": dict}
-    types["deferred"] = bool
+    types |= {"deferred": bool, "rewards": dict}
     for name, kind in types.items():
         if not isinstance(getattr(outcome, name), kind):
             return f"{name}={repr(getattr(outcome, name))[:80]}, not {kind.__name__}"
@@ -299,15 +300,25 @@ def fault_of(outcome: Any) -> str:
         return f"reward={repr(outcome.reward)[:80]}, not a number within +-{LARGEST_REWARD:g}"
     if len(outcome.measures) > MAX_MEASURES:
         return f"{len(outcome.measures)} measures; {MAX_MEASURES} is the most"
-    for name, value in outcome.measures.items():
-        is_name = isinstance(name, str) and MEASURE_NAME.fullmatch(name)
-        if not is_name or not _is_number(value):
-            measure = f"{{{repr(name)[:40]}: {repr(value)[:40]}}}"
-            return f"measures={measure}, not a name and a number within +-{LARGEST_REWARD:g}"
-        if RESERVED_MEASURES.fullmatch(name):
+    for name in outcome.measures:
+        if isinstance(name, str) and RESERVED_MEASURES.fullmatch(name):
             return (
                 f"a measure {name!r}, but every episode has a number of this name: choose another"
             )
+    if outcome.rewards and not outcome.done:
+        return f"rewards={repr(outcome.rewards)[:80]} with done=False; give them at the end"
+    return _fault_of_named("measures", outcome.measures) or _fault_of_named(
+        "rewards", outcome.rewards
+    )
+
+
+def _fault_of_named(field: str, values: dict[Any, Any]) -> str:
+    """Return in words why a field of names and numbers is invalid, "" if it is valid."""
+    for name, value in values.items():
+        is_name = isinstance(name, str) and MEASURE_NAME.fullmatch(name)
+        if not is_name or not _is_number(value):
+            shown = f"{{{repr(name)[:40]}: {repr(value)[:40]}}}"
+            return f"{field}={shown}, not a name and a number within +-{LARGEST_REWARD:g}"
     return ""
 
 

@@ -20,7 +20,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.data.samples import Score
@@ -44,6 +44,11 @@ class Outcome:
     `episode/<name>`, so every turn should name the same measures. Some names, such as `turns`, are
     reserved for numbers that every episode has.
 
+    `rewards` are the episode's named rewards, for example {"correct": 1, "format": 0}, of a task
+    with `names_rewards`. Only an outcome with `done` may have them. A run with `reward.weights`
+    reads them: their sum with these weights is the reward of the episode, and `reward` is not read.
+    Every episode that is not cut off must have the same names. Other runs read `reward`.
+
     An invalid outcome is a failure of the environment. Examples are a reward that is no number
     within +-1e9, a verdict of two words or of more than 40 characters, and a field of another type.
     """
@@ -55,6 +60,7 @@ class Outcome:
     answer: str = ""  # the normal form of the episode's answer, for majority votes
     measures: dict[str, float] = field(default_factory=dict)
     deferred: bool = False  # whether `settle` gives the reward of an episode that is done
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,9 @@ class Environment(ABC):
         """Return the outcome of an episode whose reward is not known when it ends.
 
         It is called if `settles` is true, after all episodes of the group have ended, for an
-        episode that was cut off and for one with a `deferred` outcome. Its reward and measures are
-        added to those of the turns. `turn` is the turn at which the episode was cut off, if `act`
-        has not had it."""
+        episode that was cut off and for one with a `deferred` outcome. Its reward, measures and
+        named rewards are added to those of the turns. `turn` is the turn at which the episode was
+        cut off, if `act` has not had it."""
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
@@ -134,6 +140,8 @@ class EnvironmentTask(Task):
     observation_tokens: int = ranged(512, least=1)
     step_seconds: float = ranged(60.0, above=0)
     replays: int = ranged(1, least=0)
+    # whether its environments give `Outcome.rewards`, which the setting reward.weights weighs
+    names_rewards: ClassVar[bool] = False
 
     def environment(self, problem: Problem, position: Position) -> Environment:
         """Return a new environment for an episode.

@@ -352,6 +352,11 @@ BAD = [
         "task=guessing reward.weights={a:1}",
         ("reward.weights", {"a": 1.0}, "an episode has a single reward"),
     ),
+    (
+        "task=vf task.taskset=vf_games objective=gspo_token advantage=returns reward.turns=each "
+        "reward.weights={a:1,b:1}",
+        ("reward.turns", "each", "the named rewards are of whole episodes"),
+    ),
     ("advantage=returns kl=reward", ("objective", "gspo", "advantage=returns with kl=reward")),
     (
         "advantage=returns advantage.gamma=0.9",

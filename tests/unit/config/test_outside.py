@@ -255,6 +255,18 @@ def test_imports_of_every_form_are_followed_and_installed_packages_are_not(tmp_p
     assert {name.partition("/")[0] for name in source_files("yaml:x", "a")} == {"yaml"}
 
 
+def test_a_folder_of_installed_packages_is_not_one_program(tmp_path, monkeypatch):
+    """`pip install --target` makes such folders: a package of one does not bring its neighbours."""
+    for package, imported in (("games_of_a", "toolbox_of_b"), ("toolbox_of_b", "json")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"import {imported}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    both = {"games_of_a/__init__.py", "toolbox_of_b/__init__.py"}
+    assert set(source_files("games_of_a:x", "a")) == both
+    (tmp_path / "toolbox_of_b-1.0.dist-info").mkdir()
+    assert set(source_files("games_of_a:x", "a")) == {"games_of_a/__init__.py"}
+
+
 def test_this_package_is_never_a_part_of_code_that_lies_beside_it():
     assert not importing._is_in("gspo.data.samples", CONF.parent) and importing._is_in(
         "setup", CONF.parent

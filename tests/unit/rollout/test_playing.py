@@ -32,6 +32,7 @@ from gspo.rollout.sources.on_policy import without_ungraded
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, SampledTurn
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.python_tool import PythonTool
+from refusals import refuses
 
 STOPS = tuple("aeiouxXG59|")
 MANY = tuple("abcdefghijklmnop0123456789+-*/()|")  # with which turns are short
@@ -381,6 +382,49 @@ def test_an_episode_whose_settling_fails_has_no_reward():
 
     for r in played(Scripted(kind=Fails)):
         assert r.score.reward is None and r.finish_reason == "environment"
+
+
+def weighed(kind, weights, **options):
+    """Return the episodes of a task whose named rewards have these weights."""
+    task = Scripted(kind=kind, **options)
+    task.reward_weights = weights
+    return played(task)
+
+
+def test_named_rewards_are_weighed_in_place_of_the_rewards_of_the_turns():
+    named = {"found": 1.0, "quick": 0.25}
+    kind = always(Outcome("b", 0.5), Outcome("", 0.25, True, rewards=named))
+    for r in weighed(kind, {"found": 2.0, "quick": -1.0}):
+        assert (r.score.reward, r.score.rewards) == (1.75, named)
+    # without weights an episode has its own reward, outside of training too
+    for weights in ({}, None):
+        for r in weighed(kind, weights):
+            assert (r.score.reward, r.score.rewards) == (0.75, {})
+
+
+def test_named_rewards_may_come_when_the_group_has_ended():
+    class Settled(Settles):
+        def settle(self, turn):
+            return Outcome(done=True, rewards={"best": 1.0})
+
+    for r in weighed(Settled, {"best": 0.5}):
+        assert (r.score.reward, r.score.rewards) == (0.5, {"best": 1.0})
+
+
+def test_an_episode_that_is_cut_off_before_its_named_rewards_has_0_for_each():
+    kind = always(Outcome("b", 0.5), Outcome("b", 0.5))
+    for r in weighed(kind, {"found": 1.0, "quick": 0.5}, turns=2):
+        assert (r.finish_reason, r.score.verdict) == ("turns", "turn-limit")
+        assert (r.score.reward, r.score.rewards) == (0.0, {"found": 0.0, "quick": 0.0})
+
+
+def test_named_rewards_of_other_names_than_the_weights_end_the_run_at_the_first_episode():
+    kind = always(Outcome("", 0.5, True, rewards={"found": 1.0, "quick": 0.25}))
+    for weights in ({"found": 1.0}, {"found": 1.0, "quick": 1.0, "style": 1.0}):
+        with refuses("reward.weights", weights, "a response got the rewards found, quick"):
+            weighed(kind, weights)
+    with refuses("reward.weights", {"found": 1.0}, "a response got a single reward"):
+        weighed(always(Outcome("", 0.5, True)), {"found": 1.0})
 
 
 def test_rewards_of_turns_add_up_without_rounding():

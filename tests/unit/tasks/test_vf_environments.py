@@ -9,16 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import ANY
 
+import numpy as np
 import pytest
+import torch
 
 from builders import small_policy
+from gspo.algorithm.gdpo import GDPO
+from gspo.algorithm.reward_shaping import RewardShaping
+from gspo.data.pack import pack
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.sampling import play
+from gspo.rollout.settings import RolloutSettings
 from gspo.tasks.adapters.vf_environments import VfEnvironments, identity
 from gspo.tasks.environments.player import EnvironmentFailed
 from gspo.tasks.environments.protocol import SampledTurn
+from gspo.train.accumulator import MetricAccumulator
 from refusals import refuses
+from trainers import trainer, with_advantages
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -97,6 +105,8 @@ def test_reward_verdict_measures_and_the_tokens_of_the_trace_by_hand():
     assert (second.reward, second.done, second.verdict) == (1.0 + 0.5 / 2, True, "user_closed")
     assert first.measures == {"malformed_calls": 0.0}
     assert second.measures == first.measures | {"found": 1.0, "quick": 0.5, "guesses": 2.0}
+    # before the taskset's weights, 1 and .5
+    assert (first.rewards, second.rewards) == ({}, {"found": 1.0, "quick": 0.5})
     (branch,) = played.seat.trace.branches
     assert branch.token_ids == [1, 2, 3, 10, 20, 4, 11, 20]
     assert branch.sampled_mask == [False] * 3 + [True, True, False, True, True]
@@ -215,8 +225,42 @@ def test_the_librarys_best_of_n_scores_a_group():
         outcomes = list(threads.map(lambda sample: sample.settle(None), samples))
     assert [outcome.reward for outcome in outcomes] == [0.5, 1.5, 0.5]
     assert [outcome.measures["best"] for outcome in outcomes] == [0.0, 1.0, 0.0]
+    assert outcomes[1].rewards == {"found": 1.0, "quick": 1.0}
     assert [outcome.measures["pass_at_n"] for outcome in outcomes] == [1.0] * 3
     assert {outcome.verdict for outcome in outcomes} == {"agent_completed"}
+
+
+@needs_verifiers
+def test_gdpo_compares_each_of_the_tasksets_rewards_by_itself():
+    task = VfEnvironments(taskset="vf_games", arguments={"numbers": 3})
+    weights = {"quick": 0.25, "found": 1.0}
+    task.reward_weights = weights
+    rollout = RolloutSettings(
+        prompts_per_step=4, group_size=4, max_new_tokens=40, stop=list("0123456789")
+    )
+    parts = {"advantage": GDPO(), "reward": RewardShaping(weights=weights)}
+    t = trainer(rollout=rollout, task=task, parts=parts)
+    batch = t.source.next(1)
+    responses = batch.responses
+    for r in responses:
+        found, guesses = r.measures["found"], r.measures["guesses"]
+        assert r.score.rewards == {"found": found, "quick": pytest.approx(1 / guesses)}
+        assert r.reward == pytest.approx(found + 0.25 / guesses)  # .5 in the taskset
+    # z of each reward over its group, weighed and summed, and then whitened over all responses
+    sums = np.zeros((4, 4))
+    for name, weight in weights.items():
+        scores = np.array([r.score.rewards[name] for r in responses]).reshape(4, 4)
+        spread = scores.std(1, ddof=1, keepdims=True)
+        sums += weight * (scores - scores.mean(1, keepdims=True)) / (spread + 1e-4)
+    expected = ((sums - sums.mean()) / (sums.std(ddof=1) + 1e-4)).reshape(-1)
+    assert len(set(expected.round(6))) > 2
+    packed = pack(responses, t.policy.tokenizer.pad_token_id)
+    rows = torch.arange(len(packed))
+    old = t.old_policy.add(packed, responses, rows, t.ranks, MetricAccumulator())
+    advantages_BT = with_advantages(t, old, batch).adv_BT
+    for row, r in enumerate(responses):
+        of_policy = advantages_BT[row, : len(r.token_ids)][torch.from_numpy(r.policy_mask)]
+        assert of_policy.tolist() == pytest.approx([expected[row]] * r.length, abs=1e-5)
 
 
 @needs_verifiers

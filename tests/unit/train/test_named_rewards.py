@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from games import NamedEchoes
 from gspo.algorithm.advantages import GroupMean, GroupNormalized
 from gspo.algorithm.gdpo import GDPO
 from gspo.algorithm.maxrl import MaxRL
@@ -31,6 +32,10 @@ from trainers import FirstCharacter, steps, trainer, weights
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 FEW = RolloutSettings(prompts_per_step=4, group_size=4, max_new_tokens=10)
+# turns end soon, and some episodes are cut off
+TURNS = RolloutSettings(
+    prompts_per_step=4, group_size=4, max_new_tokens=24, stop=list("aeiouxXG59|")
+)
 WEIGHTS = {"digit": 1.0, "short": 0.25}
 
 
@@ -46,14 +51,14 @@ class TwoRewards(FirstCharacter):
         return scores
 
 
-def make(advantage, objective=None, reward=None, task=None, **options):
+def make(advantage, objective=None, reward=None, task=None, rollout=FEW, **options):
     reward = reward or RewardShaping()
     task = task or FirstCharacter()
     task.reward_weights = reward.weights
     return trainer(
         objective or GRPO(),
         model=DENSE,
-        rollout=FEW,
+        rollout=rollout,
         task=task,
         parts={"advantage": advantage, "reward": reward},
         **options,
@@ -65,11 +70,18 @@ def gdpo(advantage=None, **options):
     return make(advantage or GDPO(), reward=reward, task=TwoRewards(), **options)
 
 
+def gdpo_of_episodes(advantage=None, **options):
+    reward = RewardShaping(weights=WEIGHTS)
+    task = NamedEchoes()
+    return make(advantage or GDPO(), reward=reward, task=task, rollout=TURNS, **options)
+
+
 CASES = {
     "maxrl": lambda: make(MaxRL(), GSPO()),
     "nsr": lambda: make(NSR()),
     "w_reinforce": lambda: make(NSR(positive_weight=0.1), GSPO()),
     "gdpo": gdpo,
+    "gdpo, episodes": gdpo_of_episodes,
     "gdpo, tokens": lambda: gdpo(GDPO(whiten="tokens", baseline="others"), objective=GSPO()),
     "otb": lambda: make(OTB(), GSPOToken(clip_low=0.1, clip_high=0.1)),
     "otb, engine could stand for the old policy": lambda: make(OTB(), old_pass="auto"),
@@ -104,7 +116,7 @@ def test_a_run_trains_and_its_steps_replay(case, tmp_path):
             assert again.metrics[name] == pytest.approx(row[name], rel=1e-5, abs=1e-7), name
 
 
-@pytest.mark.parametrize("case", ["gdpo", "otb"])
+@pytest.mark.parametrize("case", ["gdpo", "gdpo, episodes", "otb"])
 def test_a_resumed_run_equals_an_uninterrupted_one(case):
     whole = CASES[case]()
     steps(whole, 1)
@@ -177,6 +189,50 @@ def test_other_advantages_read_the_weighted_sum(tmp_path):
     np.testing.assert_allclose(
         again.advantages, np.repeat(expected, found.response_lengths), atol=1e-6
     )
+
+
+def gdpo_by_hand(named: np.ndarray, weights: list[float]) -> np.ndarray:
+    """GDPO's advantages of named rewards [groups, samples, names], by its definition: [groups, samples]."""
+    distances = named - named.mean(1, keepdims=True)
+    normalised = distances / (named.std(1, ddof=1, keepdims=True) + 1e-4)
+    sums = normalised @ np.array(weights)
+    return (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4)
+
+
+def test_gdpo_of_episodes_compares_the_named_rewards_of_the_environment(tmp_path):
+    t = gdpo_of_episodes()
+    record(t, tmp_path)
+    rollout = t.source.next(1)
+    assert {r.finish_reason for r in rollout.responses} == {"stop", "length"}
+    for r in rollout.responses:
+        last = r.turns[-1].text
+        expected = {"digit": float(last[:1].isdigit()), "short": 1 - len(last) / 64}
+        if r.finish_reason == "length":
+            expected = {"digit": 0.0, "short": 0.5}
+        assert r.score.rewards == rollout_row(r)["rewards"] == expected
+        assert r.reward == expected["digit"] + 0.25 * expected["short"]
+    t.train_step(1, rollout)
+    found, again = replayed(t, tmp_path, 1)
+    named = np.array([[r.score.rewards[name] for name in WEIGHTS] for r in rollout.responses])
+    expected = gdpo_by_hand(named.reshape(4, 4, 2), [1.0, 0.25]).reshape(-1)
+    for row, r in enumerate(rollout.responses):
+        advantages = found.advantages[found.tokens_of(row)]
+        np.testing.assert_allclose(advantages[r.policy_mask], expected[row], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(again.advantages, found.advantages)
+
+
+def test_a_replay_weighs_the_rewards_of_an_episode_that_was_cut_off_anew(tmp_path):
+    t = gdpo_of_episodes(GroupMean())
+    record(t, tmp_path)
+    steps(t, 1)
+    found = replayed(t, tmp_path, 1)[0]
+    assert "truncated" in found.header.verdicts
+    t.algorithm.reward = RewardShaping(weights={"digit": 0.0, "short": 1.0})
+    shorts = np.array(found.header.named_rewards["short"]).reshape(4, 4)
+    expected = (shorts - shorts.mean(1, keepdims=True)).reshape(-1)
+    again = replayed(t, tmp_path, 1)[1]
+    by_row = [again.advantages[found.tokens_of(row)] for row in range(16)]
+    np.testing.assert_allclose([values[0] for values in by_row], expected, atol=1e-6)
 
 
 def test_a_record_of_a_single_reward_is_as_it_was(tmp_path):
