@@ -25,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 
 from gspo.analysis import article_criteria, article_figures, script
-from gspo.analysis.article_numbers import Numbers, collect
+from gspo.analysis.article_entries import Numbers
+from gspo.analysis.article_numbers import collect
 from gspo.analysis.runs import RunsError
 from gspo.io.arguments import command_options, option
 from gspo.io.files import replace_bytes, replace_text

@@ -13,8 +13,11 @@ print a word that its rows contradict. The rules are those of verdicts.py:
     frozen          same, or seen if it is above 0
     within          same by the interval alone; the margin is a factor
     not_above       seen unless "above" is seen
+    decided         above, or same if the interval lies within 10 % of the line. The rule of
+                    ratios in sequential designs, which know no "points to it"
 
-All else is undecided.
+All else is undecided. In a sequential design interval and p have the level of the look in place of
+.05 (sequential.py).
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gspo.analysis.article_numbers import ENOUGH, Numbers
+from gspo.analysis.article_entries import Numbers
+from gspo.analysis.article_numbers import ENOUGH
 from gspo.analysis.claims import SAME
 from gspo.analysis.foresight import Value
 from gspo.analysis.stability_claims import CHANGED, MIN_DECLINE
@@ -40,6 +44,7 @@ NOT_SHOWN = "not shown"
 IN_PART = "in part"
 NO_EXPECTATION = "–"
 STEP_SIZE_FACTOR = 1.15
+SEQUENTIAL_FACTOR = 1.1
 MAX_LISTED_PARTS = 3  # more parts are counted by their words
 
 
@@ -136,6 +141,10 @@ REGISTERED = {
     "A.none": criterion(
         "open", *(f"A.{setting}.ratio.none" for setting in ("4", "16", "top1")), line=1
     ),
+    "decided.plain": criterion("yes", "decided.4.ratio.plain", rule="decided", line=1),
+    "decided.replay": criterion("yes", "decided.4.ratio.replay", rule="decided", line=1),
+    "decided.step": criterion("same", "decided.4.ratio.quarter", rule="decided", line=1),
+    "decided.none": criterion("undecided", "decided.4.ratio.none", rule="decided", line=1),
     "B.turn": Criterion(
         "no",
         (
@@ -206,6 +215,7 @@ REGISTERED = {
         rule="level",
     ),
     "F.engine": criterion("yes", *(f"F.{rate}.engine.reward.GSPO" for rate in RATES), rule="below"),
+    "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
 }
 # what the text and the table of the paper's claims say beside these
 CLAIMS = {
@@ -236,7 +246,6 @@ CLAIMS = {
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
     "claim.head_first": criterion("", "F.low.help_first.GSPO"),
-    "A.ratio.4": criterion("", "A.4.ratio.plain", line=1),
 }
 
 
@@ -251,15 +260,23 @@ def word(part: Part, interval: Interval | Value, p: float) -> str:
     high = interval.high
     if math.isnan(low):
         return UNDECIDED
-    above = side(low > part.line, high < part.line, p)
+    level = LEVEL
+    if isinstance(interval, Interval):
+        level = interval.level
+    above = side(low > part.line, high < part.line, p < level)
     if part.rule == "above":
         return above
     if part.rule == "below":
-        return side(high < part.line, low > part.line, p)
+        return side(high < part.line, low > part.line, p < level)
     if part.rule == "not_above":
         return CONTRADICTED if above == SEEN else SEEN
     if part.rule == "within":
         inside = low > 1 / STEP_SIZE_FACTOR and high < STEP_SIZE_FACTOR
+        return THE_SAME if inside else UNDECIDED
+    if part.rule == "decided":
+        if above in (SEEN, CONTRADICTED):
+            return above
+        inside = low > part.line / SEQUENTIAL_FACTOR and high < part.line * SEQUENTIAL_FACTOR
         return THE_SAME if inside else UNDECIDED
     if part.rule == "level" and above in (SEEN, CONTRADICTED):
         return CONTRADICTED
@@ -268,22 +285,25 @@ def word(part: Part, interval: Interval | Value, p: float) -> str:
     return {"same": sameness, "level": sameness, "frozen": sameness}[part.rule](interval)
 
 
-def side(on_side: bool, on_other_side: bool, p: float) -> str:
-    """Return the verdict from the side of the line on which the interval lies, and p."""
+def side(on_side: bool, on_other_side: bool, is_certain: bool) -> str:
+    """Return the verdict from the side of the line on which the interval lies.
+
+    `is_certain` says whether p is below the level.
+    """
     if on_side:
-        return SEEN if p < LEVEL else POINTS_TO
+        return SEEN if is_certain else POINTS_TO
     if on_other_side:
-        return CONTRADICTED if p < LEVEL else POINTS_AGAINST
+        return CONTRADICTED if is_certain else POINTS_AGAINST
     return UNDECIDED
 
 
 def sameness(interval: Interval) -> str:
     """Return the verdict on "the same as 0 within ±.03"."""
-    p = max(interval.p(-SAME), interval.p(SAME))
+    is_certain = max(interval.p(-SAME), interval.p(SAME)) < interval.level
     if interval.low > -SAME and interval.high < SAME:
-        return THE_SAME if p < LEVEL else POINTS_TO
+        return THE_SAME if is_certain else POINTS_TO
     if interval.low > SAME or interval.high < -SAME:
-        return CONTRADICTED if p < LEVEL else POINTS_AGAINST
+        return CONTRADICTED if is_certain else POINTS_AGAINST
     return UNDECIDED
 
 

@@ -1,20 +1,12 @@
 """The numbers of the article (article.py), computed from the recorded rows by the figures' functions.
 
 Every number has a name, such as `A.4.ratio.plain`. The article's text and tables name numbers and
-contain none themselves. An entry of the JSON file has these fields:
-
-    text        the number as the article prints it, with its interval if it has one
-    mean        the number alone, as text
-    p           the exact p as text, "" if there is none
-    value       the number
-    low, high   the ends of its interval, or null
-    seeds       the number of seeds, 0 if it is no mean over seeds
+contain none themselves. article_entries.py says what an entry holds.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -22,6 +14,7 @@ import pandas as pd
 from gspo.analysis import (
     claims,
     early_warning,
+    fig_arena,
     fig_contrast,
     fig_critical_rate,
     fig_dose,
@@ -32,10 +25,10 @@ from gspo.analysis import (
     warning_table,
     warning_worth,
 )
-from gspo.analysis.foresight import Value
+from gspo.analysis.article_entries import Numbers, percent
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
-from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, estimate, ratio, t_interval
+from gspo.analysis.sequential import Design
+from gspo.analysis.stats import estimate, ratio, t_interval
 
 PAIRS = {"replay": (GSPO, GRPO_R2), "plain": (GSPO, GRPO), "none": (GRPO_R2, GRPO)}
 PAPER_RANGE = f"{GRPO} [clip range 0.2]"
@@ -50,10 +43,15 @@ EDGE_STUDIES = (
 )
 EFFECT_STUDIES = ("effect", "effect_comfortable", "effect_range")
 CRITICAL_STUDIES = {
-    "4": "critical_rate",
-    "16": "critical_rate_16",
-    "top1": "critical_rate_top1",
+    "A.4": "critical_rate",
+    "A.16": "critical_rate_16",
+    "A.top1": "critical_rate_top1",
 }
+# the studies of a sequential design, whose looks are registered in experiments/STUDIES.md
+DECIDED_STUDIES = {"decided.4": "critical_rate_decided"}
+DECIDED_DESIGN = Design((20, 30, 40))
+ARENA_CELLS = ("tools_edge",)
+ARENA_DESIGN = Design((10, 20))
 ENGINE = "engine's log-probs"
 HEAD = "bfloat16"  # bfloat16 layers under a float32 head
 ALL_BFLOAT16 = "bfloat16, head too"
@@ -106,78 +104,6 @@ DOSES = {
 
 
 # ------------------------------------------------------------------------------------------------
-# texts
-def plain(value: float, form: str) -> str:
-    """Return a number as the article prints it: a true minus, and no 0 before the point.
-
-    >>> plain(-0.0125, "+.3f")
-    '−.013'
-    """
-    text = f"{value:{form}}"
-    sign = text[0] if text[0] in "+-" else ""
-    digits = text.removeprefix(sign)
-    if digits.startswith("0."):
-        digits = digits[1:]
-    return sign.replace("-", "−") + digits
-
-
-def p_text(p: float) -> str:
-    """Return a p with two digits, or with three decimals below .01."""
-    if p >= 0.01:
-        return plain(float(f"{p:.2g}"), ".2f" if p >= 0.1 and p < 1 else ".3g")
-    return plain(p, ".3f") if p >= 0.0005 else plain(p, ".1g")
-
-
-def percent(share: Interval, factor: float = 100.0) -> Interval:
-    """Return an interval times 100, or times -100 for a decline that is printed as a change."""
-    low, high = sorted((factor * share.low, factor * share.high))
-    return Interval(factor * share.mean, low, high, share.seeds)
-
-
-@dataclass
-class Numbers:
-    """The entries of the JSON file by name, and for the verdicts each number's interval and p."""
-
-    entries: dict[str, dict[str, object]] = field(default_factory=dict)
-    judged: dict[str, tuple[Interval | Value, float]] = field(default_factory=dict)
-
-    def add(
-        self, name: str, interval: Interval | Value, form: str, p: float = math.nan, unit: str = ""
-    ) -> None:
-        """Add a number with its interval. Raises RunsError if the rows do not give it."""
-        value = interval.value if isinstance(interval, Value) else interval.mean
-        if math.isnan(value):
-            raise RunsError(f"the article's number {name} is missing: the recorded rows lack it")
-        mean = plain(value, form)
-        text = mean + unit
-        bounded = not math.isnan(interval.low)
-        if bounded:
-            text = f"{mean} [{plain(interval.low, form)}, {plain(interval.high, form)}]{unit}"
-        self.judged[name] = (interval, p)
-        self.entries[name] = {
-            "text": text,
-            "mean": mean + unit,
-            "p": "" if math.isnan(p) else p_text(p),
-            "value": value,
-            "low": interval.low if bounded else None,
-            "high": interval.high if bounded else None,
-            "seeds": getattr(interval, "seeds", 0),
-        }
-
-    def difference(self, name: str, interval: Interval, form: str = "+.3f") -> None:
-        """Add a paired difference with the exact p of no difference."""
-        self.add(name, interval, form, interval.p())
-
-    def value(self, name: str, value: float, form: str, unit: str = "") -> None:
-        """Add a number without an interval."""
-        self.add(name, Interval(float(value), seeds=0), form, unit=unit)
-
-    def count(self, name: str, count: int) -> None:
-        """Add a whole number."""
-        self.value(name, count, ",.0f")
-
-
-# ------------------------------------------------------------------------------------------------
 # studies
 def collect(folder: Path) -> Numbers:
     """Return all numbers of the article from the recorded studies of a folder."""
@@ -186,15 +112,21 @@ def collect(folder: Path) -> Numbers:
     calibration(numbers, folder)
     sums_alone(numbers, folder)
     effect(numbers, folder)
-    for setting, study in CRITICAL_STUDIES.items():
-        critical_rates(numbers, folder / f"{study}.parquet", setting)
+    for setting, name in CRITICAL_STUDIES.items():
+        critical_rates(numbers, study(folder, name), setting)
+    for setting, name in DECIDED_STUDIES.items():
+        critical_rates(numbers, study(folder, name), setting, DECIDED_DESIGN)
+    for cell in ARENA_CELLS:
+        arena_cell(numbers, study(folder, f"arena_{cell}"), cell)
     staleness(numbers, measured("B", folder))
     mismatch(numbers, measured("C", folder))
     routing(numbers, measured("D", folder))
     tools(numbers, measured("E", folder))
     rounding(numbers, measured("F", folder))
     warnings(numbers, folder)
-    counted = ("edge", "sums", "effect", "A.4", "A.16", "A.top1", "B", "C", "D", "E", "F")
+    arena = [f"arena.{cell}" for cell in ARENA_CELLS]
+    counted = ("edge", "sums", "effect", *CRITICAL_STUDIES, "B", "C", "D", "E", "F")
+    counted += (*DECIDED_STUDIES, *arena)
     total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
     numbers.count("total.runs", total)
     return numbers
@@ -296,28 +228,45 @@ def effect(numbers: Numbers, folder: Path) -> None:
     numbers.count("effect.runs", sum(len(data.runs) for data in (edge, comfortable, narrow)))
 
 
-def critical_rates(numbers: Numbers, file: Path, setting: str) -> None:
-    """Add the critical rates of a setting of study A, and the ratios of two arms' rates."""
-    runs = fig_critical_rate.measure(load.load([file]))
-    key = f"A.{setting}"
-    numbers.count(f"{key}.runs", len(runs))
+def critical_rates(
+    numbers: Numbers, data: Data, setting: str, design: Design | None = None
+) -> None:
+    """Add the critical rates of a setting of study A, and the ratios of two arms' rates.
+
+    In a sequential design the intervals have the level of the look.
+    """
+    runs = fig_critical_rate.measure(data)
+    numbers.count(f"{setting}.runs", len(runs))
     counts, arms = fig_critical_rate.counted(runs)
     _, rates = fig_critical_rate.fit_pooled(counts)
     grpo = PAPER_RANGE if PAPER_RANGE in arms else GRPO
     words = {GSPO: "gspo", GRPO_R2: "replay", grpo: "grpo", QUARTER_RANGE: "quarter"}
     for arm, rate in zip(arms, rates, strict=True):
-        numbers.value(f"{key}.critical.{words[arm]}", 1e4 * rate, ".2f")
-    ratios = fig_critical_rate.compare(runs)
+        numbers.value(f"{setting}.critical.{words[arm]}", 1e4 * rate, ".2f")
+    ratios = fig_critical_rate.compare(runs, design)
     pairs = {
         "plain": (GSPO, grpo),
         "replay": (GSPO, GRPO_R2),
         "quarter": (GSPO, QUARTER_RANGE),
+        "range": (QUARTER_RANGE, grpo),
         "none": (GRPO_R2, grpo),
     }
     for word, pair in pairs.items():
         if pair in ratios:
             interval, p = ratios[pair]
-            numbers.add(f"{key}.ratio.{word}", interval, ".2f", p)
+            numbers.add(f"{setting}.ratio.{word}", interval, ".2f", p)
+
+
+def arena_cell(numbers: Numbers, data: Data, cell: str) -> None:
+    """Add a cell of the arena: each arm minus GSPO at the level of the look, and its collapses."""
+    runs = fig_arena.measure(data, ["correction.name"])
+    key = f"arena.{cell}"
+    numbers.count(f"{key}.runs", len(runs))
+    numbers.value(f"{key}.hours", runs["hours"].sum(), ".1f")
+    for row in fig_arena.paired(runs, GSPO, ARENA_DESIGN).itertuples():
+        numbers.difference(f"{key}.{row.arm}", row.interval)
+    for arm, group in runs.groupby("arm"):
+        numbers.count(f"{key}.collapsed.{arm}", group["collapsed"].sum())
 
 
 def ends_of(runs: pd.DataFrame, column: str = "end") -> pd.DataFrame:

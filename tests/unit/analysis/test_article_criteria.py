@@ -8,7 +8,8 @@ import pytest
 from gspo.analysis import article
 from gspo.analysis import article_criteria as criteria
 from gspo.analysis.article_criteria import Criterion, Part
-from gspo.analysis.article_numbers import Numbers, measured, routing
+from gspo.analysis.article_entries import Numbers
+from gspo.analysis.article_numbers import measured, routing
 from gspo.analysis.stats import Interval, t_interval
 
 TEXT = article.TEMPLATE.read_text(encoding="utf-8")
@@ -38,6 +39,23 @@ EIGHT = [0.01, 0.02, 0.015, 0.012, 0.018, 0.011, 0.016, 0.013]
 def test_a_rule_takes_the_interval_and_p(rule, low, high, p, word):
     interval = Interval((low + high) / 2, low, high, 8)
     assert criteria.word(Part("x", rule), interval, p) == word
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "p", "word"),
+    [
+        (1.02, 1.2, 0.003, "seen"),
+        (1.02, 1.2, 0.0032, "undecided"),
+        (0.85, 0.98, 0.003, "contradicted"),
+        (0.92, 1.09, 1.0, "same"),
+        (0.9, 1.09, 1.0, "undecided"),
+        (0.92, 1.11, 1.0, "undecided"),
+        (1.02, 1.09, 0.01, "same"),
+    ],
+)
+def test_a_look_decides_by_its_own_level(low, high, p, word):
+    interval = Interval((low + high) / 2, low, high, 20, level=0.0031)
+    assert criteria.word(Part("x", "decided", 1), interval, p) == word
 
 
 def test_same_needs_the_interval_and_p_against_both_ends():
