@@ -52,13 +52,14 @@ MAX_LISTED_PARTS = 3  # more parts are counted by their words
 class Part:
     """A number and the rule that judges it.
 
-    `expected` says whether the rule was expected to hold. It is None without an expectation.
+    `expected` says whether the rule was expected to hold, or names the verdict that was expected.
+    It is None without an expectation.
     """
 
     number: str
     rule: str = "above"
     line: float = 0.0
-    expected: bool | None = True
+    expected: bool | str | None = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def parts(
     numbers: Iterable[str],
     rule: str = "above",
     line: float = 0.0,
-    expected: bool | None = True,
+    expected: bool | str | None = True,
 ) -> tuple[Part, ...]:
     """Return a part for each of these numbers, with the same rule."""
     return tuple(Part(number, rule, line, expected) for number in numbers)
@@ -86,11 +87,16 @@ def parts(
 def criterion(
     expected: str, *numbers: str, rule: str = "above", line: float = 0.0, joint: bool = False
 ) -> Criterion:
-    """Return a criterion whose parts share a rule, with the expectation "yes", "no" or another.
+    """Return a criterion whose parts share a rule.
 
-    Another expectation than yes or no is printed, and nothing is compared with it.
+    The expectation is "yes", "no", a verdict as in STRENGTH, or other words. Other words are
+    printed, and nothing is compared with them.
     """
-    holds = {"yes": True, "no": False}.get(expected)
+    holds: bool | str | None = {"yes": True, "no": False}.get(expected)
+    if expected in STRENGTH:
+        holds = expected
+    elif rule == "decided" and expected == "yes":
+        holds = SEEN  # this rule may also find that a ratio is the same as the line
     return Criterion(expected, parts(numbers, rule, line, holds), joint)
 
 
@@ -307,12 +313,16 @@ def sameness(interval: Interval) -> str:
     return UNDECIDED
 
 
-def agreement(verdict: str, expected: bool | None) -> str:
+def agreement(verdict: str, expected: bool | str | None) -> str:
     """Return whether a verdict is what was expected: yes, no or not shown."""
     if expected is None:
         return NO_EXPECTATION
+    if verdict == expected:
+        return "yes"
     if verdict not in (SEEN, THE_SAME, CONTRADICTED):
         return NOT_SHOWN
+    if isinstance(expected, str):
+        return "no"
     return "yes" if expected == (verdict != CONTRADICTED) else "no"
 
 

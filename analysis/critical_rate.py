@@ -120,7 +120,7 @@ def probability(rates: np.ndarray, slope: float, critical: float) -> np.ndarray:
 
 
 def ratio(counts: Counts, a: int, b: int, level: float = LEVEL) -> tuple[Interval, float]:
-    """Return c_a / c_b with its interval over seeds, and its exact p.
+    """Return c_a / c_b with its interval over seeds, and its permutation p.
 
     The interval covers the truth with probability 1 - level: 95 %. In a sequential design the level
     is that of the look."""

@@ -51,7 +51,7 @@ from gspo.statistics import standard_error
 
 RATE = "optim.lr"
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic already"}
-# the ratio of the critical rates of two arms, and its exact p
+# the ratio of the critical rates of two arms, and its permutation p
 Ratios = dict[tuple[str, str], tuple[Interval, float]]
 
 
@@ -354,7 +354,7 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
         ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
     if ratio_texts:
         level = min(interval.level for interval, _ in ratios.values())
-        title = f"Ratio of the critical rates, {100 * (1 - level):.3g} % interval, exact p"
+        title = f"Ratio of the critical rates, {100 * (1 - level):.3g} % interval, permutation p"
         text += f"\n{title}: {'; '.join(ratio_texts)}."
     return text
 

@@ -88,6 +88,11 @@ def test_an_unknown_rule_is_refused():
         (False, ["contradicted"], "yes"),
         (False, ["undecided"], "not shown"),
         (False, ["undecided", "seen"], "no"),
+        ("same", ["same"], "yes"),
+        ("same", ["undecided"], "not shown"),
+        ("seen", ["same"], "no"),
+        ("undecided", ["undecided"], "yes"),
+        ("undecided", ["same"], "no"),
         (None, ["seen"], "–"),
     ],
 )
