@@ -32,7 +32,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import foreign_files, foreign_joining, wandb_files
+from gspo.analysis import foreign_files, foreign_joining, foreign_search, wandb_files
 from gspo.io import untrusted
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.columns import listed
@@ -113,7 +113,7 @@ def read_foreign_runs(
         else:
             segments.append(segment)
     logs = foreign_files.wandb_logs(segments)
-    for file in foreign_files.find_logs(path, (), notes):
+    for file in foreign_search.find_logs(path, (), notes):
         try:
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def read_foreign_runs(
     runs, unreadable = translated(logs, options)
     problems += [log.notes[-1] for log in unreadable]
     if not runs and not problems:
-        problems += notes or [f"{path}: {foreign_files.content_of(path)}"]
+        problems += notes or [f"{path}: {foreign_search.content_of(path)}"]
         notes = []
     return [run for run, _ in runs], problems, notes
 
@@ -261,7 +261,7 @@ def short_name(log: Path) -> str:
 
     A folder has one trainer state of a run."""
     folder = foreign_joining.run_folder(log).name
-    is_alone = log.is_dir() or log.name == foreign_files.STATE_FILE
+    is_alone = log.is_dir() or log.name == foreign_search.STATE_FILE
     return folder if is_alone else f"{folder}/{log.stem}".lstrip("/")
 
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gspo.analysis.foreign_files import (
+from gspo.analysis.foreign_consoles import CONSOLE
+from gspo.analysis.foreign_search import (
     CHECKPOINT,
-    CONSOLE,
     EVENT_FILE,
     EVENTS,
     FILE_LOGGER,

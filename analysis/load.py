@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gspo.analysis import foreign_files, sources
+from gspo.analysis import foreign_search, sources
 from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
 from gspo.analysis.foreign import (
     BATCHES_PER_ROW,
@@ -155,7 +155,7 @@ def why_no_runs(paths: Sequence[Path | str], notes: Sequence[str]) -> str:
         reasons.append(f"and {len(notes) - MAX_NOTES} more notes")
     if not notes:
         files = [Path(path) for path in paths if not str(path).startswith(sources.SERVER)]
-        reasons += [f"{path}: {foreign_files.content_of(path)}" for path in files]
+        reasons += [f"{path}: {foreign_search.content_of(path)}" for path in files]
     return f"no runs under {searched}: {'; '.join(reasons)}"
 
 

@@ -28,7 +28,7 @@ import pandas as pd
 import pyarrow as pa
 from pyarrow import parquet
 
-from gspo.analysis import foreign, foreign_files, wandb_files
+from gspo.analysis import foreign, foreign_files, foreign_search, wandb_files
 from gspo.analysis.record_cache import Record, cached, cached_copy, keep
 from gspo.io import untrusted
 from gspo.io.ownership import is_own_file
@@ -111,7 +111,7 @@ def foreign_records(
     A log of which nothing can be read is a record without rows, with a note."""
     notes: list[str] = []
     found = []
-    for file in foreign_files.find_logs(path, run_folders, notes):
+    for file in foreign_search.find_logs(path, run_folders, notes):
         if file.suffix == ".wandb":
             continue
         try:

@@ -23,7 +23,15 @@ from foreign_logs import (
     write_lines,
     write_state,
 )
-from gspo.analysis import event_frames, fig_curves, foreign_files, load, sources, wandb_files
+from gspo.analysis import (
+    event_frames,
+    fig_curves,
+    foreign_files,
+    foreign_search,
+    load,
+    sources,
+    wandb_files,
+)
 from gspo.analysis.foreign import ABOUT, read_foreign, read_foreign_runs
 from gspo.cli import compare, report, view
 from gspo.io import untrusted
@@ -398,7 +406,7 @@ def test_a_console_with_a_mark_long_lines_progress_bars_and_a_late_first_step(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(untrusted, "MAX_LINE_BYTES", 2000)
-    monkeypatch.setattr(foreign_files, "FIRST_CONSOLE_BYTES", 100)
+    monkeypatch.setattr(foreign_search, "FIRST_CONSOLE_BYTES", 100)
     file = tmp_path / "train.log"
     set_with_spaces = {"val-core/My Set/acc/mean@4": 0.5}
     lines = [console_line(1), "x" * 5000, console_line(2, **set_with_spaces) + "\rTraining: 10%"]

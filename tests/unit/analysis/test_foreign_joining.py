@@ -10,7 +10,7 @@ import pytest
 from foreign_logs import trl_row, verl_row, write_lines, write_state
 from gspo.analysis import foreign_joining, load, sources
 from gspo.analysis.foreign import ABOUT, read_foreign, read_foreign_runs, translated
-from gspo.analysis.foreign_files import EVENTS, LINES, TRAINER_STATE, WANDB
+from gspo.analysis.foreign_search import EVENTS, LINES, TRAINER_STATE, WANDB
 from gspo.tracking.frameworks.columns import NOT_FINITE
 from gspo.tracking.frameworks.translate import Log
 
