@@ -37,7 +37,7 @@ from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.errors import SettingError
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.settings import RolloutSettings
-from gspo.train import replay as replay_module
+from gspo.train import replay_checks
 from gspo.train.recorder import StepRecorder
 from gspo.train.replay import replay
 from gspo.train.replay_comparison import (
@@ -432,9 +432,9 @@ def test_records_that_would_take_all_memory_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"experts -?\d+ to \d+ of 1 experts"):
         replay(recorded, t.algorithm, t.settings, t.policy_settings)
     recorded.header.state["experts"] = experts
-    monkeypatch.setattr(replay_module, "MAX_CELLS", 1)
+    monkeypatch.setattr(replay_checks, "MAX_CELLS", 1)
     replay(recorded, t.algorithm, t.settings, t.policy_settings)
-    monkeypatch.setattr(replay_module, "MAX_PADDING_FACTOR", 0.5)
+    monkeypatch.setattr(replay_checks, "MAX_PADDING_FACTOR", 0.5)
     with pytest.raises(ValueError, match="such a batch is too large to replay"):
         replay(recorded, t.algorithm, t.settings, t.policy_settings)
 
