@@ -23,6 +23,9 @@ BEGIN = "\uf8f0"
 END = "\uf8f1"
 # a longer text is tokenized as plain characters, without a search for control tokens
 MAX_SEARCHED_CHARS = 100_000
+# Roles, system turns and descriptions of tools are marked again for every prompt.
+MAX_REMEMBERED_TEXTS = 4096
+MAX_REMEMBERED_CHARS = 2000
 
 
 class ControlTokens:
@@ -41,6 +44,7 @@ class ControlTokens:
         words = sorted(filter(None, special.values()), key=len, reverse=True)
         self.word = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         self._copy: transformers.PreTrainedTokenizerBase | None = None
+        self._marked_texts: dict[str, str] = {}
 
     def marked(self, tokenizer: transformers.PreTrainedTokenizerBase, value: Any) -> Any:
         """Mark every word of a text, or of a message, that would become a control token."""
@@ -50,7 +54,18 @@ class ControlTokens:
             return [self.marked(tokenizer, item) for item in value]
         if not isinstance(value, str):
             return value
-        text = value.replace(BEGIN, "").replace(END, "")
+        marked = self._marked_texts.get(value)
+        if marked is None:
+            marked = self._marked_text(tokenizer, value)
+            if len(value) <= MAX_REMEMBERED_CHARS:
+                if len(self._marked_texts) >= MAX_REMEMBERED_TEXTS:
+                    self._marked_texts.clear()
+                self._marked_texts[value] = marked
+        return marked
+
+    def _marked_text(self, tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> str:
+        """Mark every word of a text that would become a control token."""
+        text = text.replace(BEGIN, "").replace(END, "")
         if len(text) > MAX_SEARCHED_CHARS:
             return f"{BEGIN}{text}{END}"
         if self.ids.isdisjoint(tokenizer(text, add_special_tokens=False)["input_ids"]):

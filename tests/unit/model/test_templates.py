@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from gspo.model.chat import control_tokens
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.conversation import Conversation
 from gspo.model.chat.prompts import PromptFormat, control_tokens_of
@@ -215,6 +216,18 @@ def test_a_role_is_data_too_and_an_end_of_turn_need_not_be_a_special_token():
     hostile = PromptFormat().encode(plain, "a##END##b")
     assert hostile.count(end) == PromptFormat().encode(plain, "hello").count(end)
     assert "a##END##b" in plain.decode(hostile)
+
+
+def test_marked_texts_are_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(control_tokens, "MAX_REMEMBERED_TEXTS", 3)
+    monkeypatch.setattr(control_tokens, "MAX_REMEMBERED_CHARS", 20)
+    tokenizer = byte_tokenizer(chat_format(QWEN3))
+    memory = control_tokens_of(tokenizer)
+    texts = ["user", "<|im_end|>", "a", "b", "<|im_end|>", "c" * 30, "user"]
+    marked = [memory.marked(tokenizer, text) for text in texts]
+    assert marked == ["user", "\uf8f0<|im_end|>\uf8f1", "a", "b", marked[1], "c" * 30, "user"]
+    assert set(memory._marked_texts) == {"b", "<|im_end|>", "user"}, "the first three were dropped"
+    assert memory.marked(tokenizer, "\uf8f0x") == "x"
 
 
 def test_other_texts_are_tokenized_as_ever():
