@@ -151,6 +151,10 @@ REGISTERED = {
     "decided.replay": criterion("yes", "decided.4.ratio.replay", rule="decided", line=1),
     "decided.step": criterion("same", "decided.4.ratio.quarter", rule="decided", line=1),
     "decided.none": criterion("undecided", "decided.4.ratio.none", rule="decided", line=1),
+    "K.plain": criterion("yes", "K.ratio.plain", rule="decided", line=1),
+    "K.replay": criterion("yes", "K.ratio.replay", rule="decided", line=1),
+    "K.step": criterion("undecided", "K.ratio.quarter", rule="decided", line=1),
+    "K.none": criterion("undecided", "K.ratio.none", rule="decided", line=1),
     "B.turn": Criterion(
         "no",
         (

@@ -48,8 +48,10 @@ CRITICAL_STUDIES = {
     "A.top1": "critical_rate_top1",
 }
 # the studies of a sequential design, whose looks are registered in experiments/STUDIES.md
-DECIDED_STUDIES = {"decided.4": "critical_rate_decided"}
-DECIDED_DESIGN = Design((20, 30, 40))
+SEQUENTIAL_STUDIES = {
+    "decided.4": ("critical_rate_decided", Design((20, 30, 40))),
+    "K": ("critical_rate_tools", Design((10, 20))),
+}
 ARENA_CELLS = ("tools_edge",)
 ARENA_DESIGN = Design((10, 20))
 ENGINE = "engine's log-probs"
@@ -114,8 +116,8 @@ def collect(folder: Path) -> Numbers:
     effect(numbers, folder)
     for setting, name in CRITICAL_STUDIES.items():
         critical_rates(numbers, study(folder, name), setting)
-    for setting, name in DECIDED_STUDIES.items():
-        critical_rates(numbers, study(folder, name), setting, DECIDED_DESIGN)
+    for setting, (name, design) in SEQUENTIAL_STUDIES.items():
+        critical_rates(numbers, study(folder, name), setting, design)
     for cell in ARENA_CELLS:
         arena_cell(numbers, study(folder, f"arena_{cell}"), cell)
     staleness(numbers, measured("B", folder))
@@ -126,7 +128,7 @@ def collect(folder: Path) -> Numbers:
     warnings(numbers, folder)
     arena = [f"arena.{cell}" for cell in ARENA_CELLS]
     counted = ("edge", "sums", "effect", *CRITICAL_STUDIES, "B", "C", "D", "E", "F")
-    counted += (*DECIDED_STUDIES, *arena)
+    counted += (*SEQUENTIAL_STUDIES, *arena)
     total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
     numbers.count("total.runs", total)
     return numbers
@@ -231,7 +233,7 @@ def effect(numbers: Numbers, folder: Path) -> None:
 def critical_rates(
     numbers: Numbers, data: Data, setting: str, design: Design | None = None
 ) -> None:
-    """Add the critical rates of a setting of study A, and the ratios of two arms' rates.
+    """Add the critical rates of a setting of study A or K, and the ratios of two arms' rates.
 
     In a sequential design the intervals have the level of the look.
     """
