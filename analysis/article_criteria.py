@@ -321,12 +321,10 @@ def agreement(verdict: str, expected: bool | str | None) -> str:
     """Return whether a verdict is what was expected: yes, no or not shown."""
     if expected is None:
         return NO_EXPECTATION
-    if verdict == expected:
-        return "yes"
     if verdict not in (SEEN, THE_SAME, CONTRADICTED):
         return NOT_SHOWN
     if isinstance(expected, str):
-        return "no"
+        return "yes" if verdict == expected else "no"
     return "yes" if expected == (verdict != CONTRADICTED) else "no"
 
 

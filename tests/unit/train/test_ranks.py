@@ -275,8 +275,8 @@ ROUNDED = {  # the case, settings of the policy, and the updates whose gradients
     "moe": ("gspo", {}, None),
     "moe, layers computed again": ("gspo", {"checkpointing": True}, None),
     # An expert multiplies the tokens of both ranks at once, and their gradients are rounded
-    # together. Adam turns the rounding of a small gradient into a whole step, so that after two
-    # updates a router chooses other experts. The first gradient alone tells right from wrong.
+    # together. Adam turns the rounding of a small gradient into a whole step, and after two updates
+    # the gradients have little in common. The first gradient alone tells right from wrong.
     "moe, experts dealt": ("gspo", {"experts": 2}, 1),
 }
 
