@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from gspo.analysis import (
     claims,
+    doses,
     early_warning,
     fig_contrast,
     fig_critical_rate,
@@ -148,7 +149,7 @@ def objectives_panel(baseline: str) -> Panel:
     """Return a panel of each objective minus the baseline with the same remedy."""
 
     def draw(ax: Axes, runs: pd.DataFrame, styles: ArmStyles) -> None:
-        objectives, _ = fig_dose.compared(runs, baseline)
+        objectives, _ = doses.compared(runs, baseline)
         fig_dose.draw_differences(ax, objectives, styles)
         ax.set_title(f"Reward minus {baseline}'s")
 
@@ -159,7 +160,7 @@ def remedies_panel(title: str) -> Panel:
     """Return a panel of each remedy minus none of the same objective."""
 
     def draw(ax: Axes, runs: pd.DataFrame, styles: ArmStyles) -> None:
-        _, remedies = fig_dose.compared(runs)
+        _, remedies = doses.compared(runs)
         fig_dose.draw_differences(ax, remedies, styles)
         ax.set_title(title)
 

@@ -13,11 +13,11 @@ import pandas as pd
 
 from gspo.analysis import (
     claims,
+    doses,
     early_warning,
     fig_arena,
     fig_contrast,
     fig_critical_rate,
-    fig_dose,
     foresight,
     load,
     stability_claims,
@@ -66,7 +66,7 @@ ENOUGH = 0.1  # of the clip range: less rounding than this is no matter
 
 @dataclass(frozen=True)
 class Dose:
-    """A study of a dose: its file, and what fig_dose.py needs to know about it."""
+    """A study of a dose: its file, and what doses.py needs to know about it."""
 
     study: str
     dose: str
@@ -140,10 +140,10 @@ def study(folder: Path, *names: str) -> Data:
 
 
 def measured(letter: str, folder: Path) -> pd.DataFrame:
-    """Return a row per run of a dose study, as fig_dose.py measures it."""
+    """Return a row per run of a dose study, as doses.py measures it."""
     dose = DOSES[letter]
     data = study(folder, dose.study)
-    return fig_dose.measure(data, [dose.dose], dose.measured, list(dose.arms), dose.also)
+    return doses.measure(data, [dose.dose], dose.measured, list(dose.arms), dose.also)
 
 
 def edge(numbers: Numbers, folder: Path) -> None:

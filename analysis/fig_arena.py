@@ -29,18 +29,20 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from gspo.analysis import load, script, style
-from gspo.analysis.arm_styles import ArmStyles, arm_styles
+from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     arm_words,
     check_alike,
     collapsed_count,
+    coverage,
+    draw_rows,
     name_rows,
     part_length,
     range_suffixes,
+    row_names,
     run_numbers,
     settled_runs,
     span,
@@ -352,10 +354,10 @@ def draw(
     height = panel_rows * (0.75 + 0.19 * len(arms))
     figure = style.canvas(height, options)
     panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
-    names = [style.arm_label(arm).replace("+\n", "+ ").replace("\n", ", ") for arm in arms]
+    names = row_names(arms)
     for ax, cell in zip(panels.flat, cells, strict=False):
         rows = differences[differences["cell"] == cell]
-        draw_cell(ax, rows, arms, styles, options.same)
+        draw_rows(ax, rows, arms, styles, options.same)
         ax.set_title(cell, fontsize=9)
     for ax in panels.flat[len(cells) :]:
         ax.set_visible(False)
@@ -369,22 +371,6 @@ def draw(
         ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
     text = caption(numbers, differences, baseline, options)
     return style.save(figure, options.out, "fig_arena", text, options)
-
-
-def draw_cell(
-    ax: Axes, rows: pd.DataFrame, arms: list[str], styles: ArmStyles, margin: float
-) -> None:
-    """Draw the differences of a cell; decided differences have filled marks."""
-    ax.axvspan(-margin, margin, color=style.STRIP, lw=0, zorder=0)
-    ax.axvline(0, color=style.MUTED, lw=1, zorder=1)
-    for row in rows.itertuples():
-        y = arms.index(row.arm)
-        interval = row.interval
-        line = styles[row.arm]
-        decided = direction(interval, margin) in ("above", "below")
-        ax.plot([interval.low, interval.high], [y, y], color=line.colour, lw=1.3, zorder=2)
-        face = line.colour if decided else "white"
-        ax.plot(interval.mean, y, "o", ms=5, mfc=face, mec=line.colour, mew=1.2, zorder=3)
 
 
 def caption(
@@ -402,16 +388,6 @@ def caption(
         f"reward over all panels. {len(numbers)} runs, {hours:.1f} core-hours."
     )
     return text
-
-
-def coverage(level: float) -> str:
-    """Return the coverage of an interval in percent, with the digits that tell it from 100 %.
-
-    >>> coverage(0.05), coverage(0.0031), coverage(1.5e-5)
-    ('95 %', '99.7 %', '99.999 %')
-    """
-    digits = max(0, math.ceil(-math.log10(100 * level)))
-    return f"{100 - 100 * level:.{digits}f} %"
 
 
 if __name__ == "__main__":

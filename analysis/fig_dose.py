@@ -14,13 +14,15 @@ Above: the reward at the end, and the share of collapsed runs. Below, paired by 
 objective minus GRPO (or the objective `against`) with the same remedy, and every remedy minus
 none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
 `also`, and of each dose minus the least dose or the dose `reference`. The outcome is the reward, or
-the metric `outcome`. With looks=[10,20] the runs are a sequential design, whose differences have the
+the metric `outcome`. With rows=true the figure is a panel per dose and a row per arm instead: the
+arm minus itself at the reference. With looks=[10,20] the runs are a sequential design, whose differences have the
 level of the look (sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics: reward/mean and the
 named metrics.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -29,35 +31,38 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gspo.analysis import load, script, style
+from gspo.analysis import script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.choosing import same_value
+from gspo.analysis.doses import (
+    REWARD,
+    Pairs,
+    compared,
+    dose_differences,
+    in_words,
+    intervals,
+    measure,
+)
 from gspo.analysis.grid import (
-    arm_words,
     cell_intervals,
-    check_alike,
     collapsed_count,
+    coverage,
     difference_cells,
+    draw_rows,
     interval_line,
-    part_length,
-    range_suffixes,
-    run_numbers,
-    settled_runs,
+    name_rows,
+    row_names,
     span,
 )
-from gspo.analysis.load import GRPO, OBJECTIVES, Data, Run
+from gspo.analysis.load import GRPO, OBJECTIVES, Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.sequential import Design, chosen_design, level_of
-from gspo.analysis.stats import LEVEL, Interval, t_interval
-from gspo.analysis.style import DEFAULTS, FigureOptions
+from gspo.analysis.sequential import Design, chosen_design
+from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
 
 REFUSED = script.DOTS | script.NO_CURVES
-REWARD = "reward/mean"
-# from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
-Pairs = dict[tuple[str, str], pd.DataFrame]
+MAX_LABEL_CHARS = 50  # per line below an axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,9 @@ class Options(script.Options):
     reference: str = option(
         "", "the dose that the other doses are compared with; the least if empty"
     )
+    rows: bool = option(
+        False, "draw a panel per dose with a row per arm: the arm minus itself at the reference"
+    )
 
 
 def main() -> None:
@@ -86,150 +94,20 @@ def main() -> None:
     design = chosen_design(options.looks)
     data = script.read(options, notes=False)
     script.print_notes(data, "unfinished", "left out", "lost")
-    numbers = measure(
-        data, options.dose, options.measured, options.arms, options.also, options.outcome
-    )
+    outcome = options.outcome
+    numbers = measure(data, options.dose, options.measured, options.arms, options.also, outcome)
+    differences = dose_differences(numbers, design, options.reference)
     baseline = OBJECTIVES[options.against]
-    paths = draw(
-        data,
-        numbers,
-        options.dose,
-        options.measured,
-        options.out,
-        options,
-        baseline=baseline,
-        also=options.also,
-        outcome=options.outcome,
-        design=design,
-    )
+    if options.rows:
+        paths = draw_rows_by_dose(data, numbers, differences, options)
+    else:
+        paths = draw(data, numbers, baseline, design, options)
     script.print_lines(
-        table(numbers, options.dose, options.measured, options.also, options.outcome),
-        difference_table(numbers, baseline, options.outcome, design, options.same),
-        dose_table(numbers, options.outcome, design, options.same, options.reference),
+        table(numbers, options.dose, options.measured, options.also, outcome),
+        difference_table(numbers, baseline, outcome, design, options.same),
+        dose_table(differences, outcome, options.same, options.reference),
         paths,
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# numbers
-def measure(
-    data: Data,
-    dose: list[str],
-    metric: str,
-    settings: list[str],
-    also: Sequence[str] = (),
-    outcome: str = REWARD,
-) -> pd.DataFrame:
-    """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
-
-    The columns are level (of the dose, in words), position (of the level in their order), got (the
-    measured metric), objective, remedy, arm, seed, end (the mean of `outcome` in the last fifth of
-    the batches), collapsed, and the means of `also`. Raises RunsError if a setting, the metric
-    or the outcome is missing, or if runs of the same level and arm differ in anything else.
-    """
-    for name in (metric, *also, outcome):
-        data.check_metric(name)
-    runs = settled_runs(data, (*dose, *settings))
-    rows = []
-    for run in runs:
-        part = part_length(run)
-        row = run_numbers(run, part, part, {name: name for name in also})
-        row |= arm_and_level(run, dose, settings)
-        row["end"] = run.column(outcome).tail(part).mean()
-        row["got"] = run.column(metric).loc[:part].mean()
-        rows.append(row)
-    numbers = pd.DataFrame(rows)
-    suffixes = range_suffixes(runs, numbers, ["level"])
-    numbers["arm"] += suffixes
-    numbers["objective"] += suffixes
-    if numbers["end"].isna().all():
-        raise RunsError(f"no run reports {outcome} in the last fifth of its batches")
-    for (level, arm), cell in numbers.groupby(["level", "arm"]):
-        repeated = cell[cell.duplicated("seed")]
-        if len(repeated):
-            raise RunsError(
-                f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
-                "name with arms=[...] what they differ in"
-            )
-        group = [runs[index] for index in cell.index]
-        check_alike(group, (), "give fewer runs", f"the runs of {arm} at {level}")
-    levels = order(numbers)
-    numbers = numbers.assign(position=numbers["level"].map(levels.index))
-    return numbers.sort_values(["position", "arm", "seed"])
-
-
-def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, object]:
-    """Return the level of a run's dose, its objective, its remedy, and the arm that these make."""
-    level = run.settings[dose[0]]
-    if len(dose) > 1:
-        values = [str(run.settings[key]) for key in dose]
-        level = ", ".join(value for value in values if value != "none")
-    words = arm_words(run, settings)
-    objective = load.base_arm(run.settings, with_replay=False)
-    arm = load.base_arm(run.settings)
-    if words:
-        arm += f" [{', '.join(words)}]"
-    remedy = arm.removeprefix(objective)
-    return {"level": level, "objective": objective, "remedy": remedy, "arm": arm}
-
-
-def in_words(outcome: str) -> str:
-    """Return the name of an outcome in tables and titles."""
-    return "reward" if outcome == REWARD else outcome
-
-
-def order(numbers: pd.DataFrame) -> list:
-    """Return the levels of the dose from the least to the largest.
-
-    Numbers are ordered by size, other levels by the measured metric.
-    """
-    if all(isinstance(level, Real) for level in numbers["level"]):
-        return sorted(numbers["level"].unique())
-    measured = numbers.groupby("level")["got"].mean().fillna(0)
-    return list(measured.sort_values().index)
-
-
-def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]:
-    """Return the paired differences of the rewards at the end.
-
-    First come the objectives minus `baseline`, then the remedies minus none. An objective with
-    several clip ranges is an objective for each.
-    """
-    arms = numbers.drop_duplicates("arm")
-    arm_of = arms.set_index(["objective", "remedy"])["arm"].to_dict()
-    objectives: Pairs = {}
-    remedies: Pairs = {}
-    for row in arms.itertuples():
-        rival = arm_of.get((baseline, row.remedy))
-        if row.objective != baseline and rival:
-            objectives[row.arm, rival] = differences(numbers, row.arm, rival)
-        plain = arm_of.get((row.objective, ""))
-        if row.remedy and plain:
-            remedies[row.arm, plain] = differences(numbers, row.arm, plain)
-    return objectives, remedies
-
-
-def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
-    """Return the differences a - b for the seeds that both arms have at a level."""
-    keys = ["position", "level", "seed"]
-    ends = numbers.set_index(["arm", *keys])["end"]
-    difference = (ends[a] - ends[b]).dropna()
-    return difference.reset_index(name="difference")
-
-
-def intervals(
-    pair: pd.DataFrame, design: Design | None = None
-) -> list[tuple[int, object, Interval]]:
-    """Return the position, the level and the interval of the difference at each level of the dose.
-
-    In a sequential design the interval has the level of the look. Raises RunsError if the design
-    has no look at the number of seeds."""
-    points = []
-    for (position, level), cell in pair.groupby(["position", "level"]):
-        error_rate = level_of(design, len(cell)) if design else LEVEL
-        interval = t_interval(cell["difference"], error_rate)
-        points.append((position, level, interval))
-    return points
 
 
 # ------------------------------------------------------------------------------------------------
@@ -276,37 +154,16 @@ def difference_table(
 
 
 def dose_table(
-    numbers: pd.DataFrame,
-    outcome: str = REWARD,
-    design: Design | None = None,
-    margin: float = 0.03,
-    reference: str = "",
+    differences: pd.DataFrame, outcome: str = REWARD, margin: float = 0.03, reference: str = ""
 ) -> list[str]:
-    """Return a Markdown row per arm and level: the difference to the arm's reference, by seed.
-
-    The reference is the arm's least dose, or the level `reference`, which an arm may lack. Raises
-    RunsError if no run has this level."""
-    levels = numbers.drop_duplicates("position").set_index("position")["level"].to_dict()
-    chosen = [position for position, level in levels.items() if same_value(level, reference)]
-    if reference and not chosen:
-        names = ", ".join(str(level) for level in levels.values())
-        raise RunsError(f"reference={reference}: no run has this dose; there are {names}")
+    """Return a Markdown row per arm and dose of dose_differences."""
     name = f"dose {reference}" if reference else "its least dose"
     head = ["arm", "dose", f"{in_words(outcome)}, minus that at {name}", "p", "level", "verdict"]
     rows = [head]
-    for arm, runs in numbers.groupby("arm"):
-        ends = runs.pivot(index="seed", columns="position", values="end")
-        base = chosen[0] if chosen else ends.columns[0]
-        if base not in ends:
-            continue
-        for position in ends.columns.drop(base):
-            paired = (ends[position] - ends[base]).dropna()
-            if len(paired):
-                doses = f"{levels[position]} - {levels[base]}"
-                error_rate = level_of(design, len(paired)) if design else LEVEL
-                interval = t_interval(paired, error_rate)
-                cells = [*difference_cells(interval), f"{interval.level:.2g}"]
-                rows.append([arm, doses, *cells, direction(interval, margin)])
+    for row in differences.itertuples():
+        cells = [*difference_cells(row.interval), f"{row.interval.level:.2g}"]
+        doses = f"{row.level} - {row.reference}"
+        rows.append([row.arm, doses, *cells, direction(row.interval, margin)])
     return markdown_table(rows)
 
 
@@ -315,23 +172,17 @@ def dose_table(
 def draw(
     data: Data,
     numbers: pd.DataFrame,
-    dose: list[str],
-    metric: str,
-    out: Path,
-    options: FigureOptions = DEFAULTS,
-    *,
-    baseline: str = GRPO,
-    also: Sequence[str] = (),
-    outcome: str = REWARD,
-    design: Design | None = None,
+    baseline: str,
+    design: Design | None,
+    options: Options,
 ) -> list[Path]:
     """Draw the reward and the collapsed share above, and the differences of pairs of arms below.
 
-    If there are no remedies, the last panel shows the first metric of `also`.
+    If there are no remedies, the last panel shows the first metric of `options.also`.
     """
     styles = arm_styles(sorted(numbers["arm"].unique()))
     objectives, remedies = compared(numbers, baseline)
-    extra_metric = also[0] if also and not remedies else ""
+    extra_metric = options.also[0] if options.also and not remedies else ""
     figure = style.canvas(7.4, options)
     heights = (1, 0.1 + 0.06 * len(styles), 1)
     panels = figure.subplot_mosaic("ab;nn;cd", height_ratios=heights)
@@ -344,7 +195,7 @@ def draw(
     draw_differences(remedy_panel, remedies, styles, design)
     objective_panel.set_visible(bool(objectives or extra_metric))
     remedy_panel.set_visible(bool(remedies or extra_metric))
-    name = in_words(outcome)
+    name = in_words(options.outcome)
     end_panel.set(title=f"{name[0].upper()}{name[1:]} at the end")
     end_panel.set_ylabel("last fifth of the batches")
     share_panel.set(title="Collapsed runs", ylabel="share of the seeds")
@@ -356,18 +207,61 @@ def draw(
         objective_panel.set_ylabel("difference, same remedy")
         remedy_panel.set(title="Each remedy minus none", ylabel="difference, same objective")
     ticks = []
-    for (_, level), cell in numbers.groupby(["position", "level"]):
+    for (_, label), cell in numbers.groupby(["position", "label"]):
         measured = cell.groupby("arm")["got"].mean()
-        ticks.append(tick(level, measured))
+        ticks.append(tick(label, measured))
     for ax in (end_panel, share_panel, objective_panel, remedy_panel):
-        ax.set_xlabel(f"{' and '.join(dose)}; below it\n{metric}")
+        doses = textwrap.fill(" and ".join(options.dose), MAX_LABEL_CHARS)
+        ax.set_xlabel(f"{doses}; below it\n{options.measured}")
         ax.set_xticks(range(len(ticks)), ticks)
     names_panel.set_axis_off()
     columns = min(len(styles), 4)
     style.legend(names_panel, styles, loc="center", ncols=columns)
-    study = Path(data.runs[0].study).name
-    text = caption(data, numbers, metric, design)
-    return style.save(figure, out, f"fig_dose_{study}", text, options)
+    text = caption(data, numbers, options.measured, design)
+    return style.save(figure, options.out, file_name(data), text, options)
+
+
+def draw_rows_by_dose(
+    data: Data, numbers: pd.DataFrame, differences: pd.DataFrame, options: Options
+) -> list[Path]:
+    """Draw a panel per dose and a row per arm: the arm minus itself at the reference dose.
+
+    The arms stand in the order of their outcome, averaged over the doses. Raises RunsError if no
+    arm has runs of one seed at two doses.
+    """
+    if differences.empty:
+        raise RunsError("rows=true: no arm has runs of one seed at the reference and another dose")
+    means = numbers.groupby("arm")["end"].mean().sort_values(ascending=False)
+    arms = [arm for arm in means.index if arm in set(differences["arm"])]
+    styles = arm_styles(arms)
+    doses = differences.sort_values("position").groupby("position", sort=False)
+    figure = style.canvas(1.05 + 0.19 * len(arms), options)
+    [panels] = figure.subplots(1, len(doses), sharex=True, sharey=True, squeeze=False)
+    name = in_words(options.outcome)
+    for ax, (_, rows) in zip(panels, doses, strict=True):
+        draw_rows(ax, rows, arms, styles, options.same)
+        ax.set_title(lines_of(rows["label"].iloc[0]), fontsize=9)
+        ax.set_xlabel(f"{name}, difference", fontsize=8.5)
+    name_rows(panels, row_names(arms), 0.7)
+    panels[0].tick_params(axis="y", labelsize=8)
+    covered = {coverage(interval.level) for interval in differences["interval"]}
+    text = (
+        f"{name[0].upper()}{name[1:]} of the last fifth of the batches, minus the same arm's at "
+        f"{' and '.join(options.dose)} = {differences['reference'].iloc[0]}, paired by seed: mean "
+        f"and {' and '.join(sorted(covered))} interval. Filled: the interval leaves 0 out and the "
+        f"exact p is below the level. Grey: within {options.same:g}. {len(numbers)} runs."
+    )
+    return style.save(figure, options.out, file_name(data), text, options)
+
+
+def file_name(data: Data) -> str:
+    """Return the name of the figure's files, which has the study's name."""
+    return f"fig_dose_{Path(data.runs[0].study).name}"
+
+
+def lines_of(label: object) -> str:
+    """Return a dose in words with a line for each of its settings."""
+    return f"{label:g}" if isinstance(label, Real) else str(label).replace(", ", "\n")
 
 
 def shifts(count: int, distance: float) -> list[float]:
@@ -405,12 +299,12 @@ def draw_differences(
     ax.axhline(0, color=style.MUTED, lw=1, zorder=1)
 
 
-def tick(level: object, measured: pd.Series) -> str:
+def tick(label: object, measured: pd.Series) -> str:
     """Return the label of a level: its words, and below them its measured metric.
 
     That is the mean over the arms. If an arm is above twice another, it is the range of the arms.
     """
-    word = f"{level:g}" if isinstance(level, Real) else str(level)
+    word = lines_of(label)
     if measured.isna().all():
         return word
     least = measured.min()

@@ -6,6 +6,7 @@ arm. The fig_*.py files choose the numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,10 +14,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gspo.analysis import load, style
-from gspo.analysis.arm_styles import ArmStyle
+from gspo.analysis.arm_styles import ArmStyle, ArmStyles
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
+from gspo.analysis.verdicts import direction
 
 # the words for a setting's value in an arm's name; "" for the value that needs no word
 ARM_WORDS = {
@@ -125,6 +127,16 @@ def difference_cells(interval: Interval) -> list[str]:
     return [interval.text("+.3f"), interval.p_text()]
 
 
+def coverage(level: float) -> str:
+    """Return the coverage of an interval in percent, with the digits that tell it from 100 %.
+
+    >>> coverage(0.05), coverage(0.0031), coverage(1.5e-5)
+    ('95 %', '99.7 %', '99.999 %')
+    """
+    digits = max(0, math.ceil(-math.log10(100 * level)))
+    return f"{100 - 100 * level:.{digits}f} %"
+
+
 def gain_text(gains: pd.Series) -> str:
     """Return the mean gain, with the smallest and the largest seed if there are several."""
     text = f"{gains.mean():+.3f}"
@@ -178,3 +190,27 @@ def name_rows(axes: Sequence[Axes], names: Sequence[str], margin: float) -> None
     axes[0].set_yticks(range(len(names)), names)
     for text in axes[0].get_yticklabels():
         text.set_color(style.INK)
+
+
+def draw_rows(
+    ax: Axes, rows: pd.DataFrame, arms: Sequence[str], styles: ArmStyles, margin: float
+) -> None:
+    """Draw a row per arm: its difference with the interval, filled if it is above or below 0.
+
+    `rows` has the columns arm and interval. The grey strip is the margin of "the same".
+    """
+    ax.axvspan(-margin, margin, color=style.STRIP, lw=0, zorder=0)
+    ax.axvline(0, color=style.MUTED, lw=1, zorder=1)
+    for row in rows.itertuples():
+        y = arms.index(row.arm)
+        interval = row.interval
+        line = styles[row.arm]
+        decided = direction(interval, margin) in ("above", "below")
+        ax.plot([interval.low, interval.high], [y, y], color=line.colour, lw=1.3, zorder=2)
+        face = line.colour if decided else "white"
+        ax.plot(interval.mean, y, "o", ms=5, mfc=face, mec=line.colour, mew=1.2, zorder=3)
+
+
+def row_names(arms: Iterable[str]) -> list[str]:
+    """Return the names of arms on one line each, for the rows of a panel."""
+    return [style.arm_label(arm).replace("+\n", "+ ").replace("\n", ", ") for arm in arms]

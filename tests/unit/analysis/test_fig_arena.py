@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from gspo.analysis import fig_arena, load
+from gspo.analysis import fig_arena, grid, load
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design
 from gspo.analysis.stats import Interval
@@ -169,7 +169,7 @@ def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch)
 
 def test_the_caption_never_calls_an_interval_of_100_percent():
     levels = (0.05, Design((10, 20)).level(10), Design().level(10), Design((1, 40)).level(1))
-    texts = [fig_arena.coverage(level) for level in levels]
+    texts = [grid.coverage(level) for level in levels]
     assert texts[:3] == ["95 %", "99.7 %", "99.999 %"] and texts[3].startswith("99.99")
 
 

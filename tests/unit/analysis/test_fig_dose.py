@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from gspo.analysis import fig_dose, load
+from gspo.analysis import doses, fig_dose, load
 from gspo.analysis.sequential import Design
-from gspo.analysis.style import FigureOptions
 from recorded_runs import write
 
 DOSE, METRIC = ["optim.router_lr_factor"], "routing/consistency_after_step"
@@ -50,8 +49,8 @@ def study(tmp_path):
 
 
 def test_arms_doses_and_pairs(study):
-    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)
-    assert fig_dose.order(numbers) == [1.0, 10.0, 60.0]
+    numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS)
+    assert doses.order(numbers) == [1.0, 10.0, 60.0]
     replayed, frozen = "GRPO + Routing Replay (R2)", "GRPO [frozen router]"
     assert set(numbers["arm"]) == {"GSPO", "GRPO", replayed, frozen}
     got = numbers[numbers["arm"] == "GRPO"].groupby("level")["got"].mean()
@@ -59,19 +58,18 @@ def test_arms_doses_and_pairs(study):
         "of the first fifth, before runs have sunk"
     )
     assert set(numbers.loc[numbers["collapsed"], "level"]) == {60.0}
-    objectives, remedies = fig_dose.compared(numbers)
+    objectives, remedies = doses.compared(numbers)
     assert set(objectives) == {("GSPO", "GRPO")} and set(remedies) == {
         (replayed, "GRPO"),
         (frozen, "GRPO"),
     }
     means = {
-        level: interval.mean
-        for _, level, interval in fig_dose.intervals(objectives["GSPO", "GRPO"])
+        level: interval.mean for _, level, interval in doses.intervals(objectives["GSPO", "GRPO"])
     }
     assert means == pytest.approx({1.0: 0.0, 10.0: 0.05, 60.0: 0.15})
-    [(_, level, interval)] = fig_dose.intervals(remedies[frozen, "GRPO"])
+    [(_, level, interval)] = doses.intervals(remedies[frozen, "GRPO"])
     assert level == 1.0 and interval.mean == pytest.approx(-0.05) and interval.seeds == 6
-    lines = fig_dose.dose_table(numbers)
+    lines = fig_dose.dose_table(doses.dose_differences(numbers))
     assert any(
         line.startswith("| GRPO ") and "60.0 - 1.0" in line and "-0.300" in line for line in lines
     )
@@ -80,12 +78,11 @@ def test_arms_doses_and_pairs(study):
 
 
 def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study):
-    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, ["optim/lr"])
-    objectives, _ = fig_dose.compared(numbers, "GSPO")
+    numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS, ["optim/lr"])
+    objectives, _ = doses.compared(numbers, "GSPO")
     assert set(objectives) == {("GRPO", "GSPO")}
     means = {
-        level: interval.mean
-        for _, level, interval in fig_dose.intervals(objectives["GRPO", "GSPO"])
+        level: interval.mean for _, level, interval in doses.intervals(objectives["GRPO", "GSPO"])
     }
     assert means == pytest.approx({1.0: 0.0, 10.0: -0.05, 60.0: -0.15})
     head, _, *lines = fig_dose.table(numbers, DOSE, METRIC, ["optim/lr"])
@@ -94,15 +91,40 @@ def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study)
     assert all(line.rstrip(" |").endswith(expected) for line in lines)
 
 
+def figure_options(folder, **changes) -> fig_dose.Options:
+    chosen = {"paths": (folder,), "out": folder, "dose": tuple(DOSE), "measured": METRIC}
+    return fig_dose.Options(**(chosen | {"formats": ("png",)} | changes))
+
+
 def test_it_draws(study, tmp_path):
     data = load.load([study])
-    numbers = fig_dose.measure(data, DOSE, METRIC, ARMS)
-    [path] = fig_dose.draw(data, numbers, DOSE, METRIC, tmp_path, FigureOptions(formats=("png",)))
+    numbers = doses.measure(data, DOSE, METRIC, ARMS)
+    options = figure_options(tmp_path)
+    [path] = fig_dose.draw(data, numbers, "GRPO", None, options)
     assert path.name == "fig_dose_known.png" and path.stat().st_size > 10_000
     alone = numbers[numbers["arm"] == "GRPO"]
-    assert fig_dose.draw(data, alone, DOSE, METRIC, tmp_path, FigureOptions(formats=("png",))) == [
-        path
-    ], "without pairs too"
+    assert fig_dose.draw(data, alone, "GRPO", None, options) == [path], "without pairs too"
+
+
+def test_a_row_per_arm_shows_each_dose_minus_the_reference(study, tmp_path, monkeypatch):
+    data = load.load([study])
+    numbers = doses.measure(data, DOSE, METRIC, ARMS)
+    drawn = []
+    monkeypatch.setattr(fig_dose.style, "save", lambda figure, *_: drawn.append(figure) or [])
+    differences = doses.dose_differences(numbers, reference="1")
+    fig_dose.draw_rows_by_dose(data, numbers, differences, figure_options(tmp_path, rows=True))
+    [figure] = drawn
+    panels = figure.axes
+    assert [ax.get_title(loc="left") for ax in panels] == ["10", "60"]
+    names = [text.get_text() for text in panels[0].get_yticklabels()]
+    assert names == ["GRPO + Routing Replay", "GSPO", "GRPO"], "by their reward"
+    for ax, factor in zip(panels, (10.0, 60.0), strict=True):
+        marks = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
+        gspo_and_grpo = [-LOSS[factor] / 2, -LOSS[factor]]
+        assert sorted(marks, reverse=True) == pytest.approx([0.0, *gspo_and_grpo])
+    alone = doses.dose_differences(numbers[numbers["level"] == 1.0])
+    with pytest.raises(load.RunsError, match="no arm has runs of one seed at the reference"):
+        fig_dose.draw_rows_by_dose(data, numbers, alone, figure_options(tmp_path))
 
 
 def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
@@ -110,8 +132,8 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
     data = load.load([study])
     for run in data.runs:
         run.settings["rollout.dtype"] = names[run.settings["optim.router_lr_factor"]]
-    numbers = fig_dose.measure(data, ["rollout.dtype", *DOSE], METRIC, ARMS)
-    assert fig_dose.order(numbers) == ["bfloat16, 60.0", "10.0", "fp8, 1.0"]
+    numbers = doses.measure(data, ["rollout.dtype", *DOSE], METRIC, ARMS)
+    assert doses.order(numbers) == ["bfloat16, 60.0", "10.0", "fp8, 1.0"]
 
 
 def test_runs_that_cannot_be_told_apart_are_refused(study):
@@ -119,11 +141,11 @@ def test_runs_that_cannot_be_told_apart_are_refused(study):
         load.RunsError,
         match=r"two runs of GRPO at 1\.0, seed 1: name with arms=\[...\] what they differ in",
     ):
-        fig_dose.measure(load.load([study]), DOSE, METRIC, [])
+        doses.measure(load.load([study]), DOSE, METRIC, [])
     with pytest.raises(load.RunsError, match=r"not all runs have a setting optim\.lrr"):
-        fig_dose.measure(load.load([study]), ["optim.lrr"], METRIC, ARMS)
+        doses.measure(load.load([study]), ["optim.lrr"], METRIC, ARMS)
     with pytest.raises(load.RunsError, match="no metric 'routing/consistenc'"):
-        fig_dose.measure(load.load([study]), DOSE, "routing/consistenc", ARMS)
+        doses.measure(load.load([study]), DOSE, "routing/consistenc", ARMS)
     write(
         study,
         "grpo",
@@ -134,7 +156,7 @@ def test_runs_that_cannot_be_told_apart_are_refused(study):
         optim__lr=9e-4,
     )
     with pytest.raises(load.RunsError, match=r"the runs of GRPO at 10\.0 differ also in optim\.lr"):
-        fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)
+        doses.measure(load.load([study]), DOSE, METRIC, ARMS)
 
 
 def test_another_outcome_than_the_reward(study):
@@ -145,20 +167,21 @@ def test_another_outcome_than_the_reward(study):
         rows[-1]["eval/math/avg@4"] = 0.3 + gain
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     outcome = "eval/math/avg@4"
-    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, outcome=outcome)
-    objectives, _ = fig_dose.compared(numbers)
-    for _, _, interval in fig_dose.intervals(objectives["GSPO", "GRPO"]):
+    numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS, outcome=outcome)
+    objectives, _ = doses.compared(numbers)
+    for _, _, interval in doses.intervals(objectives["GSPO", "GRPO"]):
         assert interval.mean == pytest.approx(0.02)
     with pytest.raises(load.RunsError, match="no run reports policy/entropy in the last fifth"):
-        fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS, outcome="policy/entropy")
+        doses.measure(load.load([study]), DOSE, METRIC, ARMS, outcome="policy/entropy")
     head = fig_dose.table(numbers, DOSE, METRIC, outcome=outcome)[0]
     assert "eval/math/avg@4, last fifth" in head and "reward" not in head
 
 
 def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
-    numbers = fig_dose.measure(load.load([study]), DOSE, METRIC, ARMS)
+    numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS)
     design = Design((6, 12))
-    lines = fig_dose.dose_table(numbers, design=design, reference="10")
+    differences = doses.dose_differences(numbers, design, "10")
+    lines = fig_dose.dose_table(differences, reference="10")
     assert "minus that at dose 10" in lines[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     gains = {(row[0], row[1]): row[2:] for row in rows}
@@ -166,9 +189,9 @@ def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
     assert gains["GRPO", "1.0 - 10.0"][2:] == [f"{design.level(6):.2g}", "undecided"]
     assert not [arm for arm, _ in gains if "frozen" in arm], "an arm without the reference"
     with pytest.raises(load.RunsError, match=r"reference=7: .*there are 1\.0, 10\.0, 60\.0"):
-        fig_dose.dose_table(numbers, reference="7")
+        doses.dose_differences(numbers, reference="7")
     with pytest.raises(load.RunsError, match="run 1 more"):
-        fig_dose.dose_table(numbers, design=Design((7, 12)))
+        doses.dose_differences(numbers, Design((7, 12)))
 
 
 def test_an_objective_with_two_ranges_is_two_objectives(study):
@@ -181,10 +204,10 @@ def test_an_objective_with_two_ranges_is_two_objectives(study):
                 changes = {"optim__router_lr_factor": factor, "objective__clip_low": clip_low}
                 write(folder, "grpo", rewards, seed, **changes)
             write(folder, "gspo", [0.4] * 50, seed, optim__router_lr_factor=factor)
-    numbers = fig_dose.measure(load.load([folder]), DOSE, "reward/mean", [])
+    numbers = doses.measure(load.load([folder]), DOSE, "reward/mean", [])
     wide, narrow = "GRPO [clip range 0.2]", "GRPO [clip range 0.05]"
     assert set(numbers["arm"]) == set(numbers["objective"]) == {"GSPO", wide, narrow}
-    objectives, remedies = fig_dose.compared(numbers, "GSPO")
+    objectives, remedies = doses.compared(numbers, "GSPO")
     assert set(objectives) == {(wide, "GSPO"), (narrow, "GSPO")} and not remedies
-    lost = [interval.mean for _, _, interval in fig_dose.intervals(objectives[wide, "GSPO"])]
+    lost = [interval.mean for _, _, interval in doses.intervals(objectives[wide, "GSPO"])]
     assert lost == pytest.approx([-0.1] * 3)
