@@ -55,7 +55,6 @@ def draw_all(folder: Path, out: Path) -> list[Path]:
     runs = fig_critical_rate.measure(data)
     paths += fig_critical_rate.draw(data, runs, fig_critical_rate.compare(runs), out, OPTIONS)
     paths += style.save(sums_alone(study(folder, "math_edge")), out, "sums_alone", "", OPTIONS)
-    paths += style.save(other_settings(folder), out, "critical_settings", "", OPTIONS)
     for letter, draw in {"B": staleness, "C": mismatch, "D": routing, "E": tools}.items():
         figure = draw(measured(letter, folder))
         paths += style.save(figure, out, f"study_{letter}", "", OPTIONS)
@@ -95,25 +94,6 @@ def sums_alone(data: Data) -> Figure:
     return figure
 
 
-def other_settings(folder: Path) -> Figure:
-    """Draw study A with 16 mini-batches, and with one expert per token."""
-    figure = style.canvas(ROW_HEIGHT, OPTIONS)
-    axes = figure.subplots(1, 4)
-    titles = {"critical_rate_16": "16 mini-batches", "critical_rate_top1": "One expert"}
-    for index, (name, title) in enumerate(titles.items()):
-        runs = fig_critical_rate.measure(study(folder, name))
-        styles = arm_styles(sorted(runs["arm"].unique()))
-        end_panel, share_panel = axes[2 * index : 2 * index + 2]
-        fig_critical_rate.draw_ends(end_panel, runs, styles)
-        fig_critical_rate.draw_shares(share_panel, runs, styles)
-        end_panel.set(title=f"{title}: reward", ylabel="")
-        share_panel.set(title="Collapsed runs", ylabel="")
-    style.legend_above(figure, styles, OPTIONS)
-    return figure
-
-
-# ------------------------------------------------------------------------------------------------
-# rows of panels
 def row(
     runs: pd.DataFrame, contents: Sequence[Panel], ticks: dict[object, str], label: str
 ) -> Figure:
