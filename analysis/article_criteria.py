@@ -12,6 +12,7 @@ print a word that its rows contradict. The rules are those of verdicts.py:
     level           same, but contradicted if the interval leaves 0 out and p is below .05
     frozen          same, or seen if it is above 0
     within          same by the interval alone; the margin is a factor
+    changes         seen if "above" or "below" is seen, points to it likewise
     not_above       seen unless "above" is seen
     decided         above, or same if the interval lies within 10 % of the line. The rule of
                     ratios in sequential designs, which know no "points to it"
@@ -26,8 +27,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gspo.analysis.article_doses import ENOUGH
 from gspo.analysis.article_entries import Numbers
-from gspo.analysis.article_numbers import ENOUGH
 from gspo.analysis.claims import SAME
 from gspo.analysis.foresight import Value
 from gspo.analysis.stability_claims import CHANGED, MIN_DECLINE
@@ -104,6 +105,21 @@ EDGE = "edge.paper_ranges"
 ARMS_OF_B = ("GSPO", "replay", "CISPO", "GMPO", "SAPO", "MiniRL")
 RATES = ("low", "high")
 OBJECTIVES_OF_F = ("GSPO", "GSPO-token", "GRPO", "CISPO")
+ARMS_OF_I = (
+    "GSPO",
+    "GRPO [clip range 0.2]",
+    "GRPO [clip range 0.05]",
+    "GRPO + Routing Replay (R2)",
+    "GRPO [OPSM]",
+    "CISPO",
+    "SAPO",
+    "GMPO",
+    "MiniRL",
+    "VESPO",
+    "CTPO",
+    "prime-rl",
+    "DPPO",
+)
 # in the order of the article's table
 REGISTERED = {
     "edge.stopped": criterion("yes", f"{EDGE}_at_3.5e-4.replay"),
@@ -225,6 +241,19 @@ REGISTERED = {
         rule="level",
     ),
     "F.engine": criterion("yes", *(f"F.{rate}.engine.reward.GSPO" for rate in RATES), rule="below"),
+    "I.head": criterion("yes", *(f"I.head.reward.{arm}" for arm in ARMS_OF_I), rule="same"),
+    "I.all": criterion("yes", "I.all.reward.CISPO", "I.all.reward.SAPO", rule="below"),
+    "I.engine": criterion("yes", "I.engine.reward.GSPO", "I.engine.reward.MiniRL", rule="below"),
+    "I.clip": criterion(
+        "yes",
+        *(f"I.{precision}.clip.GSPO" for precision in ("head", "all", "engine")),
+        rule="changes",
+    ),
+    "I.clip_others": criterion(
+        "yes",
+        *(f"I.engine.clip.{arm}" for arm in ("GMPO", "MiniRL", "GRPO + Routing Replay (R2)")),
+        rule="changes",
+    ),
     "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
 }
 # what the text and the table of the paper's claims say beside these
@@ -255,6 +284,7 @@ CLAIMS = {
     "claim.all_tokens": criterion("", "E.mistake.290", rule="below"),
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
+    "I.all_cispo": criterion("", "I.all.reward.CISPO", rule="below"),
     "claim.head_first": criterion("", "F.low.help_first.GSPO"),
 }
 
@@ -278,6 +308,8 @@ def word(part: Part, interval: Interval | Value, p: float) -> str:
         return above
     if part.rule == "below":
         return side(high < part.line, low > part.line, p < level)
+    if part.rule == "changes":
+        return {CONTRADICTED: SEEN, POINTS_AGAINST: POINTS_TO}.get(above, above)
     if part.rule == "not_above":
         return CONTRADICTED if above == SEEN else SEEN
     if part.rule == "within":

@@ -25,14 +25,8 @@ from gspo.analysis import (
     style,
 )
 from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles
-from gspo.analysis.article_numbers import (
-    PAPER_RANGE,
-    PRECISIONS,
-    QUARTER_RANGE,
-    ends_of,
-    measured,
-    study,
-)
+from gspo.analysis.article_doses import PRECISIONS, ends_of, measured
+from gspo.analysis.article_numbers import PAPER_RANGE, QUARTER_RANGE, study
 from gspo.analysis.grid import interval_line
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
 from gspo.analysis.stats import t_interval

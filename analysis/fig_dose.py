@@ -245,11 +245,12 @@ def draw_rows_by_dose(
     name_rows(panels, row_names(arms), 0.7)
     panels[0].tick_params(axis="y", labelsize=8)
     covered = {coverage(interval.level) for interval in differences["interval"]}
+    strip = f" Grey: within {options.same:g}." if options.same else ""
     text = (
-        f"{name[0].upper()}{name[1:]} of the last fifth of the batches, minus the same arm's at "
+        f"In the last fifth of the batches, {name} minus the same arm's at "
         f"{' and '.join(options.dose)} = {differences['reference'].iloc[0]}, paired by seed: mean "
         f"and {' and '.join(sorted(covered))} interval. Filled: the interval leaves 0 out and the "
-        f"exact p is below the level. Grey: within {options.same:g}. {len(numbers)} runs."
+        f"exact p is below the level.{strip} {len(numbers)} runs."
     )
     return style.save(figure, options.out, file_name(data), text, options)
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from gspo.analysis import article
+from gspo.analysis.article_doses import measured, routing
 from gspo.analysis.article_entries import Numbers, p_text, plain
-from gspo.analysis.article_numbers import measured, routing
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 

@@ -8,8 +8,8 @@ import pytest
 from gspo.analysis import article
 from gspo.analysis import article_criteria as criteria
 from gspo.analysis.article_criteria import Criterion, Part
+from gspo.analysis.article_doses import measured, routing
 from gspo.analysis.article_entries import Numbers
-from gspo.analysis.article_numbers import measured, routing
 from gspo.analysis.stats import Interval, t_interval
 
 TEXT = article.TEMPLATE.read_text(encoding="utf-8")
@@ -31,6 +31,10 @@ EIGHT = [0.01, 0.02, 0.015, 0.012, 0.018, 0.011, 0.016, 0.013]
         ("below", 0.1, 0.2, 0.01, "contradicted"),
         ("not_above", 0.1, 0.2, 0.01, "contradicted"),
         ("not_above", 0.1, 0.2, 0.06, "seen"),
+        ("changes", -0.2, -0.1, 0.01, "seen"),
+        ("changes", 0.1, 0.2, 0.2, "points to it"),
+        ("changes", -0.2, -0.1, 0.2, "points to it"),
+        ("changes", -0.1, 0.2, 0.01, "undecided"),
         ("within", 0.92, 1.12, 1.0, "same"),
         ("within", 0.92, 1.16, 1.0, "undecided"),
         ("within", 0.86, 1.12, 1.0, "undecided"),
