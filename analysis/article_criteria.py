@@ -105,6 +105,8 @@ EDGE = "edge.paper_ranges"
 ARMS_OF_B = ("GSPO", "replay", "CISPO", "GMPO", "SAPO", "MiniRL")
 RATES = ("low", "high")
 OBJECTIVES_OF_F = ("GSPO", "GSPO-token", "GRPO", "CISPO")
+OBJECTIVES_OF_H = ("GSPO", "GRPO")
+TRUNCATIONS = ("p90", "p95", "p99")
 ARMS_OF_I = (
     "GSPO",
     "GRPO [clip range 0.2]",
@@ -241,6 +243,37 @@ REGISTERED = {
         rule="level",
     ),
     "F.engine": criterion("yes", *(f"F.{rate}.engine.reward.GSPO" for rate in RATES), rule="below"),
+    "H.gain": criterion("yes", "H.high.p90.reward.GSPO"),
+    "H.harm": criterion(
+        "not said",
+        *(
+            f"H.{rate}.{top_p}.held_out.{objective}"
+            for rate in RATES
+            for top_p in TRUNCATIONS
+            for objective in OBJECTIVES_OF_H
+        ),
+        rule="below",
+    ),
+    "H.nothing": criterion(
+        "yes",
+        *(
+            f"H.low.{top_p}.{outcome}.{objective}"
+            for top_p in ("p95", "p99")
+            for outcome in ("reward", "held_out")
+            for objective in OBJECTIVES_OF_H
+        ),
+        rule="same",
+    ),
+    "H.cut": criterion(
+        "yes",
+        *(f"H.{rate}.p90.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
+        rule="below",
+    ),
+    "H.cut_little": criterion(
+        "yes",
+        *(f"H.{rate}.p99.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
+        rule="same",
+    ),
     "I.head": criterion("yes", *(f"I.head.reward.{arm}" for arm in ARMS_OF_I), rule="same"),
     "I.all": criterion("yes", "I.all.reward.CISPO", "I.all.reward.SAPO", rule="below"),
     "I.engine": criterion("yes", "I.engine.reward.GSPO", "I.engine.reward.MiniRL", rule="below"),

@@ -10,10 +10,10 @@ import pandas as pd
 from gspo.analysis import doses, load
 from gspo.analysis.article_entries import Numbers
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
-from gspo.analysis.sequential import Design
+from gspo.analysis.sequential import Design, level_of
 from gspo.analysis.stats import t_interval
 
-TWO_LOOKS = Design((10, 20))  # of studies I and K, and of the arena
+TWO_LOOKS = Design((10, 20))  # of studies H, I and K, and of the arena
 ENGINE = "engine's log-probs"
 HEAD = "bfloat16"  # bfloat16 layers under a float32 head
 ALL_BFLOAT16 = "bfloat16, head too"
@@ -27,7 +27,10 @@ ARENA_PRECISIONS = {
     "bfloat16, bfloat16, step_start": "all",
     "bfloat16, float32, engine": "engine",
 }
+RATES_OF_H = {"low": "0.0002", "high": "0.00047"}
+TOP_P = {"p90": "0.9", "p95": "0.95", "p99": "0.99"}
 CLIPPED = "clip/token_active"
+HELD_OUT = "eval/math_hard/avg@4"
 HALF = 0.5
 ENOUGH = 0.1  # of the clip range: less rounding than this is no matter
 
@@ -70,6 +73,13 @@ DOSES = {
         ("policy.precision", "policy.head_dtype", "policy.old_logprobs"),
         ("clip/token_outside", "ratio/floor_outside", "ratio/floor_of_range"),
     ),
+    "H": Dose(
+        "sampling_mask",
+        ("optim.lr", "rollout.top_p"),
+        "clip/token_outside",
+        ("rollout.keep_mask",),
+        ("policy/entropy",),
+    ),
     "I": Dose(
         "arena_bfloat16",
         ("policy.precision", "policy.head_dtype", "policy.old_logprobs"),
@@ -86,6 +96,7 @@ def add_all(numbers: Numbers, folder: Path) -> None:
     routing(numbers, measured("D", folder))
     tools(numbers, measured("E", folder))
     rounding(numbers, measured("F", folder))
+    sampling_mask(numbers, measured("H", folder), measured("H", folder, HELD_OUT))
     arena_rounding(numbers, measured("I", folder), measured("I", folder, CLIPPED))
 
 
@@ -227,6 +238,26 @@ def rounding(numbers: Numbers, runs: pd.DataFrame) -> None:
                 numbers.difference(name, t_interval(without - with_head))
     numbers.count("F.runs", len(runs))
     numbers.count("F.collapsed", runs["collapsed"].sum())
+
+
+def sampling_mask(numbers: Numbers, rewards: pd.DataFrame, scores: pd.DataFrame) -> None:
+    """Add study H: truncated sampling, and the sampling mask minus none, with the look's level."""
+    level = level_of(TWO_LOOKS, rewards["seed"].nunique())
+    ends = ends_of(rewards)
+    held_out = ends_of(scores)
+    for rate, lr in RATES_OF_H.items():
+        for word, top_p in TOP_P.items():
+            key = f"H.{rate}.{word}"
+            dose = f"{lr}, {top_p}"
+            for arm in (GSPO, GRPO):
+                masked = f"{arm} [sampling mask]"
+                gain = t_interval(ends[masked, dose] - ends[arm, dose], level)
+                numbers.difference(f"{key}.reward.{arm}", gain)
+                harm = t_interval(held_out[masked, dose] - held_out[arm, dose], level)
+                numbers.difference(f"{key}.held_out.{arm}", harm)
+                cut = t_interval(held_out[arm, dose] - held_out[arm, f"{lr}, 1.0"], level)
+                numbers.difference(f"{key}.cut.{arm}", cut)
+    numbers.count("H.runs", len(rewards))
 
 
 def arena_rounding(numbers: Numbers, rewards: pd.DataFrame, clipped: pd.DataFrame) -> None:

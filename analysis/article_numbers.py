@@ -73,7 +73,7 @@ def collect(folder: Path) -> Numbers:
     article_doses.add_all(numbers, folder)
     warnings(numbers, folder)
     arena = [f"arena.{cell}" for cell in ARENA_CELLS]
-    counted = ("edge", "sums", "effect", *CRITICAL_STUDIES, "B", "C", "D", "E", "F", "I")
+    counted = ("edge", "sums", "effect", *CRITICAL_STUDIES, "B", "C", "D", "E", "F", "H", "I")
     counted += (*SEQUENTIAL_STUDIES, *arena)
     total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
     numbers.count("total.runs", total)

@@ -29,6 +29,7 @@ JUDGED_BY = {
     "GSPO beats GRPO at an equal step size": ("decided.4.ratio.quarter", "decided.step"),
     "GSPO withstands larger learning rates with a tool": ("K.ratio.plain", "K.plain"),
     "GSPO beats GRPO at a quarter of its range, with a tool": ("K.ratio.quarter", "K.step"),
+    "Keeping the sampling mask gains reward at top-p .9": ("H.high.p90.reward.GSPO", "H.gain"),
     "All in bfloat16 costs CISPO reward": ("I.all.reward.CISPO", "I.all_cispo"),
     "GSPO trains an MoE stably without replay": ("edge.fall.gspo", "claim.stable"),
     "GRPO without replay declines": ("edge.edge_rate.change", "claim.declines"),
