@@ -4,7 +4,7 @@
     make paper
 
 Draws the figures from the recorded rows, computes every number (article_numbers.py) and every
-verdict (article_criteria.py), and compiles templates/article.typ with Typst. Writes these files:
+verdict (article_registered.py), and compiles templates/article.typ with Typst. Writes these files:
 
     gspo.pdf       the article
     gspo.typ       its text, which reads the others
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from gspo.analysis import article_criteria, article_figures, script
+from gspo.analysis import article_figures, article_registered, script
 from gspo.analysis.article_entries import Numbers
 from gspo.analysis.article_numbers import collect
 from gspo.analysis.runs import RunsError
@@ -38,7 +38,7 @@ NAMED = re.compile(r'#?\b(?:num|mean|pval|both)\("([^"]+)"')
 # those whose first argument is the name of a criterion or a claim
 JUDGED = re.compile(r'#?\b(?:says|row)\("([^"]+)"')
 PAGE_PIXELS_PER_INCH = 150
-Verdicts = dict[str, dict[str, str]]  # those of article_criteria.judge_all
+Verdicts = dict[str, dict[str, str]]  # those of article_registered.judge_all
 FIXED_TIME = 0  # of the PDF's creation, in seconds
 
 
@@ -59,7 +59,7 @@ def main() -> None:
         raise RunsError(f"out={options.out} cannot be made: {error.strerror}") from None
     numbers = collect(DATA)
     text = TEMPLATE.read_text(encoding="utf-8")
-    verdicts = article_criteria.judge_all(numbers)
+    verdicts = article_registered.judge_all(numbers)
     check_numbers(text, numbers)
     check_verdicts(text, verdicts)
     paths = article_figures.draw_all(DATA, options.out)
@@ -83,7 +83,7 @@ def check_verdicts(text: str, verdicts: Verdicts) -> None:
     for name in JUDGED.findall(text):
         if name not in verdicts:
             raise RunsError(
-                f"{TEMPLATE.name} names the criterion {name}, which article_criteria.py does not "
+                f"{TEMPLATE.name} names the criterion {name}, which article_registered.py does not "
                 "judge: correct the name or add the criterion"
             )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.analysis import article, article_criteria
+from gspo.analysis import article, article_registered
 from gspo.analysis.article_entries import p_text
 from gspo.analysis.article_numbers import collect
 from gspo.analysis.claims import SAME
@@ -111,7 +111,7 @@ def test_a_section_is_short_and_has_its_picture_and_command():
 def test_the_numbers_and_verdicts_of_the_rows_are_those_of_the_recorded_runs():
     """A row prints the article's number with its p, and the word of the registered rule."""
     numbers = collect(article.DATA)
-    verdicts = article_criteria.judge_all(numbers)
+    verdicts = article_registered.judge_all(numbers)
     for row in rows():
         text = claim(row[0])
         if text in UNRECORDED:

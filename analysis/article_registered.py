@@ -1,0 +1,236 @@
+"""The registered criteria of the article (article.py), and their verdicts.
+
+experiments/STUDIES.md has the registrations. article_criteria.py has the rules.
+"""
+
+from __future__ import annotations
+
+from gspo.analysis.article_criteria import Criterion, Part, criterion, judge
+from gspo.analysis.article_doses import ENOUGH
+from gspo.analysis.article_entries import Numbers
+from gspo.analysis.stability_claims import CHANGED, MIN_DECLINE
+
+EDGE = "edge.paper_ranges"
+ARMS_OF_B = ("GSPO", "replay", "CISPO", "GMPO", "SAPO", "MiniRL")
+RATES = ("low", "high")
+OBJECTIVES_OF_F = ("GSPO", "GSPO-token", "GRPO", "CISPO")
+OBJECTIVES_OF_H = ("GSPO", "GRPO")
+TRUNCATIONS = ("p90", "p95", "p99")
+ARMS_OF_I = (
+    "GSPO",
+    "GRPO [clip range 0.2]",
+    "GRPO [clip range 0.05]",
+    "GRPO + Routing Replay (R2)",
+    "GRPO [OPSM]",
+    "CISPO",
+    "SAPO",
+    "GMPO",
+    "MiniRL",
+    "VESPO",
+    "CTPO",
+    "prime-rl",
+    "DPPO",
+)
+# in the order of the article's table
+REGISTERED = {
+    "edge.stopped": criterion("yes", f"{EDGE}_at_3.5e-4.replay"),
+    "edge.comfortable": criterion(
+        "yes", *(f"edge.comfortable.{pair}" for pair in ("replay", "plain", "none")), rule="same"
+    ),
+    "edge.paper.replay": criterion("yes", f"{EDGE}.replay"),
+    "edge.paper.plain": criterion("yes", f"{EDGE}.plain"),
+    "edge.paper.none": criterion("yes", f"{EDGE}.none"),
+    "edge.own.replay": criterion("yes", "edge.edge_rate.replay", rule="same"),
+    "edge.own.plain": criterion("yes", "edge.edge_rate.plain", rule="same"),
+    "edge.own.none": criterion("yes", "edge.edge_rate.none", rule="same"),
+    "edge.quarter": criterion("yes", "edge.own_range.replay", "edge.own_range.plain"),
+    "edge.again": criterion(
+        "yes",
+        *(f"edge.edge_rate_again.{pair}" for pair in ("replay", "plain", "none")),
+        rule="same",
+    ),
+    "beyond.plain": criterion("yes", "edge.beyond_edge.plain"),
+    "beyond.replay": criterion("yes", "edge.beyond_edge.replay"),
+    "beyond.falls": criterion("yes", "edge.fall.grpo", "edge.fall.replay", line=100 * MIN_DECLINE),
+    "beyond.gspo": criterion("yes", "edge.fall.gspo", line=100 * MIN_DECLINE),
+    "beyond.held_out": criterion("yes", "edge.beyond_edge.held_out"),
+    "sums.plain": criterion("yes", "sums.plain"),
+    "sums.quarter": criterion("yes", "sums.quarter", rule="same"),
+    "sums.replay": criterion("not said", "sums.replay"),
+    "effect.edge": criterion("yes", "effect.edge.replay"),
+    "effect.comfortable": criterion("yes", "effect.comfortable.replay", rule="same"),
+    "effect.range": Criterion(
+        "yes",
+        (Part("effect.gain"), Part("effect.range.replay", "not_above")),
+        joint=True,
+    ),
+    "A.plain": criterion(
+        "yes", *(f"A.{setting}.ratio.plain" for setting in ("4", "16", "top1")), line=1
+    ),
+    "A.replay": criterion(
+        "yes", *(f"A.{setting}.ratio.replay" for setting in ("4", "16", "top1")), line=1
+    ),
+    "A.step": criterion("yes", "A.4.ratio.quarter", rule="within", line=1),
+    "A.none": criterion(
+        "open", *(f"A.{setting}.ratio.none" for setting in ("4", "16", "top1")), line=1
+    ),
+    "decided.plain": criterion("yes", "decided.4.ratio.plain", rule="decided", line=1),
+    "decided.replay": criterion("yes", "decided.4.ratio.replay", rule="decided", line=1),
+    "decided.step": criterion("same", "decided.4.ratio.quarter", rule="decided", line=1),
+    "decided.none": criterion("undecided", "decided.4.ratio.none", rule="decided", line=1),
+    "K.plain": criterion("yes", "K.ratio.plain", rule="decided", line=1),
+    "K.replay": criterion("yes", "K.ratio.replay", rule="decided", line=1),
+    "K.step": criterion("undecided", "K.ratio.quarter", rule="decided", line=1),
+    "K.none": criterion("undecided", "K.ratio.none", rule="decided", line=1),
+    "B.turn": Criterion(
+        "no",
+        (
+            Part("B.plain.16", "above", expected=False),
+            Part("B.plain.32", "below", expected=False),
+        ),
+        joint=True,
+    ),
+    "B.level": criterion(
+        "yes", *(f"B.{arm}.{number}" for arm in ARMS_OF_B for number in (2, 4)), rule="level"
+    ),
+    "B.falls": criterion("yes", *(f"B.loss.{arm}" for arm in ("GRPO", *ARMS_OF_B))),
+    "C.two_bits": criterion("yes", "C.harm.none.GRPO.int2", "C.harm.none.GSPO.int2", rule="below"),
+    "C.four_bits": criterion(
+        "yes", "C.harm.none.GRPO.fp4_e2m1", "C.harm.none.GSPO.fp4_e2m1", rule="same"
+    ),
+    "C.most": criterion("yes", "C.most.fp4_e2m1", rule="below"),
+    "C.tis": criterion("yes", "C.tis.GRPO.int2"),
+    "C.r3": criterion("little", "C.r3.GSPO.int2", "C.r3.GRPO.int2"),
+    "C.better": criterion("no", "C.plain.engine.fp4_e2m1", "C.plain.engine.int3"),
+    "D.harm": criterion("yes", "D.loss.14", "D.loss.60"),
+    "D.replay": Criterion(
+        "at 14 perhaps, at 60 no",
+        (Part("D.replay.14", expected=None), Part("D.replay.60", expected=False)),
+    ),
+    "D.without": Criterion(
+        "no",
+        (
+            Part("D.plain.60", expected=False),
+            Part("D.gspo_replay.60", "not_above", expected=False),
+        ),
+        joint=True,
+    ),
+    "D.frozen": criterion("yes", "D.frozen.GSPO", "D.frozen.GRPO", rule="frozen"),
+    "E.grpo": criterion("yes", "E.grpo.0", "E.grpo.28", "E.grpo.290", rule="same"),
+    "E.others": criterion(
+        "yes",
+        *(f"E.{arm}.{level}" for arm in ("cispo", "token") for level in (0, 28, 290)),
+        rule="same",
+    ),
+    "E.clip": Criterion(
+        "at 50 and 90 %",
+        (
+            Part("E.below_half.0", "below", expected=False),
+            Part("E.below_half.28", "below"),
+            Part("E.below_half.290", "below"),
+        ),
+    ),
+    "E.cost": criterion("no", "E.mistake.0", "E.mistake.28", "E.mistake.290"),
+    "F.share": criterion(
+        "yes",
+        *(
+            f"F.{rate}.{precision}.clipped"
+            for rate in RATES
+            for precision in ("head", "all", "engine")
+        ),
+    ),
+    "F.head": criterion("yes", "F.low.help.GSPO", "F.high.help.GSPO"),
+    "F.enough": criterion("no", "F.low.head.floor", "F.high.head.floor", rule="below", line=ENOUGH),
+    "F.reward": criterion(
+        "yes",
+        *(
+            f"F.{rate}.{precision}.reward.{objective}"
+            for rate in RATES
+            for precision in ("head", "all")
+            for objective in OBJECTIVES_OF_F
+        ),
+        rule="level",
+    ),
+    "F.engine": criterion("yes", *(f"F.{rate}.engine.reward.GSPO" for rate in RATES), rule="below"),
+    "H.gain": criterion("yes", "H.high.p90.reward.GSPO"),
+    "H.harm": criterion(
+        "not said",
+        *(
+            f"H.{rate}.{top_p}.held_out.{objective}"
+            for rate in RATES
+            for top_p in TRUNCATIONS
+            for objective in OBJECTIVES_OF_H
+        ),
+        rule="below",
+    ),
+    "H.nothing": criterion(
+        "yes",
+        *(
+            f"H.low.{top_p}.{outcome}.{objective}"
+            for top_p in ("p95", "p99")
+            for outcome in ("reward", "held_out")
+            for objective in OBJECTIVES_OF_H
+        ),
+        rule="same",
+    ),
+    "H.cut": criterion(
+        "yes",
+        *(f"H.{rate}.p90.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
+        rule="below",
+    ),
+    "H.cut_little": criterion(
+        "yes",
+        *(f"H.{rate}.p99.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
+        rule="same",
+    ),
+    "I.head": criterion("yes", *(f"I.head.reward.{arm}" for arm in ARMS_OF_I), rule="same"),
+    "I.all": criterion("yes", "I.all.reward.CISPO", "I.all.reward.SAPO", rule="below"),
+    "I.engine": criterion("yes", "I.engine.reward.GSPO", "I.engine.reward.MiniRL", rule="below"),
+    "I.clip": criterion(
+        "yes",
+        *(f"I.{precision}.clip.GSPO" for precision in ("head", "all", "engine")),
+        rule="changes",
+    ),
+    "I.clip_others": criterion(
+        "yes",
+        *(f"I.engine.clip.{arm}" for arm in ("GMPO", "MiniRL", "GRPO + Routing Replay (R2)")),
+        rule="changes",
+    ),
+    "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
+}
+# what the text and the table of the paper's claims say beside these
+CLAIMS = {
+    "claim.comfortable.replay": criterion("", "edge.comfortable.replay", rule="same"),
+    "claim.twenty.replay": criterion("", "edge.twenty.replay", rule="same"),
+    "claim.twenty.plain": criterion("", "edge.twenty.plain", rule="same"),
+    "claim.compute": criterion("", "edge.comfortable.compute", line=1),
+    "claim.held_out.comfortable": criterion("", "edge.comfortable.held_out", rule="same"),
+    "claim.held_out.edge": criterion("", "edge.edge_rate.held_out", rule="same"),
+    "claim.held_out.paper": criterion("", f"{EDGE}_at_3.5e-4.held_out"),
+    "claim.clips": criterion("", f"{EDGE}.clip", line=1),
+    "claim.declines": criterion(
+        "", "edge.comfortable.fall", "edge.edge_rate.fall", line=100 * MIN_DECLINE
+    ),
+    "claim.declines.beyond": criterion("", "edge.fall.grpo", line=100 * MIN_DECLINE),
+    "claim.replay": criterion("", "edge.comfortable.none", "edge.edge_rate.none", rule="same"),
+    "claim.tuned": criterion("", "edge.own_range.plain", rule="below"),
+    "claim.stable": criterion("", "edge.fall.gspo", rule="below", line=100 * MIN_DECLINE),
+    "claim.experts": criterion("", "edge.changed.interval", line=100 * CHANGED[0]),
+    "claim.protects": criterion("", "D.replay.60"),
+    "claim.withstands": criterion("", "D.loss.GSPO.60", rule="below"),
+    "claim.engine": criterion("", "C.plain.engine.fp4_e2m1"),
+    "claim.r3": criterion("", "C.r3.GRPO.int2"),
+    "claim.turn.ahead": criterion("", "B.plain.16"),
+    "claim.turn.behind": criterion("", "B.plain.32", rule="below"),
+    "claim.tools": criterion("", "E.grpo.28", "E.grpo.290", rule="same"),
+    "claim.all_tokens": criterion("", "E.mistake.290", rule="below"),
+    "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
+    "claim.head": criterion("", "F.low.help.GSPO"),
+    "I.all_cispo": criterion("", "I.all.reward.CISPO", rule="below"),
+    "claim.head_first": criterion("", "F.low.help_first.GSPO"),
+}
+
+
+def judge_all(numbers: Numbers) -> dict[str, dict[str, str]]:
+    """Return the verdicts of all registered criteria and claims by their names."""
+    return {name: judge(rule, numbers) for name, rule in (REGISTERED | CLAIMS).items()}
