@@ -52,7 +52,7 @@ SEQUENTIAL_STUDIES = {
     "decided.4": ("critical_rate_decided", Design((20, 30, 40))),
     "K": ("critical_rate_tools", TWO_LOOKS),
 }
-ARENA_CELLS = ("tools_edge",)
+ARENA_CELLS = ("sums_edge", "tools_edge")
 
 
 # ------------------------------------------------------------------------------------------------

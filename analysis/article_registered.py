@@ -226,6 +226,8 @@ CLAIMS = {
     "claim.all_tokens": criterion("", "E.mistake.290", rule="below"),
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
+    "claim.sapo": criterion("", "arena.sums_edge.SAPO"),
+    "claim.cispo": criterion("", "arena.sums_edge.CISPO", rule="below"),
     "I.all_cispo": criterion("", "I.all.reward.CISPO", rule="below"),
     "claim.head_first": criterion("", "F.low.help_first.GSPO"),
 }

@@ -52,6 +52,10 @@ JUDGED_BY = {
         "claim.bfloat16",
     ),
     "A float32 head lessens the rounding": ("F.low.help.GSPO", "claim.head"),
+    "Soft gates (SAPO) make training stabler than GSPO's clip": (
+        "arena.sums_edge.SAPO",
+        "claim.sapo",
+    ),
     "SAPO sinks in tool episodes where GSPO does not": ("arena.tools_edge.SAPO", "arena.sapo"),
 }
 # three seeds each, from sweeps whose rows were not recorded: experiments/LOG.md
