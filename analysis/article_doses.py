@@ -78,7 +78,6 @@ DOSES = {
         ("optim.lr", "rollout.top_p"),
         "clip/token_outside",
         ("rollout.keep_mask",),
-        ("policy/entropy",),
     ),
     "I": Dose(
         "arena_bfloat16",

@@ -160,9 +160,10 @@ def dose_differences(
 ) -> pd.DataFrame:
     """Return a row per arm and dose: the difference to the arm's reference dose, paired by seed.
 
-    The columns are arm, position, level, label, reference (its level) and interval. The reference is the
-    arm's least dose, or the level `reference`. An arm that lacks it has no rows. Raises RunsError
-    if no run has this level, or if a sequential design has no look at a pair's number of seeds.
+    The columns are arm, position, level, label, reference (its level) and interval. The reference
+    is the arm's least dose, or the level `reference`. An arm that lacks it has no rows. Raises
+    RunsError if no run has this level, or if a sequential design has no look at a pair's number of
+    seeds.
     """
     by_position = numbers.drop_duplicates("position").set_index("position")
     levels = by_position["level"].to_dict()

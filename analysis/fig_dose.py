@@ -15,9 +15,9 @@ objective minus GRPO (or the objective `against`) with the same remedy, and ever
 none of the same objective. Prints Markdown tables of all of it, with the means of the metrics
 `also`, and of each dose minus the least dose or the dose `reference`. The outcome is the reward, or
 the metric `outcome`. With rows=true the figure is a panel per dose and a row per arm instead: the
-arm minus itself at the reference. With looks=[10,20] the runs are a sequential design, whose differences have the
-level of the look (sequential.py). Writes fig_dose_<study>.pdf and .png. Metrics: reward/mean and the
-named metrics.
+arm minus itself at the reference. With looks=[10,20] the runs are a sequential design, whose
+differences have the level of the look (sequential.py). Writes fig_dose_<study>.pdf and .png.
+Metrics: reward/mean and the named metrics.
 """
 
 from __future__ import annotations
