@@ -59,11 +59,13 @@ def build_trainer(
     checkpoint: Path | None = None,
     alone: bool = False,
     ranks: Ranks | None = None,
+    folder: Path | None = None,
 ) -> Trainer:
     """Build the trainer of a run, from a checkpoint if given.
 
     `alone` says that the run has the terminal to itself, so a cold start may draw a progress bar.
-    The `ranks` train together, and rank 0 makes the cold start.
+    The `ranks` train together, and rank 0 makes the cold start. `folder` is the run's directory,
+    by default the one that the settings name. After a rollback the lowered rate would name another.
 
     Raises ValueError for settings that cannot work on this machine or with this model, EngineEnded
     if the engine's process ends, and Stopped if the user asks to stop during a cold start.
@@ -108,7 +110,8 @@ def build_trainer(
         ranks.new_group() if overlap else ranks,
     )
     try:
-        return trainer_on_engine(settings, checkpoint, policy, reference, engine, ranks)
+        recorder = make_recorder(settings, folder or folder_of(settings), policy, ranks)
+        return trainer_on_engine(settings, checkpoint, policy, reference, engine, recorder, ranks)
     except BaseException:
         engine.close()
         raise
@@ -120,6 +123,7 @@ def trainer_on_engine(
     policy: Policy,
     reference: Policy | None,
     engine: Engine,
+    recorder: Recorder,
     ranks: Ranks,
 ) -> Trainer:
     """Build source and trainer on top of an engine that has started, and restore the checkpoint.
@@ -147,7 +151,7 @@ def trainer_on_engine(
         reference=reference,
         extensions=Extensions(settings.metrics, settings.callbacks),
         ranks=ranks,
-        recorder=make_recorder(settings, policy, ranks),
+        recorder=recorder,
         probe=SignalProbe(
             settings.tracking.information_every,
             settings.tracking.information_prompts,
@@ -170,13 +174,13 @@ def trainer_on_engine(
     return trainer
 
 
-def make_recorder(settings: Settings, policy: Policy, ranks: Ranks) -> Recorder:
-    """Return the recorder of a run's steps."""
+def make_recorder(settings: Settings, folder: Path, policy: Policy, ranks: Ranks) -> Recorder:
+    """Return the recorder that writes a run's steps into its directory."""
     tracking = settings.tracking
     if not (tracking.record_every or tracking.record_last):
         return Recorder()
     return StepRecorder(
-        folder_of(settings),
+        folder,
         settings.label(),
         policy,
         loss_settings(settings),

@@ -89,7 +89,7 @@ def train_along(settings: Settings, peers: Peers) -> None:
             while attempt_of_rank_0 is not None:
                 lr, run, checkpoint = attempt_of_rank_0
                 lowered = replace(settings, optim=replace(settings.optim, lr=lr))
-                trainer = build_trainer(lowered, checkpoint, ranks=ranks)
+                trainer = build_trainer(lowered, checkpoint, ranks=ranks, folder=run)
                 follow(trainer, lowered, run, stop_signal().requested)
                 peers.agree_on_signal()
                 attempt_of_rank_0 = ranks.broadcast(None)
@@ -125,7 +125,7 @@ def attempt(
     lowered.varied = settings.varied
     with directory.removed_if_refused(lowered, created_files):
         peers.begin_attempt(lowered.optim.lr, folder, checkpoint)
-        trainer = build_trainer(lowered, checkpoint, alone, peers.ranks)
+        trainer = build_trainer(lowered, checkpoint, alone, peers.ranks, folder)
     settings.inputs = lowered.inputs
     print_sampling_notes(lowered)
     warn(directory.supersede_after(trainer.state.step if checkpoint else -1))

@@ -36,6 +36,7 @@ from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts, Rollout
 from gspo.run.directory import settings_and_checkpoint
 from gspo.run.policies import open_policy, open_reference
+from gspo.run.rollback import Rollbacks
 from gspo.tasks.base import Task
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import load_optimizer
@@ -142,9 +143,11 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
     trainer = build(settings, policy, reference, source)
     if checkpoint:
         trainer.restore(load_optimizer(checkpoint, trainer.optimizer, policy))
+    rollbacks = Rollbacks(run)
     for between in range(start + 1, step):
         record = read_step(run, between)
         check_fits(record, policy)
+        trainer.optim = rollbacks.optim_of(between, settings)
         trainer.train_step(between, recorded_rollout(record, settings))
     if loss_parts(changed) != loss_parts(settings):
         other = replace(settings)
@@ -164,6 +167,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         trainer = other_trainer
     record = read_step(run, step)
     check_fits(record, policy)
+    trainer.optim = rollbacks.optim_of(step, settings)
     metrics = trainer.train_step(step, recorded_rollout(record, changed))
     return ModelReplay(metrics, trainer.first_gradient or [])
 

@@ -16,6 +16,7 @@ from gspo.io.files import replace_text
 from gspo.io.untrusted import is_step, read_json
 from gspo.tracking.tracker import supersede
 from gspo.train.checkpoint_files import damage
+from gspo.train.settings import OptimSettings
 
 
 class Rollbacks:
@@ -69,8 +70,19 @@ class Rollbacks:
 
     def lowered(self, settings: Settings) -> Settings:
         """Return the settings with the learning rate that the rollbacks have lowered."""
-        lr = settings.optim.lr * settings.monitor.rollback_lr ** len(self.entries)
-        return replace(settings, optim=replace(settings.optim, lr=lr))
+        return replace(settings, optim=self._optim_after(len(self.entries), settings))
+
+    def optim_of(self, step: int, settings: Settings) -> OptimSettings:
+        """Return the optimizer's settings under which the run made `step`.
+
+        A step has been made again by the last rollback that returned to a step before it."""
+        numbers = [n for n, entry in enumerate(self.entries, start=1) if entry["to"] < step]
+        return self._optim_after(max(numbers, default=0), settings)
+
+    def _optim_after(self, rollbacks: int, settings: Settings) -> OptimSettings:
+        """Return the optimizer's settings after that many rollbacks."""
+        factor = settings.monitor.rollback_lr**rollbacks
+        return replace(settings.optim, lr=settings.optim.lr * factor)
 
     def _write(self, entries: list[dict]) -> None:
         """Write the list of rollbacks to the file."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import forked
 from commands import ROOT, SMALL, comparable, environment, evaluate, only_run, train, wandb_rows
+from gspo.data.step_record_files import recorded_steps
 from gspo.tracking.tracker import read_rows
 
 
@@ -252,6 +253,7 @@ def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed
         "monitor.action=rollback",
         "monitor.rollbacks=1",
         "monitor.rollback_lr=0.5",
+        "tracking.record_last=2",
     ]
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
@@ -272,6 +274,8 @@ def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed
         "it goes on earning, at the lower rate"
     )
     assert not rows[-1]["monitor/fallen"]
+    # the lowered rate has another hash, but the records stay in the run's own directory
+    assert recorded_steps(run)[-2:] == [44, 45]
     assert [rows[step]["optim/lr"] for step in (back["to"], back["to"] + 1)] == pytest.approx(
         [LR, LR / 2]
     )
