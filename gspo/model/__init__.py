@@ -1,4 +1,5 @@
 """The policy and its parts: models, tokenizers, our own forward, Routing Replay, the value head.
 
-This package imports transformers. Apart from it only gspo.rollout does, for its cache.
+Other packages get models from it. They import transformers for single classes only, for example the
+cache of keys and values.
 """

@@ -141,7 +141,8 @@ def stored_tensors(file: Path) -> tuple[int, int]:
 
     Raises ValueError for a file that is no safetensors, or is shorter than its tensors."""
     try:
-        with untrusted.open_plain_file(file) as opened:
+        # the Hugging Face cache links to its files
+        with untrusted.open_plain_file(file.resolve()) as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise ValueError("its header is too long")
@@ -163,7 +164,7 @@ def json_content(file: Path) -> Any:
 
     Loading the model refuses such a file."""
     try:
-        return json.loads(untrusted.read_bytes(file, MAX_CONFIG_BYTES))
+        return json.loads(untrusted.read_bytes(file.resolve(), MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -58,7 +58,7 @@ QWEN25_1P5B = {
     "num_hidden_layers": 28,
     "num_attention_heads": 12,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }
 OLMOE_1B_7B = {
@@ -82,14 +82,23 @@ KNOWN: dict[str, Model] = {
     "Qwen/Qwen2.5-1.5B": ("Qwen2", QWEN25_1P5B),
     "allenai/OLMoE-1B-7B-0924": ("Olmoe", OLMOE_1B_7B),
 }
-# models of the same shapes under other names
+
+
+def _same_shapes(name: str, public_name: str, positions: int | None = None) -> None:
+    """Add a model that has the shapes of another, and perhaps another number of positions."""
+    model_class, numbers = KNOWN[public_name]
+    own = {"max_position_embeddings": positions} if positions else {}
+    KNOWN[name] = (model_class, numbers | own)
+
+
 for name in [name for name in KNOWN if name.startswith("Qwen/Qwen3")]:
-    KNOWN[f"{name}-Base"] = KNOWN[name]
-for kind in ("", "Coder-", "Math-"):
-    KNOWN[f"Qwen/Qwen2.5-{kind}1.5B"] = KNOWN["Qwen/Qwen2.5-1.5B"]
-    KNOWN[f"Qwen/Qwen2.5-{kind}1.5B-Instruct"] = KNOWN["Qwen/Qwen2.5-1.5B"]
+    _same_shapes(f"{name}-Base", name, positions=32768)
+for kind, kind_positions in (("Coder-", 32768), ("Math-", 4096)):
+    _same_shapes(f"Qwen/Qwen2.5-{kind}1.5B", "Qwen/Qwen2.5-1.5B", kind_positions)
+    _same_shapes(f"Qwen/Qwen2.5-{kind}1.5B-Instruct", "Qwen/Qwen2.5-1.5B", kind_positions)
+_same_shapes("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-1.5B", positions=32768)
 for kind in ("SFT", "Instruct"):
-    KNOWN[f"allenai/OLMoE-1B-7B-0924-{kind}"] = KNOWN["allenai/OLMoE-1B-7B-0924"]
+    _same_shapes(f"allenai/OLMoE-1B-7B-0924-{kind}", "allenai/OLMoE-1B-7B-0924")
 
 
 def known_config(name: str) -> PretrainedConfig:

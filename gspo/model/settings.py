@@ -191,6 +191,9 @@ class StandIn(ModelSettings):
                 self.path,
                 f"with model=stand_in, it can stand in for {', '.join(KNOWN)}",
             )
+        is_dense = "num_experts" not in KNOWN[self.path][1]
+        if is_dense and self.experts != StandIn.experts:
+            raise SettingError("model.experts", self.experts, f"{self.path} has no experts")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise SettingError(
                 "model.hidden",

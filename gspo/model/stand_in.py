@@ -49,13 +49,16 @@ def random_stand_in(
     tokenizer = byte_tokenizer(chat)
     public_config = known_config(path)
     queries_per_key = public_config.num_attention_heads // public_config.num_key_value_heads
+    key_heads = max(heads // queries_per_key, 1)
+    while heads % key_heads:
+        key_heads -= 1
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": max(heads // queries_per_key, 1),
+        "num_key_value_heads": key_heads,
         "head_dim": hidden // heads,
         "max_position_embeddings": positions,
         "bos_token_id": tokenizer.bos_token_id,

@@ -105,6 +105,7 @@ def open_reference(
         model.requires_grad_(False),
         tokenizer,
         settings.rollout.temperature,
+        prompts=settings.prompt,
         precision=training_precision(settings),
         head_dtype=head_precision(settings),
         shards=shards,

@@ -153,8 +153,8 @@ def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
     with ExitStack() as stack:
         file_of_tensor = {}
         for path in sorted(folder.glob("*.safetensors")):
-            # refuses a file that is no regular file
-            with open_plain_file(path):
+            # refuses a file that is no regular file; the Hugging Face cache links to its files
+            with open_plain_file(path.resolve()):
                 file = stack.enter_context(safe_open(path, "pt"))
             file_of_tensor |= dict.fromkeys(file.keys(), file)
         for name, parameter in model.named_parameters():

@@ -3,6 +3,7 @@ first step.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,23 @@ def test_a_folder_with_such_a_file_is_loaded_and_written_again(tmp_path):
         json.loads((tmp_path / "again" / "generation_config.json").read_text())["temperature"]
         == 0.6
     )
+
+
+def test_a_folder_of_links_as_in_the_hugging_face_cache_is_loaded_and_its_sizes_are_checked(
+    tmp_path,
+):
+    policy = small_policy()
+    save(policy.model, policy.tokenizer, tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..", "blobs", file.name))
+    model, _ = load(str(tmp_path / "snapshot"))
+    for a, b in zip(model.parameters(), policy.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    config = tmp_path / "blobs" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 10**12}))
+    with refuses("model.path", problem="hidden_size=1000000000000, which no model has"):
+        load(str(tmp_path / "snapshot"))
 
 
 def test_what_cannot_be_written_is_said_before_the_first_step(monkeypatch):

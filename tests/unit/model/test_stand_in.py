@@ -126,11 +126,29 @@ def test_any_text_becomes_tokens_and_the_same_text_again():
             ("model.hidden", 36, "divided by model.heads=4 it must be"),
         ),
         ({"layers": 0}, ("model.layers", 0)),
+        ({"experts": 4}, ("model.experts", 4, "Qwen/Qwen3-0.6B has no experts")),
     ],
 )
 def test_what_cannot_be_made_is_refused(settings, refusal):
     with refuses(*refusal):
         StandIn(**settings)
+
+
+def test_heads_of_any_number_share_keys_evenly():
+    model, tokenizer = StandIn(heads=5, hidden=20).make()
+    assert Policy(model, tokenizer) and model.config.num_key_value_heads == 1
+    assert StandIn(heads=12, hidden=24).make()[0].config.num_key_value_heads == 6
+    # 9 // 2 = 4 does not divide 9
+    assert StandIn(heads=9, hidden=36).make()[0].config.num_key_value_heads == 3
+
+
+def test_models_of_the_same_shapes_have_positions_of_their_own():
+    positions = {name: known_config(name).max_position_embeddings for name in KNOWN}
+    assert positions["Qwen/Qwen2.5-1.5B"] == 131072
+    assert positions["Qwen/Qwen2.5-1.5B-Instruct"] == 32768
+    assert positions["Qwen/Qwen2.5-Math-1.5B"] == 4096
+    assert positions["Qwen/Qwen3-8B"] == 40960
+    assert positions["Qwen/Qwen3-8B-Base"] == 32768
 
 
 def test_thinking_is_refused_where_no_template_reads_it():
