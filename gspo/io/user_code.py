@@ -72,8 +72,10 @@ def import_object(path: str, key: str) -> Any:
                 path,
                 f"there is no module {missing} (in {os.getcwd()} and among the installed packages)",
             ) from None
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
+        reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, SyntaxError):  # its message has the file and the line
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            reason += f" ({line.filename}, line {line.lineno})"
         raise SettingError(key, path, f"importing {module} failed: {reason}") from None
     if name not in content:
         public = [public_name for public_name in content if not public_name.startswith("_")]
@@ -187,9 +189,15 @@ def _parents(module: str) -> list[str]:
 
 
 def _imports(file: Path, package: str) -> list[str]:
-    """Return the names of all modules that a file may import: of `from a import b`, a and a.b."""
+    """Return the names of all modules that a file may import: of `from a import b`, a and a.b.
+
+    A file that is no Python has none here. Importing it says where its error is."""
     modules = []
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # ValueError: null bytes
+        return []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, SupportsFloat
@@ -205,7 +205,7 @@ class RewardCaller:
         try:
             values = self.function(prompts, responses, rows)
             if inspect.iscoroutine(values):
-                values = asyncio.run(asyncio.wait_for(values, seconds))
+                values = asyncio.run(within(values, seconds))
             try:
                 values = list(values)
             except TypeError:
@@ -215,7 +215,7 @@ class RewardCaller:
             if len(values) != len(indices):
                 raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")
             scores = [as_score(value) for value in values]
-        except TimeoutError:
+        except TooSlow:
             scores = [timeout(seconds)] * len(indices)
         except Exception as error:  # the user's function may raise anything
             scores = [self.failure(error)] * len(indices)
@@ -230,14 +230,30 @@ class RewardCaller:
             async with semaphore:
                 self.send(("begins", [index]))
                 try:
-                    score = as_score(await asyncio.wait_for(self.function(*arguments), seconds))
-                except TimeoutError:
+                    score = as_score(await within(self.function(*arguments), seconds))
+                except TooSlow:
                     score = timeout(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
                 self.send(("outcome", index, score))
 
         await asyncio.gather(*(answer_call(*call) for call in calls))
+
+
+class TooSlow(Exception):
+    """A call took longer than its limit. The user's function may raise TimeoutError itself."""
+
+
+async def within(call: Awaitable[Any], seconds: float) -> Any:
+    """Await a call, and raise TooSlow if it takes longer than `seconds`."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if limit.expired():
+            raise TooSlow from None
+        raise
 
 
 def timeout(seconds: float) -> Score:

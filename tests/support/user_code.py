@@ -149,6 +149,14 @@ async def hangs(prompt, response, row):
     return 1
 
 
+async def times_out(prompt, response, row):
+    raise TimeoutError("the server did not answer")
+
+
+async def batch_times_out(prompts, responses, rows):
+    raise TimeoutError("the server did not answer")
+
+
 def blocks(prompt, response, row):
     if response == "hang":
         time.sleep(60)
@@ -251,6 +259,7 @@ def write(folder: Path) -> Path:
     (package / "helpers.py").write_text("def same(x):\n    return x\n")
     for name, text in (("losses", LOSSES), ("extras", EXTRAS), ("rewards", REWARDS)):
         (package / f"{name}.py").write_text(text)
+    (package / "unclosed.py").write_text("def f(:\n")
     (package / "broken.py").write_text("import json\nraise OSError('no network')\n")
     return package
 

@@ -84,6 +84,13 @@ def test_a_call_that_takes_too_long_is_ended_and_the_others_are_answered(functio
     ) and "more than 0.5 seconds" in hung.reason
 
 
+@pytest.mark.parametrize("name", ["times_out", "batch_times_out"])
+def test_a_timeout_of_the_functions_own_is_not_said_to_be_the_limit(function, name):
+    (score,) = ask(function(name), "x")
+    assert score.verdict == "error" and score.reward is None
+    assert "it raised TimeoutError: the server did not answer" in score.reason
+
+
 def test_a_batch_of_the_wrong_length_is_ungraded(function):
     assert {s.reason for s in ask(function("short_batch"), "x", "y")} == {
         "task.reward=own_package.rewards:short_batch: it returned 1 rewards for 2 responses"
@@ -105,6 +112,10 @@ def test_a_batch_of_the_wrong_length_is_ungraded(function):
         (
             "own_package.broken:f",
             r"importing own_package.broken failed: OSError: no network \(.*broken.py, line 2\)",
+        ),
+        (
+            "own_package.unclosed:f",
+            r"importing own_package.unclosed failed: SyntaxError: .*\(unclosed.py, line 1\)$",
         ),
         ("nowhere:f", "task.reward=nowhere:f: there is no module nowhere"),
     ],
