@@ -318,7 +318,7 @@ def run_of(file: object) -> Path | None:
 def explain(error: BaseException) -> str:
     """Return the messages of an error and of its causes as a line.
 
-    Hydra's advice to its own developers is left out."""
+    Hydra's advice to its own developers is left out, and a text that a message before it holds."""
     if isinstance(error, HydraException):
         not_utf8 = [word for word in sys.argv if SURROGATES.search(word)]
         if not_utf8:
@@ -330,11 +330,13 @@ def explain(error: BaseException) -> str:
     if plain:
         return plain
     advice = ("full_key", "object_type", "reference_type")
-    messages = []
+    messages: list[str] = []
     # loky's _RemoteTraceback repeats the error of a worker
     cause: BaseException | None = error
     while cause is not None and type(cause).__name__ != "_RemoteTraceback":
         lines = [text.strip() for text in str(cause).splitlines() if text.strip()]
-        messages += [text for text in lines if not text.startswith(advice)]
+        for text in lines:
+            if not text.startswith(advice) and not any(text in message for message in messages):
+                messages.append(text)
         cause = cause.__cause__
-    return " ".join(dict.fromkeys(messages))
+    return " ".join(messages)

@@ -87,10 +87,12 @@ def _planned(job: object) -> dict:
     run = planned["run"]
     if not all(isinstance(override, str) for override in planned["overrides"]):
         raise ValueError("not a job of a sweep")
-    if len(run) > MAX_RUN_NAME_CHARS:
+    # a job without steps has no folder: its settings were refused, and its overrides are its name
+    if "steps" not in planned:
+        planned["run"] = run[:MAX_RUN_NAME_CHARS]
+    elif len(run) > MAX_RUN_NAME_CHARS:
         raise ValueError(f"run={run[:40]!r} ...: a name of {len(run):,} characters")
-    # a job without steps has no folder: its settings were refused
-    if "steps" in planned and ("/" in run or run.strip(".") == ""):
+    elif "/" in run or run.strip(".") == "":
         raise ValueError(f"run={run!r} is no folder of a study")
     return planned
 

@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from gspo.run.directory import RunDirectory
-from gspo.run.entry_point import Failed, JobResult, one_line
+from gspo.run.entry_point import Failed, JobResult, explain, one_line
 from gspo.run.sweeps import is_search
 
 
@@ -44,6 +44,14 @@ def test_a_job_of_a_sweep_returns_its_score_or_why_it_has_none(in_sweep):
     assert math.isnan(wrong) and wrong.unfinished == {"reason": "seed=-1"}
     broken = raising(Failed("it failed"))(OmegaConf.create({}))
     assert math.isnan(broken) and broken.unfinished == {"reason": "it failed"}
+
+
+def test_a_reason_that_the_error_repeats_is_said_once():
+    error = Failed("runs/x failed after step 3: bad value")
+    error.__cause__ = ValueError("bad value")
+    assert explain(error) == "runs/x failed after step 3: bad value"
+    error.__cause__ = ValueError("another word")
+    assert explain(error) == "runs/x failed after step 3: bad value another word"
 
 
 def test_the_score_of_a_directory_is_that_of_its_rows_if_the_run_has_ended(tmp_path):

@@ -67,6 +67,16 @@ def test_rewards_are_found_in_rows_of_any_form(tmp_path):
     )
 
 
+def test_a_refused_job_with_long_settings_hides_no_other_job(tmp_path):
+    study(tmp_path)
+    plan = json.loads((tmp_path / "manifest.jsonl").read_text())
+    long = "prompt.system=" + "x" * 2000
+    plan["jobs"].append({"run": long, "overrides": [long], "reason": "it is too long"})
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(plan) + "\n")
+    assert [job.state for job in jobs(tmp_path)] == ["finished", "finished", "failed"]
+    assert len(jobs(tmp_path)[2].run) == 1000
+
+
 def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):
     chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
     digest = settings_hash(chosen)
