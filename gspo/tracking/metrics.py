@@ -246,7 +246,8 @@ METRICS = [
     Metric(
         "clip/log_ratio_bounded",
         TOKEN,
-        "tokens whose log-ratio left the numerical bound, without gradient",
+        "tokens whose log-ratio left the numerical bound: they have no gradient, but with "
+        "cispo, p3o and vespo",
     ),
     # importance ratios pi / pi_old
     Metric("ratio/sequence_mean", "ratio", "mean over responses of s = exp(mean log-ratio)"),

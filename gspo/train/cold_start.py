@@ -188,7 +188,7 @@ def _train(
             batch_loss += loss.item()
             if settings.log_normalizer is not None:
                 distance = _squared_distance(policy, micro, settings.log_normalizer)
-                loss = loss + NORMALIZER_WEIGHT * distance
+                loss = loss + NORMALIZER_WEIGHT * distance / totals.tokens
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
         optimizer.step()
@@ -200,16 +200,16 @@ def _train(
 
 
 def _squared_distance(policy: Policy, micro: TokenBatch, log_normalizer: float) -> Tensor:
-    """Return the mean squared distance of log sum exp(logits) from `log_normalizer`.
+    """Return the squared distance of log sum exp(logits) from `log_normalizer`.
 
-    The mean is over the response tokens of a micro-batch."""
+    It is the sum over the response tokens of a micro-batch."""
     micro = micro.to(policy.device)
     logits_BSV = policy.model(
         input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()
     ).logits
     normalizer_BT = logits_BSV[:, micro.prompt_width - 1 : -1].logsumexp(-1)
     distance_N = normalizer_BT[micro.mask_BT] - log_normalizer
-    return distance_N.square().mean()
+    return distance_N.square().sum()
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:

@@ -119,14 +119,15 @@ class KLTerm(Term):
                 "kl.coef", settings.coef, "without reference policy: ref_logp_BT is missing"
             )
         kl_BT = settings.estimate(output.logp_BT, batch.ref_logp_BT, mask_BT)
-        bounded = RatioObjective(log_ratio_bound=settings.log_ratio_bound)
-        tensors = loss_inputs(output, batch)
-        if settings.times_ratio == "token":
-            ratio_BT, _ = bounded.token_ratio(tensors)
-            kl_BT = kl_BT * ratio_BT
-        elif settings.times_ratio == "sequence":
-            ratio_B1, _ = bounded.sequence_ratio(tensors)
-            kl_BT = kl_BT * ratio_B1
+        if settings.times_ratio != "none":
+            bounded = RatioObjective(log_ratio_bound=settings.log_ratio_bound)
+            tensors = loss_inputs(output, batch)
+            if settings.times_ratio == "token":
+                ratio_BT, _ = bounded.token_ratio(tensors)
+                kl_BT = kl_BT * ratio_BT
+            else:
+                ratio_B1, _ = bounded.sequence_ratio(tensors)
+                kl_BT = kl_BT * ratio_B1
         if settings.weighted:
             kl_BT = corrected(kl_BT, batch)
         kl = settings.aggregation(kl_BT, mask_BT, inputs.totals)

@@ -129,8 +129,9 @@ class RatioObjective(Objective):
     """The base of the objectives that use an importance ratio.
 
     Log-ratios are kept within [-max(20, log_ratio_bound), log_ratio_bound] before exp. A token
-    whose log-ratio lies outside has no gradient and is counted in `clip/log_ratio_bounded`. For all
-    others the formulas are exact.
+    whose log-ratio lies outside is counted in `clip/log_ratio_bounded`. Its ratio has no gradient.
+    CISPO, P3O and VESPO use the ratio as a fixed weight of the log-prob, so there the token keeps
+    its gradient. For all other tokens the formulas are exact.
     """
 
     log_ratio_bound: float = ranged(20.0, above=0, most=80, why="exp(88) overflows")  # nats

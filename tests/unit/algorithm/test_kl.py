@@ -183,6 +183,14 @@ def expectation(settings, sampler=None) -> tuple[float, torch.Tensor]:
     return float(total.detach()), torch.autograd.grad(total, logits)[0]
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "abs"])
+def test_a_wide_bound_is_used_where_the_estimator_has_no_exp(estimator):
+    settings = in_loss(estimator, log_ratio_bound=100)
+    logp, ref = torch.tensor([-1.0]), torch.tensor([-91.0])
+    expected = {"k1": 90.0, "k2": 90.0**2 / 2, "abs": 90.0}
+    assert float(term(settings, logp, logp, ref)) == pytest.approx(expected[estimator])
+
+
 def term(settings, logp, old, ref) -> torch.Tensor:
     """What a response of these tokens adds to the loss, with coefficient 1."""
     logp, old, ref = (x.reshape(1, -1) for x in (logp, old, ref))

@@ -125,10 +125,14 @@ def test_two_that_want_it_at_once_make_it_once(tmp_path):
     assert len(made) == 1
 
 
-def test_the_micro_batch_does_not_change_what_is_learned(tmp_path):
+@pytest.mark.parametrize("log_normalizer", [None, 25.0])
+def test_the_micro_batch_does_not_change_what_is_learned(tmp_path, monkeypatch, log_normalizer):
+    monkeypatch.setattr(module, "NORMALIZER_WEIGHT", 1.0)
     found = []
     for size in (3, 16):
-        settings = ColdStartSettings(steps=1, batch_size=16, micro_batch_size=size)
+        settings = ColdStartSettings(
+            steps=1, batch_size=16, micro_batch_size=size, log_normalizer=log_normalizer
+        )
         with recorded_gradients() as gradients:
             cold_start(MODEL, TASK, settings, tmp_path, lambda *_: None)
         found.append(gradients[0])
