@@ -246,10 +246,13 @@ def advice(run_plan: Plan) -> list[str]:
     change = next_change(run_plan)
     while change and not run_plan.fits:
         group, values = change
+        try:
+            changed_group = replace(getattr(run_plan.settings, group), **values)
+            settings = replace(run_plan.settings, **{group: changed_group})
+            run_plan = plan(settings, run_plan.hardware, run_plan.work.prompt, run_plan)
+        except SettingError:  # another setting forbids it, such as an engine without own process
+            break
         overrides |= {f"{group}.{name}": value for name, value in values.items()}
-        changed_group = replace(getattr(run_plan.settings, group), **values)
-        settings = replace(run_plan.settings, **{group: changed_group})
-        run_plan = plan(settings, run_plan.hardware, run_plan.work.prompt, run_plan)
         change = next_change(run_plan)
     if not overrides:
         sentences.append(
@@ -301,7 +304,8 @@ def next_change(run_plan: Plan) -> tuple[str, dict[str, Any]] | None:
     # weights under a LoRA adapter are not sharded
     if s.policy.lora.rank or not fits_with_more_gpus:
         return None
-    ranks = work.ranks if s.parallel.mode == "replicate" else work.ranks * 2
+    replicates = s.parallel.mode == "replicate" and work.ranks > 1
+    ranks = work.ranks if replicates else work.ranks * 2
     while ranks < MAX_RANKS and sharded * work.shard_size / ranks > memory:
         ranks *= 2
     if ranks > min(MAX_RANKS, s.rollout.prompts_per_step):

@@ -258,6 +258,28 @@ def test_an_advice_is_tried_before_it_is_given():
     assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
 
 
+def test_no_advice_is_a_setting_that_another_setting_forbids():
+    words = [
+        *SMALL,
+        "model.layers=2",
+        "model.hidden=512",
+        "rollout.max_new_tokens=8",
+        "trainer.micro_batch_size=1",
+        "policy.checkpointing=true",
+    ]
+    weights = planned(*words, prompt=8).phases["update"]["weights"]
+    # weights, gradients and moments take four times the weights, and one GPU is not sharded
+    small = hardware(f"h100,memory={4.1 * weights / GB + RESERVE}")
+    line = advice(planned(*words, "parallel.mode=replicate", gpu=small, prompt=8))[1]
+    assert line.startswith("It fits with parallel.mode=shard parallel.ranks=4")
+    small = hardware(f"h100,memory={3.0 * weights / GB + RESERVE}")
+    words += ["rollout=vllm", "rollout.gpu_memory=0.005"]
+    line = advice(planned(*words, gpu=small, prompt=8))[1]
+    assert line.startswith("It fits with rollout.sleep=true parallel.mode=shard parallel.ranks=8")
+    line = advice(planned(*words, "rollout.own_process=false", gpu=small, prompt=8))[1]
+    assert line.startswith("It does not fit with rollout.sleep=true either")
+
+
 def test_a_share_for_vllm_that_does_not_fit_is_lowered_to_one_that_does():
     words = [
         *SMALL,
