@@ -37,8 +37,6 @@ def job(config: DictConfig) -> None:
     """Evaluate, print a table, and write the numbers and the responses."""
     find_data(config)
     command: EvaluateCommand = to_dataclass(config)
-    for name, task in command.tasks.items():
-        task.key = f"tasks.{name}"
     # it imports PyTorch, which takes seconds
     from gspo.cli.evaluation_job import evaluate_subject
 

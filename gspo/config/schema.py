@@ -37,6 +37,7 @@ from gspo.config.synonyms import our_name, our_option
 from gspo.io.arguments import nearest
 from gspo.io.errors import SettingError
 from gspo.io.ranges import refusal
+from gspo.tasks.base import Task, built_at
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -169,7 +170,32 @@ def to_dataclass(config: DictConfig) -> Any:
     """
     check_keys(config)
     check_values(config)
-    return OmegaConf.to_object(config)
+    try:
+        settings = OmegaConf.to_object(config)
+    except SettingError:
+        # a task does not know its path while it is built with all other settings
+        for key, node in task_nodes(config):
+            with built_at(key):
+                OmegaConf.to_object(node)
+        raise
+    for key, _ in task_nodes(config):
+        part: Any = settings
+        for name in key.split("."):
+            part = part[name] if isinstance(part, dict) else getattr(part, name)
+        part.key = key
+    return settings
+
+
+def task_nodes(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Yield the tasks in a config with their dotted keys, the parts of a mixture before it."""
+    for name in node.keys():  # noqa: SIM118, a key without value is not iterated over
+        child = node._get_node(name)
+        if holds_values(child):
+            key = f"{prefix}{name}"
+            yield from task_nodes(child, f"{key}.")
+            kind = OmegaConf.get_type(child)
+            if isinstance(kind, type) and issubclass(kind, Task):
+                yield key, child
 
 
 def check_keys(config: DictConfig) -> None:

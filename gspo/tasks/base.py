@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -17,13 +19,24 @@ from gspo.data.problems import Problem
 from gspo.data.samples import Score
 from gspo.data.seeding import permutation
 from gspo.io.errors import SettingError
-from gspo.io.ranges import Ranged
+from gspo.io.ranges import Ranged, check_ranges
 
 TRAINING_SPLITS = ("train", "cold_start")
 HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 1000
 # a problem, the text of a response, and whether the response ended by itself
 Answer = tuple[Problem, str, bool]
+_key: ContextVar[str] = ContextVar("the settings' path of tasks that are built", default="task")
+
+
+@contextmanager
+def built_at(key: str) -> Generator[None]:
+    """Let tasks that are built within this context name their settings KEY.FIELD in messages."""
+    token = _key.set(key)
+    try:
+        yield
+    finally:
+        _key.reset(token)
 
 
 class Task(Ranged):
@@ -34,8 +47,8 @@ class Task(Ranged):
     """
 
     name: str
-    # the prefix of its settings in messages; `gspo evaluate` sets tasks.NAME
-    key: ClassVar[str] = "task"
+    # the path of its settings, for messages, for example tasks.NAME in `gspo evaluate`
+    key = "task"
     # the response limit of published evaluations, 0 if there is none
     max_new_tokens: ClassVar[int] = 0
     # The reward of a truncated response. With None, `score` judges it like any other response. The
@@ -46,6 +59,11 @@ class Task(Ranged):
     reward_weights: ClassVar[dict[str, float] | None] = None
     # `demonstration` writes worked responses, so a cold start is possible
     has_demonstrations: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for the first field whose value its range or its choices forbid."""
+        self.key = _key.get()
+        check_ranges(self, f"{self.key}.")
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. This is a pure function.

@@ -32,9 +32,9 @@ class Mixture(Task):
         super().__post_init__()
         if self.math.name == self.code.name:
             raise SettingError(
-                "math.name",
+                f"{self.key}.math.name",
                 self.math.name,
-                "is code.name too; the tasks of a mixture need different names",
+                f"is {self.key}.code.name too; the tasks of a mixture need different names",
             )
 
     def evaluation_sets(self) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gspo.data.problems import ChatPrompt, Problem
@@ -75,10 +76,11 @@ class OwnRows(Benchmark):
                 self.name,
                 "must be a plain name: it stands in the names of metrics",
             )
-        self._function = RewardFunction(
-            self.reward, f"{self.key}.reward", self.seconds, self.workers
-        )
         self._is_tried = False
+
+    @cached_property
+    def _function(self) -> RewardFunction:
+        return RewardFunction(self.reward, f"{self.key}.reward", self.seconds, self.workers)
 
     def item(self, row: DataRow, training: bool) -> Item | None:
         text = prompt_text(row, self.columns["prompt"])

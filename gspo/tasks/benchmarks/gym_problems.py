@@ -141,10 +141,12 @@ class GymProblems(SingleSet):
                 self.dataset, "is unknown, or has not been examined for holes in its scoring"
             )
             remedy = f"choose one of {', '.join(examined)}"
-            raise SettingError("dataset", self.dataset, reason, remedy)
+            raise SettingError(f"{self.key}.dataset", self.dataset, reason, remedy)
         for key in {"seed", "size"} & set(self.config):
             raise SettingError(
-                f"config.{key}", self.config[key], "set by the harness, from the run's seed"
+                f"{self.key}.config.{key}",
+                self.config[key],
+                "set by the harness, from the run's seed",
             )
         self._scorer: Any = None
         # evaluation problems by (seed, index), because evaluations use them again and again
@@ -217,7 +219,7 @@ class GymProblems(SingleSet):
             return reasoning_gym.create_dataset(self.dataset, seed=seed, size=1, **self.config)
         except (TypeError, AssertionError, ValueError) as error:
             raise SettingError(
-                "config", dict(self.config), f"does not fit {self.dataset}: {error}"
+                f"{self.key}.config", dict(self.config), f"does not fit {self.dataset}: {error}"
             ) from error
 
 

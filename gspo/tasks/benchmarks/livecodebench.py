@@ -116,12 +116,14 @@ class LiveCodeBench(CodeBenchmark):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("start_date", "end_date"):
-            value = getattr(self, key)
+        for name in ("start_date", "end_date"):
+            value = getattr(self, name)
             if value and not _is_date(value):
-                raise SettingError(key, value, "must be a date such as 2024-10-01, or empty")
+                problem = "must be a date such as 2024-10-01, or empty"
+                raise SettingError(f"{self.key}.{name}", value, problem)
         if self.start_date and self.end_date and self.start_date > self.end_date:
-            raise SettingError("start_date", self.start_date, f"is after end_date={self.end_date}")
+            problem = f"is after {self.key}.end_date={self.end_date}"
+            raise SettingError(f"{self.key}.start_date", self.start_date, problem)
 
     def item(self, row: DataRow, training: bool) -> Item | None:
         # the date is a text, or a time if the reader has parsed it

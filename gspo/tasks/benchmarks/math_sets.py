@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 from gspo.data.samples import Score
-from gspo.io.ranges import SPEED_ONLY, ranged
+from gspo.io.ranges import SPEED_ONLY, choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, last_box
 from gspo.rewards.math.verifier import MathVerifier
 from gspo.tasks.base import Answer
@@ -59,7 +59,7 @@ class MathBenchmark(Benchmark):
     compare formulas, each within `seconds` and `memory_mb`. Numbers and words need no process.
     """
 
-    form: str = "boxed"  # boxed | hash | answer
+    form: str = choice("boxed", tuple(WORDINGS))
     workers: int = ranged(1, least=1, most=64, metadata=SPEED_ONLY)
     seconds: float = ranged(5.0, above=0, most=600)
     memory_mb: int = ranged(2048, least=256, most=65536)

@@ -47,7 +47,9 @@ class ChainArithmetic(Task):
         super().__post_init__()
         if self.max_operands < self.min_operands:
             raise SettingError(
-                "max_operands", self.max_operands, f"is below min_operands={self.min_operands}"
+                f"{self.key}.max_operands",
+                self.max_operands,
+                f"is below {self.key}.min_operands={self.min_operands}",
             )
 
     def evaluation_sets(self) -> list[str]:

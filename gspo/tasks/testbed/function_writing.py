@@ -59,11 +59,15 @@ class FunctionWriting(GradedPrograms):
         super().__post_init__()
         if not self.variables or not set(self.variables) <= set(CATALOGUE):
             raise SettingError(
-                "variables", self.variables, f"name one or more of {''.join(CATALOGUE)}"
+                f"{self.key}.variables",
+                self.variables,
+                f"name one or more of {''.join(CATALOGUE)}",
             )
         if self.wall_seconds < self.cpu_seconds:
             raise SettingError(
-                "wall_seconds", self.wall_seconds, f"is below cpu_seconds={self.cpu_seconds}"
+                f"{self.key}.wall_seconds",
+                self.wall_seconds,
+                f"is below {self.key}.cpu_seconds={self.cpu_seconds}",
             )
 
     def evaluation_sets(self) -> list[str]:

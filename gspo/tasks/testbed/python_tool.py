@@ -100,18 +100,20 @@ class PythonTool(SingleSet, EnvironmentTask):
         super().__post_init__()
         if self.wall_seconds < self.cpu_seconds:
             raise SettingError(
-                "wall_seconds", self.wall_seconds, f"is below cpu_seconds={self.cpu_seconds}"
+                f"{self.key}.wall_seconds",
+                self.wall_seconds,
+                f"is below {self.key}.cpu_seconds={self.cpu_seconds}",
             )
         if self.tool and self.turns < 2:
             raise SettingError(
-                "turns",
+                f"{self.key}.turns",
                 self.turns,
                 "leaves no turn for the answer after a call of the tool",
                 remedy="use 2 or more",
             )
         if self.tool and self.step_seconds <= self.cpu_seconds + self.wall_seconds:
             raise SettingError(
-                "step_seconds",
+                f"{self.key}.step_seconds",
                 self.step_seconds,
                 f"is not above cpu_seconds={self.cpu_seconds} + "
                 f"wall_seconds={self.wall_seconds}: slow code of the policy would pass for "

@@ -82,6 +82,36 @@ def test_a_task_of_ones_own_is_a_benchmark_of_the_command_that_evaluates():
     ].evaluation_sets() == ["held"]
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "words", "refused"),
+    [
+        ("openenv", [], ("tasks.openenv.url", "", "tasks.openenv.url=http://127.0.0.1:8000")),
+        ("vf", [], ("tasks.vf.taskset",)),
+        ("math", ["tasks.math.min_operands=9"], ("tasks.math.max_operands", 6)),
+        ("mixed", ["tasks.mixed.math.min_operands=9"], ("tasks.mixed.math.max_operands", 6)),
+        ("gsm8k", ["tasks.gsm8k.form=foo"], ("tasks.gsm8k.form", "foo")),
+    ],
+)
+def test_a_benchmark_names_its_settings_by_their_paths(benchmark, words, refused):
+    words = [*with_benchmarks(["model=tiny_dense", f"benchmark={benchmark}"]), *words]
+    with refuses(*refused):
+        to_dataclass(composed_anew(*words, name="evaluate"))
+
+
+def test_later_messages_of_a_benchmark_name_its_path_too():
+    words = with_benchmarks(["model=tiny_dense", "benchmark=[rows,mixed]"])
+    words.append("tasks.rows.reward=nowhere:f")
+    command = to_dataclass(composed_anew(*words, name="evaluate"))
+    assert command.tasks["mixed"].math.key == "tasks.mixed.math"
+    with pytest.raises(ValueError, match=r"^tasks.rows.reward=nowhere:f: there is no module"):
+        command.tasks["rows"]._function.start()
+
+
+def test_a_file_that_is_no_python_has_a_hash_and_importing_it_says_what_is_wrong():
+    chosen_settings = chosen("task=rows", "task.reward=own_package.unclosed:f")
+    assert "own_package/unclosed.py" in chosen_settings.outside["task.reward"]["sha256"]
+
+
 def test_an_option_file_of_ones_own_may_begin_with_the_class(package, tmp_path):
     folder = tmp_path / "mine" / "objective"
     folder.mkdir(parents=True)
@@ -116,6 +146,10 @@ def test_metrics_and_callbacks_have_names_and_settings():
         (
             "objective=own_package.broken:Copy",
             "importing own_package.broken failed: OSError: no network (",
+        ),
+        (
+            "objective=own_package.unclosed:Copy",
+            "importing own_package.unclosed failed: SyntaxError: invalid syntax (unclosed.py",
         ),
         (
             "objective=own_package.extras:Mean",

@@ -117,9 +117,9 @@ def test_the_window_includes_both_ends(tmp_path):
 )
 def test_bad_dates_are_refused_by_name(setting):
     ((key, value),) = setting.items()
-    with refuses(key, value, "must be a date"):
+    with refuses(f"task.{key}", value, "must be a date"):
         LiveCodeBench(**setting)
-    with refuses("start_date", "2025-05-01", "is after end_date=2025-02-28"):
+    with refuses("task.start_date", "2025-05-01", "is after task.end_date=2025-02-28"):
         LiveCodeBench(start_date="2025-05-01")
 
 

@@ -30,7 +30,7 @@ needs_openenv = pytest.mark.environments
             {"url": URL, "action": "a", "values": {"a": 1}},
             ("task.values.a", ANY, "it is what the policy writes"),
         ),
-        ({"url": URL, "evaluation_size": 0}, ("evaluation_size", 0)),
+        ({"url": URL, "evaluation_size": 0}, ("task.evaluation_size", 0)),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, refusal):

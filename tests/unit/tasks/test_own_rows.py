@@ -107,7 +107,7 @@ def test_responses_are_scored_by_the_function_and_cut_ones_are_not_asked_about()
         ),
         ({"columns": {"family": "level"}}, ("task.columns.prompt", ANY, "is not given")),
         ({"name": "a/b"}, ("task.name", "a/b", "must be a plain name")),
-        ({"seconds": 0}, ("seconds", 0)),
+        ({"seconds": 0}, ("task.seconds", 0)),
         ({"train_path": ""}, ("task.path", "", "is empty")),
     ],
 )

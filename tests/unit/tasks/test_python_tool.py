@@ -94,12 +94,12 @@ def test_without_the_tool_the_first_turn_is_the_answer():
     problem = task.problem(0, "train", 0)
     assert task.environment(problem, (1,)).step("<py>1</py>").done
     assert task.demonstrated_turns(problem, 0.0, random.Random(0)) == [f"#{problem.answer}"]
-    with refuses("turns", 1, "leaves no turn"):
+    with refuses("task.turns", 1, "leaves no turn"):
         PythonTool(turns=1)
 
 
 def test_a_call_may_not_take_longer_than_the_environment_has():
-    with refuses("step_seconds", 2.5, "is not above cpu_seconds=0.5 +"):
+    with refuses("task.step_seconds", 2.5, "is not above cpu_seconds=0.5 +"):
         PythonTool(step_seconds=2.5)
     PythonTool(step_seconds=2.6).close()
     PythonTool(step_seconds=0.5, tool=False).close()  # nothing runs

@@ -63,16 +63,16 @@ def test_every_family_is_in_one_list():
 
 @pytest.mark.parametrize("family", [*REFUSED, "unknown"])
 def test_unsound_families_are_refused_with_the_reason(family):
-    with refuses("dataset", family, REFUSED.get(family, "is unknown")):
+    with refuses("task.dataset", family, REFUSED.get(family, "is unknown")):
         GymProblems(dataset=family)
 
 
 def test_bad_settings_are_refused_by_name():
-    with refuses("form", "box"):
+    with refuses("task.form", "box"):
         GymProblems(form="box")
-    with refuses("evaluation_size", 0):
+    with refuses("task.evaluation_size", 0):
         GymProblems(evaluation_size=0)
-    with refuses("config.seed", 3):
+    with refuses("task.config.seed", 3):
         GymProblems(config={"seed": 3})
 
 
@@ -191,7 +191,7 @@ def test_the_librarys_settings_are_passed_on_and_checked(gym):
         for i in range(5)
     )
     for config in ({"terms": 3}, {"min_terms": -1}):
-        with refuses("config", config, "does not fit chain_sum"):
+        with refuses("task.config", config, "does not fit chain_sum"):
             GymProblems(config=config).problem(1, "train", 0)
 
 

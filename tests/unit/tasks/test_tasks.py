@@ -115,7 +115,7 @@ def test_functions_of_numbers_alone_are_short(mixture):
         p.prompt for p in problems(mixture.code, "train", 50)
     ], "the default draws the problems that it drew before"
     for wrong in ("", "xy", "X"):
-        with refuses("variables", problem="name one or more of xas"):
+        with refuses("task.variables", problem="name one or more of xas"):
             FunctionWriting(variables=wrong)
 
 
@@ -385,13 +385,13 @@ def test_a_mixture_keeps_order_index_and_share(mixture):
 @pytest.mark.parametrize(
     ("make", "refusal"),
     [
-        (lambda: ChainArithmetic(min_operands=1), ("min_operands", 1)),
-        (lambda: ChainArithmetic(min_operands=5, max_operands=4), ("max_operands", 4)),
-        (lambda: ChainArithmetic(largest=1), ("largest", 1)),
-        (lambda: FunctionWriting(slots=0), ("slots", 0)),
-        (lambda: FunctionWriting(cpu_seconds=0.0), ("cpu_seconds", 0.0)),
-        (lambda: FunctionWriting(cpu_seconds=3.0), ("wall_seconds", 2.0)),
-        (lambda: Mixture(code_share=1.5), ("code_share", 1.5)),
+        (lambda: ChainArithmetic(min_operands=1), ("task.min_operands", 1)),
+        (lambda: ChainArithmetic(min_operands=5, max_operands=4), ("task.max_operands", 4)),
+        (lambda: ChainArithmetic(largest=1), ("task.largest", 1)),
+        (lambda: FunctionWriting(slots=0), ("task.slots", 0)),
+        (lambda: FunctionWriting(cpu_seconds=0.0), ("task.cpu_seconds", 0.0)),
+        (lambda: FunctionWriting(cpu_seconds=3.0), ("task.wall_seconds", 2.0)),
+        (lambda: Mixture(code_share=1.5), ("task.code_share", 1.5)),
         (lambda: ChainArithmetic().problem(0, "test", 0), ("split", "test")),
         (lambda: Mixture().problem(0, "test", 0), ("split", "test")),
     ],

@@ -52,9 +52,9 @@ def test_bad_settings_are_refused_by_name():
     for name in ("my game", "my_pkg.games", "my_game:Game"):
         with refuses("task.taskset", ANY, "give the name of a module"):
             VfEnvironments(taskset=name)
-    with refuses("turns", 0):
+    with refuses("task.turns", 0):
         VfEnvironments(taskset="my_game", turns=0)
-    with refuses("runtime", "prime"):  # a paid service, and the library's default
+    with refuses("task.runtime", "prime"):  # a paid service, and the library's default
         VfEnvironments(taskset="my_game", runtime="prime")
 
 
