@@ -28,9 +28,10 @@ def having(runs: list[Run], key: str, value: object) -> list[Run]:
         settings = {name for run in runs for name in run.settings}
         suggestion = nearest(key, sorted(settings))
         raise RunsError(f"where.{key}={value}: these runs have no setting {key}{suggestion}")
-    chosen = [run for run in candidates if same_value(run.settings[key], value)]
+    # a run without the setting has null there
+    chosen = [run for run in runs if same_value(run.settings.get(key), value)]
     if not chosen:
-        values = ", ".join(in_order(recorded_values(candidates, key)))
+        values = ", ".join(in_order(recorded_values(runs, key)))
         raise RunsError(f"where.{key}={value}: no run has it; there are {values}")
     return chosen
 
@@ -102,16 +103,18 @@ def choose_one(data: Data) -> str:
     settings = varied(data)
     if not settings:
         return ""
+    run = data.runs[0]
     values = []
     choices = []
     for key, texts in settings.items():
         values.append(f"{key} ({', '.join(texts)})")
-        choices.append(f"where.{key}={texts[0]}")
-    first = next(iter(settings))
+        [text] = in_order([run.settings.get(key)])
+        choices.append(f"where.{key}={text}")
+    in_all = [key for key in settings if all(key in run.settings for run in data.runs)]
+    sweep = f"`gspo figure sweep x={in_all[0]}` draws all of them, and " if in_all else ""
     return (
         f"these runs also vary {'; '.join(values)}. Choose one of each, as in "
-        f"{' '.join(choices)}; `gspo figure sweep x={first}` draws all of them, and "
-        "`gspo figure curves` those of up to 6 combinations"
+        f"{' '.join(choices)}; {sweep}`gspo figure curves` those of up to 6 combinations"
     )
 
 

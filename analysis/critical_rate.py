@@ -32,6 +32,7 @@ SLOPE = 20.0
 MAX_EXACT_SEEDS = 12  # up to here every exchange is tried, beyond it random exchanges
 FINE_REPS = 20_000  # draws for the level of a look, which may be .003
 MAX_NEWTON_STEPS = 60
+MIN_DRAWS_OUTSIDE = 10  # draws beyond an end of an interval; with fewer there is no interval
 MAX_HALVINGS = 40  # of a Newton step that overshoots
 
 
@@ -124,7 +125,7 @@ def ratio(counts: Counts, a: int, b: int, level: float = LEVEL) -> tuple[Interva
     """Return c_a / c_b with its interval over seeds, and its permutation p.
 
     The interval covers the truth with probability 1 - level: 95 %. In a sequential design the level
-    is that of the look."""
+    is that of the look. If the draws are too few for that level, its ends are NaN."""
     rates_R = counts.rates_R
     runs_SAR = counts.runs_SAR
     collapsed_SAR = counts.collapsed_SAR
@@ -140,8 +141,10 @@ def ratio(counts: Counts, a: int, b: int, level: float = LEVEL) -> tuple[Interva
     no_ratio_D = np.isnan(draws_D)
     lowest_D = np.where(no_ratio_D, -np.inf, draws_D)
     highest_D = np.where(no_ratio_D, np.inf, draws_D)
-    low = np.quantile(lowest_D, level / 2, method="nearest")
-    high = np.quantile(highest_D, 1 - level / 2, method="nearest")
+    low = high = np.nan
+    if level / 2 * draws >= MIN_DRAWS_OUTSIDE:
+        low = np.quantile(lowest_D, level / 2, method="nearest")
+        high = np.quantile(highest_D, 1 - level / 2, method="nearest")
     exchanged_DS = exchanges(seeds, draws, rng)
     exchanged_DSAR = exchanged_DS[..., None, None]
     order_A = np.arange(runs_SAR.shape[1])

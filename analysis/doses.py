@@ -20,6 +20,7 @@ from gspo.analysis.grid import (
     range_suffixes,
     run_numbers,
     settled_runs,
+    value_of,
 )
 from gspo.analysis.load import GRPO, Data, Run
 from gspo.analysis.runs import RunsError
@@ -55,7 +56,8 @@ def measure(
         part = part_length(run)
         row = run_numbers(run, part, part, {name: name for name in also})
         row |= arm_and_level(run, dose, settings)
-        row["end"] = run.column(outcome).tail(part).mean()
+        # held-out scores are not of every batch
+        row["end"] = run.column(outcome).loc[run.last - part + 1 :].mean()
         row["got"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
@@ -80,9 +82,9 @@ def measure(
 
 def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, object]:
     """Return the level of a run's dose, its objective, its remedy, and the arm that these make."""
-    level = run.settings[dose[0]]
+    level = value_of(run, dose[0])
     if len(dose) > 1:
-        values = [str(run.settings[key]) for key in dose]
+        values = [str(value_of(run, key)) for key in dose]
         level = ", ".join(value for value in values if value != "none")
     label = level
     if all(key in ARM_WORDS for key in dose):

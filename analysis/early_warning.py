@@ -39,6 +39,7 @@ from gspo.analysis import (
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
 from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
+from gspo.analysis.grid import settled_runs
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
@@ -62,7 +63,8 @@ NAMES = {  # the stresses of sweeps/stressors.yaml
     "policy.old_logprobs=behaviour, rollout.staleness=8": "stale responses",
     LONG_RESPONSES: "long responses",
 }
-VARY_WITHIN_STRESS = ("objective.", "optim.lr")  # settings
+RATE = "optim.lr"
+VARY_WITHIN_STRESS = ("objective.", RATE)  # settings
 REFUSED = script.NO_CURVES | {"seeds": "its rows are signals, of all runs together"}
 MONITOR = "any, as the monitor ships"
 
@@ -155,9 +157,7 @@ def from_runs(
             values = Counter(texts)
             usual[key] = values.most_common(1)[0][0]
     frames = []
-    for run in data.runs:
-        if not run.settled:
-            continue
+    for run in settled_runs(data, (RATE,)):
         rows = run.rows[run.rows["step"] > 0].sort_values("step")
         metrics = [name for name in METRICS if name in rows]
         single_precision = dict.fromkeys(metrics, "float32")
@@ -167,14 +167,12 @@ def from_runs(
             "stress": stress(run.settings, usual),
             "arm": run.arm.split(" [")[0],
             "seed": run.seed,
-            "lr": run.settings["optim.lr"],
+            "lr": run.settings[RATE],
         }
         for name in SIGNALS:
             threshold = run.settings.get(f"monitor.thresholds.{name}", 0.0)
             constants[f"threshold/{name}"] = threshold
         frames.append(frame.assign(**constants))
-    if not frames:
-        raise RunsError("no run that has finished or collapsed")
     notes = [note for note in data.notes if not note.startswith("seeds of")]
     return pd.concat(frames, ignore_index=True), notes
 

@@ -36,7 +36,7 @@ PAPER_LOW = {arm: CLIP_RANGES[objective][0] for objective, arm in ARM_OF.items()
 def main() -> None:
     options = command_options(script.Options, __doc__, REFUSED)
     data = script.read(options, notes=False)
-    script.print_notes(data, "unfinished", "left out", "cut")
+    script.print_notes(data, "unfinished", "left out", "lost")
     numbers = measure(data)
     paths = draw(data, numbers, options.out, options)
     script.print_lines(table(numbers), [disparity(numbers)], paths)

@@ -33,6 +33,7 @@ from gspo.analysis.grid import (
     cell_intervals,
     check_alike,
     collapsed_count,
+    coverage,
     difference_cells,
     interval_line,
     part_length,
@@ -86,9 +87,7 @@ def measure(data: Data) -> pd.DataFrame:
 
     The columns are arm, seed, rate, start, end, collapsed and kl.
     """
-    runs = settled_runs(data, ())
-    if not runs:
-        raise RunsError("fig_critical_rate needs runs that have finished or collapsed")
+    runs = settled_runs(data, (RATE,))
     expected = ("objective.", "policy.routing_replay", RATE)
     check_alike(runs, expected, "give those that differ in the learning rate alone")
     rows = []
@@ -225,7 +224,7 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical_A = fit_pooled(counts)
     levels = {interval.level for interval, _ in ratios.values()} or {LEVEL}
-    shares = ", ".join(f"{100 * (1 - level):.3g} %" for level in sorted(levels))
+    shares = ", ".join(coverage(level) for level in sorted(levels))
     rows = [["arms", f"critical learning rate, or ratio with its {shares} interval", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
         text = rate_text(rate, numbers["rate"])
@@ -354,7 +353,7 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
         ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
     if ratio_texts:
         level = min(interval.level for interval, _ in ratios.values())
-        title = f"Ratio of the critical rates, {100 * (1 - level):.3g} % interval, permutation p"
+        title = f"Ratio of the critical rates, {coverage(level)} interval, permutation p"
         text += f"\n{title}: {'; '.join(ratio_texts)}."
     return text
 

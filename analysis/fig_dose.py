@@ -98,6 +98,12 @@ def main() -> None:
     numbers = measure(data, options.dose, options.measured, options.arms, options.also, outcome)
     differences = dose_differences(numbers, design, options.reference)
     baseline = OBJECTIVES[options.against]
+    objectives = sorted(numbers["objective"].unique())
+    if options.against != Options.against and baseline not in objectives:
+        raise RunsError(
+            f"against={options.against}: there are no runs of {baseline}, but of "
+            f"{', '.join(objectives)}"
+        )
     if options.rows:
         paths = draw_rows_by_dose(data, numbers, differences, options)
     else:

@@ -45,10 +45,10 @@ def judged_claims(data: Data) -> list[Claim]:
 def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     if not data.metrics(PREFIX):
-        return (
-            f"needs {PREFIX}*, which these runs have not recorded: their models have no experts, "
-            "so nothing is routed"
-        )
+        reason = ""
+        if not any(run.moe or "framework" in run.settings for run in data.runs):
+            reason = ": their models have no experts, so nothing is routed"
+        return f"needs {PREFIX}*, which these runs have not recorded{reason}"
     if len(data.arms) > MAX_ARMS:
         return choosing.too_many(data, MAX_ARMS)
     return None

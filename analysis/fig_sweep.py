@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span
+from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span, value_of
 from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
@@ -69,7 +69,7 @@ class Options(script.Options):
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     data = script.read(options, notes=False)
-    script.print_notes(data, "unfinished", "left out", "cut")
+    script.print_notes(data, "unfinished", "left out", "lost")
     if not options.x:
         varied = ", ".join(choosing.varied(data)) or "no setting beside those that make an arm"
         raise RunsError(
@@ -102,8 +102,8 @@ def measure(
     rows = []
     for run in runs:
         row = run_numbers(run, START, end, {"clipped": "clip/token_active"})
-        row["row"] = run.settings[row_setting] if row_setting else ""
-        row["x"] = run.settings[x]
+        row["row"] = value_of(run, row_setting) if row_setting else ""
+        row["x"] = value_of(run, x)
         row["arm"] = load.base_arm(run.settings, with_replay=not replay_varies)
         row["fall"] = fall(run)
         row["length"] = run.column("length/mean").head(START).mean()
@@ -233,7 +233,8 @@ def draw(
         title, label = PANELS[column]
         # so that the collapse rule's 0.3 is in view and smaller falls look like noise
         minimum = 0.35 if column == "fall" else 1e-3
-        largest = max(numbers[column].max(), minimum)
+        # NaN if no run reports the metric
+        largest = np.fmax(numbers[column].max(), minimum)
         room = 2 if column == "clipped" else 1.05  # its axis is logarithmic
         ax.set_ylim(0, room * largest)  # the rows share this axis
         ax.set_title(f"{title}\n", pad=2)

@@ -46,6 +46,12 @@ def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
     return runs
 
 
+def value_of(run: Run, key: str) -> object:
+    """Return a run's value of a setting, the word "null" for null: pandas drops null from groups."""
+    value = run.settings[key]
+    return "null" if value is None else value
+
+
 def check_alike(
     runs: list[Run],
     expected: tuple[str, ...],

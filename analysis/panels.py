@@ -113,9 +113,10 @@ def how_drawn(
     seeds = [len(data.seeds(arm)) for arm in arms]
     several = [count for count in seeds if count > 1]
     thin = []
-    if 1 in seeds:
+    if 1 in seeds and (bands or options.seeds):
         thin.append("batches (where there is one seed)")
-    if several and (options.seeds or min(several) < MIN_BAND_SEEDS):
+    few_seeds = bool(several) and min(several) < MIN_BAND_SEEDS
+    if several and (options.seeds or (bands and few_seeds)):
         thin.append("single seeds")
     text = f"Thin lines: {' or '.join(thin)}. " if thin else ""
     if bands and max(seeds) >= MIN_BAND_SEEDS:
@@ -264,7 +265,8 @@ def why_not_comparable(data: Data, arms: tuple[str, ...]) -> str | None:
     For models without experts the reason says that they have none.
     """
     reason = load.why_not_comparable(data, arms)
-    if reason and GRPO_R2 in arms and not data.metrics("routing/"):
+    routes = any(run.moe or "framework" in run.settings for run in data.runs)
+    if reason and GRPO_R2 in arms and not routes:
         no_routing = "these runs route nothing: dense models have no Routing Replay"
         return reason.replace("; found:", f" ({no_routing}); found:")
     return reason

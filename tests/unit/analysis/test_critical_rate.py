@@ -105,6 +105,12 @@ def test_the_ratio_has_its_interval_and_p():
     )
 
 
+def test_a_level_for_which_the_draws_are_too_few_gives_no_interval():
+    counts = drawn((8e-4, 4e-4), 8.0, 10, np.random.default_rng(3))
+    value, p = ratio(counts, 0, 1, level=1.5e-5)
+    assert np.isnan(value.low) and "[no interval]" in value.text(".2f") and p < 0.05
+
+
 def test_draws_without_a_critical_rate_widen_the_interval():
     """Three seeds collapse above a rate and two below it: in many draws of five runs collapse less
     at higher rates.

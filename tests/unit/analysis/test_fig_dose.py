@@ -17,7 +17,7 @@ SEEDS = range(1, 7)
 def run_of(
     folder,
     name: str,
-    factor: float,
+    factor: float | None,
     seed: int,
     loss: float,
     replay: str = "none",
@@ -32,7 +32,7 @@ def run_of(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         # sunk runs change all their experts
-        row[METRIC] = 1 - factor / 1000 if row["step"] <= 10 else 0.5
+        row[METRIC] = 1 - (factor or 5.0) / 1000 if row["step"] <= 10 else 0.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -164,10 +164,12 @@ def test_another_outcome_than_the_reward(study):
     for path in study.glob("*/metrics.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         gain = 0.02 if path.parent.name.startswith("gspo") else 0.0
+        rows[25]["eval/math/avg@4"] = 0.9  # before the last fifth
         rows[-1]["eval/math/avg@4"] = 0.3 + gain
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     outcome = "eval/math/avg@4"
     numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS, outcome=outcome)
+    assert numbers["end"].max() == pytest.approx(0.32)
     objectives, _ = doses.compared(numbers)
     for _, _, interval in doses.intervals(objectives["GSPO", "GRPO"]):
         assert interval.mean == pytest.approx(0.02)
@@ -175,6 +177,17 @@ def test_another_outcome_than_the_reward(study):
         doses.measure(load.load([study]), DOSE, METRIC, ARMS, outcome="policy/entropy")
     head = fig_dose.table(numbers, DOSE, METRIC, outcome=outcome)[0]
     assert "eval/math/avg@4, last fifth" in head and "reward" not in head
+
+
+def test_null_is_a_dose_and_an_absent_objective_is_refused(study, monkeypatch):
+    for seed in SEEDS:
+        run_of(study, "grpo", None, seed, 0.2)
+    numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS)
+    assert set(numbers["level"]) == {1.0, 10.0, 60.0, "null"}
+    words = ["fig_dose", str(study), f"dose={DOSE[0]}", f"measured={METRIC}", "against=sapo"]
+    monkeypatch.setattr("sys.argv", [*words, f"arms=[{ARMS[0]}]"])
+    with pytest.raises(load.RunsError, match="against=sapo: there are no runs of SAPO, but of"):
+        fig_dose.main()
 
 
 def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):

@@ -14,9 +14,11 @@ from matplotlib.figure import Figure
 
 from gspo.analysis import (
     arm_styles,
+    choosing,
     early_warning,
     fig_clip_range,
     fig_curves,
+    fig_routing,
     fig_sweep,
     foresight,
     load,
@@ -235,6 +237,54 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
     ):
         with pytest.raises(load.RunsError, match=said):
             fig_curves.draw(data, tmp_path, metrics=metrics)
+
+
+def test_a_sweep_tells_of_lost_batches_and_draws_runs_that_recorded_the_reward_alone(
+    tmp_path, monkeypatch, capsys
+):
+    for lr in (1e-4, 4e-4):
+        file = write(tmp_path / "runs", "gspo", HEALTHY, optim__lr=lr) / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [row for row in rows if row["step"] != 7]
+        for row in rows:
+            row.pop("clip/token_active", None)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["fig_sweep", str(tmp_path / "runs"), "x=optim.lr", f"out={tmp_path}"]
+    monkeypatch.setattr("sys.argv", words)
+    fig_sweep.main()
+    printed = capsys.readouterr()
+    assert "has no row of batch 7" in printed.out + printed.err
+    assert (tmp_path / "fig_sweep_known.png").is_file()
+
+
+def test_the_advice_to_choose_runs_can_be_followed(tmp_path):
+    for seed in (1, 2):
+        for lr in (1e-4, 4e-4):
+            write(tmp_path, "gspo", HEALTHY, seed, optim__lr=lr, optim__warmup=0)
+        write(tmp_path, "gspo", HEALTHY, seed, optim__lr=1e-4)
+    data = load.load([tmp_path])
+    advice = choosing.choose_one(data)
+    assert "x=optim.lr" in advice and "x=optim.warmup" not in advice
+    words = re.findall(r"where\.([\w.]+)=(\S+?)[ ;]", advice)
+    runs = data.runs
+    for key, value in words:
+        runs = choosing.having(runs, key, value)
+    assert sorted(run.seed for run in runs) == [1, 2]
+
+
+@pytest.mark.parametrize("bands", [True, False])
+def test_thin_lines_are_described_if_they_are_drawn(tmp_path, bands):
+    data = load.load([write(tmp_path, "gspo", HEALTHY)])
+    text = panels.how_drawn(data, data.arms, style.DEFAULTS, bands)
+    assert ("Thin lines" in text) is bands
+
+
+def test_a_figure_of_routing_says_that_models_have_no_experts_if_they_have_none(tmp_path):
+    data = load.load([write(tmp_path, "gspo", HEALTHY)])
+    assert "no experts" in fig_routing.why_not_drawn(data)
+    for run in data.runs:
+        run.settings["model.experts"] = 8
+    assert "no experts" not in fig_routing.why_not_drawn(data)
 
 
 def test_a_metric_of_ones_own_has_the_unit_that_a_run_directory_gives(tmp_path, monkeypatch):
