@@ -5,6 +5,7 @@ conf/ and sweeps/ are beside gspo/ in the repository, and inside gspo/ in an ins
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -51,6 +53,12 @@ class SweepFiles(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("schema", f"file://{SWEEPS}")
+
+
+def register_options() -> None:
+    """Let Hydra find the schemas, and the options of `gspo train` in sweeps/ too."""
+    register_schemas()
+    Plugins.instance().register(SweepFiles)
 
 
 def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], None]:
@@ -106,7 +114,8 @@ def with_run(command: str, words: list[str]) -> list[str]:
 
 def is_path_word(word: str) -> bool:
     """Whether a word of the command line is a path, not `key=value` or an option of Hydra."""
-    return ("=" not in word and word[:1] not in ("-", "~", "+")) or Path(word).exists()
+    # unlike Path.exists, it is False for a word that is too long for a path
+    return ("=" not in word and word[:1] not in ("-", "~", "+")) or os.path.exists(word)
 
 
 def help_of(name: str, words: list[str]) -> str:
@@ -206,7 +215,7 @@ def quoted(word: str) -> str:
 def composed_settings(words: list[str]) -> Settings:
     """Return the settings that `gspo train` would use for these words."""
     refuse_dashes(words)
-    register_schemas()
+    register_options()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)
         choices = config.hydra.runtime.choices

@@ -28,13 +28,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspo.cli import replay_settings
 from gspo.cli.replay_output import RECORDED, Column, finite_numbers, numbers, write_replay_page
 from gspo.config.settings import (
+    Settings,
     has_recorded_entropy_bonus,
     has_recorded_kl_coefficient,
 )
@@ -48,9 +48,6 @@ from gspo.io.files import SETTINGS_FILE, replace_text
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
 from gspo.run.entry_point import command_line
-
-if TYPE_CHECKING:
-    pass
 
 # metrics of the table, with their names in words
 SHOWN = {
@@ -204,6 +201,9 @@ def replays(
         keeps_advantages = keeps_advantages and not any(
             w.startswith("advantage") for w in overrides
         )
+        if not is_own:
+            for note in check_dump_settings(settings, overrides, keeps_advantages):
+                print(f"note: {note}")
         result = replay(
             record,
             settings.algorithm(),
@@ -216,6 +216,36 @@ def replays(
         name = " ".join(overrides) or settings.objective_option()
         columns.append(Column(escape_line(name), settings, result))
     return columns
+
+
+def check_dump_settings(
+    settings: Settings, overrides: Sequence[str], keeps_advantages: bool
+) -> list[str]:
+    """Return notes on the settings of a preset that cannot act on a dump of another framework.
+
+    A dump tells neither why a response ended nor how long it could be. If its advantages are kept,
+    rewards are not read. Raises ValueError for such a setting on the command line."""
+    unread = ["trainer.mask_truncated", "reward.overlong_cache"]
+    reason = "a dump does not tell which responses were truncated"
+    remedy = "leave it out"
+    if keeps_advantages:
+        unread = ["trainer.mask_truncated", "reward", "advantage"]
+        reason = "the advantages of the dump are kept, so this would change nothing"
+        remedy = "leave it out, or compute the advantages anew with advantage=..."
+        if settings.kl.in_reward:
+            raise SettingError("kl", settings.kl.name, reason, remedy=remedy)
+
+    def is_unread(key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in unread)
+
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if is_unread(key.lstrip("+")):
+            raise SettingError(key.lstrip("+"), value, reason, remedy=remedy)
+    from_preset = [key for key in replay_settings.keys_of_preset(overrides) if is_unread(key)]
+    if not from_preset:
+        return []
+    return [f"the preset also sets {', '.join(from_preset)}: {reason}"]
 
 
 # --------------------------------------------------------------------------------------------------

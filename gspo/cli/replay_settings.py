@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
-from gspo.cli.option_files import CONF, quoted, refuse_dashes
+from gspo.cli.option_files import CONF, quoted, refuse_dashes, register_options
 from gspo.config.checks import check
-from gspo.config.load import read_settings, register_schemas, resolve
+from gspo.config.load import read_settings, resolve
 from gspo.config.schema import literal, merged, to_dataclass
 from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings, dotted
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
@@ -95,7 +95,7 @@ def of_header(header: Header, trust: bool) -> Settings:
 
 def composed(words: Sequence[str]) -> DictConfig:
     """Compose the settings of `gspo train` with these words."""
-    register_schemas()
+    register_options()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", overrides=[quoted(word) for word in words])
 

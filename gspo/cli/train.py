@@ -12,11 +12,10 @@ import sys
 from importlib import import_module
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gspo.cli.option_files import MULTIRUN, SweepFiles, composed
+from gspo.cli.option_files import MULTIRUN, composed, register_options
 from gspo.config.load import chosen_settings
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
@@ -43,7 +42,7 @@ def main() -> None:
     keep_devices()
     # in a sweep with workers, this process waits for them to end their steps
     stop_signal().install(signal.SIGINT)
-    Plugins.instance().register(SweepFiles)
+    register_options()
     as_rank(lambda: command_line(composed("train", job) if launched() == 1 else one_run))
 
 

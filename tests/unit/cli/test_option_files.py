@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gspo.cli import option_files
-from gspo.cli.option_files import CONF, SWEEPS, with_run
+from gspo.cli.option_files import CONF, SWEEPS, composed_settings, with_run
 
 
 def test_they_lie_beside_the_package_or_in_it(tmp_path, monkeypatch):
@@ -34,6 +34,16 @@ composed("train", print)()
     assert done.returncode == 0, done.stderr
     places = [done.stdout.index(f"file://{folder}") for folder in (CONF, tmp_path, SWEEPS)]
     assert places == sorted(places)
+
+
+def test_plans_and_replays_have_the_options_of_the_sweeps_too():
+    settings = composed_settings(["experiment=edge_moe", "arm=edge_gspo"])
+    assert settings.objective.name == "gspo"
+
+
+def test_a_long_setting_is_no_path():
+    words = ["run=a", "prompt.system=" + "x" * 300]
+    assert with_run("evaluate", words) == words
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["run=a", "b", "k=2"], ["a", "b/c", "d"]])
