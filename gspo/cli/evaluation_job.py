@@ -131,7 +131,7 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
         f"{rules}computed in {subject.identity['dtype']}{subject.remark}"
     )
     print(table(results, command.k))
-    for warning in cut_short(results, subject.sets):
+    for warning in cut_short(results, sets, subject.engine.positions):
         print(f"warning: {warning}", file=sys.stderr)
     if comparison:
         print(comparison_table(comparison))
@@ -224,15 +224,22 @@ def within_positions(evaluation_set: EvaluationSet, engine: Engine) -> Evaluatio
     return replace(evaluation_set, limit=limit)
 
 
-def cut_short(results: dict[str, dict], sets: list[EvaluationSet]) -> list[str]:
-    """Return warnings about sets in which many responses were truncated."""
+def cut_short(
+    results: dict[str, dict], sets: list[EvaluationSet], positions: int | None
+) -> list[str]:
+    """Return warnings about sets in which many responses were truncated.
+
+    `positions` is the number of the model's positions, None without a limit."""
     warnings = []
     for s in sets:
         share = results[s.name]["verdicts"].get("truncated", 0.0)
         if share > MAX_TRUNCATED_SHARE:
+            advice = f"say max_new_tokens={2 * s.limit} or more"
+            if positions and 2 * s.limit >= positions:
+                advice = f"the model has {positions} positions for a prompt and its response"
             warnings.append(
                 f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and "
-                f"count as wrong; say max_new_tokens={2 * s.limit} or more"
+                f"count as wrong; {advice}"
             )
     return warnings
 

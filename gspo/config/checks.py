@@ -102,7 +102,8 @@ def check_replay(s: Settings) -> None:
     if replay == "r2":
         changes_nothing = starts_at_one(s) or not s.rollout.samples_ahead
     else:
-        changes_nothing = s.rollout.shares_weights and not s.rollout.samples_ahead
+        same_precision = s.rollout.shares_weights and s.policy.precision == "float32"
+        changes_nothing = same_precision and not s.rollout.samples_ahead
     if s.trainer.minibatches * s.trainer.epochs == 1 and changes_nothing:
         raise SettingError(
             "policy.routing_replay",

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -324,7 +326,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     addresses that the run names. The number of processes is never taken from the record. With
     parallel.mode=... the sizes of shards and expert groups are not taken from it either.
     """
-    overrides = [override.lstrip("+") for override in overrides]
+    parsed = OverridesParser.create().parse_overrides(overrides)
     recorded = recorded_config(folder, trust=trust)
     change = source_change(folder, recorded, to_settings(recorded))
     if change:
@@ -334,7 +336,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     named_addresses: dict[str, str] = {}
     if not is_own_file(folder / "settings.yaml"):
         named_addresses = addresses(plain(recorded))
-        overridden = {override.split("=")[0] for override in overrides}
+        overridden = {override.key_or_group for override in parsed}
         missing = {key: value for key, value in named_addresses.items() if key not in overridden}
         consent = " ".join(f"{key}={value}" for key, value in missing.items())
         refuse_addresses(folder, missing, consent)
@@ -345,28 +347,30 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
             recorded.tracking.wandb = "offline"
     # another number of processes may continue the run
     recorded.parallel.ranks = ParallelSettings.ranks
-    if any(override.startswith("parallel.mode=") for override in overrides):
+    if any(override.key_or_group == "parallel.mode" for override in parsed):
         # the recorded sizes belong to the recorded mode
         recorded.parallel.shard_size = ParallelSettings.shard_size
         recorded.parallel.experts = ParallelSettings.experts
     keys = {*settings_of(recorded), *GROUPS_BESIDE_SETTINGS}
-    for override in overrides:
+    changes = OmegaConf.create()
+    for override in parsed:
         check_change(override, keys, named_addresses, folder)
-    changes = OmegaConf.from_dotlist(overrides)
+        OmegaConf.update(changes, override.key_or_group, override.value())
     return to_settings(merged(recorded, changes, {"resume": str(folder)}))
 
 
 def check_change(
-    override: str, keys: set[str], named_addresses: dict[str, str], folder: Path
+    override: Override, keys: set[str], named_addresses: dict[str, str], folder: Path
 ) -> None:
     """Raise ValueError if an override may not be given beside resume=`folder`.
 
     `keys` are the recorded run's settings. `named_addresses` are its addresses by key, which the
     user may repeat."""
-    key, _, value = override.partition("=")
+    key = override.key_or_group
     group = key.partition(".")[0]
-    if key.startswith("~"):
-        raise taken_away(key[1:])
+    if override.is_delete():
+        raise taken_away(key)
+    value = (override.input_line or "").partition("=")[2]
     if key not in keys and group not in CLASSES_BY_NAME:
         raise no_such_setting(key, sorted(keys))
     changeable = changeable_on_resume()
@@ -375,7 +379,7 @@ def check_change(
         or group in changeable
         or key in ("resume", "dry_run", "allow_outside_code")
         or key.endswith(f".{CONSENT}")
-        or (key in named_addresses and override == f"{key}={named_addresses[key]}")
+        or (key in named_addresses and str(override.value()) == named_addresses[key])
     )
     if not allowed:
         raise SettingError(

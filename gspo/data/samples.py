@@ -58,7 +58,7 @@ def is_right(reward: float | None, rewards: dict[str, float]) -> bool:
 class Score:
     """A verifier's judgement of a response."""
 
-    # in [0, 1]; None: the verifier failed through no fault of the response, which is left out
+    # None: the verifier failed through no fault of the response, which is left out
     reward: float | None
     # the reason in one word: "correct", "wrong", "truncated", "no-answer", "timeout", ...
     verdict: str

@@ -163,7 +163,7 @@ class EngineSettings(Ranged, key="rollout"):
     # the in-process engine records a token's kernels on a GPU and replays them; false: it launches
     # each by itself
     cuda_graphs: bool = cost_only(True)
-    # the precision that the engine computes in; the trainer's is float32
+    # the precision that the engine computes in; the trainer's is policy.precision
     dtype: str = choice("float32", DTYPES)
     # none, or the format that the in-process engine's weights are rounded to
     # (gspo.rollout.engines.quantization)
@@ -256,7 +256,9 @@ class RolloutSettings(
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the engine computes with the trainer's weights in the trainer's precision."""
+        """Whether the engine computes with the trainer's own float32 weights, in float32.
+
+        The trainer rounds them if policy.precision=bfloat16."""
         is_exact = self.dtype == "float32" and self.quantization == "none"
         return self.name == "local" and is_exact
 
@@ -281,6 +283,7 @@ ENGINE_FIELDS = frozenset(
         "dtype",
         "quantization",
         "batch_rows",
+        "cuda_graphs",
         "tensor_parallel_size",
         "max_model_len",
         "kv_cache_gib",
@@ -317,6 +320,8 @@ def check_engine_alone(settings: RolloutSettings, instead: dict[str, str]) -> No
             remedy = "leave it out"
             if setting.name in instead:
                 remedy = f"say {instead[setting.name]}=..."
+            elif isinstance(value, bool):  # an option file may have set it
+                remedy = f"say rollout.{setting.name}={str(default).lower()}"
             raise SettingError(
                 f"rollout.{setting.name}", value, "is read in training alone", remedy
             )

@@ -96,7 +96,11 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "rollout.sleep=true"],
-            ("rollout.sleep", True, "is read in training alone; leave"),
+            ("rollout.sleep", True, "is read in training alone; say rollout.sleep=false"),
+        ),
+        (
+            ["run=x", "rollout=local", "rollout.cuda_graphs=false", "rollout.staleness=1"],
+            ("rollout.staleness", 1, "is read in training alone; leave"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.extend={5: 90}"],
@@ -104,7 +108,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "rollout.routes=true"],
-            ("rollout.routes", True, "is read in training alone; leave"),
+            ("rollout.routes", True, "is read in training alone; say rollout.routes=false"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.name=local"],
@@ -252,12 +256,14 @@ def test_an_evaluation_says_where_the_limit_decided():
         "gsm8k": {"verdicts": {"truncated": 0.2}},
         "aime24": {"verdicts": {"truncated": 0.43, "wrong": 0.57}},
     }
-    (line,) = evaluation_job.cut_short(results, sets)
+    (line,) = evaluation_job.cut_short(results, sets, positions=2048)
     assert (
         line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens")
         and "max_new_tokens=200" in line
     )
-    assert evaluation_job.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1]) == []
+    (line,) = evaluation_job.cut_short(results, sets, positions=150)
+    assert line.endswith("; the model has 150 positions for a prompt and its response")
+    assert evaluation_job.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1], None) == []
 
 
 def run(cwd: Path, *overrides: str) -> list[str]:

@@ -91,6 +91,8 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
     def wake(self) -> None:
         """Take the GPU's memory back after `rest`."""
         if self.asleep:
+            # PyTorch keeps the memory of the update that has ended, and vLLM needs it now
+            torch.cuda.empty_cache()
             self._call_all("wake")
             self.asleep = False
 

@@ -632,7 +632,7 @@ BAD = [
         "task=guessing rollout.token_budget=9 rollout.in_flight=99",
         ("rollout.token_budget", 9, "an episode is played to its end"),
     ),
-    ("task=python_tool task.turns=1", ("turns", 1, "leaves no turn for the answer")),
+    ("task=python_tool task.turns=1", ("task.turns", 1, "leaves no turn for the answer")),
     ("task=guessing task.step_seconds=0", ("task.step_seconds", 0.0)),
     ("task=guessing task.observation_tokens=0", ("task.observation_tokens", 0)),
 ]
@@ -734,6 +734,9 @@ def test_one_update_per_rollout_is_allowed_when_asked_for():
     assert settings("trainer.minibatches=1", "allow_on_policy=true").allow_on_policy
     assert settings("trainer.minibatches=1", "trainer.epochs=2").trainer.epochs == 2
     assert settings("trainer.minibatches=1", "policy.old_logprobs=engine").trainer.minibatches == 1
+    # the trainer in bfloat16 routes otherwise than the engine in float32
+    words = ["policy.routing_replay=r3", "trainer.minibatches=1", "policy.precision=bfloat16"]
+    assert settings(*words, "allow_on_policy=true").policy.routing_replay == "r3"
 
 
 def test_the_directory_name_holds_what_results_depend_on_and_nothing_else():
@@ -1050,6 +1053,16 @@ def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
         key = override.lstrip("+").partition("=")[0]
         with refuses(key, problem="the nearest is"):
             resumed_settings(tmp_path, [f"resume={tmp_path}", override])
+
+
+def test_resume_reads_values_as_every_command_does(tmp_path):
+    write_settings(settings("seed=5", "tracking.entity=us"), tmp_path)
+    changed = resumed_settings(tmp_path, ["tracking.entity=", "tracking.project='it\\'s'"])
+    assert changed.tracking.entity == "" and changed.tracking.project == "it's"
+    changed = resumed_settings(tmp_path, ["tracking.tags=[a,b]", "checkpoint.keep=3"])
+    assert changed.tracking.tags == ["a", "b"] and changed.checkpoint.keep == 3
+    with refuses("~checkpoint.keep"):
+        resumed_settings(tmp_path, ["~checkpoint.keep"])
 
 
 def test_warnings_name_what_may_not_be_meant():
