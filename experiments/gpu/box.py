@@ -66,7 +66,9 @@ PEER = ("trl", "datasets", "dill", "multiprocess", "xxhash")
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 MOST_MIB = 64  # what may be brought along
 SECONDS = {"check": 240, "study": 480}
-GRACE = 20  # seconds that a command has to end after SIGTERM, before SIGKILL
+# Seconds before the deadline at which a command gets SIGTERM. After half of them it gets SIGKILL. The
+# other half is for the results.
+GRACE = 20
 # times as long as on the GPU machine a miniature may take: two busy cores load PyTorch slowly
 SLOWER = 3
 KEPT = ("settings.yaml", "metrics.jsonl", "code.json", "train.log")  # of a run's folder
@@ -345,9 +347,7 @@ def run_one(
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Ask a command and the processes that it started to end, and end those that have not after
-    GRACE seconds.
-    """
+    """Ask a command and the processes that it started to end. Kill them after half of GRACE seconds."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(GRACE / 2)

@@ -85,6 +85,8 @@ def compare() -> None:
     if evaluations:
         if options.given():
             raise load.RunsError(options.without_effect())
+        if options.where or options.all:
+            raise load.RunsError("where.* and all= are about runs, and these are evaluations")
         compare_evaluations(options.paths, evaluations)
         return
     data = load.load(options.paths, options.where, options)
@@ -96,8 +98,9 @@ def compare() -> None:
         raise load.RunsError(f"there is one run, {runs[0].path}: name two or more")
     blocks: list[list[str]] = []
     if len(runs) > MAX_COLUMNS:
-        blocks.append(summary(runs))
-        if len(runs) <= MAX_LISTED_RUNS:
+        groups = summary(runs)
+        blocks.append(groups)
+        if len(runs) <= MAX_LISTED_RUNS or not groups:
             blocks.append(list_of_runs(runs))
     if len(runs) <= MAX_COLUMNS or options.all:
         blocks.append(table(runs))

@@ -58,6 +58,10 @@ def write_pages() -> None:
     own_runs = [path for path in options.paths if is_own_run(path)]
     if options.given() and len(own_runs) == len(options.paths):
         raise ValueError(options.without_effect())
+    if options.out != Options.out and len(own_runs) == len(options.paths):
+        raise ValueError(
+            f"out={options.out}: the page of a run is written into the run's directory"
+        )
     for path in options.paths:
         try:
             if path in own_runs or not is_there(path):
@@ -66,7 +70,7 @@ def write_pages() -> None:
                 write_server_pages(path, options, pages)
             else:
                 write_foreign_pages(Path(path), options, pages)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             exit_code = print_error(error)
     sys.exit(exit_code)
 

@@ -94,6 +94,8 @@ def show() -> None:
         if options.in_ == "terminal":
             if options.given():
                 raise ValueError(f"in=terminal shows files as they are: {options.without_effect()}")
+            if options.port != Options.port or not options.open:
+                raise ValueError("in=terminal shows no page: leave port= and open= out")
             sys.exit(terminal(options.paths, Path(folder)))
         browser(options.paths, Path(folder), options)
     print("closed")

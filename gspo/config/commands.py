@@ -1,10 +1,11 @@
-"""The settings of all commands but `gspo train`: plain dataclasses, and Hydra's schema of them."""
+"""The settings of `gspo evaluate`, `gspo sample` and experiments/benchmark.py, as dataclasses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from gspo.config.settings import dotted
 from gspo.io.errors import SettingError
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
@@ -145,7 +146,7 @@ class BenchmarkCommand(Ranged):
 
     def overrides(self) -> list[str]:
         """Write `set` as a command line of `gspo train`."""
-        return flat(self.set)
+        return [f"{key}={value}" for key, value in dotted(self.set).items()]
 
     def __post_init__(self):
         super().__post_init__()
@@ -169,6 +170,16 @@ class BenchmarkCommand(Ranged):
                 "chooses threads and set.parallel itself, and goes with neither peer nor curves",
                 remedy="leave them out",
             )
+        if self.curves:
+            # the curves have workloads, sizes and threads of their own
+            used = ("curves", "runs", "out")
+            default = BenchmarkCommand()
+            for setting in fields(self):
+                value = getattr(self, setting.name)
+                if setting.name not in used and value != getattr(default, setting.name):
+                    raise SettingError(
+                        setting.name, value, "is not read with curves=true", remedy="leave it out"
+                    )
 
 
 @dataclass
@@ -203,18 +214,3 @@ class SampleCommand(Truncation):
                 "temperature": "temperature",
             }
             check_engine_alone(self.rollout, instead)
-
-
-def flat(settings: dict[str, Any], prefix: str = "") -> list[str]:
-    """Write nested settings as a list of key=value.
-
-    >>> flat({"trainer": {"epochs": 2}, "objective": "grpo"})
-    ['trainer.epochs=2', 'objective=grpo']
-    """
-    words = []
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            words += flat(value, f"{prefix}{key}.")
-        else:
-            words.append(f"{prefix}{key}={value}")
-    return words

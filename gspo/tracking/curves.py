@@ -84,7 +84,7 @@ def curve(rows: list[dict], metric: Metric, log: bool, batches_per_row: int = 1)
 
     The reward also has its smoothed curve and its collapse, for which each row counts as so many
     rollout batches. A held-out score has dots with 95 % intervals over its problems, on an axis
-    from 0. Of many points in a column of the picture, the smallest and the largest are drawn."""
+    with 0. Of many points in a column of the picture, the smallest and the largest are drawn."""
     rows = [row for row in rows if is_finite(row.get(metric.name))]
     steps = [row["step"] for row in rows]
     values = [row[metric.name] for row in rows]
@@ -97,10 +97,12 @@ def curve(rows: list[dict], metric: Metric, log: bool, batches_per_row: int = 1)
     intervals: list[tuple[int, float, float]] = []  # step, and both ends of the interval
     if is_score:
         stderr = stderr_of(metric.name)
+        # scores that are never negative are shares of the problems
+        floor = 0.0 if min(values) >= 0 else -math.inf
         for row, value in zip(rows, values, strict=True):
             half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
-            intervals.append((row["step"], max(0.0, value - half), value + half))
-        low = min(0.0, low)
+            intervals.append((row["step"], max(floor, value - half), value + half))
+        low = min([0.0, *(bottom for _, bottom, _ in intervals)])
         high = max([high, *(top for _, _, top in intervals)])
 
     def x(step: int) -> float:

@@ -147,7 +147,8 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
     reason = f": {status['reason']}" if status.get("reason") else ""
     end = _ended(status.get("how", ""))
     lines = [f"The run {end} at step {step} of {_value(settings, 'steps')}{reason}."]
-    rewards = [row["reward/mean"] for row in batches if is_finite(row.get("reward/mean"))]
+    with_reward = [row for row in batches if is_finite(row.get("reward/mean"))]
+    rewards = [row["reward/mean"] for row in with_reward]
     if rewards:
         first = rewards[:5]
         last = rewards[-10:]
@@ -160,7 +161,7 @@ def _story(settings: dict, rows: list[dict], status: dict) -> list[str]:
         collapse_index = collapse(rewards)
         if collapse_index is not None:
             lines.append(
-                f"It collapsed at step {batches[collapse_index]['step']} by the registered rule "
+                f"It collapsed at step {with_reward[collapse_index]['step']} by the registered rule "
                 "(gspo/tracking/collapse.py)."
             )
     lines += filter(None, (floor_of_run(batches), mismatch_of_run(batches)))

@@ -293,7 +293,7 @@ class WandbRun:
             self.table = wandb.Table(
                 columns=["step", *names], log_mode="INCREMENTAL", allow_mixed_types=True
             )
-        stride = max(1, len(rollouts) // self.settings.table_rows)
+        stride = math.ceil(len(rollouts) / self.settings.table_rows)
         for row in map(readable, rollouts[::stride]):
             cells = [row.get(name) for name in self.table.columns[1:]]
             self.table.add_data(

@@ -86,6 +86,19 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     assert f"[1] {runs[0]}" in compare(*runs, "all=true").stdout.splitlines()
 
 
+def test_many_runs_without_groups_have_a_line_each(tmp_path):
+    runs = [write(tmp_path, "gspo", HEALTHY, optim__lr=1e-4 * k) for k in range(1, 14)]
+    lines = compare(*runs).stdout.splitlines()
+    assert lines[0].startswith("13 runs (all=true") and len(lines) == 2 + 1 + 13
+
+
+def test_options_of_runs_are_refused_with_evaluations(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "responses").mkdir(parents=True)
+    done = compare(tmp_path / "a", tmp_path / "b", "where.optim.lr=1")
+    assert done.returncode == 2 and "where.* and all= are about runs" in done.stderr
+
+
 def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
     for seed in range(3):
         for lr in (1e-4, 0.5):

@@ -589,6 +589,18 @@ def test_the_command_asks_for_the_runs_of_a_study(tmp_path, monkeypatch, capsys)
     assert "study is no run directory, but holds 1: name them" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_stops_no_other_page(tmp_path, monkeypatch, capsys):
+    runs = [write(tmp_path, name, HEALTHY) for name in ("gspo", "grpo")]
+    (runs[0] / "report.html").mkdir()
+    monkeypatch.setattr("sys.argv", ["gspo report", *map(str, runs)])
+    with pytest.raises(SystemExit) as ended:
+        report.write_pages()
+    assert ended.value.code and (runs[1] / "report.html").is_file()
+    monkeypatch.setattr("sys.argv", ["gspo report", str(runs[1]), "out=elsewhere"])
+    with pytest.raises(ValueError, match=r"^out=elsewhere: the page of a run is written into"):
+        report.write_pages()
+
+
 def test_the_command(tmp_path, monkeypatch, capsys):
     rows = [{"step": step} | verl_row(step) for step in range(1, 15)]
     logs = tmp_path / "logs"

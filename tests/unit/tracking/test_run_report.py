@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ import forked
 from gspo.io import files
 from gspo.io.rows import read_rows
 from gspo.tracking import run_report
+from gspo.tracking.curves import curve
+from gspo.tracking.metrics import lookup
 from pages import Page
 from recorded_runs import COLLAPSED, HEALTHY, write
 
@@ -91,6 +94,30 @@ def test_what_a_collapsed_run_says(tmp_path):
     assert (
         text.count('class="good"') == text.count('class="bad"') == 3 and 'class="collapse"' in text
     )
+
+
+def test_batches_without_a_reward_do_not_move_the_collapse(tmp_path):
+    def collapsed_at(rewards: list) -> int:
+        folder = run(tmp_path / str(len(rewards)), rewards)
+        text = " ".join(Page(run_report.write_page(folder).read_text()).words)
+        return int(text.partition("It collapsed at step ")[2].split()[0])
+
+    assert collapsed_at([None, None, None, *COLLAPSED]) == collapsed_at(COLLAPSED) + 3
+
+
+def test_negative_scores_have_whole_intervals():
+    def lengths(*values: float) -> list[float]:
+        rows = [
+            {"step": step, "eval/game/avg@2": value, "eval/game/stderr": 0.1}
+            for step, value in enumerate(values, start=1)
+        ]
+        metric = replace(lookup("eval/game/avg@2"), name="eval/game/avg@2")
+        return [bottom - top for _, bottom, top in curve(rows, metric, log=False).errors]
+
+    below, across = lengths(-0.5, 0.1)
+    assert below == pytest.approx(across, abs=0.2) and below > 0
+    at_zero, above = lengths(0.0, 0.5)
+    assert at_zero == pytest.approx(above / 2, abs=0.2), "a share is not below 0"
 
 
 def test_a_score_stands_with_its_95_percent_interval(tmp_path):
