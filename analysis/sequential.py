@@ -135,25 +135,6 @@ class Walk:
         return Walk(sums, weights * (densities @ self.mass), seeds)
 
 
-def conditional_power(z: float, seeds: int, design: Design, effect: float) -> float:
-    """Return the probability that the last look finds a difference, given |Z| = z now.
-
-    `effect` is the standardised difference of a seed (mean / standard deviation) that is assumed of
-    the seeds to come. With B = z sqrt(t) and t = seeds / maximum (Lan and Wittes 1988):
-
-        P = 1 - Phi((z_K - B - effect sqrt(maximum) (1 - t)) / sqrt(1 - t))
-
-    A study may stop for futility when this is small. Stopping so never raises the error rate."""
-    from scipy.special import ndtr
-
-    share = seeds / design.maximum
-    if share >= 1:
-        return float(z >= design.boundaries[-1])
-    drift = effect * math.sqrt(design.maximum) * (1 - share)
-    missing = design.boundaries[-1] - z * math.sqrt(share) - drift
-    return float(1 - ndtr(missing / math.sqrt(1 - share)))
-
-
 # ------------------------------------------------------------------------------------------------
 # for the commands of figures
 def chosen_design(looks: Sequence[int]) -> Design | None:

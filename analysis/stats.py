@@ -26,7 +26,6 @@ WINDOW = 10  # batches in the final level and in trailing means
 START = 5
 REPS = 2000  # bootstrap draws
 LEVEL = 0.05  # of intervals and verdicts
-MAX_DRAWN_VALUES = 2**22  # numbers that the bootstrap holds at once
 
 
 @dataclass(frozen=True)
@@ -150,21 +149,9 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
     length = len(values_T)
     if not length:
         return Interval(math.nan)
-    block = block_length(length)
-    blocks = math.ceil(length / block)
-    # These are the starts that `reps` calls of `block_indices` draw, in their order.
     rng = np.random.default_rng(0)
-    starts_DB = rng.integers(length, size=(reps, blocks))
-    parts = math.ceil(reps * length / MAX_DRAWN_VALUES)
-    means = []
-    for starts in np.array_split(starts_DB, parts):
-        indices = starts[:, :, None] + np.arange(block)
-        indices = indices.reshape(len(starts), -1) % length
-        indices = indices[:, :length]
-        drawn = values_T[indices]
-        means.append(drawn.mean(axis=1))
-    means_D = np.concatenate(means)
-    low, high = percentile_interval(means_D)
+    means = [values_T[block_indices(length, length, rng)].mean() for _ in range(reps)]
+    low, high = percentile_interval(np.array(means))
     return Interval(float(values_T.mean()), low, high)
 
 

@@ -267,12 +267,6 @@ def tolerance_of(entry: Entry, ours: Ours) -> Tolerance:
     return Tolerance()
 
 
-def named_number(name: str, text: str, default: float) -> float:
-    """Return the number after a name in a text, for example 2e-5 after "rtol"."""
-    match = re.search(rf"{name} (\S+)", text)
-    return float(match[1].rstrip(".,;")) if match else default
-
-
 def close(pair: Pair, result: Comparison) -> Tensor:
     """Return whether ours is within the tolerance, elementwise; NaN is not."""
     tolerance = (

@@ -30,7 +30,7 @@ from gspo.algorithm.advantages import (
     discounted,
 )
 from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
-from peers.credit_2026 import ms_swift_gdpo
+from peers.credit_2026 import group_ids, ms_swift_gdpo
 from peers.options import Options, Untranslated
 from peers.recipe import described
 from peers.result import Ours, Values
@@ -57,11 +57,6 @@ class ScaledLeaveOneOut(GroupNormalized):
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
         return super().compare(rewards_B, groups) * groups.size_B / (groups.size_B - 1).clamp(min=1)
-
-
-def group_ids(entry: Entry) -> Tensor:
-    names = [str(name) for name in entry.groups]
-    return torch.tensor([names.index(name) for name in names])
 
 
 def of_responses(estimator: Advantage, entry: Entry, options: Options) -> Ours:

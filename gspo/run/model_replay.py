@@ -31,6 +31,7 @@ from gspo.data.step_record_files import read_step, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.model.weights import input_embedding
+from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts, Rollout
@@ -56,7 +57,7 @@ class RecordedSource:
     """A rollout source without rollouts: the trainer is given recorded responses."""
 
     def __init__(self, policy: Policy, task: Task, settings: RolloutSettings):
-        self.engine = LocalEngine(policy)
+        self.engine: Engine = LocalEngine(policy)
         self.task = task
         self.settings = settings
 

@@ -8,7 +8,6 @@ run anywhere. Jobs that write to the same terminal then print no progress of the
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -24,7 +23,6 @@ from gspo.io.files import read_status
 
 # the id of the process that shows the line; its jobs inherit the variable
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"
-TAIL_BYTES = 1 << 18  # at the end of metrics.jsonl, which hold its last row
 PAUSE = 60.0  # seconds between two lines
 FIRST_PAUSE = 10.0  # seconds before the first line
 PAUSE_OF_BAR = 2.0  # on a terminal: seconds between two updates of the bar
@@ -117,18 +115,10 @@ class SweepProgress(threading.Thread):
 def last_step(file: Path) -> int:
     """Return the step of the last complete row of a run's metrics, 0 if there is none."""
     try:
-        with open(file, "rb", opener=untrusted.plain_file_opener) as rows:
-            rows.seek(max(rows.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-            lines = rows.read(TAIL_BYTES).splitlines()
+        rows = untrusted.last_rows(file, 1)
     except (OSError, untrusted.Unreadable):
         return 0
-    for row in reversed(lines):
-        try:
-            return int(json.loads(row)["step"])
-        # a row that is being written
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            continue
-    return 0
+    return rows[0]["step"] if rows else 0
 
 
 def clock(seconds: float) -> str:

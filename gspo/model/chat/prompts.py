@@ -169,10 +169,6 @@ class PromptFormat(Ranged, key="prompt"):
                 return token if token in tokenizer.added_tokens_decoder else None
         return None
 
-    @property
-    def _thinking(self) -> str:
-        return f"prompt.thinking={str(self.thinking).lower()}"
-
     def format_for(self, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
         """Return the format that is used with this tokenizer: "chat" or "plain", never "auto"."""
         return "plain" if self.format == "plain" or tokenizer.chat_template is None else "chat"

@@ -72,22 +72,13 @@ class NothingGraded(RuntimeError):
 
 
 class RolloutSource(Protocol):
-    """Returns one batch of scored groups per step."""
+    """Returns one batch of scored groups per step.
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that samples."""
-        ...
+    `engine` samples the problems of `task`, under the settings of the rollout."""
 
-    @property
-    def task(self) -> Task:
-        """The task whose problems are sampled."""
-        ...
-
-    @property
-    def settings(self) -> RolloutSettings:
-        """The settings of the rollout."""
-        ...
+    engine: Engine
+    task: Task
+    settings: RolloutSettings
 
     def start_recording_experts(self) -> None:
         """Let every response from now on hold the experts that the engine chose."""

@@ -180,6 +180,9 @@ class StaleSource:
                 "an engine that samples beside the training needs a copy of the policy"
             )
         self.inner = inner
+        self.engine = inner.engine
+        self.task = inner.task
+        self.settings = inner.settings
         self.trained = trained
         self.staleness = staleness
         self.side_thread = SideThread(trained.device) if overlap else None
@@ -188,21 +191,6 @@ class StaleSource:
         self.sampled = 0  # the newest step whose batch was sampled, or is being sampled
         # seconds that a checkpoint waited for batches: counted with the next rollout
         self.waited = 0.0
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the source that samples."""
-        return self.inner.engine
-
-    @property
-    def task(self) -> Task:
-        """The task of the source that samples."""
-        return self.inner.task
-
-    @property
-    def settings(self) -> RolloutSettings:
-        """The settings of the source that samples."""
-        return self.inner.settings
 
     def start_recording_experts(self) -> None:
         """Let every response from now on hold the experts that the engine chose."""

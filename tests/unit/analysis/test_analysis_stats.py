@@ -47,17 +47,6 @@ def test_blocks_are_neighbours_and_widen_the_interval_of_correlated_batches():
     assert "not over seeds" in wide.kind
 
 
-@pytest.mark.parametrize("length", [1, 2, 9, 100, 257])
-def test_the_bootstrap_draws_what_single_calls_would(monkeypatch, length):
-    """Published intervals stay as they are, to the bit, however much is held at once."""
-    values, rng = np.random.default_rng(1).normal(size=length), np.random.default_rng(0)
-    means = [values[stats.block_indices(length, length, rng)].mean() for _ in range(stats.REPS)]
-    for at_once in (stats.MAX_DRAWN_VALUES, 1000):
-        monkeypatch.setattr(stats, "MAX_DRAWN_VALUES", at_once)
-        interval = stats.block_bootstrap(values)
-        assert [interval.low, interval.high] == np.quantile(means, [0.025, 0.975]).tolist()
-
-
 def test_ratio():
     # geometric mean 6; log 1.5 is half the logs' distance
     two = stats.ratio([[4, 9], [4, 9]], [[1, 1], [1, 1]])

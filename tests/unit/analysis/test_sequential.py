@@ -1,14 +1,12 @@
 """Sequential designs: published boundaries, the error rate of all looks together, decisions."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm
 
 from gspo.analysis import fig_critical_rate
 from gspo.analysis.runs import RunsError
-from gspo.analysis.sequential import Design, conditional_power, level_of
+from gspo.analysis.sequential import Design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.verdicts import judge
 
@@ -54,18 +52,6 @@ def test_looks_that_do_not_rise_are_refused(looks):
         Design(looks)
     with pytest.raises(ValueError, match="alpha=1"):
         Design(alpha=1.0)
-
-
-def test_the_power_that_is_left_by_hand():
-    design = Design((20, 40))
-    last = design.boundaries[-1]
-    # half of the seeds are there, with z = 1: B = 1 / sqrt 2, and the rest adds 0 on average
-    expected = 1 - norm.cdf((last - math.sqrt(0.5)) / math.sqrt(0.5))
-    assert conditional_power(1.0, 20, design, 0.0) == pytest.approx(expected)
-    drift = 0.5 * math.sqrt(40) * 0.5
-    expected = 1 - norm.cdf((last - math.sqrt(0.5) - drift) / math.sqrt(0.5))
-    assert conditional_power(1.0, 20, design, 0.5) == pytest.approx(expected)
-    assert conditional_power(2.0, 40, design, 0.5) == float(last <= 2.0)
 
 
 def test_verdicts_use_the_level_of_the_look():
