@@ -47,6 +47,7 @@ SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
 NO_SUCH_SETTING = "there is no such setting"
 # if at least this share of the letters is equal, the nearest key is assumed to be meant
 MIN_SIMILARITY = 0.6
+SAME_GROUP = 0.8  # the same of a mistyped group whose setting is ours
 # by a part of OmegaConf's message: the type that a setting must have
 TYPES = {
     "could not be converted to Float": "a number",
@@ -288,12 +289,20 @@ def taken_away(key: str) -> SettingError:
 def no_such_setting(key: str, settings: list[str]) -> SettingError:
     """Return the error of an unknown setting, which names the setting that may be meant.
 
-    That is the first of these: our name for another framework's setting, the options of the group
-    that have the setting, the nearest setting. If that is far, all settings of the group follow.
+    That is the first of these: the setting of a mistyped group, our name for another framework's
+    setting, the options of the group that have the setting, the nearest setting. If that is far,
+    all settings of the group follow.
     """
     is_of_a_run = "objective" in settings
     group, _, name = key.partition(".")
     name = name.lower()
+    if group not in settings:
+        full = as_typed(key)
+        near = nearest(full, settings)
+        near_group, _, near_name = near.partition(".")
+        likeness = SequenceMatcher(None, group.lower(), near_group).ratio()
+        if near_name == full.partition(".")[2] and likeness > SAME_GROUP:
+            return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"the nearest is {near}")
     if is_of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
         full = as_typed(key)
         ours = our_name(full)

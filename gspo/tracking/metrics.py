@@ -67,8 +67,8 @@ METRICS = [
     Metric(
         "group/zero_variance",
         "share of groups",
-        "groups whose responses all have the same reward: no signal (except with "
-        "advantage=turn_normalized, gdpo or nsr)",
+        "groups whose responses all have the same reward: no signal for estimators that compare "
+        "rewards within a group, but for turn_normalized, gdpo and the zero tail of otb",
     ),
     Metric(
         "group/steps_without_signal",
@@ -127,7 +127,7 @@ METRICS = [
     Metric(
         "filter/ungraded",
         "responses",
-        "responses left out: their verifier failed twice",
+        "responses left out: their verifier failed twice, or their environment failed",
     ),
     Metric(
         "filter/truncated",
@@ -240,7 +240,7 @@ METRICS = [
     Metric(
         "clip/token_active_minibatch_*",
         TOKEN,
-        "token_active in mini-batch n (0 in the first)",
+        "token_active in mini-batch n (0 in the first if its ratios are 1)",
     ),
     Metric("clip/token_outside_minibatch_*", TOKEN, "token_outside in mini-batch n"),
     Metric(
@@ -294,12 +294,13 @@ METRICS = [
         "ratio/floor_sequence_abs",
         "nats",
         "mean |log s| in the step's first mini-batch. The policy is the old policy there, so "
-        "it is rounding alone",
+        "it is rounding, or with policy.old_logprobs=engine the engine's mismatch",
     ),
     Metric(
         "ratio/floor_outside",
         SEQUENCE,
-        "responses outside the clip range by rounding alone (first mini-batch)",
+        "responses outside the clip range by the same (first mini-batch). For objectives with a "
+        "ratio per token: the mean over responses of their share of tokens outside",
     ),
     Metric(
         "ratio/floor_of_range",
@@ -378,8 +379,8 @@ METRICS = [
     Metric(
         "mismatch/ess_token",
         "share",
-        "with a correction: effective sample size of the weights pi_old/mu over tokens, before "
-        "truncation",
+        "with a correction that acts before the updates: effective sample size of the weights "
+        "pi_old/mu over tokens, before truncation",
     ),
     Metric("mismatch/ess_sequence", "share", "the same of the responses' mean weights"),
     Metric("mismatch/ess_group", "share", "the same of the groups, by their mean response"),
@@ -393,7 +394,7 @@ METRICS = [
     Metric(
         "mismatch/corrected_mean",
         "weight",
-        "mean weight of a token's loss by the correction",
+        "mean weight of a token's loss by the correction, but for m2po",
     ),
     Metric(
         "mismatch/masked",
@@ -634,13 +635,13 @@ METRICS = [
     Metric(
         "compute/dropped_tokens",
         "tokens",
-        "generated and dropped by dynamic sampling in this step",
+        "generated and not trained on in this step: dropped by dynamic sampling, or ungraded",
     ),
     Metric(
         "compute/flops",
         "FLOPs",
         "so far: 2 per active parameter and generated or scored token, 6 per trained token (4 "
-        "with LoRA). Missing if the number of active parameters is unknown",
+        "with LoRA), and attention. Missing if the number of active parameters is unknown",
         "last",
     ),
     Metric("compute/seconds", "s", "wall-clock training time so far, evaluation left out", "last"),

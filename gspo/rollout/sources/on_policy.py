@@ -311,5 +311,7 @@ def without_ungraded(groups: list[list[ScoredResponse]]) -> list[list[ScoredResp
 
 
 def has_signal(group: list[ScoredResponse]) -> bool:
-    """Return whether a group's rewards differ. If they do not, all its advantages are 0."""
+    """Return whether a group's rewards differ.
+
+    If they do not, all advantages of an estimator that compares them are 0."""
     return not all_same([response.reward for response in group])

@@ -981,6 +981,20 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_the_plus(overri
     )
 
 
+@pytest.mark.parametrize(
+    "word, nearest",
+    [("parralel.mode=none", "parallel.mode"), ("rolout.dtype=bfloat16", "rollout.dtype")],
+)
+def test_a_mistyped_group_is_not_taken_for_another_framework(monkeypatch, word, nearest):
+    monkeypatch.setattr(sys, "argv", ["gspo train", word])
+    with pytest.raises(ConfigCompositionException) as refused:
+        settings(word)
+    key = word.partition("=")[0]
+    assert explain(refused.value).startswith(
+        f"{key}: there is no such setting; the nearest is {nearest}"
+    )
+
+
 @pytest.mark.parametrize("name", ["evaluate", "sample", "benchmark"])
 def test_an_unknown_key_is_refused_by_every_entry_point(name):
     with initialize_config_dir(str(CONF), version_base="1.3"):
