@@ -30,6 +30,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles
@@ -249,6 +250,8 @@ def draw_rows_by_dose(
         ax.set_title(lines_of(rows["label"].iloc[0]), fontsize=9)
         ax.set_xlabel(f"{name}, difference", fontsize=8.5)
     name_rows(panels, row_names(arms), 0.7)
+    # the panels share the axis, and more numbers would run into each other
+    panels[0].xaxis.set_major_locator(MaxNLocator(4))
     panels[0].tick_params(axis="y", labelsize=8)
     covered = {coverage(interval.level) for interval in differences["interval"]}
     strip = f" Grey: within {options.same:g}." if options.same else ""
