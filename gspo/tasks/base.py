@@ -39,7 +39,7 @@ def built_at(key: str) -> Generator[None]:
         _key.reset(token)
 
 
-class Task(Ranged):
+class Task(Ranged, key="task"):
     """A source of verifiable problems. A subclass is a dataclass whose fields are its settings.
 
     It must define `problem`, `score` and `evaluation_sets`. The other methods have defaults that

@@ -12,7 +12,7 @@ import torch
 
 import forked
 from builders import problems
-from gspo.config.commands import BenchmarkCommand, flat
+from gspo.config.commands import BenchmarkCommand
 from gspo.distributed.ranks import DistributedRanks, Ranks
 from gspo.model.policy import Policy
 from gspo.model.tokenizer import character_tokenizer
@@ -91,7 +91,8 @@ def test_ratios_are_pair_by_pair_and_their_median_is_shown():
 
 
 def test_nested_settings_become_a_command_line():
-    assert flat({"a": {"b": {"c": 1}, "d": "x"}, "e": 2.5}) == ["a.b.c=1", "a.d=x", "e=2.5"]
+    nested = BenchmarkCommand(set={"a": {"b": {"c": 1}, "d": "x"}, "e": 2.5})
+    assert nested.overrides() == ["a.b.c=1", "a.d=x", "e=2.5"]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf, open_dict
 import forked
 from commands import ROOT
 from composing import CONF, options, settings
+from gspo.cli.option_files import register_options
 from gspo.config.checks import check, check_training_set
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
 from gspo.config.remarks import warnings, warnings_after
@@ -73,12 +74,14 @@ def test_every_option_file_composes_and_every_class_has_one(group):
 
 
 def test_the_help_names_every_option():
+    register_options()  # as `gspo train` does
     with initialize_config_dir(str(CONF), version_base="1.3"):
         text = compose("train", return_hydra_config=True).hydra.help.template
     listed = text.split("== Options of each group")[1].split("objective, advantage and task may")[0]
     sections = dict(re.findall(r"^(\w+)  +((?:.+\n)(?:       +.+\n)*)", listed, flags=re.M))
     for group in [*CHOICES, "experiment", "preset", "arm"]:
-        assert sections[group].split() == options(group)
+        in_sweeps = [path.stem for path in (ROOT / "sweeps" / group).glob("*.yaml")]
+        assert sections[group].split() == sorted([*options(group), *in_sweeps])
 
 
 @pytest.mark.slow
