@@ -46,7 +46,7 @@ def why_not_drawn(data: Data) -> str | None:
     """Return why the figure cannot be drawn, or None if it can."""
     if not data.metrics(PREFIX):
         reason = ""
-        if not any(run.moe or "framework" in run.settings for run in data.runs):
+        if not panels.may_route(data):
             reason = ": their models have no experts, so nothing is routed"
         return f"needs {PREFIX}*, which these runs have not recorded{reason}"
     if len(data.arms) > MAX_ARMS:

@@ -259,14 +259,18 @@ def paper_rewards(
     style.legend(ax, {arm: arm_style(arm) for arm in arms}, loc="best")
 
 
+def may_route(data: Data) -> bool:
+    """Return whether a run's model has experts. Another framework's log may not tell."""
+    return any(run.moe or "framework" in run.settings for run in data.runs)
+
+
 def why_not_comparable(data: Data, arms: tuple[str, ...]) -> str | None:
     """Return why these arms cannot be compared, or None if they can.
 
     For models without experts the reason says that they have none.
     """
     reason = load.why_not_comparable(data, arms)
-    routes = any(run.moe or "framework" in run.settings for run in data.runs)
-    if reason and GRPO_R2 in arms and not routes:
+    if reason and GRPO_R2 in arms and not may_route(data):
         no_routing = "these runs route nothing: dense models have no Routing Replay"
         return reason.replace("; found:", f" ({no_routing}); found:")
     return reason

@@ -234,15 +234,12 @@ def check_dump_settings(
         remedy = "leave it out, or compute the advantages anew with advantage=..."
         if settings.kl.in_reward:
             raise SettingError("kl", settings.kl.name, reason, remedy=remedy)
-
-    def is_unread(key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in unread)
-
     for word in overrides:
-        key, _, value = word.partition("=")
-        if is_unread(key.lstrip("+")):
-            raise SettingError(key.lstrip("+"), value, reason, remedy=remedy)
-    from_preset = [key for key in replay_settings.keys_of_preset(overrides) if is_unread(key)]
+        key, _, value = word.lstrip("+").partition("=")
+        if replay_settings.is_among(key, unread):
+            raise SettingError(key, value, reason, remedy=remedy)
+    preset_keys = replay_settings.keys_of_preset(overrides)
+    from_preset = [key for key in preset_keys if replay_settings.is_among(key, unread)]
     if not from_preset:
         return []
     return [f"the preset also sets {', '.join(from_preset)}: {reason}"]

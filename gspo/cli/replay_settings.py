@@ -120,7 +120,7 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     for key in keys:
         if key in chosen or key == "preset" or key.partition(".")[0] in chosen:
             continue
-        if is_changeable(key) or key.partition(".")[0] in GROUPS:
+        if is_among(key) or key.partition(".")[0] in GROUPS:
             copy_setting(settings, source, key)
         else:
             ignored.append(key)
@@ -142,7 +142,7 @@ def refuse_unless_changeable(word: str) -> None:
     """Raise ValueError for a word that a replay cannot follow."""
     key, _, value = word.partition("=")
     key = key.lstrip("+")
-    if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable(key):
+    if key == "preset" or key.partition(".")[0] in GROUPS or is_among(key):
         return
     choices = ", ".join([*GROUPS, "preset", *CHANGEABLE])
     if key.partition(".")[0] not in [field.name for field in fields(Settings)]:
@@ -156,9 +156,11 @@ def refuse_unless_changeable(word: str) -> None:
     )
 
 
-def is_changeable(key: str) -> bool:
-    """Return whether a replay may change a setting beside the groups."""
-    return any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
+def is_among(key: str, names: Sequence[str] = CHANGEABLE) -> bool:
+    """Return whether a setting is one of `names` or belongs to one of these groups.
+
+    By default: whether a replay may change a setting beside GROUPS."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def keys_of_preset(words: Sequence[str]) -> list[str]:

@@ -26,17 +26,17 @@ HELD_OUT_ONE_IN = 8
 MAX_DRAWS = 1000
 # a problem, the text of a response, and whether the response ended by itself
 Answer = tuple[Problem, str, bool]
-_key: ContextVar[str] = ContextVar("the settings' path of tasks that are built", default="task")
+_built_key: ContextVar[str] = ContextVar("the path of the task that is built", default="task")
 
 
 @contextmanager
 def built_at(key: str) -> Generator[None]:
     """Let tasks that are built within this context name their settings KEY.FIELD in messages."""
-    token = _key.set(key)
+    token = _built_key.set(key)
     try:
         yield
     finally:
-        _key.reset(token)
+        _built_key.reset(token)
 
 
 class Task(Ranged, key="task"):
@@ -62,7 +62,7 @@ class Task(Ranged, key="task"):
 
     def __post_init__(self) -> None:
         """Raise ValueError for the first field whose value its range or its choices forbid."""
-        self.key = _key.get()
+        self.key = _built_key.get()
         check_ranges(self, f"{self.key}.")
 
     def problem(self, seed: int, split: str, index: int) -> Problem:

@@ -22,6 +22,9 @@ from refusals import refuses
 
 H100 = hardware("h100")
 SMALL = ["task=math", "model=tiny_dense", "rollout.prompts_per_step=8", "rollout.group_size=4"]
+WIDE = [
+    *SMALL, "model.layers=2", "model.hidden=512", "rollout.max_new_tokens=8", "trainer.micro_batch_size=1",
+]  # fmt: skip
 LARGE = [
     "task=math", "model=hf", "model.path=Qwen/Qwen3-30B-A3B", "policy.precision=bfloat16", "policy.checkpointing=true",
     "trainer.micro_batch_size=1", "rollout.dtype=bfloat16", "rollout.batch_rows=16",
@@ -235,13 +238,7 @@ def test_an_advice_is_tried_before_it_is_given():
     )
     changed = last.removeprefix("It fits with ").partition(":")[0].split()
     assert planned(*words, *changed, gpu=tight).fits
-    words = [
-        *SMALL,
-        "model.layers=2",
-        "model.hidden=512",
-        "rollout.max_new_tokens=8",
-        "trainer.micro_batch_size=1",
-    ]
+    words = WIDE
     weights = planned(*words, prompt=8).phases["update"]["weights"]
     small = hardware(f"h100,memory={3.0 * weights / GB + RESERVE}")
     line = advice(planned(*words, gpu=small, prompt=8))[1]
@@ -259,14 +256,7 @@ def test_an_advice_is_tried_before_it_is_given():
 
 
 def test_no_advice_is_a_setting_that_another_setting_forbids():
-    words = [
-        *SMALL,
-        "model.layers=2",
-        "model.hidden=512",
-        "rollout.max_new_tokens=8",
-        "trainer.micro_batch_size=1",
-        "policy.checkpointing=true",
-    ]
+    words = [*WIDE, "policy.checkpointing=true"]
     weights = planned(*words, prompt=8).phases["update"]["weights"]
     # weights, gradients and moments take four times the weights, and one GPU is not sharded
     small = hardware(f"h100,memory={4.1 * weights / GB + RESERVE}")
