@@ -255,11 +255,15 @@ def draw_rows_by_dose(
     panels[0].tick_params(axis="y", labelsize=8)
     covered = {coverage(interval.level) for interval in differences["interval"]}
     strip = f" Grey: within {options.same:g}." if options.same else ""
+    references = [str(level) for level in differences["reference"].unique()]
+    settings = " and ".join(options.dose)
+    reference = f"{settings} = {references[0]}"
+    if len(references) > 1:
+        reference = f"its least {settings} ({', '.join(references)})"
     text = (
-        f"In the last fifth of the batches, {name} minus the same arm's at "
-        f"{' and '.join(options.dose)} = {differences['reference'].iloc[0]}, paired by seed: mean "
-        f"and {' and '.join(sorted(covered))} interval. Filled: the interval leaves 0 out and the "
-        f"exact p is below the level.{strip} {len(numbers)} runs."
+        f"In the last fifth of the batches, {name} minus the same arm's at {reference}, paired by "
+        f"seed: mean and {' and '.join(sorted(covered))} interval. Filled: the interval leaves 0 "
+        f"out and the exact p is below the level.{strip} {len(numbers)} runs."
     )
     return style.save(figure, options.out, file_name(data), text, options)
 

@@ -122,6 +122,14 @@ def test_a_row_per_arm_shows_each_dose_minus_the_reference(study, tmp_path, monk
         marks = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
         gspo_and_grpo = [-LOSS[factor] / 2, -LOSS[factor]]
         assert sorted(marks, reverse=True) == pytest.approx([0.0, *gspo_and_grpo])
+
+    captions = []
+    monkeypatch.setattr(fig_dose.style, "save", lambda *given: captions.append(given[3]) or [])
+    without_least = numbers[(numbers["arm"] != "GSPO") | (numbers["level"] != 1.0)]
+    own = doses.dose_differences(without_least)
+    fig_dose.draw_rows_by_dose(data, without_least, own, figure_options(tmp_path, rows=True))
+    assert "the same arm's at its least optim.router_lr_factor (1.0, 10.0)," in captions[0]
+
     alone = doses.dose_differences(numbers[numbers["level"] == 1.0])
     with pytest.raises(load.RunsError, match="no arm has runs of one seed at the reference"):
         fig_dose.draw_rows_by_dose(data, numbers, alone, figure_options(tmp_path))
