@@ -20,9 +20,10 @@ from gspo.analysis import (
     fig_contrast,
     fig_critical_rate,
     fig_dose,
-    foresight,
     panels,
     style,
+    warning_rules,
+    warning_worth,
 )
 from gspo.analysis.arm_styles import ArmStyles, arm_style, arm_styles
 from gspo.analysis.article_doses import PRECISIONS, ends_of, measured
@@ -229,10 +230,10 @@ def warnings(folder: Path, out: Path) -> list[Path]:
     """Draw the signals that foresee collapses best, of the runs under six kinds of stress."""
     frame = pd.read_parquet(folder / early_warning.RECORDED.name)
     thresholds = early_warning.shipped(frame)
-    runs = foresight.histories(frame)
+    runs = warning_rules.stressor_runs(frame)
     results = []
-    for name in (foresight.LR, *SIGNALS):
+    for name in (warning_rules.LR, *SIGNALS):
         results.append(early_warning.result(runs, thresholds, name))
     results.sort(key=lambda signal: -signal.aurocs[0].value)
-    together = foresight.alarm(runs, thresholds)
+    together = warning_worth.worth(warning_rules.together(runs, thresholds))
     return early_warning.draw(results[:SIGNALS_SHOWN], together, runs, out, OPTIONS)

@@ -17,7 +17,6 @@ from gspo.analysis import (
     fig_arena,
     fig_contrast,
     fig_critical_rate,
-    foresight,
     load,
     stability_claims,
     warning_rules,
@@ -214,13 +213,13 @@ def warnings(numbers: Numbers, folder: Path) -> None:
     """Add the worth of early warnings, on the stressed runs and on all recorded runs."""
     frame = pd.read_parquet(folder / early_warning.RECORDED.name)
     thresholds = early_warning.shipped(frame)
-    stressed = foresight.histories(frame)
-    together = foresight.alarm(stressed, thresholds)
+    stressed = warning_rules.stressor_runs(frame)
+    together = warning_worth.worth(warning_rules.together(stressed, thresholds))
     numbers.count("W.runs", len(stressed))
     numbers.count("W.collapsed", sum(run.collapsed is not None for run in stressed))
     numbers.add("W.seen", together.seen, ".2f")
     numbers.add("W.lead", together.lead, ".0f")
-    numbers.add("W.false", together.false, ".2f")
+    numbers.add("W.false", together.per_run, ".2f")
     runs = warning_rules.recorded_runs(frame)
     thresholds |= warning_rules.COUNTER_THRESHOLDS
     numbers.count("W.all", len(runs))

@@ -35,21 +35,25 @@ from gspo.analysis import (
     warning_probe,
     warning_rules,
     warning_table,
+    warning_worth,
 )
 from gspo.analysis.arm_styles import tint
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.foresight import LR, METRICS, Alarm, History, Value
+from gspo.analysis.foresight import History, Value
 from gspo.analysis.grid import settled_runs
 from gspo.analysis.load import GRPO, GSPO
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
+from gspo.analysis.warning_rules import LR
 from gspo.analysis.warning_table import draw_value
+from gspo.analysis.warning_worth import Worth
 from gspo.io.arguments import command_options, option
 from gspo.statistics import sign_flip_p_of_integers
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, levels
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 
 RECORDED = Path(__file__).parent / "data" / "stressors"
+METRICS = sorted({"reward/mean", *(signal.metric for signal in SIGNALS.values())})
 LEADS = (1, 5, 10)  # steps before the collapse
 LONG_RESPONSES = (
     "cold_start.wrong_step_rate=0.14, rollout.max_new_tokens=100, task.max_operands=8, "
@@ -103,7 +107,7 @@ def main() -> None:
         frame = pd.read_parquet(RECORDED)
     if options.save:
         keep(frame, RECORDED)
-    runs = foresight.histories(frame)
+    runs = warning_rules.stressor_runs(frame)
     thresholds = shipped(frame)
     results = []
     for name in (LR, *SIGNALS):
@@ -111,13 +115,13 @@ def main() -> None:
         if signal.aurocs[0].count:
             results.append(signal)
     results.sort(key=lambda signal: -signal.aurocs[0].value)
-    stresses = {run.stress for run in runs}
+    stresses = {run.group for run in runs}
     if not results or len(stresses) < 2:
         raise RunsError(
             "early_warning needs runs that collapsed and runs that did not, under two stresses or "
             "more"
         )
-    together = foresight.alarm(runs, thresholds)
+    together = warning_worth.worth(warning_rules.together(runs, thresholds))
     paths = draw(results, together, runs, options.out, options)
     print("\n".join(outcomes(frame, runs)))
     script.print_lines(table(results, together), paths)
@@ -218,19 +222,20 @@ class Result:
     name: str
     aurocs: list[Value]  # at each of LEADS
     same_lr: Value  # AUROC one step before, among runs of one learning rate
-    fitted: Alarm  # at thresholds fitted on the runs under other stresses
-    shipped: Alarm  # at the monitor's threshold
+    fitted: Worth  # at thresholds fitted on the runs under other stresses
+    shipped: Worth  # at the monitor's threshold
 
 
 def result(runs: list[History], thresholds: dict[str, float], name: str) -> Result:
-    """Measure a signal: AUROC at each lead, and the alarms it would have raised."""
+    """Measure a signal: AUROC at each lead, and the worth of its warnings."""
+    runs = warning_rules.with_metric(runs, name)
     threshold = {name: thresholds.get(name, math.inf)}
     return Result(
         name,
         aurocs=[foresight.auroc(runs, name, lead) for lead in LEADS],
         same_lr=foresight.auroc(runs, name, same_lr=True),
-        fitted=foresight.worth(foresight.held_out(runs, name)),
-        shipped=foresight.alarm(runs, threshold),
+        fitted=warning_worth.worth(warning_rules.held_out(runs, name)),
+        shipped=warning_worth.worth(warning_rules.as_shipped(runs, threshold, name)),
     )
 
 
@@ -287,7 +292,7 @@ def paired(by_run: pd.DataFrame) -> str:
     )
 
 
-def table(results: list[Result], together: Alarm) -> list[str]:
+def table(results: list[Result], together: Worth) -> list[str]:
     """Return a Markdown row per signal, sorted by AUROC.
 
     The last row is for the monitor's warnings taken together.
@@ -302,20 +307,20 @@ def table(results: list[Result], together: Alarm) -> list[str]:
         row = [signal.name]
         row += [auroc.text() for auroc in signal.aurocs]
         row.append(signal.same_lr.text())
-        row += alarm_cells(signal.fitted)
-        row += alarm_cells(signal.shipped)
+        row += cells(signal.fitted)
+        row += cells(signal.shipped)
         rows.append(row)
     row = [MONITOR, *["-"] * 7]
-    rows.append(row + alarm_cells(together))
+    rows.append(row + cells(together))
     return markdown_table(rows)
 
 
-def alarm_cells(alarm: Alarm) -> list[str]:
-    """Return the cells for an alarm: collapses seen, lead and false alarms."""
+def cells(worth: Worth) -> list[str]:
+    """Return the cells of a rule's worth: collapses seen, lead and false alarms."""
     return [
-        alarm.seen.text(),
-        alarm.lead.text(".0f"),
-        alarm.false.text(),
+        worth.seen.text(),
+        worth.lead.text(".0f"),
+        worth.per_run.text(),
     ]
 
 
@@ -323,7 +328,7 @@ def alarm_cells(alarm: Alarm) -> list[str]:
 # figure
 def draw(
     results: list[Result],
-    together: Alarm,
+    together: Worth,
     runs: list[History],
     out: Path,
     options: FigureOptions,
@@ -342,13 +347,13 @@ def draw(
             colour = tint(style.INK, strength)
             draw_value(auroc_panel, row + shift, auroc, colour, marker)
         draw_value(same_lr_panel, row, signal.same_lr)
-    alarms = [signal.fitted for signal in results]
-    alarms.append(together)
-    for row, alarm in enumerate(alarms):
-        marker = "D" if alarm is together else "o"
-        draw_value(seen_panel, row, alarm.seen, marker=marker)
-        draw_value(lead_panel, row, alarm.lead, marker=marker)
-        draw_value(false_panel, row, alarm.false, marker=marker)
+    worths = [signal.fitted for signal in results]
+    worths.append(together)
+    for row, worth in enumerate(worths):
+        marker = "D" if worth is together else "o"
+        draw_value(seen_panel, row, worth.seen, marker=marker)
+        draw_value(lead_panel, row, worth.lead, marker=marker)
+        draw_value(false_panel, row, worth.per_run, marker=marker)
     for ax in (auroc_panel, same_lr_panel):
         ax.axvline(0.5, **style.DASHED)
     auroc_panel.set(title="AUROC", xlabel=f"{', '.join(map(str, LEADS))} steps before")
@@ -368,7 +373,7 @@ def draw(
 
 def caption(runs: list[History], results: list[Result]) -> str:
     collapsed = sum(run.collapsed is not None for run in runs)
-    stresses = sorted({run.stress for run in runs})
+    stresses = sorted({run.group for run in runs})
     best = results[0]
     counts = [str(auroc.count) for auroc in best.aurocs]
     return (
@@ -379,7 +384,7 @@ def caption(runs: list[History], results: list[Result]) -> str:
         "alone does to a score is no help. The others: warnings at a threshold that at most 5 % "
         "of the healthy runs under the other stresses exceed; last row (diamonds): all signals at "
         "the monitor's thresholds. Seen: before the collapse, not at it, where the reward's own "
-        "threshold lies. Bars: 95 % intervals over runs."
+        "threshold lies. Bars: 95 % intervals, of AUROC over runs, of the others over settings."
     )
 
 

@@ -1,30 +1,24 @@
-"""How well a score foresees a collapse: AUROC at a lead, thresholds, lead times, false alarms.
+"""How well a score foresees a collapse: AUROC at a lead, fitted thresholds, warnings.
 
 A run either collapses at some step or does not, by the registered rule (gspo/tracking/collapse.py).
 A run that does not is called healthy. A score warns at its first step above a threshold, which is
-fitted on other runs. Only warnings before the collapse count as seen, for the rule itself is
-certain only 20 steps after it.
+fitted on other runs. warning_worth.py says what its warnings are worth.
 
-Intervals are 95 %, by resampling runs, with collapsed and healthy runs resampled apart. They treat
-runs as independent, which runs of the same seed or setting are not quite. No interval is given for
-fewer than 5 runs, nor if all have the same value.
+The interval of an AUROC is 95 %, by resampling runs, with collapsed and healthy runs resampled
+apart. It treats runs as independent, which runs of the same seed or setting are not quite. No
+interval is given for fewer than 5 runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from gspo.analysis.stats import REPS
-from gspo.statistics import percentile_interval, resample_counts, wilson_interval
-from gspo.tracking.collapse import SIGNALS, collapse
+from gspo.statistics import percentile_interval, resample_counts
 
-METRICS = sorted({"reward/mean", *(signal.metric for signal in SIGNALS.values())})
-LR = "learning rate alone"  # a score without any metric, which the others have to beat
 NORMAL_QUANTILE = 1.959964
 MIN_VALUES = 5  # for an interval
 WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
@@ -35,48 +29,33 @@ CLEARED = 0.8
 
 @dataclass
 class History:
-    """A run: its stress, its learning rate, its collapse, and its scores [T] by signal.
+    """A run: its group, its learning rate, its collapse, and its scores [T] by rule.
 
-    `collapsed` is the index of the step at which the run collapsed, or None. Runs of one `setting`
-    differ in the seed alone, and runs of one `seed` have the same problems in the same order.
+    `collapsed` is the index of the step at which the run collapsed, or None. A group is a study, or
+    a stress of the stressors. Runs of one `setting` differ in the seed alone, and runs of one
+    `seed` have the same problems in the same order.
     """
 
     run: str
-    stress: str
+    group: str
     lr: float
     collapsed: int | None
     scores: dict[str, np.ndarray]
     setting: str = ""
     seed: str = ""
 
-    def highest(self, signal: str, end: int | None = None) -> float:
+    def highest(self, rule: str, end: int | None = None) -> float:
         """Return the largest score from the warm-up to before `end`, or NaN if there is none."""
-        part = self.scores[signal][WARM_UP:end]
+        part = self.scores[rule][WARM_UP:end]
         part = part[np.isfinite(part)]
         return float(part.max()) if len(part) else math.nan
-
-
-def histories(frame: pd.DataFrame) -> list[History]:
-    """Return the runs of a tidy frame (columns run, stress, arm, step and the signals' metrics)."""
-    runs = []
-    for name, rows in frame.sort_values("step").groupby("run"):
-        metrics = rows.reindex(columns=METRICS).astype(float)
-        scores = {}
-        for signal_name, signal in SIGNALS.items():
-            scores[signal_name] = signal.score(metrics[signal.metric].tolist())
-        first = rows.iloc[0]
-        lr = float(first["lr"])
-        scores[LR] = np.full(len(rows), lr)
-        collapsed = collapse(metrics["reward/mean"].tolist())
-        runs.append(History(name, first["stress"], lr, collapsed, scores))
-    return runs
 
 
 # ------------------------------------------------------------------------------------------------
 # ranking
 def wins(
     runs: list[History],
-    signal: str,
+    rule: str,
     lead: int,
     same_lr: bool = False,
 ) -> np.ndarray:
@@ -94,8 +73,8 @@ def wins(
             continue
         # the last counted step is `lead` before the collapse
         end = max(0, run.collapsed - lead + 1)
-        score = run.highest(signal, end)
-        scores = [other.highest(signal, end) for other in healthy]
+        score = run.highest(rule, end)
+        scores = [other.highest(rule, end) for other in healthy]
         healthy_scores = np.array(scores)
         row = (score > healthy_scores) + 0.5 * (score == healthy_scores)
         row[np.isnan(score - healthy_scores)] = np.nan
@@ -127,7 +106,7 @@ NO_VALUE = Value(math.nan, math.nan, math.nan, 0)
 
 def auroc(
     runs: list[History],
-    signal: str,
+    rule: str,
     lead: int = 1,
     same_lr: bool = False,
 ) -> Value:
@@ -137,7 +116,7 @@ def auroc(
     the same learning rate are compared. The count is of the collapsed runs that have steps so
     early and a run to be compared with.
     """
-    table = wins(runs, signal, lead, same_lr)
+    table = wins(runs, rule, lead, same_lr)
     if table.size:
         table = table[np.isfinite(table).any(axis=1)]
     if not table.size:
@@ -163,10 +142,10 @@ def auroc(
 
 # ------------------------------------------------------------------------------------------------
 # warning
-def fitted(runs: list[History], signal: str) -> float:
+def fitted(runs: list[History], rule: str) -> float:
     """Return the lowest threshold above which at most 5 % of the healthy runs ever score."""
     healthy = [run for run in runs if run.collapsed is None]
-    highest = [run.highest(signal) for run in healthy]
+    highest = [run.highest(rule) for run in healthy]
     highest = sorted(score for score in highest if not math.isnan(score))
     if not highest:
         return math.nan
@@ -187,98 +166,3 @@ def warnings(scores: np.ndarray, threshold: float) -> list[int]:
             steps.append(step)
         active = score > threshold or (active and not score < clear)
     return steps
-
-
-@dataclass
-class Verdict:
-    """A run's warnings: the step of the first, their number, and the step of its collapse."""
-
-    first: int | None
-    count: int
-    collapsed: int | None
-
-    @property
-    def seen(self) -> bool:
-        """Whether a collapsed run was warned of before its collapse."""
-        return self.first is not None and self.first < self.collapsed
-
-
-def judged(run: History, thresholds: dict[str, float]) -> Verdict:
-    """Return the warnings that these signals give together for a run."""
-    steps: list[int] = []
-    for name, threshold in thresholds.items():
-        steps += warnings(run.scores[name], threshold)
-    first = min(steps, default=None)
-    return Verdict(first, len(steps), run.collapsed)
-
-
-def alarm(runs: list[History], thresholds: dict[str, float]) -> Alarm:
-    """Return the worth of these signals together."""
-    return worth([judged(run, thresholds) for run in runs])
-
-
-def held_out(runs: list[History], signal: str) -> list[Verdict]:
-    """Judge each run by a threshold that was fitted on the runs under other stresses.
-
-    Runs without such a threshold are left out.
-    """
-    verdicts = []
-    for stress in sorted({run.stress for run in runs}):
-        others = [run for run in runs if run.stress != stress]
-        threshold = fitted(others, signal)
-        if math.isnan(threshold):
-            continue
-        for run in runs:
-            if run.stress == stress:
-                verdicts.append(judged(run, {signal: threshold}))
-    return verdicts
-
-
-@dataclass
-class Alarm:
-    """The worth of a warning rule."""
-
-    seen: Value  # share of the collapsed runs that it warned of
-    lead: Value  # median steps before the collapse, of those
-    false: Value  # warnings per healthy run
-
-
-def worth(verdicts: list[Verdict]) -> Alarm:
-    """Sum up the verdicts on all runs."""
-    collapsed = [verdict for verdict in verdicts if verdict.collapsed is not None]
-    healthy = [verdict for verdict in verdicts if verdict.collapsed is None]
-    seen = [verdict for verdict in collapsed if verdict.seen]
-    leads = [verdict.collapsed - verdict.first for verdict in seen]
-    false_alarms = [verdict.count for verdict in healthy]
-    return Alarm(
-        seen=share([verdict.seen for verdict in collapsed]),
-        lead=resampled(leads, np.median),
-        false=resampled(false_alarms, np.mean),
-    )
-
-
-def share(hits: list[bool]) -> Value:
-    """Return the proportion of hits with Wilson's interval."""
-    n = len(hits)
-    if not n:
-        return NO_VALUE
-    p = sum(hits) / n
-    return Value(p, *wilson_interval(p, n, NORMAL_QUANTILE), n)
-
-
-def resampled(values: list[int], statistic: Callable[[np.ndarray], float]) -> Value:
-    """Return a statistic of the values with its percentile interval."""
-    numbers = np.array(values, float)
-    size = len(numbers)
-    if not size:
-        return NO_VALUE
-    low = math.nan
-    high = math.nan
-    if size >= MIN_VALUES and numbers.min() < numbers.max():
-        rng = np.random.default_rng(0)
-        draws = []
-        for _ in range(REPS):
-            drawn = rng.integers(size, size=size)
-            draws.append(statistic(numbers[drawn]))
-        low, high = percentile_interval(draws)
-    return Value(float(statistic(numbers)), low, high, size)

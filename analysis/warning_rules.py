@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from gspo.analysis import foresight, load
@@ -103,6 +104,7 @@ COUNTERS = {
 COUNTER_THRESHOLDS = {"fallen": STEPS_FALLEN - 1.0, "reward_zero": 2.0, "no_signal": 2.0}
 RULES = {**SIGNALS, **COUNTERS}
 NOT_THE_MONITORS = ("no_signal",)
+LR = "learning rate alone"  # a score without any metric, which the rules have to beat
 
 
 # ------------------------------------------------------------------------------------------------
@@ -120,12 +122,18 @@ def recorded_runs(stressors: pd.DataFrame) -> list[History]:
 
 
 def stressor_runs(stressors: pd.DataFrame) -> list[History]:
-    """Return the runs of the stressors. Each stress is a group, and all share their seeds."""
+    """Return the runs of the stressors. Each stress is a group, and all share their seeds.
+
+    The frame has a row per run and step: the columns run, stress, arm, seed, lr, step and metrics.
+    The learning rate is one more score of a run.
+    """
     runs = []
     for name, rows in stressors.groupby("run"):
         first = rows.iloc[0]
         setting = f"{first['stress']}, {first['arm']}, {first['lr']}"
         run = history(rows, str(name), first["stress"], setting, f"{STRESSORS} {first['seed']}")
+        run.lr = float(first["lr"])
+        run.scores[LR] = np.full((rows["step"] > 0).sum(), run.lr)
         runs.append(run)
     return runs
 
@@ -178,8 +186,10 @@ class Judged:
 
 def judge(run: History, thresholds: dict[str, float]) -> Judged:
     """Return the warnings that these rules give together for a run."""
-    verdict = foresight.judged(run, thresholds)
-    return Judged(run, verdict.first, verdict.count)
+    steps: list[int] = []
+    for rule, threshold in thresholds.items():
+        steps += foresight.warnings(run.scores[rule], threshold)
+    return Judged(run, min(steps, default=None), len(steps))
 
 
 def with_metric(runs: list[History], rule: str) -> list[History]:
@@ -200,8 +210,8 @@ def held_out_thresholds(runs: list[History], rule: str) -> dict[str, float]:
     """
     runs = with_metric(runs, rule)
     thresholds = {}
-    for group in sorted({run.stress for run in runs}):
-        threshold = foresight.fitted([run for run in runs if run.stress != group], rule)
+    for group in sorted({run.group for run in runs}):
+        threshold = foresight.fitted([run for run in runs if run.group != group], rule)
         if not math.isnan(threshold):
             thresholds[group] = threshold
     return thresholds
@@ -212,8 +222,8 @@ def held_out(runs: list[History], rule: str) -> list[Judged]:
     thresholds = held_out_thresholds(runs, rule)
     verdicts = []
     for run in with_metric(runs, rule):
-        if run.stress in thresholds:
-            verdicts.append(judge(run, {rule: thresholds[run.stress]}))
+        if run.group in thresholds:
+            verdicts.append(judge(run, {rule: thresholds[run.group]}))
     return verdicts
 
 

@@ -157,7 +157,7 @@ def draw_value(
 def caption(runs: list[History]) -> str:
     """Return the figure's caption."""
     collapsed = sum(run.collapsed is not None for run in runs)
-    groups = len({run.stress for run in runs})
+    groups = len({run.group for run in runs})
     return (
         f"{collapsed} collapsed and {len(runs) - collapsed} healthy runs of {groups} studies and "
         "stresses; each rule is judged on the runs that have recorded its metric. Pale diamonds: "

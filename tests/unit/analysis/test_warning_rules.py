@@ -96,6 +96,15 @@ def test_a_history_has_the_rules_of_its_metrics():
     assert made.collapsed is not None and 30 < made.collapsed < 40, "row 0 is no step"
 
 
+def test_stressed_runs_have_the_learning_rate_as_a_score():
+    columns = {"run": "r", "stress": "s", "arm": "GRPO", "seed": 1, "lr": 1e-4}
+    frame = pd.DataFrame({"step": range(1, 91), "reward/mean": [0.6] * 30 + [0.1] * 60})
+    (made,) = warning_rules.stressor_runs(frame.assign(**columns).sample(frac=1, random_state=0))
+    assert (made.run, made.group, made.setting, made.lr) == ("r", "s", "s, GRPO, 0.0001", 1e-4)
+    assert 30 < made.collapsed < 40 and made.scores["reward_fall"][-1] > 0.8
+    assert made.scores[warning_rules.LR].tolist() == [1e-4] * 90
+
+
 # ------------------------------------------------------------------------------------------------
 # worth
 def test_the_worth_of_a_rule_by_hand():
