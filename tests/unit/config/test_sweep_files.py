@@ -14,7 +14,7 @@ from composing import settings
 
 ROOT = Path(__file__).parents[3]
 HYDRA = sorted((ROOT / "sweeps").glob("*.yaml"))
-WANDB = sorted((ROOT / "sweeps" / "wandb").glob("*.yaml"))
+WANDB = sorted((ROOT / "sweeps" / "agents").glob("*.yaml"))
 HEAD = ("Question", "Command", "Cost")
 
 
@@ -25,7 +25,7 @@ def test_the_head_says_question_command_cost_and_figure(path):
         assert any(line.startswith(f"# {word} ") for line in head), word
     text = "\n".join(head)
     assert "Read by " in text or "Result " in text
-    assert f"-cn {path.stem}" in text or f"wandb/{path.name}" in text
+    assert f"-cn {path.stem}" in text or f"agents/{path.name}" in text
     for script in re.findall(r"analysis/\w+\.py", text):
         assert (ROOT / script).exists(), script
     for key in re.findall(r"--(?:x|by) (\S+)", text):
