@@ -1,10 +1,11 @@
 """Recorded measurements of gspo.planning.memory, which the tests read instead of measuring again.
 
-A measurement traces a model's forward and backward pass, which takes about a second. The file holds
-the measurements of the plans in tests/unit/planning. Record it anew after a change of the model or
-of the measurement:
+A measurement traces a model's forward and backward pass, which takes up to half a minute. The file
+holds the measurements of the plans in tests/unit/planning. Add those of a new test, or record all
+of them anew after a change of the model or of the measurement:
 
-    RECORD_MEASUREMENTS=1 pytest -n 0 -m 'slow or not slow' tests/unit/planning/test_run_plan.py
+    RECORD_MEASUREMENTS=missing pytest -n 0 tests/unit/planning/test_run_plan.py
+    RECORD_MEASUREMENTS=all pytest -n 0 -m 'slow or not slow' tests/unit/planning/test_run_plan.py
 
 A slow test measures some of them anew and compares.
 """
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig
 from gspo.planning.memory import Measured, Work, measure
 
 FILE = Path(__file__).parents[1] / "data" / "plan_measurements.json"
+RECORD = os.environ.get("RECORD_MEASUREMENTS", "")  # "missing" or "all"
 measured: dict[str, Measured] = {}  # by this process
 
 
@@ -41,7 +43,7 @@ def key_of(config: PretrainedConfig, work: Work) -> str:
 def measurement(config: PretrainedConfig, work: Work) -> Measured:
     """Return the recorded measurement, or measure if there is none."""
     key = key_of(config, work)
-    if "RECORD_MEASUREMENTS" not in os.environ and key in recorded():
+    if RECORD != "all" and key in recorded():
         return recorded()[key]
     if key not in measured:
         measured[key] = measure(config, work)
@@ -49,7 +51,13 @@ def measurement(config: PretrainedConfig, work: Work) -> Measured:
 
 
 def record() -> None:
-    """Write the measurements of this process, if RECORD_MEASUREMENTS asks for it."""
-    if "RECORD_MEASUREMENTS" in os.environ:
-        fields = {key: dataclasses.asdict(measured[key]) for key in sorted(measured)}
-        FILE.write_text(json.dumps(fields, indent=0) + "\n")
+    """Write the measurements of this process, if RECORD_MEASUREMENTS asks for it.
+
+    Else raise AssertionError if a test had to measure, which would slow the suite unnoticed.
+    """
+    if not RECORD:
+        assert not measured, f"{len(measured)} plans have no record: RECORD_MEASUREMENTS=missing"
+        return
+    known = measured if RECORD == "all" else {**recorded(), **measured}
+    fields = {key: dataclasses.asdict(known[key]) for key in sorted(known)}
+    FILE.write_text(json.dumps(fields, indent=0) + "\n")
