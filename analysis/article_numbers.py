@@ -46,9 +46,11 @@ CRITICAL_STUDIES = {
     "A.16": "critical_rate_16",
     "A.top1": "critical_rate_top1",
 }
+DECIDED = Design((20, 30, 40))
 # the studies of a sequential design, whose looks are registered in experiments/STUDIES.md
 SEQUENTIAL_STUDIES = {
-    "decided.4": ("critical_rate_decided", Design((20, 30, 40))),
+    "decided.4": ("critical_rate_decided", DECIDED),
+    "decided.16": ("critical_rate_decided_16", DECIDED),
     "K": ("critical_rate_tools", TWO_LOOKS),
 }
 ARENA_CELLS = ("sums_edge", "tools_edge")
