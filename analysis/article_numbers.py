@@ -51,6 +51,7 @@ DECIDED = Design((20, 30, 40))
 SEQUENTIAL_STUDIES = {
     "decided.4": ("critical_rate_decided", DECIDED),
     "decided.16": ("critical_rate_decided_16", DECIDED),
+    "decided.top1": ("critical_rate_decided_top1", DECIDED),
     "K": ("critical_rate_tools", TWO_LOOKS),
 }
 ARENA_CELLS = ("sums_edge", "tools_edge")
