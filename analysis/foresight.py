@@ -19,7 +19,6 @@ import numpy as np
 from gspo.analysis.stats import REPS
 from gspo.statistics import percentile_interval, resample_counts
 
-NORMAL_QUANTILE = 1.959964
 MIN_VALUES = 5  # for an interval
 WARM_UP = 10  # steps at the start without warnings, as in the monitor by default
 FALSE_ALARM_SHARE = 0.05  # of the healthy runs, at a fitted threshold

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspo.analysis import foresight
-from gspo.analysis.foresight import MIN_VALUES, NO_VALUE, NORMAL_QUANTILE, WARM_UP, History, Value
+from gspo.analysis.foresight import MIN_VALUES, NO_VALUE, WARM_UP, History, Value
 from gspo.analysis.stats import REPS
 from gspo.analysis.warning_rules import Judged, with_metric
 from gspo.statistics import percentile_interval, resample_counts, wilson_interval
 
+NORMAL_QUANTILE = 1.959964
 # The upper 97.5 % limit of a Poisson mean if no event was seen, -ln(.025).
 NO_EVENT_LIMIT = 3.689
 
