@@ -48,6 +48,7 @@ BATCHES_PER_ROW = "batches_per_row"
 END = "end"
 END_UNKNOWN = "end not logged"
 LOG = "log"  # the end of the log's path, by which runs are told apart that nothing else tells apart
+KINDS_IN_WORDS = {int: "a whole number", str: "a text", dict: "pairs of names"}
 OF_THE_LOG = (BATCHES_PER_ROW, END, LOG)  # these do not make an arm
 
 
@@ -106,7 +107,7 @@ def read_foreign_runs(
     notes: list[str] = []
     problems = []
     segments = []
-    for file in wandb_files_of(path):
+    for file in foreign_search.wandb_segments(path, set()):
         segment = wandb_files.read(file)
         if segment.rows:
             problems.append(foreign_files.own_run(segment))
@@ -114,6 +115,8 @@ def read_foreign_runs(
             segments.append(segment)
     logs = foreign_files.wandb_logs(segments)
     for file in foreign_search.find_logs(path, (), notes):
+        if file.suffix == ".wandb":
+            continue
         try:
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
@@ -124,12 +127,6 @@ def read_foreign_runs(
         problems += notes or [f"{path}: {foreign_search.content_of(path)}"]
         notes = []
     return [run for run, _ in runs], problems, notes
-
-
-def wandb_files_of(path: Path) -> list[Path]:
-    """Return W&B's files below a folder, in the order of their start."""
-    files = path.rglob("*.wandb") if path.is_dir() else []
-    return sorted({file.resolve() for file in files}, key=lambda file: file.parent.name)
 
 
 def translated(
@@ -198,10 +195,12 @@ def read_about(log: Path) -> About:
         kind = kinds.get(key, int)
         if key not in About.__dataclass_fields__:
             keys = ", ".join(About.__dataclass_fields__)
-            raise untrusted.Unreadable(f"{candidate}: {key[:40]} is unknown. It may have {keys}")
+            raise untrusted.Unreadable(
+                f"{candidate}: {str(key)[:40]} is unknown. It may have {keys}"
+            )
         if type(value) is not kind or (kind is int and not 0 <= value <= untrusted.MAX_STEP):
             raise untrusted.Unreadable(
-                f"{candidate}: {key}={str(value)[:40]} is no {kind.__name__}"
+                f"{candidate}: {key}={str(value)[:40]} must be {KINDS_IN_WORDS[kind]}"
             )
     return About(**values)
 

@@ -110,6 +110,34 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
     return logs + without_steps
 
 
+def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
+    """Return the offline W&B files below a path that lie in no run directory, by their start."""
+    files = [path] if path.suffix == ".wandb" else []
+    if path.is_dir():
+        files = [file for file in path.rglob("*.wandb") if file.is_file()]
+    outside = set()
+    for file in files:
+        resolved = file.resolve()
+        if not run_folders & set(resolved.parents) and not _is_copy(resolved):
+            outside.add(resolved)
+    # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their
+    # start
+
+    def start(file: Path) -> tuple[Path, str]:
+        return file.parent.parent, file.parent.name
+
+    return sorted(outside, key=start)
+
+
+def _is_copy(file: Path) -> bool:
+    """Return whether this is a copy of W&B's link to the latest run.
+
+    The link becomes a folder if the copy followed links.
+    """
+    folder = file.parent
+    return folder.name == "latest-run" and any(folder.parent.glob(f"*-run-*/{file.name}"))
+
+
 def _is_named_as_a_log(name: str) -> bool:
     """Return whether a framework's log has this name."""
     return name in NAMES_OF_LOGS or HISTORY in name

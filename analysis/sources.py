@@ -73,7 +73,7 @@ def records(path: Path | str, options: ForeignOptions = NOTHING_SAID) -> list[Re
     segments = []
     foreign_segments = []
     not_trained = 0
-    for file in wandb_segments(path, run_folders):
+    for file in foreign_search.wandb_segments(path, run_folders):
         stamp = file_stamp(file)
         record = cached_copy(str(file), stamp)
         if record is None:
@@ -130,34 +130,6 @@ def foreign_record(run: ForeignRun, about: foreign.About, id: str = "") -> Recor
     """Return a run of another framework as a record."""
     settings, rows, notes = foreign.described(run, about)
     return Record(run.path, settings, rows, notes, id)
-
-
-def wandb_segments(path: Path, run_folders: set[Path]) -> list[Path]:
-    """Return the offline W&B files below a path that lie in no run directory, by their start."""
-    files = [path] if path.suffix == ".wandb" else []
-    if path.is_dir():
-        files = [file for file in path.rglob("*.wandb") if file.is_file()]
-    outside = set()
-    for file in files:
-        resolved = file.resolve()
-        if not run_folders & set(resolved.parents) and not _is_copy(resolved):
-            outside.add(resolved)
-    # .../wandb/offline-run-<time>-<id>/run-<id>.wandb: the folders' names sort by the time of their
-    # start
-
-    def start(file: Path) -> tuple[Path, str]:
-        return file.parent.parent, file.parent.name
-
-    return sorted(outside, key=start)
-
-
-def _is_copy(file: Path) -> bool:
-    """Return whether this is a copy of W&B's link to the latest run.
-
-    The link becomes a folder if the copy followed links.
-    """
-    folder = file.parent
-    return folder.name == "latest-run" and any(folder.parent.glob(f"*-run-*/{file.name}"))
 
 
 def file_stamp(*files: Path) -> list:

@@ -23,6 +23,14 @@ def check_episodes(s: Settings) -> None:
             f"with task={s.task.name}, its responses have one turn each",
             remedy="use advantage=group_normalized",
         )
+    # a mixture may have responses of one turn too
+    if s.task.name in s.task.environments() and s.reward.truncated != 0:
+        raise SettingError(
+            "reward.truncated",
+            s.reward.truncated,
+            f"with task={s.task.name}, an episode that is cut off keeps the rewards of its turns",
+            remedy="leave it out",
+        )
     if each_turn and not has_episodes:
         raise SettingError(
             "reward.turns",

@@ -94,10 +94,12 @@ def nothing_to_learn(
     lines = []
     truncated_share = metrics.get("length/truncated", 0.0)
     if truncated_share >= MAX_TRUNCATED_SHARE:
-        if s.reward.truncated is None:
+        if all(response.turns for response in responses):
+            earned = "each episode kept the rewards of its turns"
+        elif s.reward.truncated is None:
             earned = "the reward function sees no end of theirs"
         else:
-            earned = f"each earned {s.reward.truncated:g} without a call of the reward function"
+            earned = f"each earned {s.reward.truncated:g} without being judged"
         lines.append(
             f"{truncated_share:.1%} of the responses were cut off at "
             f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise the limit"
@@ -156,6 +158,8 @@ def rounding_floor(s: Settings, metrics: dict[str, float]) -> list[str]:
 def cut_off_pays(s: Settings, responses: list[ScoredResponse]) -> list[str]:
     """Warn if a response that ended by itself earned less than a response that was cut off."""
     truncated = s.reward.truncated
+    # an episode that is cut off keeps the rewards of its turns
+    responses = [r for r in responses if not r.turns]
     if truncated is None or not any(r.score.verdict == "truncated" for r in responses):
         return []
     ended = [r.reward for r in responses if r.score.verdict != "truncated"]

@@ -79,7 +79,7 @@ def as_score(value: Any) -> Score:
     Score. Raises NotAScore for anything else, and ValueError for a number that is not finite or too
     large."""
     if isinstance(value, Score):
-        score = value
+        score = checked_score(value)
     elif isinstance(value, Mapping):
         score = named_score(value)
     elif value is None:
@@ -96,6 +96,21 @@ def as_score(value: Any) -> Score:
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             raise ValueError(f"the reward is {reward}, not a number within +-{LARGEST_REWARD:g}")
     return score
+
+
+def checked_score(score: Score) -> Score:
+    """Return a Score of the user's with plain numbers. Raises NotAScore for a field of another type."""
+    for name in ("verdict", "answer", "reason"):
+        value = getattr(score, name)
+        if not isinstance(value, str):
+            raise NotAScore(f"it returned a Score with {name}={str(value)[:40]}, not a text")
+    reward = score.reward
+    if reward is not None:
+        if not isinstance(reward, SupportsFloat) or isinstance(reward, str):
+            raise NotAScore(f"it returned a Score with reward={str(reward)[:40]!r}, not a number")
+        reward = float(reward)
+    rewards = named_score(score.rewards).rewards if score.rewards else {}
+    return replace(score, reward=reward, rewards=rewards)
 
 
 def named_score(values: Mapping[Any, Any]) -> Score:
@@ -193,7 +208,13 @@ class RewardCaller:
             for index, *arguments in calls:
                 self.send(("begins", [index]))
                 try:
-                    score = as_score(self.function(*arguments))
+                    value = self.function(*arguments)
+                    # a decorated function, or an object that can be called, hides that it is async
+                    if inspect.isawaitable(value):
+                        value = asyncio.run(within(value, seconds))
+                    score = as_score(value)
+                except TooSlow:
+                    score = timeout(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
                 self.send(("outcome", index, score))

@@ -185,10 +185,16 @@ def not_judged(run: ForeignRun, table: Table) -> list[tuple[str, str, str]]:
             continue
         possible = [entry for entry in table.entries if entry.ours == signal.metric]
         reason = f"{table.title} logs no metric of this definition"
-        if any(entry.objectives and not run.objective for entry in possible):
+        fitting = [
+            entry for entry in possible if not entry.objectives or run.objective in entry.objectives
+        ]
+        if fitting:
+            reason = f"this run has not logged {' or '.join(entry.theirs for entry in fitting)}"
+        elif possible and not run.objective:
             reason = "the objective is not logged: set objective="
         elif possible:
-            reason = f"this run has not logged {' or '.join(entry.theirs for entry in possible)}"
+            theirs = " or ".join(entry.theirs for entry in possible)
+            reason = f"{theirs} has another definition with objective={run.objective}"
         lines.append((name, signal.metric, reason))
     return lines
 

@@ -108,6 +108,10 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
         return gold, Node("several", answer.text, elements)
     if kinds == {"several", "ordered"}:
         return _as_point(gold), _as_point(answer)
+    if gold.kind == answer.kind == "several" and _gives_several_names(gold):
+        # x=2, y=3 is answered by 2, 3 if the alphabet says which comes first, and not by 3, 2
+        if not any(part.kind == "named" for part in answer.parts):
+            return _as_point(gold), Node("ordered", answer.text, ("(", *answer.parts, ")"))
     if kinds == {"several", "named"}:
         several = gold if gold.kind == "several" else answer
         if {part.kind for part in several.parts} == {"named"}:
@@ -118,6 +122,13 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
     if gold.kind not in ("equation", "named"):
         return gold, worth(answer) or answer
     return gold, answer
+
+
+def _gives_several_names(node: Node) -> bool:
+    """Return whether the elements give values to different names, as in x=2, y=3."""
+    if any(part.kind != "named" for part in node.parts):
+        return False
+    return len({part.parts[0] for part in node.parts}) > 1
 
 
 def _as_point(node: Node) -> Node:
@@ -241,7 +252,7 @@ def _can_be_computed(gold: str) -> bool:
     """Return whether a gold has no words, relations or bases of number systems."""
     if re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold):
         return False
-    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg", without_bounds(gold))
+    return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg|\\pmod", without_bounds(gold))
 
 
 def _same_elements(golds: tuple[Node, ...], answers: tuple[Node, ...], equal: Equal) -> bool:

@@ -38,7 +38,8 @@ class UnusableAnswer(Exception):
 
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-ANSWER = re.compile(r"(?i)\banswer\**\s*(?::|\bis\b:?)\**[^\S\n]*")
+# behind a colon the answer may be in the next line
+ANSWER = re.compile(r"(?i)\banswer\**\s*(?:[:：]\**\s*|\bis\b:?\**[^\S\n]*)")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 AND = r"(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))"
@@ -230,6 +231,8 @@ STEPS = [
         (r"\\(?:le|leq|leqslant)(?![A-Za-z])", r"\\le "),
         (r"\\(?:ge|geq|geqslant)(?![A-Za-z])", r"\\ge "),
         (r"\\(?:neq|ne)(?![A-Za-z])", r"\\ne "),
+        (r"\\(sin|cos|tan)\s*\^\s*\{\s*-\s*1\s*\}", r"\\arc\1 "),
+        (r"\\pmod\s+(\d+)", r"\\pmod{\1}"),
         (r"\\(?:lt)(?![A-Za-z])", "<"),
         (r"\\(?:gt)(?![A-Za-z])", ">"),
         (r"\\(?:varnothing)(?![A-Za-z])", r"\\emptyset "),

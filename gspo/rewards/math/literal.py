@@ -156,6 +156,15 @@ TAILS = [
     re.compile(r"(?<=[\d.)}$])\s*()\\deg\s*(?:\\text\{\s*)?([CF]?)(?:\s*\})?\s*\Z"),
     re.compile(r"\s*()(\\(?:dollar|euro|pounds|yen))\s*\Z"),
 ]
+# other units of up to three letters, and units without a vowel
+SHORT_UNITS = """
+ml cl dl mg mcg kw kwh hz khz mhz ghz kb mb gb tb yr yrs mo wk wks hrs pt pts qt pc pcs cc kmh kmph
+ppm rpm bpm psi kpa pa db ly ev kj kcal cal nm um au tbsp tsp lbs sqft ha kn mol
+"""
+KNOWN_UNITS = frozenset(f"{UNITS} {SHORT_UNITS}".split())
+FUNCTIONS = frozenset(
+    "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh".split()
+)
 PLAIN_TAIL = re.compile(rf"(?<=[\d.)}}])(\s+{WORDS}|[a-z]{{2,}}|\s*[cmk]?m|\s*k?g)({POWER})\s*\Z")
 HEAD = re.compile(r"([-+]?)\s*\\(dollar|euro|pounds|yen)\s*(?=[-+\d.\\])")
 SIGNS = {"dollar": "$", "euro": "€", "pounds": "£", "yen": "¥"}
@@ -179,9 +188,10 @@ def split_unit(text: str) -> tuple[str, str]:
             units.add(_unit(words, mark) if words else _sign(mark))
             text = text[: tail.start()].strip()
     tail = PLAIN_TAIL.search(text)
-    if tail and not units and _is_unit(tail.group(1)) and literal(text[: tail.start()]):
-        units.add(_unit(*tail.groups()))
-        text = text[: tail.start()].strip()
+    if tail and not units and _is_unit(tail.group(1)) and not _may_be_variables(tail.group(1)):
+        if literal(text[: tail.start()]):
+            units.add(_unit(*tail.groups()))
+            text = text[: tail.start()].strip()
     return text, " ".join(sorted(units))
 
 
@@ -201,6 +211,19 @@ def _is_unit(words: str) -> bool:
         elif name.lower() in NO_UNITS:
             return False
     return True
+
+
+def _may_be_variables(words: str) -> bool:
+    """Return whether letters behind a number may be variables or a function: 3xy, 2lw, 2 sin x.
+
+    Letters that touch the number are a unit only if the unit is known, as in 5km."""
+    is_attached = not words[:1].isspace()
+    for word in re.findall(r"[a-z]{2,}", words.lower()):
+        if word in KNOWN_UNITS or word.removesuffix("s") in KNOWN_UNITS or word == "of":
+            continue
+        if is_attached or word in FUNCTIONS or len(word) == 2 or not re.search("[aeiou]", word):
+            return True
+    return False
 
 
 def _unit(words: str, power: str) -> str:

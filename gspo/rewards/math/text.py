@@ -73,6 +73,7 @@ REALS = re.compile(
 CHOICE = re.compile(r"\\text\s*\{\s*\(([A-E])\)\s*\}\s*(.*\S.*)\Z", re.DOTALL)  # \textbf{(B)}\ 12
 OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\.|.", re.DOTALL)
+PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # not of \pmod
 PLUS_INFINITY = Node("formula", r"\infty")
 MINUS_INFINITY = Node("formula", r"-\infty")
 WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*|[Nn]o(?: [^\W\d_]{3,})+|\([A-Z]\)")
@@ -181,13 +182,14 @@ def _without_separators(text: str) -> Node:
         if len(elements) > 1:
             return Node("ordered", text, (text[0], *map(structure, elements), text[-1]))
     # alone \mp means \pm, beside \pm it is the other sign
-    if "\\mp" in text and text.count("\\pm") < 2:
-        minus_plus = text.replace("\\pm", "-").replace("\\mp", "+")
-        plus_minus = text.replace("\\pm", "+").replace("\\mp", "-")
-        signs = [plus_minus, minus_plus] if "\\pm" in text else [minus_plus, plus_minus]
+    plus_minus_count = len(PLUS_MINUS.findall(text))
+    if "\\mp" in text and plus_minus_count < 2:
+        minus_plus = PLUS_MINUS.sub("-", text).replace("\\mp", "+")
+        plus_minus = PLUS_MINUS.sub("+", text).replace("\\mp", "-")
+        signs = [plus_minus, minus_plus] if plus_minus_count else [minus_plus, plus_minus]
         return _several(text, signs)
-    if "\\pm" in text and text.count("\\pm") < 4 and "\\mp" not in text:
-        return _several(text, [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
+    if 0 < plus_minus_count < 4 and "\\mp" not in text:
+        return _several(text, [PLUS_MINUS.sub(sign, text, count=1) for sign in ("+", "-")])
     if squeeze(text) in ("\\infty", "+\\infty", "-\\infty"):
         return MINUS_INFINITY if "-" in text else PLUS_INFINITY
     return Node("formula", re.sub(r"^\s*\+", "", text).strip())

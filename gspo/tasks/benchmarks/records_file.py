@@ -78,15 +78,16 @@ class Source:
             for file in path.rglob("*")
             if file.is_file() and file.name.lower().endswith(SUFFIXES)
         )
-        files = [file for file in all_files if file.name.startswith(self.split)]
+        split_of = {file: _split_of(file.relative_to(path)) for file in all_files}
+        files = [file for file in all_files if split_of[file].startswith(self.split)]
         if not files:
-            files = [file for file in all_files if not file.name.startswith(SPLITS)]
+            files = [file for file in all_files if not split_of[file]]
         if not files:
             raise SettingError(
                 self.setting,
                 self.path,
                 f"no file for the split {self.split!r} in this folder: "
-                f"{self.split}*.jsonl, .jsonl.gz or .parquet",
+                f"{self.split}*.jsonl, .jsonl.gz or .parquet, or a folder {self.split}",
             )
         return files
 
@@ -123,6 +124,13 @@ class Source:
         if self.hub:
             advice += f", or {INSTALL} and leave it empty to read {self.hub} from the hub"
         return advice
+
+
+def _split_of(file: Path) -> str:
+    """Return the name of a file, or of its nearest folder, that begins with a split's name.
+
+    Return "" if there is none. `file` is relative to the dataset's folder."""
+    return next((name for name in reversed(file.parts) if name.startswith(SPLITS)), "")
 
 
 def file_rows(path: Path) -> Iterator[DataRow]:

@@ -18,7 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from gspo.data.samples import LARGEST_REWARD
 from gspo.tasks.environments.protocol import Environment, Message, Outcome
@@ -258,7 +261,7 @@ def outcome(result: Any) -> Outcome:
     return Outcome(
         readable(result.observation),
         float(result.reward),
-        result.done,
+        bool(result.done),
         NOT_IN_METRIC_NAME.sub("_", result.verdict),
         readable(result.answer[:MAX_ANSWER_CHARS]),
         {name: float(value) for name, value in result.measures.items()},
@@ -288,11 +291,13 @@ def fault_of(outcome: Any) -> str:
     """Return in words why a result of `step` is invalid, "" if it is valid."""
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
-    types = {"observation": str, "verdict": str, "answer": str, "done": bool, "measures": dict}
+    types = {"observation": str, "verdict": str, "answer": str, "measures": dict}
     types |= {"deferred": bool, "rewards": dict}
     for name, kind in types.items():
         if not isinstance(getattr(outcome, name), kind):
             return f"{name}={repr(getattr(outcome, name))[:80]}, not {kind.__name__}"
+    if not isinstance(outcome.done, bool | np.bool_):
+        return f"done={repr(outcome.done)[:80]}, not bool"
     if len(outcome.verdict.split()) != 1 or len(outcome.verdict) > MAX_VERDICT_CHARS:
         verdict = outcome.verdict[:80]
         return f"verdict={verdict!r}, not one word of up to {MAX_VERDICT_CHARS} characters"
@@ -323,4 +328,5 @@ def _fault_of_named(field: str, values: dict[Any, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and -LARGEST_REWARD <= value <= LARGEST_REWARD
+    # a Real also is a number of NumPy
+    return isinstance(value, Real) and -LARGEST_REWARD <= value <= LARGEST_REWARD

@@ -1,6 +1,6 @@
 """The numbers of another framework's log by name and step.
 
-Records of the same step are joined if they do not contradict each other: of two that do, the first
+Records of the same step are joined if they do not contradict each other. Of two that do, the first
 counts. A resumed run writes some steps again: its later records count. Everything that is left out
 is counted.
 """
@@ -42,6 +42,7 @@ class Columns:
         self.axes: dict[str, Axis] = {}  # by name
         self.counts: set[str] = set()  # the kinds of axes that records had
         self.dropped: Counter[str] = Counter()
+        self.contradiction = ""  # the first number that contradicts an earlier number, in words
         self.texts: set[str] = set()  # names whose values are no numbers
         self.first: dict[str, int] = {}  # the step of a name's first number
         self.last: dict[str, int] = {}  # the step of a name's newest number
@@ -75,9 +76,13 @@ class Columns:
             elif any(self.last.get(name, 0) > step for name in numbers):
                 self.late += 1
         self.largest_step = max(self.largest_step, step)
-        if any(self._contradicts(name, step, number) for name, number in numbers.items()):
-            self.dropped[CONTRADICTION] += 1
-            return
+        for name, number in numbers.items():
+            if self._contradicts(name, step, number):
+                self.dropped[CONTRADICTION] += 1
+                if not self.contradiction:
+                    earlier = self.values[name][step]
+                    self.contradiction = f"{name} of step {step} is {earlier:.6g} and {number:.6g}"
+                return
         for name, number in numbers.items():
             self._put(name, step, number, axis)
         untrusted.check_table(self.path, self.longest, len(self.values), self.count)
@@ -218,7 +223,9 @@ class Columns:
                 f"{self.late} records have an earlier step than records before them, so several runs "
                 "may have written it"
             )
-        notes += [f"left out: {count} {reason}" for reason, count in sorted(self.dropped.items())]
+        for reason, count in sorted(self.dropped.items()):
+            example = f" (the first: {self.contradiction})" if reason == CONTRADICTION else ""
+            notes.append(f"left out: {count} {reason}{example}")
         if self.texts:
             notes.append(f"left out, because they are no numbers: {listed(self.texts)}")
         return notes

@@ -9,7 +9,18 @@ ENTRIES = (
     same("rollout/truncated_rate", "length/truncated"),
     other("rollout/*", "of the rollout batch"),
     other("group_reward_std", "mean of the groups' standard deviations"),
-    reweighted("ppo_clip_ratio", "clip/token_active", "token mean, without the dual clip"),
+    reweighted(
+        "ppo_clip_ratio",
+        "clip/sequence_active",
+        "responses weighted by their tokens",
+        objectives=("gspo",),
+    ),
+    reweighted(
+        "ppo_clip_ratio",
+        "clip/token_active",
+        "token mean, without the dual clip. If the run is one of GSPO, only its configuration or "
+        "objective=gspo tells it",
+    ),
     same("ppo_kl", "kl/old_k1"),
     other("kl", "KL to the reference, by the configured estimator"),
     other("vllm_kl", "of engine and trainer, only with a correction"),
@@ -20,6 +31,12 @@ ENTRIES = (
     same("eval/eval_*_pass1", "eval/*/avg@k", "samples per problem (k) are not logged"),
     other("eval/*", "of held-out problems; its logged axis is not the rollout batch"),
     other("timing/*", "seconds of a part of the step"),
+    # of versions before 0.9, which average over the micro-batches of the training
+    reweighted("reward", "reward/mean", "of the responses that were trained on"),
+    reweighted("response_length", "length/mean", "of the responses that were trained on"),
+    other("total_length", "tokens of prompt and response"),
+    other("return", "mean return of a token"),
+    other("policy_loss", "the loss without KL and entropy terms"),
 )
 
 TABLE = Table(
@@ -28,7 +45,7 @@ TABLE = Table(
     version="commit of 2026-11",
     entries=ENTRIES,
     axes=(Axis("train/global_step"), Axis("eval/global_step"), Axis("step")),
-    proofs=(("rollout/reward_mean",), ("ppo_clip_ratio", "ppo_kl")),
+    proofs=(("rollout/reward_mean",), ("ppo_clip_ratio", "ppo_kl"), ("policy_loss", "actor_lr")),
     prefixes={"train/": ""},
     ignored=("global_step", "eval/global_step", "eval/epoch"),
     gradient_norm="openrlhf/actor_grad_norm",
@@ -40,6 +57,7 @@ TABLE = Table(
         "kl.coef": ("init_kl_coef",),
         "model.name": ("pretrain",),
     },
+    objectives=(({"policy_loss_type": "gspo"}, "gspo"),),
     trained_by=(
         "advantage_estimator",
         "entropy_loss_coef",
@@ -49,6 +67,7 @@ TABLE = Table(
         "l2",
         "lr_warmup_ratio",
         "max_epochs",
+        "policy_loss_type",
         "temperature",
         "top_p",
         "train_batch_size",

@@ -85,7 +85,8 @@ TABLE = Table(
         ("train/agg/all/*",),
         ("solve_none/all", "progress/total_problems"),
     ),
-    ignored=("_timestamp",),
+    # "time" is the clock of the writer, and "producer" its name
+    ignored=("_timestamp", "time", "producer"),
     shared=SHARED,
     writers={"trainer": "time/forward_backward", "orchestrator": "progress/*"},
     gradient_norm="optim/grad_norm",

@@ -46,6 +46,9 @@ TABLE = Table(
         "rollout.prompts_per_step": ("trainer.train_batch_size",),
         "model.name": ("trainer.policy.model.path",),
     },
+    objectives=tuple(
+        ({"trainer.algorithm.policy_loss_type": name}, name) for name in ("gspo", "cispo", "sapo")
+    ),
     trained_by=(
         "generator.sampling_params.max_generate_length",
         "generator.sampling_params.temperature",

@@ -508,9 +508,9 @@ def test_foreign_run_yaml_says_what_the_log_does_not(tmp_path):
     assert run.arm == "GSPO (TRL)" and run.rows["clip/sequence_active"].notna().all()
     for line, problem in (
         ("seeds: 2", "seeds is unknown. It may have framework, objective"),
-        ("seed: two", "seed=two is no int"),
-        ("seed: true", "seed=True is no int"),
-        ("steps: -1", "steps=-1 is no int"),
+        ("seed: two", "seed=two must be a whole number"),
+        ("seed: true", "seed=True must be a whole number"),
+        ("steps: -1", "steps=-1 must be a whole number"),
         ("a: [", "holds no settings"),
     ):
         about.write_text(line)
@@ -617,7 +617,7 @@ def test_a_trainer_of_ones_own_is_read_by_the_names_that_the_user_gives(tmp_path
         ("names: {a: reward/mean}\ncounts: epochs", "epochs is none of batches, updates"),
         ("names: {a: reward/mean}\nframework: trl", "framework=trl is set"),
         ("step: it", "says step, but no names"),
-        ("names: reward/mean", "names=reward/mean is no dict"),
+        ("names: reward/mean", "names=reward/mean must be pairs of names"),
     ],
 )
 def test_a_wrong_mapping_is_refused_with_key_and_value(tmp_path, about, message):

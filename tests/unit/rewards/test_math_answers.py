@@ -180,3 +180,33 @@ def test_no_pattern_takes_long(piece, tail):
         MathVerifier().verify([(rf"\boxed{{{answer}}}", r"(-\infty,2)\cup(2,\infty)")])
         times.append(time.process_time() - start)
     assert min(times) < 0.05, answer
+
+
+# (gold, answer): letters behind a number are variables unless they are a unit
+MONOMIALS_RIGHT = [
+    ("3xy", "3yx"), ("2lw", "2wl"), (r"\frac{1}{2}bh", r"\frac{bh}{2}"), ("2ab", r"2\cdot a\cdot b"),
+    ("3xy", "3xy"), ("5", "5km"), ("5 km", "5kilometers"), ("12", "12 apples"), ("5", "5 ml"),
+    ("7", "7 pieces of cake"), ("30", "30 mph"), ("2", "2 hrs"),
+    (r"\arctan 2", r"\tan^{-1} 2"), (r"\sin^{-1}\frac13", r"\arcsin\frac13"),
+    (r"5 \pmod 7", r"5\pmod{7}"), (r"x=2,y=3", "2,3"), (r"x=2,y=3", "y=3,x=2"), ("x=2,x=3", "3,2"),
+]  # fmt: skip
+MONOMIALS_WRONG = [
+    ("3xy", "3"), ("3", "3xy"), (r"\frac{1}{2}bh", r"\frac{1}{2}"), ("4xy^2", "4"), ("3", "3 xy"),
+    ("(2ab, 3)", "(2,3)"), ("10xyz", "10"), ("2", "2sinx"), ("3xy", "3ab"), ("2", r"2 sin x"),
+    (r"5 \pmod 7", r"\{5+od7, 5-od7\}"), (r"5 \pmod 7", r"5 \pmod 8"),
+    (r"x=2,y=3", "3,2"), ("A=1,B=2,C=3", "3,2,1"), (r"x=-1, y=4", "4,-1"),
+]  # fmt: skip
+
+
+def test_variables_are_no_units_and_named_values_keep_their_order(verifier):
+    pairs = MONOMIALS_RIGHT + MONOMIALS_WRONG
+    assert accepted(verifier, pairs) == set(MONOMIALS_RIGHT)
+    spellings = {spelling(structure(normal(text))) for text in ("3xy", "3ab", "3")}
+    assert len(spellings) == 3, "three different votes"
+
+
+def test_an_answer_may_stand_in_the_line_below_its_name():
+    texts = ["**Final Answer:**\n42", "Answer:\n$42$", "Answer：42", "So the answer is\n42"]
+    with MathVerifier(form="answer") as verifier:
+        verdicts = [verifier.verify([(text, "42")])[0].verdict for text in texts]
+    assert verdicts == ["correct", "correct", "correct", "no-answer"]

@@ -406,6 +406,7 @@ def test_records_of_one_step_that_contradict_each_other_are_not_merged():
     trl = run(records)
     assert trl.rows == [{"step": 1, "reward/mean": 0.1, "length/mean": 5.0, "policy/entropy": 0.5}]
     assert trl.dropped == {"records that contradict an earlier record of the same step": 1}
+    assert any("(the first: reward of step 1 is 0.1 and 0.9)" in note for note in trl.notes)
 
 
 def test_numbers_that_are_not_finite_are_kept_as_nan_and_counted():
