@@ -108,10 +108,11 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
         return gold, Node("several", answer.text, elements)
     if kinds == {"several", "ordered"}:
         return _as_point(gold), _as_point(answer)
-    if gold.kind == answer.kind == "several" and _gives_several_names(gold):
-        # x=2, y=3 is answered by 2, 3 if the alphabet says which comes first, and not by 3, 2
-        if not any(part.kind == "named" for part in answer.parts):
-            return _as_point(gold), Node("ordered", answer.text, ("(", *answer.parts, ")"))
+    # x=2, y=3 is answered by 2, 3 if the alphabet says which comes first, and not by 3, 2
+    are_lists = gold.kind == answer.kind == "several"
+    has_names = any(part.kind == "named" for part in answer.parts) if are_lists else True
+    if are_lists and _gives_several_names(gold) and not has_names:
+        return _as_point(gold), Node("ordered", answer.text, ("(", *answer.parts, ")"))
     if kinds == {"several", "named"}:
         several = gold if gold.kind == "several" else answer
         if {part.kind for part in several.parts} == {"named"}:

@@ -163,7 +163,23 @@ ppm rpm bpm psi kpa pa db ly ev kj kcal cal nm um au tbsp tsp lbs sqft ha kn mol
 """
 KNOWN_UNITS = frozenset(f"{UNITS} {SHORT_UNITS}".split())
 FUNCTIONS = frozenset(
-    "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "csc",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+    ]
 )
 PLAIN_TAIL = re.compile(rf"(?<=[\d.)}}])(\s+{WORDS}|[a-z]{{2,}}|\s*[cmk]?m|\s*k?g)({POWER})\s*\Z")
 HEAD = re.compile(r"([-+]?)\s*\\(dollar|euro|pounds|yen)\s*(?=[-+\d.\\])")
@@ -188,10 +204,10 @@ def split_unit(text: str) -> tuple[str, str]:
             units.add(_unit(words, mark) if words else _sign(mark))
             text = text[: tail.start()].strip()
     tail = PLAIN_TAIL.search(text)
-    if tail and not units and _is_unit(tail.group(1)) and not _may_be_variables(tail.group(1)):
-        if literal(text[: tail.start()]):
-            units.add(_unit(*tail.groups()))
-            text = text[: tail.start()].strip()
+    is_plain = tail and not units and _is_unit(tail.group(1))
+    if is_plain and not _may_be_variables(tail.group(1)) and literal(text[: tail.start()]):
+        units.add(_unit(*tail.groups()))
+        text = text[: tail.start()].strip()
     return text, " ".join(sorted(units))
 
 

@@ -291,7 +291,7 @@ def fault_of(outcome: Any) -> str:
     """Return in words why a result of `step` is invalid, "" if it is valid."""
     if not isinstance(outcome, Outcome):
         return f"{type(outcome).__name__}, not an Outcome"
-    types = {"observation": str, "verdict": str, "answer": str, "measures": dict}
+    types: dict[str, type] = {"observation": str, "verdict": str, "answer": str, "measures": dict}
     types |= {"deferred": bool, "rewards": dict}
     for name, kind in types.items():
         if not isinstance(getattr(outcome, name), kind):

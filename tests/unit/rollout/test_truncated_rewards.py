@@ -1,15 +1,17 @@
 """What a response earns that was cut off, and rewards that a mistake made."""
 
+import numpy as np
 import pytest
 
 from builders import sample, small_policy
 from composing import settings
 from gspo.config.remarks import cut_off_pays
 from gspo.data.samples import Score, all_same, rewards_of
-from gspo.rewards.reward_worker import as_score
+from gspo.rewards.reward_worker import NotAScore, as_score
 from gspo.rollout.scoring import score
 from gspo.rollout.sources.on_policy import has_signal
 from gspo.tasks.base import Task
+from refusals import refuses
 
 
 class Penalty(Task):
@@ -51,6 +53,19 @@ def test_rewards_that_would_overflow_are_refused_with_the_number():
         with pytest.raises(ValueError, match=r"the reward is .*, not a number within \+-1e\+09"):
             as_score(reward)
     assert as_score(-1e9).reward == -1e9
+
+
+def test_the_fields_of_a_score_are_checked_and_made_plain():
+    score = as_score(Score(np.float32(0.5), "partial", rewards={"a": np.int64(1)}))
+    assert type(score.reward) is float and type(score.rewards["a"]) is float
+    for bad in (Score("1", "correct"), Score(1.0, None), Score(1.0, "correct", answer=["a"])):
+        with pytest.raises(NotAScore, match="it returned a Score with"):
+            as_score(bad)
+
+
+def test_reward_truncated_is_refused_for_episodes():
+    with refuses("reward.truncated", problem="keeps the rewards of its turns"):
+        settings("experiment=guessing_moe", "reward.truncated=-1")
 
 
 def test_sums_of_the_same_rewards_in_another_order_are_no_signal():

@@ -327,6 +327,17 @@ def test_training_needs_a_training_set(gsm8k, tmp_path):
     assert AIME24(path=str(path), train_path=str(mine)).problem(1, "train", 5).answer == "x"
 
 
+def test_a_split_may_be_a_folder(tmp_path):
+    for split, number in (("train", 3), ("test", 1)):
+        folder = tmp_path / "main" / split
+        folder.mkdir(parents=True)
+        rows = [json.dumps({"name": f"{split}{index}"}) for index in range(number)]
+        (folder / "0000.jsonl").write_text("\n".join(rows))
+    for split, names in (("train", ["train0", "train1", "train2"]), ("test", ["test0"])):
+        rows = Source("x.path", str(tmp_path), split).rows()
+        assert [row.values["name"] for row in rows] == names
+
+
 def test_mbpp_splits_are_disjoint_and_the_examples_in_neither(tmp_path):
     path = write(
         tmp_path / "mbpp.jsonl", [mbpp(n) for n in (1, 2, 3, 4, 10, 11, 510, 511, 600, 601, 974)]

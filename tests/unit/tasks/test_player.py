@@ -242,6 +242,7 @@ NOT_OUTCOMES = [
     (Outcome(answer=3), "answer=3, not str"),
     (Outcome(reward=None), "reward=None, not a number"),
     (Outcome(reward="1"), "reward='1', not a number"),
+    (Outcome(done="yes"), "done='yes', not bool"),
     (Outcome(reward=float("nan")), "reward=nan, not a number"),
     (Outcome(reward=float("inf")), "reward=inf, not a number"),
     (Outcome(reward=-float("inf")), "reward=-inf, not a number"),

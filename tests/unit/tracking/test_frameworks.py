@@ -567,6 +567,21 @@ def test_the_report_of_a_collapsed_run_of_verl(tmp_path):
     assert "the objective is not logged: set objective=" in words
 
 
+def test_a_page_says_that_an_objective_gives_a_number_another_meaning():
+    words = " ".join(Page(foreign_page(run([trl_row(1)], objective="gspo"))).words)
+    assert "clip_ratio/region_mean has another definition with objective=gspo" in words
+
+
+def test_openrlhf_of_older_versions_and_with_gspo():
+    old = {"train/global_step": 1, "train/reward": 0.5, "train/response_length": 9.0}
+    old |= {"train/policy_loss": 0.1, "train/actor_lr": 1e-6}
+    row = run([old]).rows[0]
+    assert row["reward/mean"] == 0.5 and row["length/mean"] == 9.0
+    config = {"policy_loss_type": "gspo"}
+    gspo = run([OTHER_ROWS["openrlhf"]], config=config)
+    assert gspo.objective == "gspo" and gspo.rows[0]["clip/sequence_active"] == 0.02
+
+
 def test_the_report_of_a_short_run_with_means_over_steps():
     records = [trl_row(step, grad_norm=math.nan) for step in (10, 20)]
     words = " ".join(Page(foreign_page(run(records))).words)
