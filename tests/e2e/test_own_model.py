@@ -164,7 +164,8 @@ def test_a_first_step_without_signal_is_said_with_what_to_change(
     mean = measured["reward/mean"]
     rewards = [mean] * 2 if is_equal else [mean / 2, mean * 1.5]
     responses = [
-        SimpleNamespace(reward=reward, score=Score(reward, "partial")) for reward in rewards
+        SimpleNamespace(reward=reward, score=Score(reward, "partial"), turns=[])
+        for reward in rewards
     ]
     found = nothing_to_learn(chosen, measured, responses, step=1)
     assert len(found) == len(lines) and all(
