@@ -48,7 +48,7 @@ BATCHES_PER_ROW = "batches_per_row"
 END = "end"
 END_UNKNOWN = "end not logged"
 LOG = "log"  # the end of the log's path, by which runs are told apart that nothing else tells apart
-KINDS_IN_WORDS = {int: "a whole number", str: "a text", dict: "pairs of names"}
+KINDS_IN_WORDS = {int: "a whole number of 0 or more", str: "a text", dict: "pairs of names"}
 OF_THE_LOG = (BATCHES_PER_ROW, END, LOG)  # these do not make an arm
 
 

@@ -54,11 +54,6 @@ def read_log(path: Path) -> Log:
     """Return the records of a log. Raises Unreadable if the path holds none."""
     if path.is_dir():
         return event_files(path)
-    if path.suffix == ".wandb":
-        segment = wandb_files.read(path)
-        if segment.rows:
-            raise untrusted.Unreadable(own_run(segment))
-        return wandb_log([segment])
     if path.name.startswith(EVENT_FILE):
         return event_files(path.parent, [path])
     kind = kind_of(path)

@@ -151,7 +151,8 @@ def dots(
     ax.plot(
         x,
         y,
-        marker,
+        marker=marker,
+        ls="",
         ms=size,
         color=colour,
         mec="white",
@@ -169,7 +170,7 @@ def mean_mark(
     size: float,
 ) -> None:
     """Draw a mean as a thick bar: "|" if values are on the x axis, "_" if on the y axis."""
-    ax.plot(x, y, marker, ms=size, mew=2.4, color=colour, zorder=4)
+    ax.plot(x, y, marker=marker, ls="", ms=size, mew=2.4, color=colour, zorder=4)
 
 
 def label_ends(

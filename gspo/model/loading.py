@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ from transformers.utils import logging
 
 from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
+from gspo.io.tables import counted
 from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.hub import check_source, nearest_model
@@ -37,6 +39,7 @@ TOKENIZER_FILES = (
 )
 # weights of up to so many bytes are written as a trial before a run
 MAX_TRIAL_BYTES = 2**28
+MAX_NAMED = 3  # missing weights that a message names
 # a text on which tokenizers are compared
 SAMPLE_TEXT = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."
 
@@ -56,14 +59,18 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     check_not_quantized(config, path)
     check_claimed_size(config, path)
     with one_line(path):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        # a pair, which the annotation of from_pretrained leaves out
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
             # other weight files are pickles, which can run code
             use_safetensors=True,
+            output_loading_info=True,
         )
+    model, report = loaded
+    check_complete(report["missing_keys"], path)
     check_not_quantized(model.config, path, allowed=())
     # a model that cannot generate has none
     if model.generation_config is not None:
@@ -83,6 +90,21 @@ def load_outline(path: str, attention: str) -> Loaded:
     with one_line(path), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model, usable(tokenizer, path)
+
+
+def check_complete(missing: Collection[str], path: str) -> None:
+    """Raise ValueError if the files lack weights, which would be random and differ by process."""
+    if not missing:
+        return
+    names = sorted(missing)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    raise SettingError(
+        "model.path",
+        path,
+        f"its files lack {counted(len(names), 'weight')} of the model: "
+        f"{', '.join(names[:MAX_NAMED])}{more}",
+        remedy="use the folder of a whole causal model, with the names that transformers gives",
+    )
 
 
 def check_not_quantized(

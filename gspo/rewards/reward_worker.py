@@ -104,13 +104,12 @@ def checked_score(score: Score) -> Score:
         value = getattr(score, name)
         if not isinstance(value, str):
             raise NotAScore(f"it returned a Score with {name}={str(value)[:40]}, not a text")
-    reward = score.reward
-    if reward is not None:
-        if not isinstance(reward, SupportsFloat) or isinstance(reward, str):
-            raise NotAScore(f"it returned a Score with reward={str(reward)[:40]!r}, not a number")
-        reward = float(reward)
     rewards = named_score(score.rewards).rewards if score.rewards else {}
-    return replace(score, reward=reward, rewards=rewards)
+    if score.reward is None:
+        return replace(score, rewards=rewards)
+    if not isinstance(score.reward, SupportsFloat):
+        raise NotAScore(f"it returned a Score with reward={str(score.reward)[:40]!r}, not a number")
+    return replace(score, reward=float(score.reward), rewards=rewards)
 
 
 def named_score(values: Mapping[Any, Any]) -> Score:
@@ -119,8 +118,7 @@ def named_score(values: Mapping[Any, Any]) -> Score:
     Raises NotAScore for an empty mapping, for a name that is no text, and for no number."""
     rewards = {}
     for name, value in values.items():
-        is_number = isinstance(value, SupportsFloat) and not isinstance(value, str)
-        if not isinstance(name, str) or not is_number:
+        if not isinstance(name, str) or not isinstance(value, SupportsFloat):
             raise NotAScore(f"it returned a mapping with {name!r}: {str(value)[:40]}, not a number")
         rewards[name] = float(value)
     if not rewards:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import forked
 from gspo.io.telemetry import TELEMETRY_OFF
@@ -194,6 +194,22 @@ def test_a_folder_without_weights_builds_no_layers(folder):
         change(folder / "config.json", num_hidden_layers=layers)
         with refuses("model.path", str(folder), message):
             load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: None if "mlp" in name else name, r"lack 3 weights of the model: .*mlp\."),
+        (lambda name: f"module.{name}", r"lack \d+ weights of the model: .* and \d+ more"),
+    ],
+)
+def test_a_folder_that_lacks_weights_is_refused(folder, rename, message):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    renamed = {rename(name): tensor for name, tensor in weights.items() if rename(name)}
+    save_file(renamed, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(str(folder))
 
 
 def test_damaged_weights_are_named(folder):

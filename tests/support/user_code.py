@@ -143,6 +143,10 @@ async def later(prompt, response, row):
     return response == "right"
 
 
+def decorated(prompt, response, row):
+    return later(prompt, response, row)
+
+
 async def hangs(prompt, response, row):
     if response == "hang":
         await asyncio.sleep(60)

@@ -23,7 +23,7 @@ TESTLIB = {
     **dict.fromkeys(("fcmp", "hcmp", "icmp", "lcmp", "ncmp", "wcmp", "nwcmp"), (0.0, False)),
 }
 SEVERAL = re.compile(
-    r"\b(?:multiple|several|many|more than one)\b[^.]*\b(?:print|output|find|report)\s+any\b",
+    r"\b(?:multiple|several|many|more than one)\b[^.]*(?<!not )\b(?:print|output|find|report)\s+any\b",
     re.IGNORECASE,
 )
 # For a checker that reads three files, as testlib's do: gives it their texts.

@@ -109,9 +109,7 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
     if kinds == {"several", "ordered"}:
         return _as_point(gold), _as_point(answer)
     # x=2, y=3 is answered by 2, 3 if the alphabet says which comes first, and not by 3, 2
-    are_lists = gold.kind == answer.kind == "several"
-    has_names = any(part.kind == "named" for part in answer.parts) if are_lists else True
-    if are_lists and _gives_several_names(gold) and not has_names:
+    if kinds == {"several"} and len(_names(gold)) > 1 and not _names(answer):
         return _as_point(gold), Node("ordered", answer.text, ("(", *answer.parts, ")"))
     if kinds == {"several", "named"}:
         several = gold if gold.kind == "several" else answer
@@ -125,11 +123,9 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
     return gold, answer
 
 
-def _gives_several_names(node: Node) -> bool:
-    """Return whether the elements give values to different names, as in x=2, y=3."""
-    if any(part.kind != "named" for part in node.parts):
-        return False
-    return len({part.parts[0] for part in node.parts}) > 1
+def _names(several: Node) -> set[str]:
+    """Return the names to which the elements of a list give values, as in x=2, y=3."""
+    return {part.parts[0] for part in several.parts if part.kind == "named"}
 
 
 def _as_point(node: Node) -> Node:

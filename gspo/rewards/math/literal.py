@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from gspo.rewards.math.formula import FAMILIES
+
 MAX_EXPONENT = 300  # of ten: larger numbers are no answers, so they are not literals
 
 
@@ -156,31 +158,13 @@ TAILS = [
     re.compile(r"(?<=[\d.)}$])\s*()\\deg\s*(?:\\text\{\s*)?([CF]?)(?:\s*\})?\s*\Z"),
     re.compile(r"\s*()(\\(?:dollar|euro|pounds|yen))\s*\Z"),
 ]
-# other units of up to three letters, and units without a vowel
+# other short units. Units that may be a product of variables, such as pa and um, are left out.
 SHORT_UNITS = """
-ml cl dl mg mcg kw kwh hz khz mhz ghz kb mb gb tb yr yrs mo wk wks hrs pt pts qt pc pcs cc kmh kmph
-ppm rpm bpm psi kpa pa db ly ev kj kcal cal nm um au tbsp tsp lbs sqft ha kn mol
+ml mg kw kwh hz khz mhz ghz kb mb gb tb yr yrs wk wks hrs pts kmh kmph ppm rpm bpm psi kpa kcal
+tbsp tsp lbs sqft mol
 """
 KNOWN_UNITS = frozenset(f"{UNITS} {SHORT_UNITS}".split())
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "csc",
-        "log",
-        "ln",
-        "lg",
-        "exp",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-    ]
-)
+FUNCTIONS = frozenset().union(*FAMILIES)
 PLAIN_TAIL = re.compile(rf"(?<=[\d.)}}])(\s+{WORDS}|[a-z]{{2,}}|\s*[cmk]?m|\s*k?g)({POWER})\s*\Z")
 HEAD = re.compile(r"([-+]?)\s*\\(dollar|euro|pounds|yen)\s*(?=[-+\d.\\])")
 SIGNS = {"dollar": "$", "euro": "€", "pounds": "£", "yen": "¥"}

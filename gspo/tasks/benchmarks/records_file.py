@@ -78,7 +78,7 @@ class Source:
             for file in path.rglob("*")
             if file.is_file() and file.name.lower().endswith(SUFFIXES)
         )
-        split_of = {file: _split_of(file.relative_to(path)) for file in all_files}
+        split_of = {file: _split_of(file.relative_to(path), self.split) for file in all_files}
         files = [file for file in all_files if split_of[file].startswith(self.split)]
         if not files:
             files = [file for file in all_files if not split_of[file]]
@@ -126,11 +126,12 @@ class Source:
         return advice
 
 
-def _split_of(file: Path) -> str:
+def _split_of(file: Path, wanted: str) -> str:
     """Return the name of a file, or of its nearest folder, that begins with a split's name.
 
     Return "" if there is none. `file` is relative to the dataset's folder."""
-    return next((name for name in reversed(file.parts) if name.startswith(SPLITS)), "")
+    splits = (wanted, *SPLITS)
+    return next((name for name in reversed(file.parts) if name.startswith(splits)), "")
 
 
 def file_rows(path: Path) -> Iterator[DataRow]:

@@ -31,11 +31,11 @@ ENTRIES = (
     same("eval/eval_*_pass1", "eval/*/avg@k", "samples per problem (k) are not logged"),
     other("eval/*", "of held-out problems; its logged axis is not the rollout batch"),
     other("timing/*", "seconds of a part of the step"),
-    # of versions before 0.9, which average over the micro-batches of the training
+    # of older versions, which average over the micro-batches of the training
     reweighted("reward", "reward/mean", "of the responses that were trained on"),
     reweighted("response_length", "length/mean", "of the responses that were trained on"),
     other("total_length", "tokens of prompt and response"),
-    other("return", "mean return of a token"),
+    other("return", "mean return"),
     other("policy_loss", "the loss without KL and entropy terms"),
 )
 

@@ -9,6 +9,18 @@ ENTRIES = (
     other("reward/*", "of the rollout batch"),
     same("generate/avg_num_tokens", "length/mean"),
     other("generate/*", "of the rollout batch"),
+    other(
+        "policy/loss_metrics/clip_ratio",
+        "SAPO clips nothing",
+        objectives=("sapo",),
+        absent_if_all_zero=True,
+    ),
+    reweighted(
+        "policy/loss_metrics/clip_ratio",
+        "clip/sequence_active",
+        "plain mean over micro-batches, responses weighted by their tokens",
+        objectives=("gspo",),
+    ),
     reweighted(
         "policy/loss_metrics/clip_ratio",
         "clip/token_active",

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from gspo.analysis import (
-    arm_styles,
-    load,
-)
+from gspo.analysis import arm_styles, load, style
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN
 
 ANALYSIS = Path(__file__).parents[3] / "analysis"
@@ -133,6 +131,16 @@ def test_every_objective_has_a_look_that_no_other_has():
     assert len({look.marker for look in each}) == len(arms)
     assert len({(look.colour, look.line) for look in each}) == len(arms)
     assert {look.colour for look in each[:-1]} <= OKABE_ITO
+
+
+def test_every_marker_can_be_drawn_as_dots():
+    ax = Figure().add_subplot()
+    for look in arm_styles.STYLES.values():
+        style.dots(ax, [1, 2], [1, 2], look.colour, look.marker)
+    assert [line.get_marker() for line in ax.lines] == [
+        look.marker for look in arm_styles.STYLES.values()
+    ]
+    assert {line.get_linestyle() for line in ax.lines} == {"None"}
 
 
 def test_a_look_stays_with_its_arm():

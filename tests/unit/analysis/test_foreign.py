@@ -508,9 +508,10 @@ def test_foreign_run_yaml_says_what_the_log_does_not(tmp_path):
     assert run.arm == "GSPO (TRL)" and run.rows["clip/sequence_active"].notna().all()
     for line, problem in (
         ("seeds: 2", "seeds is unknown. It may have framework, objective"),
-        ("seed: two", "seed=two must be a whole number"),
-        ("seed: true", "seed=True must be a whole number"),
-        ("steps: -1", "steps=-1 must be a whole number"),
+        ("1: 2", "1 is unknown. It may have framework, objective"),
+        ("seed: two", "seed=two must be a whole number of 0 or more"),
+        ("seed: true", "seed=True must be a whole number of 0 or more"),
+        ("steps: -1", "steps=-1 must be a whole number of 0 or more"),
         ("a: [", "holds no settings"),
     ):
         about.write_text(line)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.analysis import fig_objectives, load, notebooks, sources
+from gspo.analysis import fig_objectives, foreign, load, notebooks, sources
 from gspo.tracking.metrics import METRICS
 from recorded_wandb import log, rows, same
 
@@ -68,6 +68,9 @@ def test_a_copy_that_followed_links_is_not_read_twice(recorded, tmp_path):
     ).is_symlink()
     (record,) = sources.records(tmp_path / "followed")
     assert record.rows["step"].tolist() == list(range(41)) and not record.notes
+    _, problems, _ = foreign.read_foreign_runs(tmp_path / "followed")
+    segments = list((recorded / "wandb").glob("offline-run-*"))
+    assert len(problems) == len(segments), "each segment is named once as a run of ours"
 
 
 @pytest.mark.slow

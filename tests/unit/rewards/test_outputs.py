@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
-from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, OutputRule, accepts
+from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, OutputRule, accepts
 from gspo.rewards.sandbox.values import same_output
 from gspo.tasks.benchmarks.code_sets import RatedPrograms, output_rule
 from gspo.tasks.benchmarks.data_row import DataRow
@@ -119,6 +119,22 @@ def test_the_rule_of_a_record():
         rule(checker="mystery")
     with pytest.raises(ValueError, match=r"tolerance.*must be a number from 0 to 1"):
         rule(tolerance=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_several"),
+    [
+        ("If there are multiple such sequences, output any of them.", True),
+        ("If several permutations fit, print any.", True),
+        ("If there is more than one solution, you may report any.", True),
+        ("If there are many answers, find any.", True),
+        ("There are many lines. Print any three of them.", False),
+        ("With several test cases, do not print any blank lines.", False),
+        ("Print how many ways there are.", False),
+    ],
+)
+def test_words_that_tell_of_several_answers(text, has_several):
+    assert bool(SEVERAL.search(text)) == has_several
 
 
 def test_problems_with_several_answers_and_no_checker_are_left_out_and_counted(tmp_path):

@@ -46,6 +46,7 @@ def test_numbers_of_one_response_of_a_batch_and_of_async_calls(function):
     started, answers = time.monotonic(), ask(function("later"), *["right", "wrong"] * 60)
     assert answers == [Score(1.0, "correct"), Score(0.0, "wrong")] * 60
     assert time.monotonic() - started < 60
+    assert ask(function("decorated"), "right") == [Score(1.0, "correct")]
 
 
 def test_exceptions_none_and_odd_numbers_leave_a_response_ungraded_with_the_reason(function, capfd):

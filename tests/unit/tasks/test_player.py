@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from gspo.data.problems import Problem
@@ -285,14 +286,17 @@ def test_what_is_no_outcome_is_refused_in_words(found, text):
     assert failed.verdict == "environment-error" and text in str(failed)
 
 
-@pytest.mark.parametrize("reward", [0, 1, True, -0.5, LARGEST_REWARD, -LARGEST_REWARD])
+@pytest.mark.parametrize(
+    "reward", [0, 1, True, -0.5, np.float32(0.5), np.int64(1), LARGEST_REWARD, -LARGEST_REWARD]
+)
 def test_every_ordinary_number_is_a_reward(reward):
     player = Player(
-        lambda: Game(Outcome("so", reward, measures={"seconds": 2, "_x1": reward})), 20.0
+        lambda: Game(Outcome("so", reward, np.False_, measures={"seconds": 2, "_x1": reward})), 20.0
     )
     found = player.finish(player.begin("step", "hello"))
     player.close()
     assert found.reward == reward and found.measures == {"seconds": 2, "_x1": reward}
+    assert type(found.reward) is float and found.done is False
 
 
 def test_an_outcome_is_as_it_was_returned_whatever_the_environment_does_with_it_later():

@@ -582,6 +582,17 @@ def test_openrlhf_of_older_versions_and_with_gspo():
     assert gspo.objective == "gspo" and gspo.rows[0]["clip/sequence_active"] == 0.02
 
 
+def test_skyrls_clipped_share_by_its_objective():
+    def row(kind, **changes):
+        config = {"trainer.algorithm.policy_loss_type": kind}
+        return run([OTHER_ROWS["skyrl"] | changes], config=config).rows[0]
+
+    assert row("gspo")["clip/sequence_active"] == 0.02
+    assert row("regular")["clip/token_active"] == 0.02
+    names = row("sapo", **{"policy/loss_metrics/clip_ratio": 0.0}).keys()
+    assert not any("clip" in name for name in names)
+
+
 def test_the_report_of_a_short_run_with_means_over_steps():
     records = [trl_row(step, grad_norm=math.nan) for step in (10, 20)]
     words = " ".join(Page(foreign_page(run(records))).words)
