@@ -196,8 +196,8 @@ def critical_rates(
     }
     for word, pair in pairs.items():
         if pair in ratios:
-            interval, p = ratios[pair]
-            numbers.add(f"{setting}.ratio.{word}", interval, ".2f", p)
+            rate_ratio = ratios[pair]
+            numbers.add(f"{setting}.ratio.{word}", rate_ratio.interval, ".2f", rate_ratio.p)
 
 
 def arena_cell(numbers: Numbers, data: Data, cell: str) -> None:

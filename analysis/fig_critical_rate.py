@@ -45,15 +45,45 @@ from gspo.analysis.grid import (
 from gspo.analysis.load import Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design, chosen_design, level_of
-from gspo.analysis.stats import LEVEL, Interval, t_interval
+from gspo.analysis.stats import LEVEL, Interval, number, t_interval
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options, option
 from gspo.statistics import standard_error
 
 RATE = "optim.lr"
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axes are logarithmic already"}
-# the ratio of the critical rates of two arms, and its permutation p
-Ratios = dict[tuple[str, str], tuple[Interval, float]]
+
+
+@dataclass(frozen=True)
+class RateRatio:
+    """The ratio of the critical rates of two arms, and its permutation p.
+
+    `least` and `most` bound the ratio. They are equal if some runs of both arms collapsed and
+    others did not. An arm of which no run collapsed has a critical rate anywhere above its rates,
+    and the fitted one comes from the prior.
+    """
+
+    interval: Interval
+    p: float
+    least: float
+    most: float
+
+    @property
+    def measured(self) -> bool:
+        return self.least == self.most
+
+    def text(self) -> str:
+        """Return the ratio with its interval, or on which side of a number it lies, or "-"."""
+        if self.measured:
+            return self.interval.text(".2f")
+        if self.least > 0:
+            return f"above {self.least:.2f}"
+        if np.isfinite(self.most):
+            return f"below {self.most:.2f}"
+        return "-"
+
+
+Ratios = dict[tuple[str, str], RateRatio]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +107,7 @@ def main() -> None:
     tables = [table(numbers), difference_table(numbers), ratio_table(numbers, ratios)]
     if design:
         tables.append(decision_table(ratios, design, options.same))
+        tables.append(incomplete_seeds(numbers))
     script.print_lines(*tables, paths)
 
 
@@ -136,37 +167,93 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
 def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
     """Return the ratio of the critical rates of each pair of arms with the same seeds.
 
-    In a sequential design the intervals have the level of the look. Raises RunsError if the design
-    has no look at the pair's number of seeds."""
+    In a sequential design a pair has the seeds that ran at every rate in both arms, and its
+    interval has the level of the look. Raises RunsError if the design has no look at their number.
+    """
     counts, arms = counted(numbers)
     if len(counts.rates_R) < 2:
         return {}
     seeds = numbers.groupby("arm")["seed"].agg(set)
+    if design:
+        seeds = pd.Series({arm: complete_seeds(numbers, arm) for arm in arms})
     ratios = {}
     for a, b in combinations(arms, 2):
-        if seeds[a] == seeds[b]:
-            a_index = arms.index(a)
-            b_index = arms.index(b)
-            level = LEVEL if design is None else level_of(design, len(seeds[a]))
-            ratios[a, b] = ratio(counts, a_index, b_index, level)
+        shared = seeds[a] & seeds[b]
+        if not shared or (design is None and seeds[a] != seeds[b]):
+            continue
+        level = level_of(design, len(shared)) if design else LEVEL
+        of_pair = of_seeds(counts, numbers, shared)
+        interval, p = ratio(of_pair, arms.index(a), arms.index(b), level)
+        _, critical_A = fit_pooled(of_pair)
+        of_shared = numbers[numbers["seed"].isin(shared)]
+        a_low, a_high = rate_bounds(of_shared[of_shared["arm"] == a], critical_A[arms.index(a)])
+        b_low, b_high = rate_bounds(of_shared[of_shared["arm"] == b], critical_A[arms.index(b)])
+        most = a_high / b_low if b_low else np.inf
+        ratios[a, b] = RateRatio(interval, p, a_low / b_high, most)
     return ratios
 
 
-def decision(
-    interval: Interval, p: float, names: tuple[str, str], design: Design, margin: float
-) -> str:
+def complete_seeds(numbers: pd.DataFrame, arm: str) -> set[int]:
+    """Return the seeds of an arm that ran at every rate at which the arm ran."""
+    runs = numbers[numbers["arm"] == arm]
+    rates = runs.groupby("seed")["rate"].nunique()
+    return set(rates.index[rates == runs["rate"].nunique()])
+
+
+def of_seeds(counts: Counts, numbers: pd.DataFrame, seeds: set[int]) -> Counts:
+    """Return the counts of these seeds alone."""
+    chosen_S = np.isin(np.sort(numbers["seed"].unique()), list(seeds))
+    return Counts(counts.rates_R, counts.runs_SAR[chosen_S], counts.collapsed_SAR[chosen_S])
+
+
+def rate_bounds(runs: pd.DataFrame, critical: float) -> tuple[float, float]:
+    """Return two bounds of the critical rate of an arm's runs.
+
+    Both are the fitted rate if some runs collapsed and others did not. An arm without a critical
+    rate (NaN) has the bounds 0 and infinity.
+    """
+    if not runs["collapsed"].any():
+        return runs["rate"].max(), np.inf
+    if runs["collapsed"].all():
+        return 0.0, runs["rate"].min()
+    if np.isnan(critical):
+        return 0.0, np.inf
+    return critical, critical
+
+
+def incomplete_seeds(numbers: pd.DataFrame) -> list[str]:
+    """Return a line per arm with the seeds that a look leaves out, as they lack some rate."""
+    lines = []
+    for arm, runs in numbers.groupby("arm"):
+        seeds = sorted(set(runs["seed"]) - complete_seeds(numbers, arm))
+        if seeds:
+            names = ", ".join(map(str, seeds))
+            lines.append(f"Not in the looks: {arm}, seeds {names}, which lack runs at some rates.")
+    return lines
+
+
+def decision(rate_ratio: RateRatio, names: tuple[str, str], design: Design, margin: float) -> str:
     """Return what a look decides about the ratio of two critical rates.
 
-    With a margin m, two rates are the same if the interval lies within 1 / (1 + m) to 1 + m."""
+    With a margin m, two rates are the same if the interval lies within 1 / (1 + m) to 1 + m. An
+    arm of which all runs collapsed, or none, is never the same as another."""
+    interval = rate_ratio.interval
+    p = rate_ratio.p
     a, b = names
     if p < interval.level and interval.low > 1:
         return f"{a} can be pushed further"
     if p < interval.level and interval.high < 1:
         return f"{b} can be pushed further"
-    if margin and interval.low > 1 / (1 + margin) and interval.high < 1 + margin:
+    within = interval.low > 1 / (1 + margin) and interval.high < 1 + margin
+    if margin and within and rate_ratio.measured:
         return f"the same within {100 * margin:g} %"
     following = design.next_look(interval.seeds + 1)
-    return f"go on to {following} seeds" if following else "undecided at the last look"
+    if not following:
+        return "undecided at the last look"
+    smallest_p = 2.0 ** (1 - interval.seeds)
+    if smallest_p >= interval.level:
+        return f"too few seeds for a p below {interval.level:.2g}: go on to {following}"
+    return f"go on to {following} seeds"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -174,10 +261,11 @@ def decision(
 def decision_table(ratios: Ratios, design: Design, margin: float) -> list[str]:
     """Return a Markdown row per pair of arms: the look's interval, p, level and decision."""
     rows = [["look", "pair", "ratio and interval at the level", "p", "level", "decision"]]
-    for names, (interval, p) in ratios.items():
+    for names, rate_ratio in ratios.items():
+        interval = rate_ratio.interval
         look = f"{interval.seeds} of {design.maximum} seeds"
-        verdict = decision(interval, p, names, design, margin)
-        cells = [interval.text(".2f"), f"{p:.2g}", f"{interval.level:.2g}", verdict]
+        verdict = decision(rate_ratio, names, design, margin)
+        cells = [rate_ratio.text(), f"{rate_ratio.p:.2g}", f"{interval.level:.2g}", verdict]
         rows.append([look, " / ".join(names), *cells])
     return markdown_table(rows)
 
@@ -223,14 +311,14 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical_A = fit_pooled(counts)
-    levels = {interval.level for interval, _ in ratios.values()} or {LEVEL}
+    levels = {rate_ratio.interval.level for rate_ratio in ratios.values()} or {LEVEL}
     shares = ", ".join(coverage(level) for level in sorted(levels))
     rows = [["arms", f"critical learning rate, or ratio with its {shares} interval", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
-        text = rate_text(rate, numbers["rate"])
+        text = rate_text(rate, numbers.loc[numbers["arm"] == arm, "rate"])
         rows.append([arm, text, ""])
-    for (a, b), (interval, p) in ratios.items():
-        rows.append([f"{a} / {b}", interval.text(".2f"), f"{p:.2g}"])
+    for (a, b), rate_ratio in ratios.items():
+        rows.append([f"{a} / {b}", rate_ratio.text(), f"{rate_ratio.p:.2g}"])
     return markdown_table(rows)
 
 
@@ -247,7 +335,7 @@ def rate_text(rate: float, rates: pd.Series) -> str:
         return f"above {rates.max():g}"
     if rate < rates.min():
         return f"below {rates.min():g}"
-    return f"{rate:.3g}"
+    return number(rate, ".3g")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -349,11 +437,12 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
         "logistic curves with one slope. Right: means over seeds, joined in the order of the rates."
     )
     ratio_texts = []
-    for (a, b), (interval, p) in ratios.items():
-        ratio_texts.append(f"{a} / {b}: {interval.text('.2f')}, p = {p:.2g}")
+    for (a, b), rate_ratio in ratios.items():
+        ratio_texts.append(f"{a} / {b}: {rate_ratio.text()}, p = {rate_ratio.p:.2g}")
     if ratio_texts:
-        level = min(interval.level for interval, _ in ratios.values())
-        title = f"Ratio of the critical rates, {coverage(level)} interval, permutation p"
+        levels = {rate_ratio.interval.level for rate_ratio in ratios.values()}
+        shares = ", ".join(coverage(level) for level in sorted(levels))
+        title = f"Ratio of the critical rates, {shares} interval, permutation p"
         text += f"\n{title}: {'; '.join(ratio_texts)}."
     return text
 

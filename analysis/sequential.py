@@ -40,7 +40,7 @@ OUTERMOST = 8.0  # standard deviations: beyond it lies 1e-15
 class Design:
     """The numbers of seeds at which a study is looked at, and its two-sided error rate."""
 
-    looks: tuple[int, ...] = (10, 20, 30, 40)
+    looks: tuple[int, ...]
     alpha: float = 0.05
 
     def __post_init__(self) -> None:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 import yaml
 
 from commands import ROOT
 from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
+from gspo.analysis.sequential import Design
 from gspo.analysis.style import FigureOptions
 from recorded_runs import COLLAPSED, HEALTHY, write
 from three_arms import write_run
@@ -60,7 +62,9 @@ def test_what_is_counted(study):
         "end"
     ].tolist() == pytest.approx([0.1] * 4)
     ratios = fig_critical_rate.compare(numbers)
-    value, p = ratios["GSPO", "GRPO [clip range 0.05]"]
+    rate_ratio = ratios["GSPO", "GRPO [clip range 0.05]"]
+    value, p = rate_ratio.interval, rate_ratio.p
+    assert rate_ratio.measured and rate_ratio.text() == value.text(".2f")
     assert value.mean == pytest.approx(2, rel=0.05) and value.low > 1 and p == pytest.approx(2 / 16)
     assert ("GSPO", PAPERS) in ratios and value.seeds == 4
     lines = "\n".join(fig_critical_rate.ratio_table(numbers, ratios))
@@ -70,6 +74,51 @@ def test_what_is_counted(study):
         line for line in lines if line.startswith("| 0.0004 ") and f"GSPO - {PAPERS} " in line
     )
     assert "+0." in cell and cell.count("|") == 6
+
+
+def settled(arm: str, seeds, collapsed: dict[float, int]) -> pd.DataFrame:
+    """Runs of an arm at these rates, of which the first seeds' runs collapsed."""
+    rows = [
+        {"arm": arm, "seed": seed, "rate": rate, "collapsed": index < count}
+        for rate, count in collapsed.items()
+        for index, seed in enumerate(seeds)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_an_arm_whose_runs_all_collapsed_or_none_bounds_the_ratio_and_is_never_the_same():
+    seeds = range(4)
+    some = settled("A", seeds, {1e-4: 0, 2e-4: 2, 4e-4: 4})
+    never = settled("B", seeds, dict.fromkeys((1e-4, 2e-4, 4e-4), 0))
+    neither = settled("C", seeds, dict.fromkeys((1e-4, 2e-4, 4e-4), 0))
+    always = settled("D", seeds, dict.fromkeys((1e-4, 2e-4, 4e-4), 4))
+    numbers = pd.concat([some, never, neither, always], ignore_index=True)
+    ratios = fig_critical_rate.compare(numbers)
+    # the critical rate of A is 2e-4; that of B and C lies above 4e-4, that of D below 1e-4
+    assert ratios["A", "B"].text() == "below 0.50"
+    assert ratios["A", "D"].text() == "above 2.00"
+    assert ratios["B", "D"].text() == "above 4.00"
+    assert ratios["B", "C"].text() == "-"
+    assert ratios["B", "C"].interval.low == pytest.approx(1), "the prior's, and no measurement"
+    design = Design((4, 8))
+    names = ("B", "C")
+    assert fig_critical_rate.decision(ratios[names], names, design, 0.1) == "go on to 8 seeds"
+
+
+def test_a_look_has_the_seeds_that_ran_at_every_rate_in_both_arms():
+    rates = {1e-4: 0, 2e-4: 2, 4e-4: 4}
+    both = [settled("A", range(4), rates), settled("B", range(4), rates)]
+    numbers = pd.concat([*both, settled("A", range(4, 6), rates)], ignore_index=True)
+    design = Design((4, 8))
+    ratios = fig_critical_rate.compare(numbers, design)
+    assert ratios["A", "B"].interval.seeds == 4, "seeds 4 and 5 have no runs of B"
+    assert fig_critical_rate.compare(numbers) == {}, "without a design the seeds must be equal"
+    assert fig_critical_rate.incomplete_seeds(numbers) == []
+    missing = numbers.drop(numbers.index[(numbers["arm"] == "B") & (numbers["seed"] == 3)][:1])
+    with pytest.raises(load.RunsError, match=r"3 seeds: the design looks at 4, 8.*: run 1 more"):
+        fig_critical_rate.compare(missing, design)
+    line = "Not in the looks: B, seeds 3, which lack runs at some rates."
+    assert fig_critical_rate.incomplete_seeds(missing) == [line]
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ def test_the_boundaries_are_the_published_ones():
     assert Design((1,)).boundaries[0] == pytest.approx(norm.ppf(0.975))
     assert Design((10, 20)).boundaries == pytest.approx((2.9626, 1.9686), abs=1e-4)
     assert Design((10, 20, 30)).boundaries == pytest.approx((3.7103, 2.5114, 1.9930), abs=1e-4)
-    assert Design().boundaries == pytest.approx((4.3326, 2.9631, 2.3590, 2.0141), abs=1e-4)
+    assert Design((10, 20, 30, 40)).boundaries == pytest.approx(
+        (4.3326, 2.9631, 2.3590, 2.0141), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("looks", [(20, 30, 40), (7, 9, 40)])
@@ -51,7 +53,7 @@ def test_looks_that_do_not_rise_are_refused(looks):
     with pytest.raises(ValueError, match="looks="):
         Design(looks)
     with pytest.raises(ValueError, match="alpha=1"):
-        Design(alpha=1.0)
+        Design((10, 20), alpha=1.0)
 
 
 def test_verdicts_use_the_level_of_the_look():
@@ -81,7 +83,17 @@ def test_verdicts_use_the_level_of_the_look():
 def test_decisions_about_a_ratio(low, high, p, seeds, words):
     design = Design((20, 30, 40))
     interval = Interval(1.0, low, high, seeds, logarithmic=True, level=design.level(seeds))
-    assert fig_critical_rate.decision(interval, p, ("A", "B"), design, 0.1) == words
+    rate_ratio = fig_critical_rate.RateRatio(interval, p, 1.0, 1.0)
+    assert fig_critical_rate.decision(rate_ratio, ("A", "B"), design, 0.1) == words
+
+
+def test_a_look_with_too_few_seeds_for_its_level_says_so():
+    """The p of ten seeds is 2 / 1024 at least, and the first of these looks has the level 1.5e-5."""
+    design = Design((10, 20, 30, 40))
+    interval = Interval(1.2, 1.1, 1.3, 10, logarithmic=True, level=design.level(10))
+    rate_ratio = fig_critical_rate.RateRatio(interval, 2 / 1024, 1.0, 1.0)
+    words = "too few seeds for a p below 1.5e-05: go on to 20"
+    assert fig_critical_rate.decision(rate_ratio, ("A", "B"), design, 0.1) == words
 
 
 def test_a_number_of_seeds_without_a_look_is_refused_with_the_next():
