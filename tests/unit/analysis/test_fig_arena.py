@@ -168,7 +168,12 @@ def test_every_column_has_its_numbers_below_its_lowest_panel(arena, monkeypatch)
 
 
 def test_the_caption_never_calls_an_interval_of_100_percent():
-    levels = (0.05, Design((10, 20)).level(10), Design().level(10), Design((1, 40)).level(1))
+    levels = (
+        0.05,
+        Design((10, 20)).level(10),
+        Design((10, 20, 30, 40)).level(10),
+        Design((1, 40)).level(1),
+    )
     texts = [grid.coverage(level) for level in levels]
     assert texts[:3] == ["95 %", "99.7 %", "99.999 %"] and texts[3].startswith("99.99")
 

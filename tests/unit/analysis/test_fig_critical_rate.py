@@ -102,7 +102,7 @@ def test_an_arm_whose_runs_all_collapsed_or_none_bounds_the_ratio_and_is_never_t
     assert ratios["B", "C"].interval.low == pytest.approx(1), "the prior's, and no measurement"
     design = Design((4, 8))
     names = ("B", "C")
-    assert fig_critical_rate.decision(ratios[names], names, design, 0.1) == "go on to 8 seeds"
+    assert "go on to 8" in fig_critical_rate.decision(ratios[names], names, design, 0.1)
 
 
 def test_a_look_has_the_seeds_that_ran_at_every_rate_in_both_arms():
