@@ -10,8 +10,9 @@
     undecided                  none of these
 
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
-rounding difference of the machine can reverse it. The sign-flip test does not rely on that. Its
-smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential design the level
+rounding difference of the machine can reverse it. The sign-flip test relies on less, namely that
+the differences are symmetric about the line. Paired runs of two arms that are the same give such
+differences. Its smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential design the level
 of a look takes the place of .05, in the interval and for the p (sequential.py). A single seed gives
 an interval within the run and no p: it can point to something, no more.
 """

@@ -33,7 +33,7 @@ from gspo.evaluation.estimates import mean_difference, ratio
 from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of_integers
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
-MAX_ADDITIONS = 10**9  # of the exact test: a second or two
+MAX_SUM = 2 * 10**6  # of the differences' sizes in the exact test: a few seconds
 # differences without a common unit are rounded to multiples of 1 / 1000, or coarser
 MAX_STEPS_PER_UNIT = 1000
 # the rows of one problem's responses, made by gspo.evaluation.evaluate.rows
@@ -162,7 +162,7 @@ def in_steps(differences_P: ndarray, counts: Iterable[int]) -> ndarray:
     differences are rounded to multiples of 1 / MAX_STEPS_PER_UNIT. The unit is coarser for many
     problems.
     """
-    max_steps = MAX_ADDITIONS // len(differences_P) ** 2
+    max_steps = MAX_SUM // len(differences_P)
     common_steps = math.lcm(*counts)
     if common_steps <= max_steps:
         steps_P = differences_P * common_steps

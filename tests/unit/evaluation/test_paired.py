@@ -11,7 +11,7 @@ import pytest
 from gspo.data.problems import Problem
 from gspo.data.samples import NO_ANSWER
 from gspo.evaluation.estimates import mean_difference
-from gspo.evaluation.paired import MAX_ADDITIONS, answered, compare, in_steps, split
+from gspo.evaluation.paired import MAX_SUM, answered, compare, in_steps, split
 from gspo.statistics import sign_flip_p, sign_flip_p_of_integers
 from gspo.tasks.benchmarks.math_sets import AIME24
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
@@ -196,7 +196,7 @@ def test_differences_need_not_be_whole_numbers():
 
 def test_fractional_differences_equal_whole_ones_in_another_unit():
     d = np.random.default_rng(3).integers(-20, 30, 30)
-    assert sign_flip_p(d / 7) == pytest.approx(sign_flip_p_of_integers(d), rel=1e-12)
+    assert sign_flip_p(d / 7) == pytest.approx(sign_flip_p_of_integers(d), abs=1e-12)
 
 
 def test_many_problems_take_no_patterns():
@@ -204,7 +204,25 @@ def test_many_problems_take_no_patterns():
     d = rng.integers(-8, 9, 2000)
     normal = math.erfc(abs(d.sum()) / math.sqrt(2 * (d**2).sum()))
     assert sign_flip_p_of_integers(d) == pytest.approx(normal, abs=0.005)
-    assert sign_flip_p_of_integers(np.abs(d) + 1) < 1e-200
+    assert sign_flip_p_of_integers(np.abs(d) + 1) == 1e-15, "the smallest p that is given"
+
+
+def test_as_many_problems_as_a_benchmark_has_keep_their_unit():
+    """20,000 problems with 16 samples each: the differences are sixteenths, and stay so."""
+    rng = np.random.default_rng(4)
+    d = rng.integers(-16, 17, 20_000)
+    assert in_steps(d / 16, np.array([16])).tolist() == d.tolist()
+    normal = math.erfc(abs(d.sum()) / math.sqrt(2.0 * (d**2).sum()))
+    assert sign_flip_p_of_integers(d) == pytest.approx(normal, abs=0.001)
+
+
+def test_the_convolutions_give_the_binomial_tail_by_hand():
+    """Of 8 differences of 1 and one of 3, seven of 8 ones and the 3 are positive: the sum is 9.
+
+    Sums of 9 or more: the 3 is positive, and at least 7 of the ones. So p = 2 x (8 + 1) / 512.
+    """
+    d = np.array([1] * 7 + [-1, 3])
+    assert sign_flip_p_of_integers(d) == pytest.approx(18 / 512, rel=1e-12)
 
 
 def test_differences_become_whole_numbers_of_one_unit():
@@ -214,7 +232,7 @@ def test_differences_become_whole_numbers_of_one_unit():
         "rewards between 0 and 1"
     )
     many = np.full(5000, 0.123456)
-    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (MAX_ADDITIONS // 5000**2)), (
+    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (MAX_SUM // 5000)), (
         "coarser, to end in time"
     )
 
