@@ -127,6 +127,7 @@ def staleness(numbers: Numbers, runs: pd.DataFrame) -> None:
                 numbers.difference(f"B.{word}.{level}", difference)
     numbers.count("B.runs", len(runs))
     numbers.count("B.collapsed", runs["collapsed"].sum())
+    numbers.count("B.long", runs["can_collapse"].sum())
 
 
 def mismatch(numbers: Numbers, runs: pd.DataFrame) -> None:
@@ -236,7 +237,6 @@ def rounding(numbers: Numbers, runs: pd.DataFrame) -> None:
                 name = f"F.{word}.{part}.{objective}"
                 numbers.difference(name, t_interval(without - with_head))
     numbers.count("F.runs", len(runs))
-    numbers.count("F.collapsed", runs["collapsed"].sum())
 
 
 def sampling_mask(numbers: Numbers, rewards: pd.DataFrame, scores: pd.DataFrame) -> None:

@@ -61,6 +61,7 @@ from gspo.analysis.sequential import Design, chosen_design
 from gspo.analysis.stats import t_interval
 from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
+from gspo.tracking.collapse import MIN_BATCHES
 
 REFUSED = script.DOTS | script.NO_CURVES
 MAX_LABEL_CHARS = 50  # per line below an axis
@@ -221,6 +222,7 @@ def draw(
         doses = textwrap.fill(" and ".join(options.dose), MAX_LABEL_CHARS)
         ax.set_xlabel(f"{doses}; below it\n{options.measured}")
         ax.set_xticks(range(len(ticks)), ticks)
+    share_panel.set_xlim(end_panel.get_xlim())
     names_panel.set_axis_off()
     columns = min(len(styles), 4)
     style.legend(names_panel, styles, loc="center", ncols=columns)
@@ -292,11 +294,18 @@ def draw_column(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles, column: str)
 
 
 def draw_collapsed(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
-    """Draw the share of collapsed runs, for each arm at each level."""
+    """Draw the share of collapsed runs, for each arm at each level.
+
+    Runs that are too short for the collapse rule are left out."""
+    if not numbers["can_collapse"].any():
+        words = f"runs of fewer than {MIN_BATCHES} batches:\ntoo short for the collapse rule"
+        ax.text(0.5, 0.5, words, ha="center", va="center", transform=ax.transAxes)
+    numbers = numbers[numbers["can_collapse"]]
     for shift, (arm, line) in zip(shifts(len(styles), 0.05), styles.items(), strict=True):
         runs = numbers[numbers["arm"] == arm]
         share = runs.assign(x=runs["position"] + shift).groupby("x")["collapsed"].mean()
-        ax.plot(share, lw=1.6, ms=5, **line.plot_options())
+        if len(share):
+            ax.plot(share, lw=1.6, ms=5, **line.plot_options())
     ax.set_ylim(-0.05, 1.05)
 
 
@@ -324,7 +333,7 @@ def tick(label: object, measured: pd.Series) -> str:
     least = measured.min()
     largest = measured.max()
     if 0 < least < largest / 2:
-        return f"{word}\n{least:.2g} to {largest:.2g}"
+        return f"{word}\n{least:.2g}\nto {largest:.2g}"
     return f"{word}\n{measured.mean():.3g}"
 
 
@@ -335,11 +344,14 @@ def caption(data: Data, numbers: pd.DataFrame, metric: str, design: Design | Non
     level = ""
     if design:
         level = " Differences have the level of the sequential design's look."
+    rule = "collapse by the registered rule"
+    if not numbers["can_collapse"].all():
+        rule += f", which needs {MIN_BATCHES} batches"
     return (
         f"{len(numbers)} runs of {batches} rollout batches, {seeds} seeds per arm and dose. Under "
         f"each dose stands {metric} in the first fifth of the batches: the mean over the arms, or "
-        "its least and largest arm. Bars: 95 % intervals over seeds; collapse by the registered "
-        f"rule. Differences are paired by seed.{level}"
+        f"its least and largest arm. Bars: 95 % intervals over seeds; {rule}. "
+        f"Differences are paired by seed.{level}"
     )
 
 

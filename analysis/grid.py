@@ -19,6 +19,7 @@ from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import Interval, t_interval
 from gspo.analysis.verdicts import direction
+from gspo.tracking.collapse import MIN_BATCHES
 
 # the words for a setting's value in an arm's name; "" for the value that needs no word
 ARM_WORDS = {
@@ -72,6 +73,7 @@ def run_numbers(
 ) -> dict[str, object]:
     """Return a run's seed, its reward in the first and last batches, and whether it collapsed.
 
+    `can_collapse` says whether the run was planned to be long enough for the collapse rule.
     `means` maps further columns to metrics, which are averaged over all batches. A metric that was
     not reported is NaN.
     """
@@ -81,6 +83,7 @@ def run_numbers(
         "start": reward.head(start).mean(),
         "end": reward.tail(end).mean(),
         "collapsed": run.collapsed is not None,
+        "can_collapse": run.planned >= MIN_BATCHES or run.collapsed is not None,
     }
     for column, metric in means.items():
         numbers[column] = run.column(metric).mean()
@@ -124,8 +127,11 @@ def range_suffixes(runs: Sequence[Run], numbers: pd.DataFrame, group: Sequence[s
 # ------------------------------------------------------------------------------------------------
 # cells of tables
 def collapsed_count(runs: pd.DataFrame) -> str:
-    """Return the number of collapsed runs, as in "3 of 8"."""
-    return f"{runs['collapsed'].sum()} of {len(runs)}"
+    """Return the number of collapsed runs among those long enough, as in "3 of 8", or "-"."""
+    long_enough = runs[runs["can_collapse"]]
+    if long_enough.empty:
+        return "-"
+    return f"{long_enough['collapsed'].sum()} of {len(long_enough)}"
 
 
 def difference_cells(interval: Interval) -> list[str]:
