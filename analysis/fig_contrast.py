@@ -181,7 +181,8 @@ def difference_rows(data: Data, title: str) -> list[list[str]]:
 def titles(studies: list[Data]) -> list[str]:
     """Return a title per study: the settings in which the studies differ, or its name.
 
-    A setting in which a single arm differs, such as its clip range, stands behind that arm's name.
+    A setting in which some arms differ, or which has one value per arm, such as the clip range,
+    stands behind the arm's name.
     """
     keys_by_arm = {}
     for arm in ARMS:
@@ -213,14 +214,18 @@ def titles(studies: list[Data]) -> list[str]:
     for data in studies:
         texts = []
         for key in keys[:MAX_TITLE_SETTINGS]:
+            name = SETTING_NAMES.get(key, key)
             arms = arms_by_key[key]
-            first_run = data.of(arms[0])[0]
-            value = scientific(first_run.settings.get(key))
-            text = f"{SETTING_NAMES.get(key, key)} {value}"
-            if len(arms) < len(keys_by_arm):
-                owner = panels.short_name(min(arms, key=len))
-                text = f"{owner}'s {text}"
-            texts.append(text)
+            arms_by_value: dict[str, list[str]] = {}
+            for arm in arms:
+                value = scientific(data.of(arm)[0].settings.get(key))
+                arms_by_value.setdefault(value, []).append(arm)
+            if len(arms_by_value) == 1 and len(arms) == len(keys_by_arm):
+                texts.append(f"{name} {value}")
+                continue
+            for value, arms_of_value in arms_by_value.items():
+                owner = panels.short_name(min(arms_of_value, key=len))
+                texts.append(f"{owner}'s {name} {value}")
         study_titles.append(", ".join(texts) + suffix)
     return study_titles
 

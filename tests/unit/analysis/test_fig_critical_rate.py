@@ -203,6 +203,24 @@ def test_a_contrast_says_whose_setting_differs(tmp_path):
     assert fig_contrast.titles(studies[1:]) == ["GRPO's clip range 0.2", "GRPO's clip range 0.05"]
 
 
+def test_a_contrast_says_each_arms_own_value(tmp_path):
+    for name, scale in (("narrow", 1), ("wide", 2)):
+        for arm in load.ARMS[:3]:
+            kind, clip = ("gspo", 3e-4) if arm == load.GSPO else ("grpo", 0.05)
+            write_run(
+                tmp_path / name,
+                arm,
+                1,
+                0.3,
+                0.2,
+                objective={"name": kind, "clip_low": scale * clip},
+            )
+    assert fig_contrast.titles([load.load([tmp_path / name]) for name in ("narrow", "wide")]) == [
+        "GSPO's clip range 3e-4, GRPO's clip range 0.05",
+        "GSPO's clip range 6e-4, GRPO's clip range 0.1",
+    ]
+
+
 def test_a_contrast_says_how_many_settings_it_does_not_name(tmp_path):
     for name, size in (("one", 1), ("other", 2)):
         own = {
