@@ -109,7 +109,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     on_cpu = not torch.cuda.is_available()
     rollout = settings.rollout
     check_heads(head_dim_of(model.config), on_cpu)
-    max_model_len = rollout.max_model_len or positions(model)
+    max_model_len = rollout.max_model_len or positions(model.config)
     if max_model_len is None:
         raise ValueError(
             "rollout.max_model_len=null: this model sets no limit; set the maximum number of "

@@ -190,6 +190,8 @@ def engine_mismatch(s: Settings, metrics: dict[str, float]) -> list[str]:
         remedy = (
             f"rollout.dtype={s.rollout.dtype} rounds in the engine: use float32, or correction=tis"
         )
+    elif s.rollout.name == "local":
+        remedy = "sampling and training compute different log-probs: please report it"
     else:
         remedy = (
             "the engine does not compute what the model computes: use rollout=local, and report it"

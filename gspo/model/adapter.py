@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,6 +30,7 @@ from gspo.io.files import errors_of_the_disk
 from gspo.model.forward.layers import Wrapper
 from gspo.model.forward.low_rank import NAME, is_wrapped
 from gspo.model.settings import LoraSettings
+from gspo.model.weights import parts_without_text
 
 # peft's names of its files
 CONFIG = "adapter_config.json"
@@ -60,12 +62,14 @@ class Adapter:
         peft = installed()
         linear, experts = targets(model, settings.targets)
         module_names = {name.rpartition(".")[2] for name in linear}
+        excluded = "|".join(map(re.escape, parts_without_text(model)))
         parameter_names = {".".join(name.split(".")[-2:]) for name in experts}
         self.model = model
         self.config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
             target_modules=sorted(module_names),
+            exclude_modules=rf"({excluded}).*" if excluded else None,
             target_parameters=sorted(parameter_names) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
@@ -204,8 +208,11 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
     experts = []
     other_layers = []
     stacked_experts = []
+    without_text = parts_without_text(model)
     for name, module in model.named_modules():
         parts = name.split(".")
+        if name.startswith(without_text):
+            continue
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             if len(parts) > 1 and parts[-2] in ATTENTION:
                 attention.append(name)

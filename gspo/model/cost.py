@@ -11,7 +11,7 @@ from __future__ import annotations
 import transformers
 from torch import Tensor, nn
 
-from gspo.model.weights import input_embedding
+from gspo.model.weights import input_embedding, parts_without_text
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -22,11 +22,15 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
 
     K of the E routed experts count. Shared experts count in full. The look-up in the input
     embedding does not count. The count is also None for models with recurrent layers, which compute
-    with their states too."""
+    with their states too. A multimodal model's vision part does not count."""
     config = model.config.get_text_config()
     if model._is_stateful:
         return None
-    total = sum(p.numel() for p in model.parameters())
+    without_text = parts_without_text(model)
+    total = 0
+    for name, parameter in model.named_parameters():
+        if not name.startswith(without_text):
+            total += parameter.numel()
     if not config.tie_word_embeddings:
         total -= input_embedding(model).numel()
     routed = {}

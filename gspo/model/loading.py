@@ -300,9 +300,16 @@ def check_tokenizer_files(path: str) -> None:
         )
 
 
-def positions(model: transformers.PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens of prompt and response together, None for no bound."""
-    config = model.config.get_text_config()
+def positions(config: transformers.PretrainedConfig) -> int | None:
+    """Return the maximum number of tokens of prompt and response together, None for no bound.
+
+    LongRoPE (Phi-3's) rotates all rows of a batch by other factors if one of them is longer than
+    the model's first training had it. A row's log-probs would depend on its neighbours, so that
+    length is the bound."""
+    config = config.get_text_config()
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if rotation.get("rope_type") == "longrope":
+        return rotation["original_max_position_embeddings"]
     # transformers maps the n_positions of GPT-2 and others to the first name.
     maximum = getattr(config, "max_position_embeddings", None)
     return maximum or getattr(config, "max_seq_len", None) or None

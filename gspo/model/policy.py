@@ -109,7 +109,7 @@ class Policy(PolicyText):
     @property
     def positions(self) -> int | None:
         """The maximum number of tokens of prompt and response together. None: there is no bound."""
-        return positions(self.model)
+        return positions(self.model.config)
 
     def adapt(
         self,

@@ -61,7 +61,7 @@ class ValueHead(torch.nn.Module):
     @staticmethod
     def open(model: transformers.PreTrainedModel, folder: Path | None) -> ValueHead:
         """Return the head of a checkpoint's `folder`, or a new head if `folder` is None."""
-        head = ValueHead(model.config.hidden_size)
+        head = ValueHead(model.config.get_text_config().hidden_size)
         if folder:
             head.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
         return head.to(model.device)

@@ -18,6 +18,20 @@ def input_embedding(model: transformers.PreTrainedModel) -> Tensor:
     return model.get_input_embeddings().get_parameter("weight")
 
 
+def parts_without_text(model: transformers.PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of a multimodal model's modules that texts do not pass through.
+
+    They stand beside the text model in one parent: a vision tower and its projector. The result is
+    empty for a model of texts alone."""
+    text_model = model.get_decoder()
+    names = [name for name, module in model.named_modules() if module is text_model]
+    parent, _, text_name = names[0].rpartition(".")
+    if not parent:
+        return ()
+    children = model.get_submodule(parent).named_children()
+    return tuple(f"{parent}.{name}." for name, _ in children if name != text_name)
+
+
 def empty_copy(
     model: transformers.PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> transformers.PreTrainedModel:

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from gspo.config.checks import check_processes
 from gspo.config.settings import Settings
 from gspo.io.errors import SettingError
+from gspo.model.loading import positions
 from gspo.planning.engine_estimate import EngineEstimate, engine_estimate
 from gspo.planning.hardware import GB, RESERVE, Hardware
 from gspo.planning.memory import Measured, Work, measure
@@ -100,9 +101,9 @@ def plan(
     config = config_of(settings.model)
     rollout = settings.rollout
     default_prompt = rollout.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
-    positions = max_positions(config)
-    if positions:
-        rollout.bound_by(positions)
+    maximum = positions(config)
+    if maximum:
+        rollout.bound_by(maximum)
         default_prompt = min(default_prompt, rollout.half_of_positions or default_prompt)
     prompt = prompt or default_prompt
     check_lengths(config, prompt, rollout.longest_limit)
@@ -171,19 +172,14 @@ def ranks_of(settings: Settings) -> tuple[int, int]:
     return ranks, 1
 
 
-def max_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of positions of a model, or None if it has no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_lengths(config: PretrainedConfig, prompt: int, response: int) -> None:
     """Raise ValueError if a prompt and a response exceed the model's positions."""
-    positions = max_positions(config)
-    if positions and prompt + response > positions:
+    maximum = positions(config)
+    if maximum and prompt + response > maximum:
         raise SettingError(
             "rollout.max_new_tokens",
             response,
-            f"exceeds the model's {positions} positions with a prompt of {prompt} tokens",
+            f"exceeds the model's {maximum} positions with a prompt of {prompt} tokens",
             remedy="lower it, or set prompt_tokens",
         )
 
@@ -200,8 +196,8 @@ def response_tokens(settings: Settings, config: PretrainedConfig, prompt: int) -
         default=0,
     )
     tokens = settings.rollout.longest_limit + environment_tokens
-    positions = max_positions(config)
-    return min(tokens, positions - prompt) if positions else tokens
+    maximum = positions(config)
+    return min(tokens, maximum - prompt) if maximum else tokens
 
 
 def phases(

@@ -46,7 +46,7 @@ def open_policy(
     model_checkpoint = None if lora.rank else checkpoint
     folder = model_checkpoint or starting_model_folder(settings, on_cold_start_step)
     model, tokenizer = load_model(settings, folder, shards)
-    check_positions(settings, positions(model))
+    check_positions(settings, positions(model.config))
     if folder and not checkpoint:
         reward = recorded_reward(folder)
         print(

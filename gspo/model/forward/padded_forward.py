@@ -12,6 +12,7 @@ columns, X anything.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, Literal
 
 import torch
@@ -121,6 +122,11 @@ def padding_side(model: transformers.PreTrainedModel) -> Side:
     halves = [logits_of_row(model, row[: len(row) // 2]) for row in rows]
     beginnings = [logits_SV[: len(half)] for logits_SV, half in zip(alone, halves, strict=True)]
     difference = largest_difference(beginnings, halves)
+    if math.isnan(difference):
+        raise ValueError(
+            f"{architecture(model)} cannot be trained: its logits are NaN. Its weights may be "
+            "incomplete, or too large for their precision"
+        )
     if not difference <= tolerance:
         raise ValueError(
             f"{architecture(model)} cannot be trained: it is not causal. Its logits at a token "

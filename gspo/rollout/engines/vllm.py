@@ -299,7 +299,8 @@ def check_installed() -> None:
 
 def head_dim_of(config: PretrainedConfig) -> int:
     """Return the number of dimensions of an attention head of the model."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def check_heads(head_dim: int | None, on_cpu: bool) -> None:

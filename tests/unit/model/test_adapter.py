@@ -9,16 +9,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from builders import batch_of, fed, sample, small_policy
 from families import other_family
 from gspo.model import adapter as adapters
-from gspo.model.adapter import targets
+from gspo.model.adapter import Adapter, targets
+from gspo.model.cost import active_parameters
 from gspo.model.forward import network
 from gspo.model.forward.packed_weights import LayerWeights, _prepare_experts
 from gspo.model.loading import load, save
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
+from gspo.model.value_head import ValueHead
 from gspo.rollout.engines.local import LocalEngine
 from moe_families import MOE_FAMILIES
 from refusals import refuses
@@ -337,6 +340,32 @@ def test_what_is_adapted():
     assert len(targets(dense, "all")[0]) == 2 * 7
     with refuses("policy.lora.targets", "experts", "Qwen3ForCausalLM has no such"):
         targets(dense, "experts")
+
+
+def multimodal_model() -> Gemma3ForConditionalGeneration:
+    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("which", ["attention", "all"])
+def test_a_multimodal_model_is_adapted_in_its_text_part_alone(which):
+    model = multimodal_model()
+    linear, _ = targets(model, which)
+    assert linear and all(name.startswith("model.language_model.") for name in linear)
+    Adapter(model, LoraSettings(rank=2, targets=which), seed=0)
+    adapted_parts = {name.split(".")[1] for name, _ in model.named_parameters() if "lora" in name}
+    assert adapted_parts == {"language_model"}
+
+
+def test_a_multimodal_models_vision_part_is_no_cost_and_its_critic_has_the_texts_width():
+    model = multimodal_model()
+    text = sum(p.numel() for p in model.model.language_model.parameters())
+    assert active_parameters(model) == text  # the head is the input embedding
+    assert ValueHead.open(model, None).linear.in_features == 32
 
 
 def test_a_copy_for_the_engine_has_merged_weights_under_the_models_own_names():

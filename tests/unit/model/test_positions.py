@@ -6,7 +6,14 @@ import sys
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import forked
 from builders import small_policy
@@ -16,7 +23,7 @@ from gspo.data.problems import Problem
 from gspo.evaluation.evaluate import evaluate, load_evaluation_sets, with_room
 from gspo.evaluation.resumable import Folder, evaluate_into, table
 from gspo.evaluation.settings import EvaluationSettings
-from gspo.model.loading import save
+from gspo.model.loading import positions, save
 from gspo.model.policy import Policy
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
@@ -30,6 +37,38 @@ from refusals import refuses
 
 POSITIONS, LIMIT = 24, 14  # which leave 10 characters for a prompt
 LONG = ChainArithmetic(max_operands=6)
+
+
+def test_longrope_is_bound_by_the_length_at_which_it_changes_a_whole_batch():
+    rotation = {"rope_type": "longrope", "rope_theta": 1e4}
+    rotation |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        original_max_position_embeddings=8,
+        rope_parameters=rotation,
+        pad_token_id=0,
+    )
+    assert positions(config) == 8
+    model = AutoModelForCausalLM.from_config(config)
+    short, long = torch.arange(6), torch.arange(12)
+
+    def logits_beside(length: int) -> torch.Tensor:
+        rows = torch.zeros(2, length, dtype=torch.long)
+        rows[0, :6] = short
+        rows[1] = long[:length]
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, 6:] = 0
+        return model(input_ids=rows, attention_mask=mask).logits[0, :6]
+
+    torch.testing.assert_close(logits_beside(6), logits_beside(8))
+    change = (logits_beside(8) - logits_beside(9)).abs().max()
+    assert change > 1e-3, "a neighbour of nine tokens changes the short row"
 
 
 def short_model(family: str) -> Policy:

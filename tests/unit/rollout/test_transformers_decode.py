@@ -137,6 +137,13 @@ def test_a_model_whose_tokens_see_later_ones_is_refused():
         Policy(small_model("bert"), character_tokenizer())
 
 
+def test_weights_of_nan_are_refused_by_their_name():
+    model = small_model("gpt2")
+    model.transformer.h[0].mlp.c_fc.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="cannot be trained: its logits are NaN"):
+        padding_side(model)
+
+
 def test_a_model_that_padding_changes_on_either_side_is_refused():
     model = small_model("gpt2")
 
