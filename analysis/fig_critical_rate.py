@@ -311,15 +311,21 @@ def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical_A = fit_pooled(counts)
-    levels = {rate_ratio.interval.level for rate_ratio in ratios.values()} or {LEVEL}
-    shares = ", ".join(coverage(level) for level in sorted(levels))
-    rows = [["arms", f"critical learning rate, or ratio with its {shares} interval", "p"]]
+    rows = [["arms", f"critical learning rate, or ratio with its {interval_words(ratios)}", "p"]]
     for arm, rate in zip(arms, critical_A, strict=True):
         text = rate_text(rate, numbers.loc[numbers["arm"] == arm, "rate"])
         rows.append([arm, text, ""])
     for (a, b), rate_ratio in ratios.items():
         rows.append([f"{a} / {b}", rate_ratio.text(), f"{rate_ratio.p:.2g}"])
     return markdown_table(rows)
+
+
+def interval_words(ratios: Ratios) -> str:
+    """Return "95 % interval", or the words for pairs at different looks of a design."""
+    levels = {rate_ratio.interval.level for rate_ratio in ratios.values()} or {LEVEL}
+    if len(levels) > 1:
+        return "interval at the level of the pair's look"
+    return f"{coverage(levels.pop())} interval"
 
 
 def fit_pooled(counts: Counts) -> tuple[np.ndarray, np.ndarray]:
@@ -440,9 +446,7 @@ def caption(data: Data, numbers: pd.DataFrame, ratios: Ratios) -> str:
     for (a, b), rate_ratio in ratios.items():
         ratio_texts.append(f"{a} / {b}: {rate_ratio.text()}, p = {rate_ratio.p:.2g}")
     if ratio_texts:
-        levels = {rate_ratio.interval.level for rate_ratio in ratios.values()}
-        shares = ", ".join(coverage(level) for level in sorted(levels))
-        title = f"Ratio of the critical rates, {shares} interval, permutation p"
+        title = f"Ratio of the critical rates, {interval_words(ratios)}, permutation p"
         text += f"\n{title}: {'; '.join(ratio_texts)}."
     return text
 

@@ -24,6 +24,8 @@ from gspo.data.seeding import seed_for
 from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
+from gspo.model.sharding.dtensors import architecture
+from gspo.model.sharding.sharded_files import tensors_in_files
 from gspo.rollout.engines.base import Engine, Groups, OnFinished
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.pending_requests import PendingRequests, fill
@@ -151,11 +153,18 @@ class OutsideEngine(Engine, Generic[SettingsT]):
     def _hand_over(self, piece: dict[str, Tensor], folder: WeightsFolder) -> None:
         """Let the engine load a piece of the weights, in the precision in which it stores them.
 
-        Buffers keep their precision: a rounded bias would send tokens to other experts."""
+        Buffers keep their precision: a rounded bias would send tokens to other experts. vLLM knows
+        Mixtral's experts by their names in files alone."""
         on_cpu = {}
+        model_class = architecture(self.policy.model)
         for name, tensor in piece.items():
             dtype = tensor.dtype if name in self.buffers else self.stored or tensor.dtype
-            on_cpu[name] = tensor.detach().to("cpu", dtype)
+            stored = tensor.detach().to("cpu", dtype)
+            if model_class != "MixtralForCausalLM":
+                on_cpu[name] = stored
+                continue
+            for file_name, _, part in tensors_in_files(model_class, name, range(len(stored)), stored):
+                on_cpu[file_name] = part.contiguous()
         path = folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()
