@@ -278,6 +278,21 @@ def test_an_adapter_is_merged_when_vllm_starts_and_in_every_hand_over(kind):
         engine.close()
 
 
+def test_mixtral_hands_its_experts_over():
+    """vLLM loads Mixtral's experts by their names in files, which are not those of the model."""
+    policy = small_policy(wider(MOE_FAMILIES["mixtral"]))
+    engine = VLLMEngine(policy, VLLMRollout(routes=True, batch_rows=64, kv_cache_gib=0.25))
+    try:
+        for seed in range(2):
+            found = run(engine, Sampling(0.0, 24), experts=True)
+            assert gap(policy, found) < 1e-5 and agreement(policy, found) > 0.999
+            perturb(policy, 0.05, seed)
+            assert gap(policy, found) > 0.01, "the update should make a difference"
+            engine.load_weights(policy.named_tensors())
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("dtype", daily_but(("float32", "bfloat16"), "float32"))
 def test_the_bias_with_which_routers_select_arrives_with_the_weights(dtype):
     """GLM-4.5, whose first layer is dense: vLLM's routers choose what the policy's do."""
