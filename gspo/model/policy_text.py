@@ -37,6 +37,10 @@ class PolicyText:
         self.template_turn_end = None if turn_end in self.stop_ids else turn_end
         if turn_end is not None:
             self.stop_ids.add(turn_end)
+        if self.template_turn_end is not None and model.generation_config:
+            # whoever samples from a checkpoint with other software ends its turns too
+            ends = [i for i in self.stop_ids if i is not None]
+            model.generation_config.eos_token_id = sorted(ends)
         # the stop tokens without the user's stop strings
         self.end_ids = frozenset(self.stop_ids)
 

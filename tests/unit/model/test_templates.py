@@ -1,5 +1,6 @@
 """Chat templates of many kinds: what a prompt and an episode are in them, and which cannot be used."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from gspo.model.chat import control_tokens
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.conversation import Conversation
 from gspo.model.chat.prompts import PromptFormat, control_tokens_of
+from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
 from gspo.model.stand_in import byte_tokenizer
@@ -159,7 +161,7 @@ def test_the_token_that_ends_a_turn_is_read_from_the_template():
     assert PromptFormat().end_of_turn(tokenizer_of(words, "</s>")) is not None
 
 
-def test_a_base_models_chat_ends_at_the_templates_end_of_turn_and_says_so():
+def test_a_base_models_chat_ends_at_the_templates_end_of_turn_and_says_so(tmp_path):
     from gspo.run.lifecycle import model_warnings
 
     model, tokenizer = StandIn(path=QWEN3).make()
@@ -169,6 +171,9 @@ def test_a_base_models_chat_ends_at_the_templates_end_of_turn_and_says_so():
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert policy.template_turn_end == end and policy.stop_ids == {end, tokenizer.pad_token_id}
     assert policy.copy().stop_ids == policy.stop_ids
+    save(model, tokenizer, tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert set(written["eos_token_id"]) == policy.stop_ids, "other software ends its turns too"
     (line,) = model_warnings(policy)
     assert line.startswith(
         "responses end at <|im_end|> too: the chat template writes it behind an assistant's turn"
