@@ -111,12 +111,15 @@ def load(
     cannot be read, if two runs have the same arm and seed, or if a foreign option has no effect.
     """
     notes: list[str] = []
+    empty_paths: list[Path | str] = []
     runs_by_key: dict[tuple[Path, str], Run] = {}
     for path in paths:
         try:
             records = sources.records(path, foreign_options)
         except (OSError, ValueError) as error:
             raise RunsError(str(error)) from None
+        if not records:
+            empty_paths.append(path)
         for record in sorted(records, key=record_key):
             run = as_run(record, notes)
             if run is None:
@@ -132,6 +135,7 @@ def load(
         raise RunsError(why_no_runs(paths, notes))
     if foreign_options.given() and not any(FRAMEWORK in run.settings for run in runs):
         raise RunsError("; ".join([foreign_options.without_effect(), *notes[:MAX_NOTES]]))
+    notes += [f"left out: {path}, it holds no run" for path in empty_paths]
     name_logs(runs)
     for key, value in (where or {}).items():
         runs = having(runs, key, value)

@@ -60,7 +60,7 @@ MEANS = {
 TOTALS = {
     "tokens": ("compute/tokens", ".3g"),
     "FLOPs": ("compute/flops", ".3g"),
-    "hours": ("compute/seconds", ".2f"),
+    "hours, sampling and training": ("compute/seconds", ".2f"),
 }
 
 
@@ -260,6 +260,9 @@ def results(runs: list[Run]) -> list[list[str]]:
 
 
 def batches(run: Run) -> str:
+    """Return the number of batches, and of the planned batches if they are known."""
+    if "framework" in run.settings and run.finished:
+        return str(run.last)  # logs without a plan count as finished
     return f"{run.last}/{run.planned}"
 
 

@@ -644,7 +644,13 @@ METRICS = [
         "with LoRA), and attention. Missing if the number of active parameters is unknown",
         "last",
     ),
-    Metric("compute/seconds", "s", "wall-clock training time so far, evaluation left out", "last"),
+    Metric(
+        "compute/seconds",
+        "s",
+        "sampling and training so far: waited_s + train_s of all steps, without evaluations and "
+        "checkpoints",
+        "last",
+    ),
     Metric("time/rollout_s", "s", "generation of responses"),
     Metric(
         "time/score_s",

@@ -39,7 +39,10 @@ SECONDS = {
     "time/rollout_s": "sampling",
     "time/environment_s": "environments, a part of sampling",
     "time/score_s": "grading",
+    "time/behaviour_s": "log-probs of the sampling weights",
+    "time/sync_s": "sending the weights to the engine",
     "time/train_s": "training",
+    "time/record_s": "recording steps for replay",
     "time/eval_s": "evaluation",
     "time/checkpoint_s": "checkpoints",
     "time/monitor_s": "monitor",
@@ -283,7 +286,7 @@ def _cost(rows: list[dict]) -> list[tuple[str, str]]:
     lines = [(name, f"{value:.1f} s") for name, value in sums.items() if value]
     last = rows[-1] if rows else {}
     if is_finite(last.get("compute/seconds")):
-        lines.insert(0, ("all", f"{last['compute/seconds'] / 3600:.2f} h"))
+        lines.insert(0, ("sampling and training", f"{last['compute/seconds'] / 3600:.2f} h"))
     totals = (("compute/tokens", "tokens"), ("compute/flops", "FLOPs"))
     return lines + [(name, f"{last[key]:.3g}") for key, name in totals if is_finite(last.get(key))]
 

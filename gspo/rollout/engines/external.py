@@ -163,7 +163,9 @@ class OutsideEngine(Engine, Generic[SettingsT]):
             if model_class != "MixtralForCausalLM":
                 on_cpu[name] = stored
                 continue
-            for file_name, _, part in tensors_in_files(model_class, name, range(len(stored)), stored):
+            for file_name, _, part in tensors_in_files(
+                model_class, name, range(len(stored)), stored
+            ):
                 on_cpu[file_name] = part.contiguous()
         path = folder.save_weights(on_cpu)
         self._ask("load", str(path))

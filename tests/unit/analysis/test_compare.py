@@ -69,6 +69,14 @@ def test_one_run_or_none_is_one_line(tmp_path):
     assert compare("--help").returncode == 0 and compare().returncode == 2
 
 
+def test_a_named_folder_without_runs_is_said(tmp_path):
+    runs = [write(tmp_path, name, HEALTHY) for name in ("gspo", "grpo")]
+    (tmp_path / "empty").mkdir()
+    done = compare(*runs, tmp_path / "empty")
+    assert done.returncode == 0, done.stderr
+    assert f"note: left out: {tmp_path / 'empty'}, it holds no run" in done.stdout
+
+
 def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     runs = [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in range(7)]
     runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
