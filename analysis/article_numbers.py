@@ -53,6 +53,7 @@ SEQUENTIAL_STUDIES = {
     "decided.16": ("critical_rate_decided_16", DECIDED),
     "decided.top1": ("critical_rate_decided_top1", DECIDED),
     "K": ("critical_rate_tools", TWO_LOOKS),
+    "L": ("larger_model", TWO_LOOKS),
 }
 ARENA_CELLS = ("sums_edge", "tools_edge")
 

@@ -100,6 +100,10 @@ REGISTERED = {
     "K.replay": criterion("yes", "K.ratio.replay", rule="decided", line=1),
     "K.step": criterion("undecided", "K.ratio.quarter", rule="decided", line=1),
     "K.none": criterion("undecided", "K.ratio.none", rule="decided", line=1),
+    "L.plain": criterion("undecided", "L.ratio.plain", rule="decided", line=1),
+    "L.replay": criterion("undecided", "L.ratio.replay", rule="decided", line=1),
+    "L.step": criterion("undecided", "L.ratio.quarter", rule="decided", line=1),
+    "L.none": criterion("undecided", "L.ratio.none", rule="decided", line=1),
     "B.turn": Criterion(
         "no",
         (

@@ -31,6 +31,7 @@ ARM_WORDS = {
     "rollout.keep_mask": {False: "", True: "sampling mask"},
 }
 CLIP = "objective.clip_low"
+NETWORK = "cold_start.seed"  # of which the initial network is drawn
 PARTS = 5  # the start and the end of a run are the first and the last fifth of its batches
 
 
@@ -59,8 +60,13 @@ def check_alike(
     advice: str,
     name: str = "the runs",
 ) -> None:
-    """Raise RunsError if the runs differ in settings that do not begin with an expected name."""
+    """Raise RunsError if the runs differ in settings that do not begin with an expected name.
+
+    Each seed may have a cold start of its own, if all of its runs share it."""
     keys = [key for key in load.differing(runs) if not key.startswith(expected)]
+    networks = {(run.seed, run.settings.get(NETWORK)) for run in runs}
+    if len(networks) == len({run.seed for run in runs}):
+        keys = [key for key in keys if key != NETWORK]
     if keys:
         raise RunsError(f"{name} differ also in {', '.join(keys)}: {advice}")
 

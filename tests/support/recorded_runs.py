@@ -16,7 +16,7 @@ def write(folder: Path, name: str, rewards: list[float], seed: int = 1, **change
     settings = {
         "seed": seed, "steps": len(rewards), "study": "known", "objective": {"name": name, "clip_low": 0.2},
         "policy": {"routing_replay": "none"}, "optim": {"lr": 1e-4}, "rollout": {"staleness": 0, "dtype": "float32"},
-        "trainer": {"minibatches": 4}, "monitor": {"thresholds": asdict(Thresholds())},
+        "trainer": {"minibatches": 4}, "cold_start": {"seed": 0}, "monitor": {"thresholds": asdict(Thresholds())},
     }  # fmt: skip
     for key, value in changes.items():
         group, field = key.split("__")

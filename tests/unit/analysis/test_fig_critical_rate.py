@@ -147,6 +147,19 @@ def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
     ].exists()
 
 
+def test_a_seed_may_have_an_initial_network_of_its_own(tmp_path):
+    for seed in (1, 2):
+        for rate in RATES:
+            own = {"cold_start__seed": seed, "optim__lr": rate}
+            write(tmp_path / "own", "gspo", HEALTHY, seed, **own)
+            write(tmp_path / "own", "grpo", HEALTHY, seed, **own)
+    numbers = fig_critical_rate.measure(load.load([tmp_path / "own"]))
+    assert sorted(numbers["arm"].unique()) == ["GRPO", "GSPO"] and len(numbers) == 16
+    write(tmp_path / "own", "gspo", HEALTHY, 2, cold_start__seed=7, optim__lr=9e-4)
+    with pytest.raises(load.RunsError, match=r"cold_start\.seed"):
+        fig_critical_rate.measure(load.load([tmp_path / "own"]))
+
+
 def test_runs_that_differ_in_more_are_refused(study):
     write(study, "gspo", HEALTHY, 9, trainer__minibatches=16)
     with pytest.raises(load.RunsError, match=r"trainer\.minibatches"):
