@@ -109,6 +109,10 @@ class Advantage(Ranged, key="advantage"):
         """Compute the returns that the critic is trained to predict. Shape [B, T]."""
         raise TypeError(f"advantage {self.name!r} trains no critic")
 
+    def permits_reward(self, reward: float) -> bool:
+        """Return whether a response may have this reward."""
+        return True
+
     def refuse_whitening(self, reason: str) -> None:
         """Raise ValueError if the advantages would be whitened."""
         if self.whiten != "none":

@@ -13,6 +13,7 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -181,9 +182,11 @@ class KLCoefficient:
         self.value = settings.coef
 
     def update(self, kl: float, responses: int) -> None:
-        """Adapt beta after a step of `responses` responses and a mean KL of `kl` nats per token."""
+        """Adapt beta after a step of `responses` responses and a mean KL of `kl` nats per token.
+
+        A KL that is not finite changes nothing."""
         settings = self.settings
-        if settings.target is None:
+        if settings.target is None or not math.isfinite(kl):
             return
         error = kl / settings.target - 1
         clipped = min(max(error, -0.2), 0.2)

@@ -47,6 +47,9 @@ class MaxRL(GroupAdvantage):
         super().__post_init__()
         self.refuse_whitening("the mean reward is the only scale, which whitening would undo")
 
+    def permits_reward(self, reward: float) -> bool:
+        return reward >= 0
+
     def estimate(self, credit: Credit) -> Tensor:
         lowest = float(credit.rewards_B.min())
         if lowest < 0:

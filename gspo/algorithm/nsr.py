@@ -50,6 +50,9 @@ class NSR(Advantage):
                 "with advantage.positive_weight=0, every advantage is 0",
             )
 
+    def permits_reward(self, reward: float) -> bool:
+        return reward in (0, 1)
+
     def estimate(self, credit: Credit) -> Tensor:
         rewards_B = credit.rewards_B
         is_correct_B = rewards_B == 1

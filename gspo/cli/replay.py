@@ -330,7 +330,7 @@ def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | N
     if not record.header.complete:
         return ["the step did not end, so its metrics are not compared"]
     balance_coef = column.settings.trainer.router_aux_loss_coef
-    agreed = agreement(column.replayed.metrics, without_balance(row, balance_coef))
+    agreed = agreement(column.replayed.metrics, without_balance(row, balance_coef, record))
     if not agreed.compared:
         return ["the run has no metrics of this step to compare with"]
     if not agreed.differing:

@@ -32,6 +32,8 @@ from gspo.io.errors import SettingError
 OWN_OPTIONS = ("step", "model", "old_model", "page", "responses", "out", "allow_outside_code")
 GROUPS = ("objective", "advantage", "kl", "correction")
 AGGREGATION = "trainer.aggregation"
+# It acts when responses are graded, and a record holds their rewards.
+TRUNCATED = "reward.truncated"
 # settings beside the groups that a replay may change
 CHANGEABLE = (
     "reward",
@@ -120,13 +122,27 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     for key in keys:
         if key in chosen or key == "preset" or key.partition(".")[0] in chosen:
             continue
-        if is_among(key) or key.partition(".")[0] in GROUPS:
+        if is_among(key, [AGGREGATION]):
+            continue
+        if key == TRUNCATED:
+            ignored.append(key)
+        elif is_among(key) or key.partition(".")[0] in GROUPS:
             copy_setting(settings, source, key)
         else:
             ignored.append(key)
-    has_aggregation = any(key.startswith(AGGREGATION) for key in keys)
-    if "objective" in chosen and not has_aggregation:
-        settings.trainer.aggregation = Aggregation(rows=settings.trainer.aggregation.rows)
+    given = [key for key in keys if is_among(key, [AGGREGATION])]
+    if "objective" in chosen or given:
+        settings.trainer.aggregation = changed_aggregation(
+            recorded.trainer.aggregation,
+            source.trainer.aggregation,
+            given,
+            settings.objective.aggregation,
+            is_new="objective" in chosen,
+        )
+    kl_is_given = "kl" in chosen or any(is_among(key, ["kl.aggregation"]) for key in keys)
+    kl_followed = recorded.kl.in_loss and recorded.kl.aggregation == recorded.trainer.aggregation
+    if kl_followed and not kl_is_given:
+        settings.kl.aggregation = Aggregation()  # it follows the replay's trainer.aggregation
     settings.outside = outside_code(settings)
     resolve(settings)
     if complete:
@@ -138,11 +154,35 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     return settings, notes
 
 
+def changed_aggregation(
+    recorded: Aggregation, source: Aggregation, given: list[str], own_mode: str, is_new: bool
+) -> Aggregation:
+    """Return how a replay averages its loss, from the run's average and the command line's.
+
+    `given` are the settings below trainer.aggregation on the command line, and `own_mode` is the
+    mode of the objective. `is_new` says that the objective is not the run's: then the mode is its
+    own, unless the command line gives another. The run's rows stay if the mode reads them."""
+    if AGGREGATION in given:
+        return source
+    names = [key.rpartition(".")[2] for key in given]
+    aggregation = recorded
+    if is_new or "mode" in names:
+        mode = source.mode if "mode" in names else "auto"
+        rows = recorded.rows
+        if "token-mean" in (mode, own_mode if mode == "auto" else ""):
+            rows = Aggregation.rows
+        aggregation = Aggregation(mode, rows)
+    for name in names:
+        aggregation = replace(aggregation, **{name: getattr(source, name)})
+    return aggregation
+
+
 def refuse_unless_changeable(word: str) -> None:
     """Raise ValueError for a word that a replay cannot follow."""
     key, _, value = word.partition("=")
     key = key.lstrip("+")
-    if key == "preset" or key.partition(".")[0] in GROUPS or is_among(key):
+    is_changeable = is_among(key) and key != TRUNCATED
+    if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable:
         return
     choices = ", ".join([*GROUPS, "preset", *CHANGEABLE])
     if key.partition(".")[0] not in [field.name for field in fields(Settings)]:

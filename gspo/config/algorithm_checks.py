@@ -184,6 +184,8 @@ def check_advantage_inputs(s: Settings) -> None:
     advantage = f"with advantage={s.advantage.name}"
     if s.advantage.needs_raw_rewards:
         reason = f"{advantage}, the verifier's own rewards are compared, and nothing else"
+        truncated = s.reward.truncated
+        truncated_fits = truncated is None or s.advantage.permits_reward(truncated)
         shaped = [
             (s.reward.shift != "none", "reward.shift", s.reward.shift),
             (s.reward.scale != "none", "reward.scale", s.reward.scale),
@@ -191,6 +193,7 @@ def check_advantage_inputs(s: Settings) -> None:
             (s.reward.overlong_cache > 0, "reward.overlong_cache", s.reward.overlong_cache),
             (s.reward.turns == "each", "reward.turns", s.reward.turns),
             (s.kl.in_reward, "kl", s.kl.name),
+            (not truncated_fits, "reward.truncated", truncated),
         ]
         for is_set, key, value in shaped:
             if is_set:

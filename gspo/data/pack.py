@@ -86,7 +86,8 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
     if not any(r.turns for r in responses):
         return None
     index_BT = torch.zeros_like(batch.mask_BT, dtype=torch.int64)
-    rewards_BT = torch.zeros_like(batch.mask_BT, dtype=torch.float64)
+    # rounded to float32, as rewards of whole responses are, so that their float64 sums are exact
+    rewards_BT = torch.zeros_like(batch.mask_BT, dtype=torch.float32)
     for i, r in enumerate(responses):
         end = 0
         index = 0
@@ -100,7 +101,7 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
         if not r.turns:
             last = len(r.token_ids) - 1
             rewards_BT[i, last] = r.reward
-    return EpisodeTurns(index_BT, rewards_BT)
+    return EpisodeTurns(index_BT, rewards_BT.double())
 
 
 def _logprobs(rows: list[ndarray], batch: TokenBatch) -> Tensor:

@@ -199,13 +199,14 @@ def check_positions(settings: Settings, available: int | None) -> None:
     if settings.kl.in_loss:
         aggregations.append(settings.kl.aggregation)
     divides_by_limit = any(aggregation.length == limit for aggregation in aggregations)
-    if divides_by_limit or half <= settings.rollout.token_budget:
+    depending = max(settings.rollout.token_budget, settings.reward.overlong_cache)
+    if divides_by_limit or half <= depending:
         raise SettingError(
             "rollout.max_new_tokens",
             limit,
             f"leaves no room for a prompt in {available} positions, and other settings "
-            "depend on it (a loss that is divided by the longest response, or "
-            "rollout.token_budget)",
+            "depend on it (a loss that is divided by the longest response, "
+            "rollout.token_budget, or reward.overlong_cache)",
             remedy=f"set it to {half}",
         )
     settings.rollout.bound_by(available)

@@ -68,7 +68,8 @@ METRICS = [
         "group/zero_variance",
         "share of groups",
         "groups whose responses all have the same reward: no signal for estimators that compare "
-        "rewards within a group, but for turn_normalized, gdpo and the zero tail of otb",
+        "rewards within a group, but for turn_normalized, gdpo, the zero tail of otb, and with "
+        "reward.overlong_cache or kl=reward, which add to the rewards afterwards",
     ),
     Metric(
         "group/steps_without_signal",
@@ -93,7 +94,7 @@ METRICS = [
         "advantage/score_norm",
         "sum of squares",
         "advantage=otb: mean over responses of sum_t ||e_y - pi_t||^2, the squared score at the "
-        "logits",
+        "logits; times the square of the weight with a correction, as in verl",
     ),
     Metric(
         "advantage/square",

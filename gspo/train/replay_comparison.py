@@ -105,16 +105,22 @@ class Agreement:
 
 
 def without_balance(
-    row: Mapping[str, float | None], coefficient: float
+    row: Mapping[str, float | None], coefficient: float, record: StepRecord
 ) -> Mapping[str, float | None]:
     """Return a step's row with a loss that lacks the balancing loss of routers, as a replay's does.
 
-    `coefficient` is trainer.router_aux_loss_coef."""
+    `coefficient` is trainer.router_aux_loss_coef. `routing/balance` is the mean over the updates
+    with tokens in the loss, and `optim/loss` the mean over all updates."""
     loss = row.get("optim/loss")
     balance = row.get("routing/balance")
     if not coefficient or loss is None or balance is None:
         return row
-    return {**row, "optim/loss": loss - coefficient * balance}
+    has_tokens_B = np.array(
+        [record.trained[record.tokens_of(row)].any() for row in range(len(record.rewards))]
+    )
+    with_tokens = [has_tokens_B[update.rows].any() for update in record.updates]
+    share = float(np.mean(with_tokens)) if with_tokens else 1.0
+    return {**row, "optim/loss": loss - coefficient * balance * share}
 
 
 def agreement(replayed: Mapping[str, float], row: Mapping[str, float | None]) -> Agreement:

@@ -104,8 +104,8 @@ class Trainer:
         # step begins with, computed by the trainer or by the engine.
         divides_by_old = algorithm.objective.ratio_to == "old"
         recomputes_old = policy_settings.old_logprobs == "step_start"
-        old_is_start = recomputes_old or not source.settings.samples_ahead
-        self.starts_at_old_policy = divides_by_old and old_is_start
+        self.old_is_start = recomputes_old or not source.settings.samples_ahead
+        self.starts_at_old_policy = divides_by_old and self.old_is_start
         # the first ratios to the engine are 1 only up to its mismatch
         uses_engine = policy_settings.old_logprobs == "engine"
         self.first_ratios_are_1 = self.starts_at_old_policy and not uses_engine
@@ -265,7 +265,8 @@ class Trainer:
         kl_coef               the coefficient of the KL term
         entropy_coef          the state of the entropy bonus, see EntropyTerm; None without bonus
         rewards               the moments of all rewards before the step
-        starts_at_old_policy  whether the first update's ratios are 1 by definition
+        starts_at_old_policy  whether the first update's ratios to pi_old are 1 by definition, also
+                              if the objective does not use them: a replay's may
         skips_old_pass        whether the engine's log-probs stand for those of the old policy
         experts               the number of experts of each MoE layer; 0: a dense model
         """
@@ -273,7 +274,7 @@ class Trainer:
             "kl_coef": self.coefficient.value,
             "entropy_coef": self.entropy.state() if self.entropy else None,
             "rewards": asdict(self.state.rewards),
-            "starts_at_old_policy": self.starts_at_old_policy,
+            "starts_at_old_policy": self.old_is_start,
             "skips_old_pass": self.old_policy.is_skipped,
             "experts": self.policy.routing.experts if self.policy.routing.layers else 0,
         }

@@ -343,6 +343,7 @@ def test_adaptive_coefficient_by_hand():
     ):
         assert updated(kl, 1000) == pytest.approx(expected, rel=1e-12)
         assert updated(kl, 1000, target=None) == 0.2  # fixed
+    assert updated(math.nan, 1000) == updated(math.inf, 1000) == 0.2, "a step without a number"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

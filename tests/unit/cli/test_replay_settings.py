@@ -1,11 +1,13 @@
-"""The settings of a record without run directory, which anyone may have written."""
+"""The settings of a replay: of a record that anyone may have written, and those that it changes."""
 
 import sys
 
 import pytest
 
-from gspo.cli.replay_settings import of_header
+from composing import settings as run_settings
+from gspo.cli.replay_settings import changed, of_header
 from gspo.data.step_record import Header
+from refusals import refuses
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
 PATH = "replay_evil:Evil"
@@ -38,3 +40,55 @@ def test_no_setting_of_a_record_imports_code(settings, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"settings besides|allow_outside_code=true"):
             of_header(Header(step=1, settings=settings), trust=False)
     assert not (tmp_path / "imported").exists() and "replay_evil" not in sys.modules
+
+
+AGGREGATION = "trainer.aggregation"
+SEQUENCE_MEANS = "seq-mean-token-mean"
+GSM8K = ("model=hf", "model.path=x", "task=gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("run", "replay", "policy", "kl"),
+    [
+        # a KL term that followed the run's average follows the replay's
+        (["objective=grpo", "kl=loss"], ["objective=dapo"], "token-mean", "token-mean"),
+        (
+            ["objective=grpo", "kl=loss"],
+            [f"{AGGREGATION}.mode=token-mean"],
+            "token-mean",
+            "token-mean",
+        ),
+        (
+            ["objective=grpo", "kl=loss", "kl.aggregation.mode=seq-mean-token-sum"],
+            ["objective=dapo"],
+            "token-mean",
+            "seq-mean-token-sum",
+        ),
+        (["preset=verl"], ["objective=dapo"], "token-mean", None),
+        (["preset=verl"], ["objective=gspo"], SEQUENCE_MEANS, None),
+        (["preset=verl"], ["objective=dapo", f"{AGGREGATION}.rows=nonempty"], "token-mean", None),
+        (
+            ["preset=verl"],
+            [f"{AGGREGATION}.mode=token-mean", "allow_length_weighting=true"],
+            "token-mean",
+            None,
+        ),
+    ],
+)
+def test_which_average_a_replay_takes(run, replay, policy, kl):
+    settings, _ = changed(run_settings(*GSM8K, *run), replay, complete=True)
+    assert settings.trainer.aggregation.mode == policy
+    assert kl is None or settings.kl.aggregation.mode == kl
+
+
+def test_a_new_average_keeps_the_rows_that_it_reads():
+    verl = run_settings(*GSM8K, "preset=verl")
+    assert verl.trainer.aggregation.rows == "all"
+    for word, rows in (("objective=gspo", "all"), ("objective=dapo", "nonempty")):
+        settings, _ = changed(verl, [word], complete=True)
+        assert settings.trainer.aggregation.rows == rows
+
+
+def test_a_reward_that_was_given_when_responses_were_graded_cannot_change():
+    with refuses("reward.truncated", "-1", "a replay cannot change this"):
+        changed(run_settings(*GSM8K), ["reward.truncated=-1"], complete=True)

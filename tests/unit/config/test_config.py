@@ -1156,9 +1156,21 @@ def test_responses_of_a_loaded_model_are_bounded_by_its_positions():
     fixed = settings("model=hf", "model.path=x", "task=gsm8k", "objective=drgrpo")
     with refuses("rollout.max_new_tokens", 4096, "set it to 2048"):
         check_positions(fixed, 4096)
+    penalised = settings("model=hf", "model.path=x", "task=gsm8k", "reward.overlong_cache=2048")
+    with refuses("rollout.max_new_tokens", 4096, "set it to 2048"):
+        check_positions(penalised, 4096)
     growing = settings("model=hf", "model.path=x", "task=gsm8k", "rollout.extend={10: 8192}")
     check_positions(growing, 8192)
     assert [growing.rollout.limit(step) for step in (1, 10)] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "reward"), [("maxrl", "-1"), ("nsr", "-0.5"), ("w_reinforce", "0.5")]
+)
+def test_a_reward_that_the_advantage_cannot_take_is_refused_before_the_run(advantage, reward):
+    with refuses("reward.truncated", float(reward), "leave it out"):
+        settings(f"advantage={advantage}", f"reward.truncated={reward}")
+    settings(f"advantage={advantage}", "reward.truncated=0")
 
 
 def test_sizes_follow_the_model_and_are_no_recorded_option():

@@ -746,3 +746,32 @@ def test_problems_without_environment_are_answered_beside_episodes_as_ever():
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
         else:
             assert a.turns and a.prompt_ids == b.prompt_ids
+
+
+class SameReward(Environment):
+    """A single turn with the reward 1.1, which is no float32."""
+
+    async def step(self, text: str) -> Outcome:
+        return Outcome("", 1.1, True, "over")
+
+
+@dataclass
+class SameRewards(Echoes):
+    length: int = 1
+
+    def environment(self, problem: Problem, position: tuple) -> Environment:
+        return SameReward()
+
+
+def test_equal_rewards_of_turns_leave_no_rounding_to_learn_from():
+    """AdamW would turn advantages of 1e-12 into steps of the size of the learning rate."""
+    rollout = RolloutSettings(
+        prompts_per_step=8, group_size=4, max_new_tokens=150, stop=list("aeiouxXG59|")
+    )
+    parts = {"advantage": ReinforcePP(), "reward": RewardShaping(turns="each")}
+    t = trainer(PPO(), model=DENSE, task=SameRewards(), rollout=rollout, parts=parts, lr=1e-3)
+    before = weights(t)
+    rows = steps(t, 2)
+    assert rows[0]["episode/turns"] == 1 and rows[0]["advantage/abs_max"] == 0
+    assert rows[1]["group/steps_without_signal"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(t), strict=True))
