@@ -27,6 +27,7 @@ JUDGED_BY = {
     "GRPO's clip range, .2, was carefully tuned": ("edge.own_range.plain", "claim.tuned"),
     "GSPO withstands larger learning rates than GRPO": ("decided.4.ratio.plain", "decided.plain"),
     "GSPO beats GRPO at an equal step size": ("decided.4.ratio.quarter", "decided.step"),
+    "The same at 5.1 M parameters": ("L.ratio.plain", "L.plain"),
     "GSPO withstands larger learning rates with a tool": ("K.ratio.plain", "K.plain"),
     "GSPO beats GRPO at a quarter of its range, with a tool": ("K.ratio.quarter", "K.step"),
     "Keeping the sampling mask gains reward at top-p .9": ("H.high.p90.reward.GSPO", "H.gain"),
