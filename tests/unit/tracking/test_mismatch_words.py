@@ -23,9 +23,10 @@ from gspo.tracking.rounding import mismatch_of_run
             "responses wait for rollout.staleness=2 steps: lower it, or lower optim.lr",
         ),
         (
-            [],
+            ["rollout=vllm"],
             "the engine does not compute what the model computes: use rollout=local, and report it",
         ),
+        ([], "sampling and training compute different log-probs: please report it"),
     ],
 )
 def test_the_warning_names_the_number_its_bound_and_the_setting(overrides, remedy):
