@@ -21,6 +21,7 @@ from gspo.analysis import (
     fig_critical_rate,
     fig_dose,
     panels,
+    rate_ratios,
     style,
     warning_rules,
     warning_worth,
@@ -48,7 +49,7 @@ def draw_all(folder: Path, out: Path) -> list[Path]:
     paths = fig_contrast.draw(contrast, out, OPTIONS)
     data = study(folder, "critical_rate")
     runs = fig_critical_rate.measure(data)
-    paths += fig_critical_rate.draw(data, runs, fig_critical_rate.compare(runs), out, OPTIONS)
+    paths += fig_critical_rate.draw(data, runs, rate_ratios.compare(runs), out, OPTIONS)
     paths += style.save(sums_alone(study(folder, "math_edge")), out, "sums_alone", "", OPTIONS)
     for letter, draw in {"B": staleness, "C": mismatch, "D": routing, "E": tools}.items():
         figure = draw(measured(letter, folder))

@@ -18,6 +18,7 @@ from gspo.analysis import (
     fig_contrast,
     fig_critical_rate,
     load,
+    rate_ratios,
     stability_claims,
     warning_rules,
     warning_table,
@@ -181,13 +182,13 @@ def critical_rates(
     """
     runs = fig_critical_rate.measure(data)
     numbers.count(f"{setting}.runs", len(runs))
-    counts, arms = fig_critical_rate.counted(runs)
-    _, rates = fig_critical_rate.fit_pooled(counts)
+    counts, arms = rate_ratios.counted(runs)
+    _, rates = rate_ratios.fit_pooled(counts)
     grpo = PAPER_RANGE if PAPER_RANGE in arms else GRPO
     words = {GSPO: "gspo", GRPO_R2: "replay", grpo: "grpo", QUARTER_RANGE: "quarter"}
     for arm, rate in zip(arms, rates, strict=True):
         numbers.value(f"{setting}.critical.{words[arm]}", 1e4 * rate, ".2f")
-    ratios = fig_critical_rate.compare(runs, design)
+    ratios = rate_ratios.compare(runs, design)
     pairs = {
         "plain": (GSPO, grpo),
         "replay": (GSPO, GRPO_R2),

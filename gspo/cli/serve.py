@@ -101,8 +101,9 @@ def split_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     """Write the model's configuration and the server's description, and return vLLM's options."""
+    from gspo.model.cost import head_dim_of
     from gspo.model.loading import positions, save_configuration
-    from gspo.rollout.engines.vllm import check_heads, head_dim_of, logprobs_mode, vllm_options
+    from gspo.rollout.engines.vllm import check_heads, logprobs_mode, vllm_options
     from gspo.rollout.engines.vllm_kept import max_returned
 
     model, tokenizer = settings.model.outline()

@@ -55,14 +55,20 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
     return total - routed_parameters // experts * (experts - top_k)
 
 
+def head_dim_of(config: transformers.PretrainedConfig) -> int:
+    """Return the number of dimensions of an attention head of the model."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def forward_flops(config: transformers.PretrainedConfig, active: int, lengths: Tensor) -> float:
     """Return the FLOPs of a forward pass over sequences of these lengths.
 
     They are 2 per active parameter and token, plus attention. Attention costs two multiply-adds per
     head dimension and pair of positions: one for the score and one for the weighted value. Half of
     the pairs are masked. So it costs 2 * layers * heads * head_dim * length^2 per sequence."""
+    head_dim = head_dim_of(config)
     config = config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # latent attention: keys are wider than values
     key_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim

@@ -24,8 +24,8 @@ def parts_without_text(model: transformers.PreTrainedModel) -> tuple[str, ...]:
     They stand beside the text model in one parent: a vision tower and its projector. The result is
     empty for a model of texts alone."""
     text_model = model.get_decoder()
-    names = [name for name, module in model.named_modules() if module is text_model]
-    parent, _, text_name = names[0].rpartition(".")
+    path = next((name for name, module in model.named_modules() if module is text_model), "")
+    parent, _, text_name = path.rpartition(".")
     if not parent:
         return ()
     children = model.get_submodule(parent).named_children()

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from gspo.config.settings import Settings
 from gspo.io.errors import SettingError
+from gspo.model.cost import head_dim_of
 from gspo.planning.hardware import GB, Hardware
 from gspo.planning.memory import Measured, Work
 
@@ -48,9 +49,8 @@ def engine_estimate(
     rollout = settings.rollout
     text = config.get_text_config()
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = BYTES[rollout.dtype]
-    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim * itemsize
+    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim_of(config) * itemsize
     per_response = (work.prompt + work.response) * per_token
     all_weights = float(measured.parameters * itemsize)
     at_once = min(responses, max(rollout.batch_rows, rollout.group_size))

@@ -115,9 +115,8 @@ def without_balance(
     balance = row.get("routing/balance")
     if not coefficient or loss is None or balance is None:
         return row
-    has_tokens_B = np.array(
-        [record.trained[record.tokens_of(row)].any() for row in range(len(record.rewards))]
-    )
+    responses = range(len(record.rewards))
+    has_tokens_B = np.array([record.trained[record.tokens_of(i)].any() for i in responses])
     with_tokens = [has_tokens_B[update.rows].any() for update in record.updates]
     share = float(np.mean(with_tokens)) if with_tokens else 1.0
     return {**row, "optim/loss": loss - coefficient * balance * share}

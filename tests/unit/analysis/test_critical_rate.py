@@ -5,6 +5,7 @@ never collapse.
 import numpy as np
 import pytest
 
+from gspo.analysis import critical_rate
 from gspo.analysis.critical_rate import Counts, fit, probability, ratio
 
 RATES = 1e-4 * 2.0 ** np.arange(8)
@@ -119,6 +120,26 @@ def test_draws_without_a_critical_rate_widen_the_interval():
     collapsed = np.array([[rising, rising]] * 3 + [[falling, falling]] * 2).astype(int)
     value, p = ratio(Counts(RATES, np.ones(collapsed.shape, int), collapsed), 0, 1)
     assert value.mean == pytest.approx(1) and value.low == 0 and np.isinf(value.high) and p == 1
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(
+    ("seeds", "level", "covered"), [(10, 0.05, 0.90), (30, 0.018, 0.973), (40, 0.044, 0.952)]
+)
+def test_how_often_the_interval_covers_the_truth(seeds, level, covered, monkeypatch):
+    """Studies of three rates and three arms, with the slope and the rates of 16 mini-batches."""
+    monkeypatch.setattr(critical_rate, "FINE_REPS", 2000)
+    rates = 1e-4 * np.array([2.3, 2.7, 3.1])
+    truth = 1e-4 * np.array([2.72, 2.62, 2.55])
+    chance_AR = probability(rates, 17.0, truth[:, None])
+    rng = np.random.default_rng(7)
+    hits = []
+    for _ in range(400):
+        collapsed_SAR = (rng.random((seeds, 3, 3)) < chance_AR).astype(int)
+        counts = Counts(rates, np.ones_like(collapsed_SAR), collapsed_SAR)
+        interval, _ = ratio(counts, 0, 1, level)
+        hits.append(interval.low <= truth[0] / truth[1] <= interval.high)
+    assert np.mean(hits) == pytest.approx(covered, abs=0.04)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from commands import ROOT
-from gspo.analysis import fig_contrast, fig_critical_rate, load, reproduce
+from gspo.analysis import fig_contrast, fig_critical_rate, load, rate_ratios, reproduce
 from gspo.analysis.sequential import Design
 from gspo.analysis.style import FigureOptions
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -61,7 +61,7 @@ def test_what_is_counted(study):
     assert cell["kl"].tolist() == pytest.approx([8e-4] * 4) and cell[
         "end"
     ].tolist() == pytest.approx([0.1] * 4)
-    ratios = fig_critical_rate.compare(numbers)
+    ratios = rate_ratios.compare(numbers)
     rate_ratio = ratios["GSPO", "GRPO [clip range 0.05]"]
     value, p = rate_ratio.interval, rate_ratio.p
     assert rate_ratio.measured and rate_ratio.text() == value.text(".2f")
@@ -93,7 +93,7 @@ def test_an_arm_whose_runs_all_collapsed_or_none_bounds_the_ratio_and_is_never_t
     neither = settled("C", seeds, dict.fromkeys((1e-4, 2e-4, 4e-4), 0))
     always = settled("D", seeds, dict.fromkeys((1e-4, 2e-4, 4e-4), 4))
     numbers = pd.concat([some, never, neither, always], ignore_index=True)
-    ratios = fig_critical_rate.compare(numbers)
+    ratios = rate_ratios.compare(numbers)
     # the critical rate of A is 2e-4; that of B and C lies above 4e-4, that of D below 1e-4
     assert ratios["A", "B"].text() == "below 0.50"
     assert ratios["A", "D"].text() == "above 2.00"
@@ -102,7 +102,7 @@ def test_an_arm_whose_runs_all_collapsed_or_none_bounds_the_ratio_and_is_never_t
     assert ratios["B", "C"].interval.low == pytest.approx(1), "the prior's, and no measurement"
     design = Design((4, 8))
     names = ("B", "C")
-    assert "go on to 8" in fig_critical_rate.decision(ratios[names], names, design, 0.1)
+    assert "go on to 8" in rate_ratios.decision(ratios[names], names, design, 0.1)
 
 
 def test_a_look_has_the_seeds_that_ran_at_every_rate_in_both_arms():
@@ -110,15 +110,15 @@ def test_a_look_has_the_seeds_that_ran_at_every_rate_in_both_arms():
     both = [settled("A", range(4), rates), settled("B", range(4), rates)]
     numbers = pd.concat([*both, settled("A", range(4, 6), rates)], ignore_index=True)
     design = Design((4, 8))
-    ratios = fig_critical_rate.compare(numbers, design)
+    ratios = rate_ratios.compare(numbers, design)
     assert ratios["A", "B"].interval.seeds == 4, "seeds 4 and 5 have no runs of B"
-    assert fig_critical_rate.compare(numbers) == {}, "without a design the seeds must be equal"
-    assert fig_critical_rate.incomplete_seeds(numbers) == []
+    assert rate_ratios.compare(numbers) == {}, "without a design the seeds must be equal"
+    assert rate_ratios.incomplete_seeds(numbers) == []
     missing = numbers.drop(numbers.index[(numbers["arm"] == "B") & (numbers["seed"] == 3)][:1])
     with pytest.raises(load.RunsError, match=r"3 seeds: the design looks at 4, 8.*: run 1 more"):
-        fig_critical_rate.compare(missing, design)
+        rate_ratios.compare(missing, design)
     line = "Not in the looks: B, seeds 3, which lack runs at some rates."
-    assert fig_critical_rate.incomplete_seeds(missing) == [line]
+    assert rate_ratios.incomplete_seeds(missing) == [line]
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_the_script_draws_and_prints(study, tmp_path):
 def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
     data = load.load([run for run in study.iterdir() if rate_of(run) == 4e-4])
     numbers = fig_critical_rate.measure(data)
-    assert set(numbers["rate"]) == {4e-4} and fig_critical_rate.compare(numbers) == {}
+    assert set(numbers["rate"]) == {4e-4} and rate_ratios.compare(numbers) == {}
     assert len(fig_critical_rate.difference_table(numbers)) == 2 + 3
     assert "two learning rates" in fig_critical_rate.ratio_table(numbers, {})[0]
     assert fig_critical_rate.draw(data, numbers, {}, tmp_path, FigureOptions(formats=("png",)))[

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm
 
-from gspo.analysis import fig_critical_rate
+from gspo.analysis import rate_ratios
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
@@ -83,17 +83,17 @@ def test_verdicts_use_the_level_of_the_look():
 def test_decisions_about_a_ratio(low, high, p, seeds, words):
     design = Design((20, 30, 40))
     interval = Interval(1.0, low, high, seeds, logarithmic=True, level=design.level(seeds))
-    rate_ratio = fig_critical_rate.RateRatio(interval, p, 1.0, 1.0)
-    assert fig_critical_rate.decision(rate_ratio, ("A", "B"), design, 0.1) == words
+    rate_ratio = rate_ratios.RateRatio(interval, p, 1.0, 1.0)
+    assert rate_ratios.decision(rate_ratio, ("A", "B"), design, 0.1) == words
 
 
 def test_a_look_with_too_few_seeds_for_its_level_says_so():
     """The p of ten seeds is 2 / 1024 at least, and the first of these looks has the level 1.5e-5."""
     design = Design((10, 20, 30, 40))
     interval = Interval(1.2, 1.1, 1.3, 10, logarithmic=True, level=design.level(10))
-    rate_ratio = fig_critical_rate.RateRatio(interval, 2 / 1024, 1.0, 1.0)
+    rate_ratio = rate_ratios.RateRatio(interval, 2 / 1024, 1.0, 1.0)
     words = "too few seeds for a p below 1.5e-05: go on to 20"
-    assert fig_critical_rate.decision(rate_ratio, ("A", "B"), design, 0.1) == words
+    assert rate_ratios.decision(rate_ratio, ("A", "B"), design, 0.1) == words
 
 
 def test_a_number_of_seeds_without_a_look_is_refused_with_the_next():

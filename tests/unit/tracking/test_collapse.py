@@ -148,3 +148,14 @@ def test_a_score_rises_when_its_metric_turns_bad(name, healthy, ill):
 def test_every_signal_is_tested_for_its_direction():
     tested = test_a_score_rises_when_its_metric_turns_bad.pytestmark[0].args[1]
     assert {row[0] for row in tested} == set(SIGNALS)
+
+
+def test_fewer_batches_than_the_minimum_cannot_collapse():
+    """The fastest collapse of a reward between 0 and 1: it falls from 1 to 0 at once."""
+
+    def collapses(batches: int) -> bool:
+        ends = range(1, batches)
+        return any(collapse.collapse([1.0] * n + [0.0] * (batches - n)) is not None for n in ends)
+
+    shortest = collapse.MIN_BATCHES
+    assert collapses(shortest) and not collapses(shortest - 1)

@@ -478,6 +478,26 @@ def test_old_log_probs_that_the_record_does_not_hold_are_refused(tmp_path):
     replay(recorded, t.algorithm, t.settings, PolicySettings(old_logprobs="engine"))
 
 
+def test_the_balance_of_updates_without_tokens_is_none_of_the_loss(tmp_path):
+    """Truncated responses are masked, so some of the updates have no token in the loss."""
+    rollout = RolloutSettings(
+        prompts_per_step=8, group_size=2, max_new_tokens=6, stop=list("0123456789")
+    )
+    t = trainer(
+        GRPO(), rollout=rollout, minibatches=8, mask_truncated=True, router_aux_loss_coef=0.5
+    )
+    record(t, tmp_path)
+    (row,) = steps(t, 1)
+    recorded, again = replayed(t, tmp_path, 1)
+    trained = [
+        any(recorded.trained[recorded.tokens_of(row)].any() for row in update.rows)
+        for update in recorded.updates
+    ]
+    assert 0 < sum(trained) < len(trained) == 8
+    assert not agreement(again.metrics, without_balance(row, 0.5, recorded)).differing
+    assert agreement(again.metrics, row).differing, "the balancing loss is a part of the loss"
+
+
 @pytest.mark.parametrize("objective", [Reinforce(), PrimeRL(), GRPO()])
 def test_the_first_ratios_are_1_also_if_the_run_did_not_use_them(objective, tmp_path):
     """In bfloat16 the old pass and the update's differ by more than GSPO's clip range."""
