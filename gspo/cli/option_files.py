@@ -23,8 +23,9 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gspo.config.load import register_schemas, to_settings
-from gspo.config.settings import Settings
+from gspo.config.load import chosen_settings, register_schemas
+from gspo.config.schema import GROUPS_BESIDE_SETTINGS
+from gspo.config.settings import CHOICES, Settings
 from gspo.config.synonyms import our_name
 from gspo.io.arguments import HELP
 from gspo.io.untrusted import SURROGATES
@@ -40,7 +41,10 @@ def folder_of(name: str) -> Path:
 RUN_COMMANDS = ("sample", "evaluate")  # commands that also accept a run directory without run=
 MULTIRUN = ("-m", "--multirun")
 # options of Hydra whose value is the next word
-OPTIONS_WITH_VALUE = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path")
+OPTIONS_WITH_VALUE = (
+    *("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path"),
+    *("-c", "--cfg", "-p", "--package"),
+)
 CONF = folder_of("conf")
 SWEEPS = folder_of("sweeps")
 
@@ -70,13 +74,14 @@ def composed(name: str, job: Callable[[DictConfig], object]) -> Callable[[], Non
     main = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)
 
     def command() -> None:
-        refuse_dashes(sys.argv[1:])
-        refuse_folders(sys.argv[1:])
-        words = list(map(quoted, multirun_first(sys.argv[1:])))
+        words = sys.argv[1:]
+        refuse_dashes(words)
+        refuse_folders(words)
+        refuse_misread(name, words)
+        words = options_first(words)
         if name in RUN_COMMANDS:
             words = with_run(name, words)
-        if any(word.startswith("resume=") for word in words):
-            words = list(map(of_any_option, words))
+        words = with_recorded_options(list(map(quoted, words)))
         options = {word for word in words if word.startswith("-")}
         if options and options <= HELP:
             print(help_of(name, [word for word in words if word not in HELP]))
@@ -162,14 +167,57 @@ def refuse_folders(words: list[str]) -> None:
             )
 
 
-def multirun_first(words: list[str]) -> list[str]:
-    """Return the words with -m at the front. Hydra refuses it between two settings.
+def refuse_misread(command: str, words: list[str]) -> None:
+    """Raise ValueError for a word that the command or Hydra would misread without a message."""
+    multirun = [word for word in words if word in MULTIRUN]
+    if command in RUN_COMMANDS and multirun:
+        raise ValueError(
+            f"{multirun[0]}: gspo {command} makes no sweep: call it once for each run or setting"
+        )
+    for word in words:
+        group, _, option = word.partition("=")
+        if command == "train" and option == "null" and group in (*CHOICES, *GROUPS_BESIDE_SETTINGS):
+            raise ValueError(f"{word}: null is no option: leave the word out")
+    resumes = any(word.startswith("resume=") for word in words)
+    shown = [word for word in words if word in ("--cfg", "-c")]
+    if resumes and shown:
+        raise ValueError(
+            f"{shown[0]} shows options of conf/, and a resumed run has its own: read settings.yaml "
+            "in its directory"
+        )
 
-    >>> multirun_first(["objective=gspo,grpo", "-m", "seed=1,2"])
-    ['-m', 'objective=gspo,grpo', 'seed=1,2']
+
+def options_first(words: list[str]) -> list[str]:
+    """Return the words with Hydra's options at the front. Hydra refuses them between two settings.
+
+    >>> options_first(["objective=gspo,grpo", "-cd", "mine", "seed=1,2", "-m"])
+    ['-cd', 'mine', '-m', 'objective=gspo,grpo', 'seed=1,2']
     """
-    settings = [word for word in words if word not in MULTIRUN]
-    return ["-m", *settings] if len(settings) < len(words) else words
+    options = []
+    settings = []
+    previous = ""
+    for word in words:
+        has_value = previous in OPTIONS_WITH_VALUE
+        if previous in ("--info", "-i"):  # its value may be left out
+            has_value = "=" not in word
+        if word.startswith("-") or has_value:
+            options.append(word)
+        else:
+            settings.append(word)
+        previous = word
+    return [*options, *settings]
+
+
+def with_recorded_options(words: list[str]) -> list[str]:
+    """Return the words in a form in which they can change the settings of a resumed run.
+
+    Raises ValueError if resume= has no value, which would start a run with the default settings."""
+    runs = [word.removeprefix("resume=") for word in words if word.startswith("resume=")]
+    if not runs:
+        return words
+    if any(run.strip("'\"") in ("", "null") for run in runs):
+        raise ValueError("resume= has no value: say which run, as in resume=runs/STUDY/RUN")
+    return list(map(of_any_option, words))
 
 
 def of_any_option(word: str) -> str:
@@ -215,10 +263,17 @@ def quoted(word: str) -> str:
 def composed_settings(words: list[str]) -> Settings:
     """Return the settings that `gspo train` would use for these words."""
     refuse_dashes(words)
+    for word in words:
+        if word.startswith("-"):
+            raise ValueError(
+                f"{word} is an option of gspo train: this command reads KEY=VALUE only"
+            )
+    refuse_misread("train", words)
+    words = with_recorded_options(list(map(quoted, words)))
     register_options()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=list(map(quoted, words)), return_hydra_config=True)
+        config = compose("train", overrides=words, return_hydra_config=True)
         choices = config.hydra.runtime.choices
         with open_dict(config):
             del config["hydra"]
-        return to_settings(config, choices)
+        return chosen_settings(config, words, choices)

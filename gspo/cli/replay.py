@@ -102,6 +102,8 @@ def replay_step() -> None:
         print(help_text(Options, __doc__))
         sys.exit(0 if words else 2)
     options, overrides = with_options(words)
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise SettingError("out", options.out, "there is no such folder", remedy="make it first")
     path, record, row = read(options)
     columns = replays(options, path, record, overrides)
     print(heading(path, record))

@@ -28,6 +28,7 @@ from gspo.tracking.wandb_choice import own_arguments, under_agent
 SWEEP = (
     "a sweep, with several processes: they share one run; start each run by a torchrun of its own"
 )
+CONTINUES = "; the same command continues each run from its last checkpoint"
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def main() -> None:
     # in a sweep with workers, this process waits for them to end their steps
     stop_signal().install(signal.SIGINT)
     register_options()
-    as_rank(lambda: command_line(composed("train", job) if launched() == 1 else one_run))
+    command = composed("train", job) if launched() == 1 else one_run
+    as_rank(lambda: command_line(command, CONTINUES))
 
 
 def one_run() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
@@ -358,12 +358,17 @@ def plain_words(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, MissingConfigException) and text.startswith("Cannot find primary config"):
         return no_such_file(error)
-    unparsed = re.match(r"(?s)Error parsing override '(.*?)'\n", text)
-    if unparsed:
-        return f"{unparsed[1]!r} is no setting: write KEY=VALUE, without blanks around the ="
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is no setting: write KEY=VALUE, without blanks around the ="
     several = re.match(r"Ambiguous value for argument '(.*?)'", text)
     if several:
-        return f"{several[1]}: several values make a sweep, which needs -m"
+        return f"{several[1]}: several values make a sweep, which is gspo train -m"
+    unmerged = re.match(r"Error merging override (.*)", text)
+    if unmerged and "is not Optional" in str(error.__cause__):
+        return f"{unmerged[1]}: null is no value of this setting"
+    if unmerged and "is not a ListConfig" in str(error.__cause__):
+        key, _, value = unmerged[1].partition("=")
+        return f"{unmerged[1]}: must be a list, as {key}=[{value}]"
     existing = re.match(r"Could not append to config. An item is already at '(.+?)'", text)
     if existing:
         return f"+{existing[1]}: this is a setting already; give it without +"
@@ -383,6 +388,9 @@ def plain_words(error: BaseException) -> str:
                     return misfit or f"{option_file[0]}{no_such_setting(key, settings)}"
                 return str(no_such_setting(key, settings))
         if isinstance(cause, ValidationError) and cause.full_key:
+            typed = as_typed(cause.full_key)
+            if typed != cause.full_key:
+                return f"{typed}: there is no such setting: {cause.full_key} has no parts"
             mistake = wrong_type(cause)
             return f"{option_file[0] if option_file else ''}{mistake}" if mistake else ""
         cause = cause.__cause__ or cause.__context__

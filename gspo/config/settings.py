@@ -192,7 +192,7 @@ class Settings(Ranged):
     # permit a sequence ratio under an aggregation that weighs by length
     allow_length_weighting: bool = False
     # CPU threads of torch; 0: torch's choice, in a sweep the cores divided by its jobs
-    threads: int = ranged(0, least=0, metadata=OUTSIDE_RESULT)
+    threads: int = ranged(0, least=0, most=1024, metadata=OUTSIDE_RESULT)
     # the folder of the studies and their run directories
     runs: str = field(default="runs", metadata=OUTSIDE_RESULT)
     # what to do with a run directory that exists already: refuse | resume | auto (resume it if it

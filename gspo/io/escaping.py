@@ -13,7 +13,9 @@ characters act on a terminal or deceive a reader. They are replaced by their cod
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import sys
 from typing import TextIO
@@ -44,6 +46,8 @@ MARKDOWN_SYNTAX = re.compile(
     r"|(?<=:)/(?=/)|(?<=www)\.|(?<=^\d)[.)](?=\s)",
     re.IGNORECASE,
 )
+# the error numbers of a pipe whose reader has ended, and of a terminal that is gone
+READER_ENDED = (errno.EPIPE, errno.EIO)
 # tqdm writes it to move the cursor up to the first of several progress bars
 CURSOR_MOVES = re.compile("(\x1b\\[A)+")
 
@@ -79,11 +83,13 @@ class EscapingStream:
     """A text stream that escapes everything that is written to it.
 
     Progress bars still work. A carriage return is passed on at the start of a line, and after
-    another carriage return.
+    another carriage return. If `outlives_reader` is set, output is discarded from the moment at
+    which its reader has ended.
     """
 
     def __init__(self, stream: TextIO):
         self.stream = stream
+        self.outlives_reader = False
         self.at_line_start = True
         self.in_progress_bar = False
         reconfigure = getattr(stream, "reconfigure", None)
@@ -94,16 +100,33 @@ class EscapingStream:
     def write(self, text: str) -> int:
         starts_bar = text.startswith("\r") and (self.at_line_start or self.in_progress_bar)
         moves_cursor = self.in_progress_bar and CURSOR_MOVES.fullmatch(text) is not None
+        escaped = escape(text)
         if moves_cursor:
-            self.stream.write(text)
+            escaped = text
         elif starts_bar:
-            self.stream.write("\r" + escape(text[1:]))
-        else:
-            self.stream.write(escape(text))
+            escaped = "\r" + escape(text[1:])
+        try:
+            self.stream.write(escaped)
+        except OSError as error:
+            self._discard_output(error)
         if text:
             self.at_line_start = text.endswith("\n")
             self.in_progress_bar = starts_bar or moves_cursor
         return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._discard_output(error)
+
+    def _discard_output(self, error: OSError) -> None:
+        """Discard all later output, or raise the error if it does not mean the reader's end."""
+        if not self.outlives_reader or error.errno not in READER_ENDED:
+            raise error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
 
     def writelines(self, texts: list[str]) -> None:
         for text in texts:
@@ -119,6 +142,15 @@ def escape_output() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, EscapingStream):
             setattr(sys, name, EscapingStream(stream))
+
+
+def outlive_reader() -> None:
+    """Let this process go on if the reader of its output has ended, such as `| tee log`.
+
+    Call it once there is work to lose. Its further output is discarded."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, EscapingStream):
+            stream.outlives_reader = True
 
 
 class EscapingFormatter(logging.Formatter):

@@ -238,6 +238,13 @@ def one_line(path: str) -> Generator[None]:
     could_be_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
     if not is_folder and not could_be_hub_name and "/" in path:
         raise SettingError("model.path", path, "there is no such folder")
+    if Path(path, "settings.yaml").exists() and not Path(path, "config.json").exists():
+        raise SettingError(
+            "model.path",
+            path,
+            "is the directory of a run, not of a model",
+            remedy=f"name one of its checkpoints, as in {path}/checkpoints/step_000100",
+        )
     if Path(path, "adapter_config.json").exists():
         if not Path(path, "config.json").exists():
             raise SettingError(

@@ -33,6 +33,7 @@ from gspo.io.files import (
     STATUS_FILE,
     CreatedFiles,
     append_to,
+    locked,
     note_start,
     read_status,
     refuse_links,
@@ -91,7 +92,8 @@ class RunDirectory:
             difference = same_result(settings, recorded)
             if difference:
                 raise ValueError(f"{folder} was made with other settings: {difference}")
-            if not (settings.resume or in_sweep):
+            if not (settings.resume or in_sweep or locked(folder)):
+                how = "interrupted" if how == "running" else how  # by a kill
                 print(f"{folder} is there already ({how}): this command resumes it")
         return directory
 
@@ -328,8 +330,11 @@ def settings_and_checkpoint(
     else:
         folder = checkpoints / f"step_{step:06d}"
         if step == 0 and not folder.exists():
+            # the folder of cold starts: beside the study, also if this command runs elsewhere
             if not is_own:
-                settings.runs = Settings.runs  # the folder of a cold start that has to be made
+                settings.runs = Settings.runs
+            elif (directory.resolve().parents[1] / "cold_starts").is_dir():
+                settings.runs = str(directory.resolve().parents[1])
             return settings, None
     if folder is None or not folder.exists():
         names = ", ".join(sorted(path.name for path in checkpoints.glob("step_??????")))

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -146,11 +147,14 @@ class StopSignal:
             os.kill(os.getpid(), number)
         self.number = number
         if self.loud:
-            print(
+            text = (
                 "\nstopping after the current step "
-                "(once more: stop now and lose what no checkpoint holds)",
-                flush=True,
+                "(once more: stop now and lose what no checkpoint holds)\n"
             )
+            # The signal may have come amid a print, and then another print raises RuntimeError.
+            # The same Ctrl-C may have ended the reader of the output.
+            with suppress(OSError):
+                os.write(1, text.encode())
 
     def _note_scheduler(self, number: int) -> None:
         """Handle a signal of a scheduler, which may send several in any order.
@@ -205,6 +209,8 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
             return JobResult(job(config))
         except Collapsed:
             sys.exit(COLLAPSED)
+        except BrokenPipeError:
+            raise  # as in `command_line`
         except (*USER_ERRORS, OSError, Broken, EngineEnded) as error:
             sys.exit(print_error(error))
 
@@ -246,8 +252,10 @@ UNFINISHED_JOBS: dict[str, str] = {}
 REASONS: list[Callable[[], None]] = []
 
 
-def command_line(main: Callable[[], None]) -> None:
-    """Run an entry point, print its error as a line, and exit with its exit code."""
+def command_line(main: Callable[[], None], after_stop: str = "") -> None:
+    """Run an entry point, print its error as a line, and exit with its exit code.
+
+    `after_stop` says what the same command does after Ctrl-C."""
     interrupt.end()
     escape_output()
     # for the processes of a sweep's jobs
@@ -274,10 +282,7 @@ def command_line(main: Callable[[], None]) -> None:
         if not UNFINISHED_JOBS:
             sys.exit(print_error(error))  # else a sweeper could not go on without a job's score
     except KeyboardInterrupt:
-        print(
-            "\nstopped; the same command continues each run from its last checkpoint",
-            file=sys.stderr,
-        )
+        print(f"\nstopped{after_stop}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if _STOP.number:
         sys.exit(128 + _STOP.number)

@@ -7,10 +7,12 @@ from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from gspo.config.load import read_settings
 from gspo.config.remarks import warnings
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
 from gspo.io.errors import SettingError
+from gspo.io.escaping import outlive_reader
 from gspo.io.files import CreatedFiles
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
@@ -20,6 +22,7 @@ from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, print_sandbox_layers
 from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
 from gspo.run.entry_point import (
+    DISK,
     Broken,
     Collapsed,
     Ended,
@@ -136,6 +139,7 @@ def attempt(
     print(f"{folder}: begins after step {trainer.state.step} of {settings.steps}{tracker.where()}")
     how = "failed"
     reason = ""
+    outlive_reader()
     directory.note_start(trainer.state.step if checkpoint else None)
     directory.write_status("running", trainer.state.step)
     try:
@@ -147,9 +151,13 @@ def attempt(
         how = "stopped"
         raise
     except Exception as error:
-        reason = peers.lost[1] if isinstance(error, RankLost) else explain(error)
+        reason = explain(error) or type(error).__name__
+        if isinstance(error, RankLost):
+            reason = peers.lost[1]
         if isinstance(error, OSError):
-            raise Broken(
+            # other jobs of a sweep would fail by the same disk, but not by another cause
+            kind = Broken if error.errno in DISK else Ended
+            raise kind(
                 f"{reason}; what was written is kept: mend this and go on with resume={folder}"
             ) from error
         # a wrong setting that only a response can show, such as reward.weights of other names
@@ -192,10 +200,15 @@ def ended_before(
     folder = directory.path
     if has_reached(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
+        if directory.status().get("how") in ENDED:
+            return "finished"
+        recorded_steps = read_settings(folder, trust=settings.allow_outside_code).steps
+        if settings.steps < recorded_steps:
+            print(f"{folder} has not ended: its own number of steps is {recorded_steps}")
+            return "stopped"
         # it was killed between its last checkpoint and its end
-        if directory.status().get("how") not in ENDED:
-            directory.write_stability_report("finished")
-            directory.write_status("finished", settings.steps)
+        directory.write_stability_report("finished")
+        directory.write_status("finished", settings.steps)
         return "finished"
     if not alone and directory.status().get("how") == "collapsed":
         print(f"{folder} has collapsed; it goes on with resume={folder} only")

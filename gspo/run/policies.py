@@ -20,6 +20,7 @@ from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
 from gspo.model.settings import POSITIONS, HFModel
 from gspo.model.value_head import ValueHead
+from gspo.run.entry_point import stop_signal
 from gspo.train.cold_start import CHECKED_PROBLEMS, cold_start, folder_of, recorded_reward
 
 if TYPE_CHECKING:
@@ -123,9 +124,18 @@ def plain_policy(path: str) -> Policy:
 def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgress) -> Path | None:
     """Return the folder of the cold-started model, after making the model if it is missing.
 
-    Return None for a run without cold start."""
+    Return None for a run without cold start. If another run makes the model, this one waits. Raises
+    Stopped if it is asked to stop meanwhile."""
     if not settings.cold_start.steps:
         return None
+
+    def on_wait(seconds: float) -> None:
+        if seconds == 0:
+            print(
+                f"{settings.label()}: waits for the cold start that another run makes", flush=True
+            )
+        stop_signal().raise_if_requested()
+
     return cold_start(
         settings.model,
         settings.task,
@@ -134,6 +144,7 @@ def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgr
         on_cold_start_step,
         training_device(settings),
         settings.prompt,
+        on_wait,
     )
 
 

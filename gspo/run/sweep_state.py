@@ -123,9 +123,12 @@ def own_overrides(planned: list[dict], number: int) -> list[str]:
 def jobs(study: Path) -> list[Job]:
     """Return the runs of a study's folder: first the planned runs, then runs without a plan.
 
-    Raises ValueError if there are none."""
+    Of jobs whose settings were refused, those of the last sweep are listed: the others were mended
+    or given up. Raises ValueError if there are no runs."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
+        if "command" in entry:
+            planned = {run: job for run, job in planned.items() if "steps" in job}
         for job in entry.get("jobs", ()):
             if "same_as" not in job and is_of(job, study):
                 planned[job["run"]] = job
@@ -314,10 +317,11 @@ def forecast(planned: list[dict]) -> str:
         rows.append([str(number), state, progress, folder_or_reason, overrides])
     lines = text_table(rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    ended = [state for state in ("finished", "collapsed", "repeated", "wrong") if state in counts]
+    left_alone = ("finished", "collapsed", "running", "repeated", "wrong")
+    skipped = [state for state in left_alone if state in counts]
     others = "all are started"
-    if ended:
-        others = f"those not {' or '.join(ended)} are started"
+    if skipped:
+        others = f"those not {' or '.join(skipped)} are started"
     elif len(planned) == 1:
         others = "it is started"
     number = counted(len(planned), "job")

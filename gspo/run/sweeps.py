@@ -29,7 +29,7 @@ from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of, vary
-from gspo.io.escaping import escape_line
+from gspo.io.escaping import escape_line, outlive_reader
 from gspo.io.files import append_to, read_status, refuse_links
 from gspo.run.directory import ENDED
 from gspo.run.entry_point import (
@@ -77,6 +77,10 @@ class WriteManifest(Callback):
 
         A dry run then exits. The jobs of a search are not known yet."""
         planned = [] if is_search(config) else plan(config)
+        if not planned and not is_search(config):
+            raise ValueError(
+                "the sweep has no job: one of its settings has no value, as seed=range(0,0)"
+            )
         if config.dry_run:
             no_plan = "a search chooses the settings of its jobs as it goes: no plan"
             print(forecast(planned) if planned else no_plan)
@@ -103,6 +107,7 @@ class WriteManifest(Callback):
             # no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.progress = None
+        outlive_reader()
         if planned:
             names = ", ".join(study.name for study in self.studies)
             self.progress = SweepProgress(names, planned)

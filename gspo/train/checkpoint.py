@@ -157,11 +157,28 @@ class CheckpointWriter:
         """Make the unfinished folder, and write the responses that wait into it."""
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        if pending:
+        if not pending:
+            return
+        try:
             save_pending(pending, unfinished)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
-        """Write the snapshot into the unfinished folder and rename it."""
+        """Write the snapshot into the unfinished folder and rename it.
+
+        If that fails, the folder is removed: on a full disk the run needs the room to record its
+        end."""
+        try:
+            self._write_snapshot(snapshot, unfinished)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        self._finish(unfinished, snapshot.spared)
+
+    def _write_snapshot(self, snapshot: Snapshot, unfinished: Path) -> None:
+        """Write the files of a checkpoint, with their checksums."""
         model = self.policy.model
         tokenizer = self.policy.tokenizer
         if self.policy.adapter:
@@ -176,7 +193,6 @@ class CheckpointWriter:
         save_tensors(snapshot.optimizer, unfinished / "optimizer.pt")
         (unfinished / "state.json").write_text(snapshot.state, encoding="utf-8")
         seal(unfinished)
-        self._finish(unfinished, snapshot.spared)
 
     def _finish(self, unfinished: Path, spared: int) -> None:
         """Rename a whole folder, and delete old checkpoints.

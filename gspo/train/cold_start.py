@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from gspo.train.checkpoint_files import damage, seal
 from gspo.train.settings import ColdStartSettings
 
 RECORD = "cold_start.json"
+WAIT_S = 0.5  # seconds between two looks at a model that another process trains
 # The reward recorded with a cold start is the mean over this many problems.
 CHECKED_PROBLEMS = 512
 MAX_CHECKED_TOKENS = 128  # of each response to these problems
@@ -66,19 +67,20 @@ def cold_start(
     on_step: Callable[[int, int, float], None],
     device: str = "cpu",
     prompts: PromptFormat | None = None,
+    on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Path:
     """Return the folder of the cold-started model in `cache`, and train the model if it is missing.
 
-    `on_step(step, steps, loss)` is called after each supervised step. Raises ValueError if the
-    folder is damaged.
+    `on_step(step, steps, loss)` is called after each supervised step. If another process trains
+    the model, this one waits. Then `on_wait(seconds)` is called every WAIT_S seconds, first with 0.
+    Raises ValueError if the folder is damaged.
     """
     prompts = prompts or PromptFormat()
     folder = folder_of(model, task, settings, cache, prompts)
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with append_to(folder.with_suffix(".lock")) as lock:
-            # a second run waits here until the first has trained the model
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(lock, on_wait)
             if not folder.exists():
                 _train_into(folder, model, task, settings, prompts, on_step, device)
     problem = damage(folder)
@@ -87,6 +89,20 @@ def cold_start(
             f"the cold start {folder} is damaged: {problem}; remove it, and it is made anew"
         )
     return folder
+
+
+def wait_for_lock(file: TextIO, on_wait: Callable[[float], None]) -> None:
+    """Lock a file. While another process has locked it, call on_wait(seconds waited so far)."""
+    started = time.monotonic()
+    waited = 0.0
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            on_wait(waited)
+            time.sleep(WAIT_S)
+            waited = time.monotonic() - started
 
 
 def folder_of(

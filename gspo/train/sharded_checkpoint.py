@@ -7,6 +7,7 @@ optimizer's state. The folder has the files of any checkpoint (gspo.train.checkp
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ class ShardedCheckpointWriter(CheckpointWriter):
             problem = f"rank {ranks.rank}: {str(error).strip().splitlines()[-1]}"
         problems = [text for text in ranks.all_gather(problem) if text]
         if problems:
+            if ranks.rank == 0:  # all ranks have stopped writing
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise OSError(problems[0])
         files = ranks.shard(sorted(unfinished.rglob("*.safetensors")))
         checksums = {}

@@ -88,6 +88,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_i
         with pytest.raises(OSError, match="No space left") as full:
             writer.wait()
         assert full.value.errno in DISK and latest_checkpoint(disk).name == "step_000000"
+        assert not list(disk.rglob("*.unfinished")), "the room is needed to record the run's end"
         writer.close()
 
 

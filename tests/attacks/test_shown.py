@@ -265,6 +265,32 @@ def test_a_latin_1_terminal_is_written_to():
     )
 
 
+def test_output_goes_on_without_its_reader_once_there_is_work_to_lose():
+    program = """
+import sys
+from gspo.io.escaping import escape_output, outlive_reader
+escape_output()
+if "work" in sys.argv: outlive_reader()
+sys.stdin.readline()
+print("a" * 100_000, flush=True)
+print("more")
+print("done", file=sys.stderr)
+"""
+    for words, code in ((["work"], 0), ([], 1)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        process.stdout.close()  # the reader ends
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        said = process.stderr.read().decode()
+        assert process.wait() == code, said
+        assert ("done" in said) == (code == 0) and ("BrokenPipeError" in said) == (code == 1)
+
+
 def test_names_in_figures_are_no_formulas(tmp_path):
     figure = style.canvas(2, style.FigureOptions())
     ax = figure.subplots()

@@ -143,8 +143,12 @@ def test_an_existing_directory_is_refused_and_left_alone(straight):
     assert again.returncode == 0 and "has reached step 12 already" in again.stdout
 
 
-def interrupted(folder: Path, number: int, *overrides: str) -> subprocess.Popen:
-    """A run of 200 steps that got a signal once step 3 was in its metrics."""
+def interrupted(
+    folder: Path, number: int, *overrides: str, reader_ends: bool = False
+) -> subprocess.Popen:
+    """A run of 200 steps that got a signal once step 3 was in its metrics.
+
+    With `reader_ends` the reader of its output has ended before, as `tee` does at Ctrl-C."""
     process = subprocess.Popen(
         command(*SMALL, "steps=200", *overrides),
         cwd=folder,
@@ -154,8 +158,14 @@ def interrupted(folder: Path, number: int, *overrides: str) -> subprocess.Popen:
         text=True,
     )
     wait_for_step(folder, 3, process)
+    if reader_ends:
+        process.stdout.close()
+        process.stderr.close()
     process.send_signal(number)
-    process.communicate(timeout=120)
+    if reader_ends:
+        process.wait(timeout=120)
+    else:
+        process.communicate(timeout=120)
     return process
 
 
@@ -184,11 +194,14 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "reader_ends"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)],
+)
 def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(
-    straight, tmp_path, number
+    straight, tmp_path, number, reader_ends
 ):
-    process = interrupted(tmp_path, number)
+    process = interrupted(tmp_path, number, reader_ends=reader_ends)
     assert process.returncode == 128 + number
     run = only_run(tmp_path)
     last = read_rows(run / "metrics.jsonl")[-1]["step"]
@@ -197,6 +210,10 @@ def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(
     )
     assert [row["step"] for row in wandb_rows(run)] == list(range(last + 1))
     assert last < 12, "the signal came too late to show anything"
+    if reader_ends:
+        fewer = train(tmp_path, f"resume={run}", "steps=2")
+        assert fewer.returncode == 0 and "its own number of steps is 200" in fewer.stdout
+        assert json.loads((run / "status.json").read_text())["how"] == "stopped"
     # the same command does it too
     again = SMALL if number == signal.SIGINT else [f"resume={run}", "steps=12"]
     assert train(tmp_path, *again).returncode == 0

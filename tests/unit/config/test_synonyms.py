@@ -3,6 +3,7 @@ meant.
 """
 
 import re
+import sys
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -12,7 +13,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from gspo.cli.option_files import (
     CONF,
     composed_settings,
-    multirun_first,
+    options_first,
     refuse_dashes,
     refuse_folders,
 )
@@ -23,11 +24,12 @@ from gspo.run.entry_point import explain
 
 
 def refused(*words: str) -> str:
-    with pytest.raises(
-        (ValueError, ConfigCompositionException, HydraException, MissingConfigException)
-    ) as error:
-        composed_settings(list(words))
-    return explain(error.value)
+    kinds = (ValueError, ConfigCompositionException, HydraException, MissingConfigException)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["gspo train", *words])
+        with pytest.raises(kinds) as error:
+            composed_settings(list(words))
+        return explain(error.value)
 
 
 @pytest.mark.parametrize("ours", OURS)
@@ -159,9 +161,11 @@ def test_hydras_folders_are_refused_with_ours(word):
 
 
 def test_multirun_may_stand_anywhere():
-    assert multirun_first(["seed=1", "--multirun", "steps=2"]) == ["-m", "seed=1", "steps=2"]
-    assert multirun_first(["-cn", "seeds", "-m"]) == ["-m", "-cn", "seeds"]
-    assert multirun_first(["seed=1"]) == ["seed=1"]
+    words = ["seed=1", "--multirun", "-cd", "mine", "steps=2"]
+    assert options_first(words) == ["--multirun", "-cd", "mine", "seed=1", "steps=2"]
+    assert options_first(["k=2", "--cfg", "job", "-m"]) == ["--cfg", "job", "-m", "k=2"]
+    assert options_first(["-cn", "seeds", "-m"]) == ["-cn", "seeds", "-m"]
+    assert options_first(["seed=1"]) == ["seed=1"]
 
 
 def test_a_name_that_nobody_has_is_not_answered():
@@ -181,11 +185,23 @@ def test_every_option_that_is_answered_is_one(group, theirs, ours):
     ("word", "said"),
     [
         ("optim.lr", "'optim.lr' is no setting: write KEY=VALUE, without blanks around the ="),
-        ("optim.lr=1e-4,1e-3", "optim.lr=1e-4,1e-3: several values make a sweep, which needs -m"),
+        (
+            "optim.lr=1e-4,1e-3",
+            "optim.lr=1e-4,1e-3: several values make a sweep, which is gspo train -m",
+        ),
         ("optim.lr=abc", "optim.lr=abc: must be a number"),
         ("steps=1.5", "steps=1.5: must be a whole number"),
         ("optim={lr: abc}", "optim.lr=abc: must be a number"),
         ("dry_run=abc", "dry_run=abc: must be true or false"),
+        ("seed:5", "'seed:5' is no setting: write KEY=VALUE, without blanks around the ="),
+        ("", "'' is no setting: write KEY=VALUE, without blanks around the ="),
+        ("experiment=null", "experiment=null: null is no option: leave the word out"),
+        ("study=null", "study=null: null is no value of this setting"),
+        ("rollout.stop=x", "rollout.stop=x: must be a list, as rollout.stop=[x]"),
+        ("profile.steps=3", "profile.steps=3: must be a list, as profile.steps=[3]"),
+        ("optim.lr.x=5", "optim.lr.x: there is no such setting: optim.lr has no parts"),
+        ("resume=", "resume= has no value: say which run, as in resume=runs/STUDY/RUN"),
+        ("-m", "-m is an option of gspo train: this command reads KEY=VALUE only"),
     ],
 )
 def test_hydras_own_words_are_not_shown(word, said):

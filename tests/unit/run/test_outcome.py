@@ -1,5 +1,6 @@
 """What a job returns to Hydra: its score as a number, and why it did not finish."""
 
+import errno
 import math
 import pickle
 
@@ -9,8 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from gspo.run import entry_point
 from gspo.run.directory import RunDirectory
-from gspo.run.entry_point import Failed, JobResult, explain, one_line
+from gspo.run.entry_point import Broken, Failed, JobResult, explain, one_line
 from gspo.run.sweeps import is_search
 
 
@@ -44,6 +46,18 @@ def test_a_job_of_a_sweep_returns_its_score_or_why_it_has_none(in_sweep):
     assert math.isnan(wrong) and wrong.unfinished == {"reason": "seed=-1"}
     broken = raising(Failed("it failed"))(OmegaConf.create({}))
     assert math.isnan(broken) and broken.unfinished == {"reason": "it failed"}
+
+
+def test_only_a_failure_of_the_disk_ends_a_sweep(in_sweep, monkeypatch):
+    monkeypatch.setattr(entry_point, "_DISK", [])
+    missing = raising(FileNotFoundError(errno.ENOENT, "no such file"))(OmegaConf.create({}))
+    assert "no such file" in missing.unfinished["reason"]
+    for error in (OSError(errno.ENOSPC, "full"), Broken("full")):
+        monkeypatch.setattr(entry_point, "_DISK", [])
+        with pytest.raises(type(error)):
+            raising(error)(OmegaConf.create({}))
+        with pytest.raises(type(error)):  # the jobs that follow do not begin
+            one_line(lambda config: 0.5)(OmegaConf.create({}))
 
 
 def test_a_reason_that_the_error_repeats_is_said_once():

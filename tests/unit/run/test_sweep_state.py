@@ -11,7 +11,8 @@ from hydra.types import RunMode
 from composing import settings as composed
 from gspo.config.settings import Settings, run_directory, settings_hash, vary
 from gspo.run import sweeps
-from gspo.run.sweep_state import jobs, rewards_of, table
+from gspo.run.directory import exclusive
+from gspo.run.sweep_state import forecast, jobs, rewards_of, table
 from gspo.tracking.collapse import collapse
 from recorded_runs import COLLAPSED, HEALTHY, write
 
@@ -75,6 +76,27 @@ def test_a_refused_job_with_long_settings_hides_no_other_job(tmp_path):
     (tmp_path / "manifest.jsonl").write_text(json.dumps(plan) + "\n")
     assert [job.state for job in jobs(tmp_path)] == ["finished", "finished", "failed"]
     assert len(jobs(tmp_path)[2].run) == 1000
+
+
+def test_refused_jobs_are_those_of_the_last_sweep(tmp_path):
+    study(tmp_path)
+    refused = [{"run": f"seed=-{n}", "overrides": [f"seed=-{n}"], "reason": "no"} for n in (1, 2)]
+    with open(tmp_path / "manifest.jsonl", "a") as file:
+        for number, job in enumerate(refused):
+            sweep = {"time": 2.0 + number, "command": ["gspo train", "-m"], "jobs": [job]}
+            file.write(json.dumps(sweep) + "\n")
+    assert [job.run for job in jobs(tmp_path) if job.state == "failed"] == ["seed=-2"]
+    assert len(jobs(tmp_path)) == 3
+
+
+def test_a_dry_run_says_that_runs_under_way_are_left_alone(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "settings.yaml").write_text("steps: 9")
+    plan = {"run": "a", "folder": str(tmp_path / "a"), "steps": 9, "overrides": []}
+    with exclusive(tmp_path / "a"):
+        last_line = forecast([plan, plan | {"folder": str(tmp_path / "b")}]).splitlines()[-1]
+    words = "2 jobs: 1 running, 1 missing; without dry_run=true those not running are started"
+    assert last_line == words
 
 
 def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):

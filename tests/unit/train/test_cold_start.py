@@ -2,6 +2,7 @@
 kill.
 """
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -94,6 +95,23 @@ def test_it_learns_is_cached_and_depends_on_its_settings(tmp_path):
         ),
     ]
     assert len({folder, *others}) == 3
+
+
+def test_who_waits_for_another_run_s_cold_start_can_stop_waiting(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "WAIT_S", 0.01)
+    waits = []
+
+    def on_wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    folder = module.folder_of(MODEL, TASK, SETTINGS, tmp_path, PromptFormat())
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *_: None, on_wait=on_wait)
+    assert waits[0] == 0 < waits[1] < waits[2]
 
 
 def test_demonstrations_follow_the_run_s_prompts(tmp_path):
