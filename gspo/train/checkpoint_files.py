@@ -52,7 +52,7 @@ def latest_checkpoint(run: Path) -> Path | None:
         if not problem:
             if problems:
                 text = f"{'; '.join(problems)}; going back to {folder.name}"
-                log.warning(text)
+                log.info(text)  # Python prints warnings too in a command that logs to no file
                 print(f"warning: {text}", file=sys.stderr)
             return folder
         problems.append(f"{folder} is damaged: {problem}")
