@@ -21,8 +21,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from gspo.config.commands import BenchmarkCommand
+from gspo.config.conversion import to_dataclass
 from gspo.config.load import register_schemas, to_settings
-from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
 from gspo.model.settings import HFModel

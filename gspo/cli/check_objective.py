@@ -18,7 +18,7 @@ import sys
 from omegaconf import OmegaConf
 
 from gspo.algorithm.objectives import OBJECTIVES, Objective
-from gspo.config.schema import to_dataclass
+from gspo.config.conversion import to_dataclass
 from gspo.config.user_code import load_class, with_values
 from gspo.io.arguments import HELP, nearest
 from gspo.io.user_code import is_path

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from gspo.cli.option_files import CONF, composed
 from gspo.config.commands import EvaluateCommand
-from gspo.config.schema import to_dataclass
+from gspo.config.conversion import to_dataclass
 from gspo.io.errors import SettingError
 from gspo.io.user_code import is_path
 from gspo.run.entry_point import command_line, one_line

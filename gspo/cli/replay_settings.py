@@ -21,8 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gspo.algorithm.aggregation import Aggregation
 from gspo.cli.option_files import CONF, quoted, refuse_dashes, register_options
 from gspo.config.checks import check
+from gspo.config.conversion import to_dataclass
 from gspo.config.load import read_settings, resolve
-from gspo.config.schema import literal, merged, to_dataclass
+from gspo.config.schema import literal, merged
 from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings, dotted
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
 from gspo.data.step_record import Header

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from gspo.cli.option_files import composed
 from gspo.config.commands import SampleCommand
-from gspo.config.schema import to_dataclass
+from gspo.config.conversion import to_dataclass
 from gspo.config.settings import Settings
 from gspo.io.errors import SettingError
 from gspo.rollout.engines.requests import Sampling, SamplingRequest

@@ -23,17 +23,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.config.checks import check
+from gspo.config.conversion import to_dataclass
+from gspo.config.refusals import no_such_setting, taken_away
 from gspo.config.schema import (
     GROUPS_BESIDE_SETTINGS,
     SchemaSource,
     SearchSchemas,
     literal,
     merged,
-    no_such_setting,
     plain,
     settings_of,
-    taken_away,
-    to_dataclass,
 )
 from gspo.config.settings import CHOICES, CONSENT, Settings, changeable_on_resume, with_consent
 from gspo.config.user_code import (

@@ -29,7 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.advantages import Advantage
 from gspo.algorithm.objectives import Objective
-from gspo.config.schema import NO_SUCH_SETTING, Names, merged, schema, wrong_type
+from gspo.config.refusals import NO_SUCH_SETTING, wrong_type
+from gspo.config.schema import Names, merged, schema
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
 from gspo.io.errors import SettingError

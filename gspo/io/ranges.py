@@ -5,9 +5,9 @@ choice("none", ("none", "linear"))` refuses every other text, and `device: str =
 says that the device changes the time a run takes but not its numbers.
 
 NaN and infinity lie outside every range. If a subclass gives a field another default, the facts of
-its base stay. Ranges are checked when settings are composed (gspo.config.schema, which knows the
-dotted key), and again by every dataclass that derives from `Ranged`. So wrong numbers are refused
-in Python too.
+its base stay. Ranges are checked when settings are composed (gspo.config.conversion, which knows
+the dotted key), and again by every dataclass that derives from `Ranged`. So wrong numbers are
+refused in Python too.
 """
 
 from __future__ import annotations

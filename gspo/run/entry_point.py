@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from gspo.config.schema import plain_words
+from gspo.config.refusals import plain_words
 from gspo.io import interrupt
 from gspo.io.escaping import escape_line, escape_output
 from gspo.io.untrusted import SURROGATES

@@ -41,7 +41,7 @@ from gspo.cli import (
     sweep_status,
     view,
 )
-from gspo.config.schema import to_dataclass
+from gspo.config.conversion import to_dataclass
 from gspo.config.settings import CHOICES, changeable_on_resume
 from gspo.io.arguments import parsed
 from gspo.planning.hardware import hardware

@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from composing import CONF, settings
 from gpu import box
 from gspo.cli import check
-from gspo.config.schema import to_dataclass
+from gspo.config.conversion import to_dataclass
 from gspo.config.settings import Settings, settings_hash
 from gspo.io.arguments import parsed
 from gspo.run.sweep_configs import expanded

@@ -23,9 +23,9 @@ from commands import ROOT
 from composing import CONF, options, settings
 from gspo.cli.option_files import register_options
 from gspo.config.checks import check, check_training_set
+from gspo.config.conversion import to_dataclass
 from gspo.config.load import read_settings, resumed_settings, to_settings, write_settings
 from gspo.config.remarks import warnings, warnings_after
-from gspo.config.schema import to_dataclass
 from gspo.config.settings import (
     CHOICES,
     Settings,

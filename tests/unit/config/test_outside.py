@@ -15,6 +15,7 @@ import user_code
 from composing import CONF, composed_anew
 from gspo.algorithm.objectives import GRPO
 from gspo.cli.evaluate import with_benchmarks
+from gspo.config.conversion import to_dataclass
 from gspo.config.load import (
     read_settings,
     recorded_config,
@@ -23,7 +24,6 @@ from gspo.config.load import (
     to_settings,
     write_settings,
 )
-from gspo.config.schema import to_dataclass
 from gspo.config.settings import Settings, run_directory, same_result, settings_hash
 from gspo.io import user_code as importing
 from gspo.io.user_code import source_files

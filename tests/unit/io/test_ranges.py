@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from composing import settings
 from gspo.algorithm.objectives import CISPO, DPPO, GSPO
 from gspo.config.commands import BenchmarkCommand, EvaluateCommand, SampleCommand
-from gspo.config.schema import schema, to_dataclass
+from gspo.config.conversion import to_dataclass
+from gspo.config.schema import schema
 from gspo.config.settings import CHOICES, Settings
 from gspo.io.ranges import Range, Ranged, choice, cost_only, declared_ranges, fields_with, ranged
 from refusals import refuses
