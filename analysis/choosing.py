@@ -21,19 +21,29 @@ def recorded_values(runs: Collection[Run | Record], key: str) -> list[object]:
 
 
 def having(runs: list[Run], key: str, value: object) -> list[Run]:
-    """Return the runs with this value of a setting; raise RunsError if there are none."""
+    """Return the runs with this value of a setting, or with one of the values [A,B].
+
+    Raises RunsError if there are none."""
     key = full_key(runs, key)
     candidates = [run for run in runs if key in run.settings]
     if not candidates:
         settings = {name for run in runs for name in run.settings}
         suggestion = nearest(key, sorted(settings))
         raise RunsError(f"where.{key}={value}: these runs have no setting {key}{suggestion}")
+    recorded = recorded_values(runs, key)
+    values = [value]
+    is_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+    if is_list and not any(same_value(other, value) for other in recorded):
+        values = [part.strip() for part in value[1:-1].split(",")]
+    for wanted in values:
+        if not any(same_value(other, wanted) for other in recorded):
+            raise RunsError(
+                f"where.{key}={wanted}: no run has it; there are {', '.join(in_order(recorded))}"
+            )
     # a run without the setting has null there
-    chosen = [run for run in runs if same_value(run.settings.get(key), value)]
-    if not chosen:
-        values = ", ".join(in_order(recorded_values(runs, key)))
-        raise RunsError(f"where.{key}={value}: no run has it; there are {values}")
-    return chosen
+    return [
+        run for run in runs if any(same_value(run.settings.get(key), wanted) for wanted in values)
+    ]
 
 
 def full_key(runs: list[Run], key: str) -> str:

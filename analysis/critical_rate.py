@@ -190,5 +190,6 @@ def log_ratio(
     runs_AR = runs_SAR.sum(-3)
     collapsed_AR = collapsed_SAR.sum(-3)
     _, critical_A = fit(rates_R, runs_AR, collapsed_AR)
-    log_critical_A = np.log(critical_A)
+    with np.errstate(divide="ignore"):
+        log_critical_A = np.log(critical_A)
     return log_critical_A[..., a] - log_critical_A[..., b]

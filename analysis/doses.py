@@ -85,7 +85,7 @@ def arm_and_level(run: Run, dose: list[str], settings: list[str]) -> dict[str, o
     level = value_of(run, dose[0])
     if len(dose) > 1:
         values = [str(value_of(run, key)) for key in dose]
-        level = ", ".join(value for value in values if value != "none")
+        level = ", ".join(value for value in values if value != "none") or "none"
     label = level
     if all(key in ARM_WORDS for key in dose):
         label = ", ".join(arm_words(run, dose)) or level
@@ -170,7 +170,9 @@ def dose_differences(
     by_position = numbers.drop_duplicates("position").set_index("position")
     levels = by_position["level"].to_dict()
     labels = by_position["label"].to_dict()
-    chosen = [position for position, level in levels.items() if same_value(level, reference)]
+    chosen = []
+    if reference:
+        chosen = [position for position, level in levels.items() if same_value(level, reference)]
     if reference and not chosen:
         names = ", ".join(str(level) for level in levels.values())
         raise RunsError(f"reference={reference}: no run has this dose; there are {names}")

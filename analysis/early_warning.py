@@ -105,8 +105,6 @@ def main() -> None:
             print(f"note: {note}")
     else:
         frame = pd.read_parquet(RECORDED)
-    if options.save:
-        keep(frame, RECORDED)
     runs = warning_rules.stressor_runs(frame)
     thresholds = shipped(frame)
     results = []
@@ -121,6 +119,8 @@ def main() -> None:
             "early_warning needs runs that collapsed and runs that did not, under two stresses or "
             "more"
         )
+    if options.save:
+        keep(frame, RECORDED)
     together = warning_worth.worth(warning_rules.together(runs, thresholds))
     paths = draw(results, together, runs, options.out, options)
     print("\n".join(outcomes(frame, runs)))
@@ -166,10 +166,13 @@ def from_runs(
         metrics = [name for name in METRICS if name in rows]
         single_precision = dict.fromkeys(metrics, "float32")
         frame = rows[["step", *metrics]].astype(single_precision)
+        of_the_objective = {
+            key: value for key, value in run.appended.items() if key.startswith("objective.")
+        }
         constants = {
-            "run": run.path.name,
+            "run": f"{run.study}/{run.path.name}",
             "stress": stress(run.settings, usual),
-            "arm": run.arm.split(" [")[0],
+            "arm": load.arm_with(run.base or run.arm, of_the_objective),
             "seed": run.seed,
             "lr": run.settings[RATE],
         }

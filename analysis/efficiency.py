@@ -7,8 +7,10 @@
     like       need(rival) / need(arm)                  the same rule for both arms
 
 `to_end` flatters the arm: a noisy curve first touches a level before its average does, so two equal
-arms give a value above 1. `like` has no such bias, because the rival's curve is as noisy. The
-verdict is taken on it.
+arms give a value above 1. `like` is nearly without bias, because the rival's curve is as noisy. The
+verdict is taken on it. A small bias against the arm is left: the rival always reaches its own final
+level. Of equal arms in a simulation `like` lies below 1 in 59 % of the seeds, and the sign test
+rejects them in 8 % (10 seeds) to 21 % (30 seeds) at .05, so a verdict needs the interval as well.
 
 An arm that never reaches the level is censored: need(arm) is known to be more than its whole run,
 and no more is known. Its ratios then lie between 0 and a bound, which is the same ratio with

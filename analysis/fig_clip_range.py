@@ -30,7 +30,8 @@ from gspo.io.arguments import command_options
 REFUSED = script.DOTS | script.NO_CURVES | {"log_x": "its x axis is logarithmic already"}
 SHARES = {"active": "clip/token_active", "outside": "clip/token_outside"}
 ARM_OF = {"gspo": GSPO, "grpo": GRPO}
-PAPER_LOW = {arm: CLIP_RANGES[objective][0] for objective, arm in ARM_OF.items()}
+Range = tuple[float, float]
+PAPER_RANGES: dict[str, Range] = {arm: CLIP_RANGES[objective] for objective, arm in ARM_OF.items()}
 
 
 def main() -> None:
@@ -52,7 +53,13 @@ def measure(data: Data) -> pd.DataFrame:
     for run in data.runs:
         if run.finished and run.settings["objective.name"] in ARM_OF:
             runs.append(run)
-    check_alike(runs, ("objective.",), "give those that differ in the clip range alone")
+            if None in run.clip_range:
+                raise RunsError(f"{run.path} has no clip range")
+    advice = "give those that differ in the clip range alone"
+    check_alike(runs, ("objective.",), advice)
+    for name, arm in ARM_OF.items():
+        of_arm = [run for run in runs if run.settings["objective.name"] == name]
+        check_alike(of_arm, ("objective.clip_",), advice, f"the runs of {arm}")
     rows = []
     for run in runs:
         row = run_numbers(run, START, WINDOW, SHARES)
@@ -63,23 +70,31 @@ def measure(data: Data) -> pd.DataFrame:
     numbers = pd.DataFrame(rows)
     if numbers.empty or not {GSPO, GRPO} <= set(numbers["arm"]):
         raise RunsError("fig_clip_range needs finished runs of GSPO and GRPO")
+    for arm, group in numbers.groupby("arm"):
+        repeated = group[group.duplicated(["low", "seed"])]
+        if len(repeated):
+            row = repeated.iloc[0]
+            raise RunsError(
+                f"two runs of {arm}, seed {row['seed']}, with the lower range {row['low']:g}: choose "
+                "one with where.objective.clip_high=..."
+            )
     return numbers
 
 
-def clipped_share(numbers: pd.DataFrame, arm: str, low: float) -> pd.Series:
+def clipped_share(numbers: pd.DataFrame, arm: str, clip_range: Range) -> pd.Series:
     """Return the clipped share of an arm at a range, by seed."""
-    rows = numbers[numbers["arm"] == arm]
-    rows = rows[rows["low"] == low]
-    return rows.set_index("seed")["active"]
+    low, high = clip_range
+    chosen = (numbers["arm"] == arm) & (numbers["low"] == low) & (numbers["high"] == high)
+    return numbers[chosen].set_index("seed")["active"]
 
 
-def compared(numbers: pd.DataFrame, gspo_low: float, grpo_low: float) -> str:
+def compared(numbers: pd.DataFrame, gspo_range: Range, grpo_range: Range) -> str:
     """Return GSPO's share over GRPO's at these ranges as text, with its interval.
 
     The interval is over the seeds that both have.
     """
-    gspo = clipped_share(numbers, GSPO, gspo_low)
-    grpo = clipped_share(numbers, GRPO, grpo_low)
+    gspo = clipped_share(numbers, GSPO, gspo_range)
+    grpo = clipped_share(numbers, GRPO, grpo_range)
     shares = pd.DataFrame({"gspo": gspo, "grpo": grpo}).dropna()
     if shares.empty:
         return "-"
@@ -102,15 +117,15 @@ def table(numbers: pd.DataFrame) -> list[str]:
             runs = cell[cell["arm"] == arm]
             reward = t_interval(runs["end"]).text() if len(runs) else "-"
             rewards.append(reward)
-            shares.append(f"{runs['active'].mean():.2g}")
-        quotient = compared(numbers, low, low)
+            shares.append(f"{runs['active'].mean():.2g}" if len(runs) else "-")
+        quotient = compared(numbers, (low, high), (low, high))
         rows.append([f"{low:g} / {high:g}", *shares, quotient, *rewards])
     return markdown_table(rows)
 
 
 def disparity(numbers: pd.DataFrame) -> str:
     """Return a sentence with the paper's comparison, each objective at its own range."""
-    text = compared(numbers, PAPER_LOW[GSPO], PAPER_LOW[GRPO])
+    text = compared(numbers, PAPER_RANGES[GSPO], PAPER_RANGES[GRPO])
     return f"Each at the paper's own range: GSPO / GRPO {text} (the paper: about 115)."
 
 
@@ -133,7 +148,7 @@ def draw(
     right.set(title="Reward at the end", ylabel=f"mean of the last {WINDOW} batches")
     for ax in (left, right):
         ax.set(xscale="log", xlabel="lower clip range")
-        for arm, low in PAPER_LOW.items():
+        for arm, (low, _) in PAPER_RANGES.items():
             colour = tint(arm_style(arm).colour, 0.5)
             dashes = style.DASHED | {"color": colour, "zorder": 0}
             ax.axvline(low, **dashes)

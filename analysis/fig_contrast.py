@@ -88,17 +88,19 @@ def judged(data: Data) -> dict[tuple[str, str], tuple[Interval, str]]:
 def between(first: Data, second: Data) -> dict[str, Interval]:
     """Return for each arm the mean paired difference of the training reward, second - first.
 
-    It is over the seeds that the arm has in both studies, and over the last half of the batches
-    that all of these runs have.
+    It is over the seeds of which the arm has finished in both studies, and over the last half of
+    the batches. While there is no such seed, it is over the seeds that both have begun and the
+    batches that all of these runs have.
     """
     differences = {}
     for arm in arms_in(first):
         if arm not in second.arms:
             continue
         common = set(first.seeds(arm)) & set(second.seeds(arm))
-        seeds = sorted(common)
-        runs = first.of(arm) + second.of(arm)
-        last = min((run.last for run in runs if run.seed in common), default=0)
+        runs = [run for run in first.of(arm) + second.of(arm) if run.seed in common]
+        unfinished = {run.seed for run in runs if not run.finished}
+        seeds = sorted(common - unfinished or common)
+        last = min((run.last for run in runs if run.seed in seeds), default=0)
         if last > 1:
             steps = range(last // 2 + 1, last + 1)
             before = first.table(arm, "reward/mean")[seeds]

@@ -100,13 +100,19 @@ def measure(data: Data) -> pd.DataFrame:
     check_alike(runs, expected, "give those that differ in the learning rate alone")
     rows = []
     for run in runs:
+        rate = run.settings[RATE]
+        if not isinstance(rate, int | float) or rate <= 0:
+            raise RunsError(f"{run.path}: {RATE}={rate} must be a number above 0")
         part = part_length(run)
         row = run_numbers(run, part, part, {"kl": "kl/old_k3"})
         row["arm"] = load.base_arm(run.settings)
-        row["rate"] = float(run.settings[RATE])
+        row["rate"] = float(rate)
         rows.append(row)
     numbers = pd.DataFrame(rows)
     numbers["arm"] += range_suffixes(runs, numbers, [])
+    for arm, group in numbers.groupby("arm"):
+        of_arm = [runs[index] for index in group.index]
+        check_alike(of_arm, (RATE,), "choose with where.KEY=VALUE", f"the runs of {arm}")
     repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
     if len(repeated):
         first = repeated.iloc[0]

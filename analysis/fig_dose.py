@@ -77,7 +77,7 @@ class Options(script.Options):
     measured: str = option(meaning="the metric that says how much of it the runs got")
     arms: tuple[str, ...] = option((), "settings that make an arm besides objective and replay")
     against: str = option(
-        "grpo", "the objective that the others are compared with", choices=tuple(OBJECTIVES)
+        "grpo", "the objective that the others are compared with, as grpo or as the table names it"
     )
     also: tuple[str, ...] = option((), "metrics whose means the table shows")
     outcome: str = option(REWARD, "the metric that is compared at the end of the runs")
@@ -99,13 +99,15 @@ def main() -> None:
     outcome = options.outcome
     numbers = measure(data, options.dose, options.measured, options.arms, options.also, outcome)
     differences = dose_differences(numbers, design, options.reference)
-    baseline = OBJECTIVES[options.against]
+    baseline = OBJECTIVES.get(options.against, options.against)
     objectives = sorted(numbers["objective"].unique())
-    if options.against != Options.against and baseline not in objectives:
-        raise RunsError(
-            f"against={options.against}: there are no runs of {baseline}, but of "
-            f"{', '.join(objectives)}"
-        )
+    if baseline not in objectives:
+        names = ", ".join(objectives)
+        problem = f"against={options.against}: there are no runs of {baseline}, but of {names}"
+        if options.against != Options.against:
+            raise RunsError(problem)
+        if len(objectives) > 1:
+            print(f"note: {problem}; name one of them, and objectives are compared with it")
     if options.rows:
         paths = draw_rows_by_dose(data, numbers, differences, options)
     else:

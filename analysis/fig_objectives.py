@@ -72,7 +72,10 @@ def measure(data: Data) -> pd.DataFrame:
         )
     frames = {}
     for arm in data.arms:
-        reward = data.table(arm, "reward/mean").loc[:last]
+        # a row of another framework may be the mean of several batches
+        reward = data.table(arm, "reward/mean").loc[:last].dropna(how="all")
+        if reward.empty:
+            raise RunsError(f"fig_objectives needs reward/mean of every run; {arm} has none")
         frame = pd.DataFrame({"start": reward.head(START).mean()})
         frame["end"] = reward.tail(WINDOW).mean()
         frame["gain"] = frame["end"] - frame["start"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from matplotlib.ticker import ScalarFormatter
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import BLUE, VERMILION
 from gspo.analysis.blocks import markdown_table
+from gspo.analysis.runs import RunsError
 from gspo.analysis.style import FigureOptions
 from gspo.io.arguments import command_options, option
 from gspo.tracking import foreign_options
@@ -57,15 +57,29 @@ class Options(script.Options):
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
+    if len(options.paths) > 1:
+        raise RunsError(f"the figure is of one file, and {len(options.paths)} are given")
     path = Path(options.paths[0])
     if not path.is_file():
-        sys.exit(
-            f"error: {path} is not there; make it with `python experiments/benchmark.py "
-            "curves=true`"
+        raise RunsError(
+            f"{path} is not there; make it with `python experiments/benchmark.py curves=true`"
         )
-    records = json.loads(path.read_text(encoding="utf-8"))["points"]
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))["points"]
+        check_records(records)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunsError(f"{path} was not written by the benchmark ({error})") from None
     paths = draw(records, options.out, options)
     script.print_lines(table(records), paths)
+
+
+def check_records(records: list[dict]) -> None:
+    """Raise ValueError or KeyError unless each curve was measured with one thread."""
+    if not records:
+        raise ValueError("it has no points")
+    points = lines(records)
+    for curve, _ in points:
+        points[curve, 1]
 
 
 def lines(records: list[dict]) -> Lines:

@@ -11,6 +11,7 @@ The first lines of the sweep's own file describe the expected result.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,14 @@ from matplotlib.axes import Axes
 from gspo.analysis import choosing, load, script, style
 from gspo.analysis.arm_styles import ArmStyles, arm_styles, tint
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.grid import collapsed_count, run_numbers, settled_runs, span, value_of
+from gspo.analysis.grid import (
+    check_one_length,
+    collapsed_count,
+    run_numbers,
+    settled_runs,
+    span,
+    value_of,
+)
 from gspo.analysis.load import GRPO, GSPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.stats import START, WINDOW, t_interval
@@ -98,6 +106,10 @@ def measure(
     check_comparable(runs, x, row_setting)
     if end < 1:
         raise RunsError("end=0: the reward at the end needs at least one batch")
+    if runs and end > runs[0].planned:
+        raise RunsError(f"end={end}: the runs have {runs[0].planned} batches")
+    if x == row_setting:
+        raise RunsError(f"by={row_setting}: it is on the x axis already")
     replay_varies = REPLAY in (x, row_setting)
     rows = []
     for run in runs:
@@ -128,9 +140,7 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
 
     The objectives may each have settings of their own.
     """
-    lengths = sorted({str(run.planned) for run in runs})
-    if len(lengths) > 1:
-        raise RunsError(f"the runs are of {', '.join(lengths)} steps: give those of one length")
+    check_one_length(runs)
     differing = [key for key in load.differing(runs) if not key.startswith("objective.")]
     # two objectives have different settings, but the runs of one objective have the same
     for name in {run.settings["objective.name"] for run in runs}:
@@ -148,11 +158,13 @@ def check_comparable(runs: list[Run], x: str, row_setting: str) -> None:
 
 
 def fall(run: Run) -> float:
-    """Return the share of the peak of the smoothed reward that is lost at the end."""
+    """Return the share of the peak of the smoothed reward that is lost at the end.
+
+    It is NaN if the peak is not above 0."""
     rewards = run.column("reward/mean").tolist()
     smooth, peaks, _ = levels(rewards)
-    if peaks[-1] <= 0:
-        return 1.0
+    if not len(peaks) or peaks[-1] <= 0:
+        return math.nan
     return max(0.0, 1 - smooth[-1] / peaks[-1])
 
 

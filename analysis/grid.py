@@ -60,15 +60,25 @@ def check_alike(
     advice: str,
     name: str = "the runs",
 ) -> None:
-    """Raise RunsError if the runs differ in settings that do not begin with an expected name.
+    """Raise RunsError if the runs differ in length, or in settings that are not expected.
 
+    Those are expected whose names begin with one of `expected`.
     Each seed may have a cold start of its own, if all of its runs share it."""
+    check_one_length(runs, name)
     keys = [key for key in load.differing(runs) if not key.startswith(expected)]
     networks = {(run.seed, run.settings.get(NETWORK)) for run in runs}
     if len(networks) == len({run.seed for run in runs}):
         keys = [key for key in keys if key != NETWORK]
     if keys:
         raise RunsError(f"{name} differ also in {', '.join(keys)}: {advice}")
+
+
+def check_one_length(runs: list[Run], name: str = "the runs") -> None:
+    """Raise RunsError if the runs were planned with different numbers of batches."""
+    lengths = sorted({run.planned for run in runs})
+    if len(lengths) > 1:
+        steps = ", ".join(map(str, lengths))
+        raise RunsError(f"{name} are of {steps} steps: give those of one length")
 
 
 def run_numbers(
@@ -79,15 +89,17 @@ def run_numbers(
 ) -> dict[str, object]:
     """Return a run's seed, its reward in the first and last batches, and whether it collapsed.
 
+    The first `start` and the last `end` batches count, or a whole row if rows are means over more.
     `can_collapse` says whether the run was planned to be long enough for the collapse rule.
     `means` maps further columns to metrics, which are averaged over all batches. A metric that was
     not reported is NaN.
     """
     reward = run.column("reward/mean")
+    first = max(start, run.batches_per_row)
     numbers: dict[str, object] = {
         "seed": run.seed,
-        "start": reward.head(start).mean(),
-        "end": reward.tail(end).mean(),
+        "start": reward.loc[:first].mean(),
+        "end": reward.loc[run.last - end + 1 :].mean(),
         "collapsed": run.collapsed is not None,
         "can_collapse": run.planned >= MIN_BATCHES or run.collapsed is not None,
     }

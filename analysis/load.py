@@ -87,7 +87,7 @@ NOT_THE_ARM = (
     "metrics",
     "allow_outside_code",
     "checkpoint",
-    "monitor",
+    "monitor",  # but for ROLLBACK, of a run that rolls back
     "parallel",
     "runs",
     "on_existing",
@@ -97,6 +97,8 @@ NOT_THE_ARM = (
     "prompt_used",
     "inputs",
 )
+# with monitor.action=rollback these change what is trained
+ROLLBACK = ("monitor.action", "monitor.rollbacks", "monitor.rollback_lr")
 
 
 def load(
@@ -142,6 +144,12 @@ def load(
     label(runs, notes)
     unfinished = [run for run in runs if not run.finished]
     notes += [f"unfinished: {run.path}, {run.last} of {run.planned} batches" for run in unfinished]
+    open_runs = [run for run in unfinished if not run.settled]
+    if open_runs and any(run.collapsed is not None for run in runs):
+        notes.append(
+            f"unfinished: {len(open_runs)} runs may still end well, so shares of collapsed runs are "
+            "too large until they have ended"
+        )
     for run in runs:
         # the notes of runs of other frameworks have it
         lost = "" if FRAMEWORK in run.settings else lost_steps(run)
@@ -309,6 +317,8 @@ def differing(runs: Collection[Run | Record]) -> list[str]:
     A framework's own setting is unknown, and not another one, where a log does not have it."""
     ignored = {*NOT_THE_ARM, *OF_THE_LOG}
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in ignored}
+    if any(run.settings.get("monitor.action") == "rollback" for run in runs):
+        keys.update(ROLLBACK)
     different = []
     for key in sorted(keys):
         compared = runs

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -79,6 +80,10 @@ def write(data: Data, file: Path, metrics: Sequence[str] | None = None) -> None:
     for run in data.runs:
         if not run.settled:
             raise RunsError(f"{run.path} is unfinished: {run.last} of {run.planned} batches")
+    counts = Counter(run.path.name for run in data.runs)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise RunsError(f"several runs have the name {repeated[0]}: rename their folders")
     unknown = [pattern for pattern in metrics or () if not matching(data, [pattern])]
     if unknown:
         suggestion = nearest(unknown[0], data.metrics(""))

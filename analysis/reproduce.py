@@ -57,8 +57,10 @@ class Options(script.Options):
 def main() -> None:
     options = command_options(Options, __doc__)
     data = script.read(options, notes=False)
-    other_studies = [load.load([study]) for study in options.beside]
-    recorded = [load.load([study]) for study in options.recorded]
+    for study in (*options.beside, *options.recorded):
+        script.check_one_study(study)
+    other_studies = [load.load([study], options.where) for study in options.beside]
+    recorded = [load.load([study], options.where) for study in options.recorded]
     paths, left_out = draw_all(data, options.out, options, other_studies)
     text = "\n".join(summary(data, paths, left_out, other_studies, recorded)) + "\n"
     file = options.out / "summary.md"

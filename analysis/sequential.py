@@ -153,5 +153,7 @@ def level_of(design: Design, seeds: int) -> float:
         return design.level(seeds)
     except ValueError as error:
         following = design.next_look(seeds)
-        hint = f"run {following - seeds} more" if following else "choose seeds by where.seed"
+        hint = (
+            f"run {following - seeds} more" if following else "choose seeds, as in where.seed=[1,2]"
+        )
         raise RunsError(f"{error}: {hint}") from None

@@ -142,7 +142,9 @@ def block_bootstrap(values_T: np.ndarray, reps: int = REPS) -> Interval:
     """Return the mean over the batches of ONE run, with its moving-block bootstrap interval.
 
     Blocks keep the correlation of neighbouring batches, which a plain bootstrap would count as
-    independent evidence. The interval (percentiles) holds within the run only.
+    independent evidence. The interval (percentiles) holds within the run only. It is too narrow: of
+    simulated runs of 50 batches it covers the truth in 90 %, and in 84 % if neighbours are
+    correlated by .5 (100 batches: 92 and 88 %).
     """
     values_T = np.asarray(values_T, float)
     values_T = values_T[np.isfinite(values_T)]
@@ -198,10 +200,10 @@ def ratio(a_TS: np.ndarray, b_TS: np.ndarray) -> Interval:
     has_both_S = both_TS.any(axis=0)
     if not has_both_S.any():
         return NO_INTERVAL
-    a_TS = np.where(both_TS, a_TS, np.nan)
-    b_TS = np.where(both_TS, b_TS, np.nan)
-    a_S = np.nanmean(a_TS[:, has_both_S], axis=0)
-    b_S = np.nanmean(b_TS[:, has_both_S], axis=0)
+    a_TS = np.where(both_TS, a_TS, np.nan)[:, has_both_S]
+    b_TS = np.where(both_TS, b_TS, np.nan)[:, has_both_S]
+    a_S = np.nanmean(a_TS, axis=0)
+    b_S = np.nanmean(b_TS, axis=0)
     seeds = len(a_S)
     smallest = min(a_S.min(), b_S.min())
     if smallest <= 0:

@@ -60,7 +60,9 @@ UNDATED = {
 class FigureOptions:
     """How figures are drawn and written: the options that all figures share."""
 
-    where: dict[str, str] = option({}, "only the runs with this setting: where.optim.lr=2e-4")
+    where: dict[str, str] = option(
+        {}, "only runs with this setting: where.optim.lr=2e-4 or where.seed=[1,2]"
+    )
     seeds: bool = option(False, "draw a thin curve for each seed too")
     smooth: int = option(
         WINDOW // 2, "average curves over so many batches on either side; 0: as they are", least=0

@@ -175,7 +175,14 @@ def converted(entry: Option, text: str) -> Any:
     """Return the value of a word of the command line, by the option's type."""
     if entry.is_list:
         (kind, _) = get_args(entry.kind)
-        return tuple(map(kind, listed(text, entry.key)))
+        texts = listed(text, entry.key)
+        if not texts and entry.default != ():
+            raise ArgumentsError(entry.key, text, "must name at least one")
+        try:
+            return tuple(map(kind, texts))
+        except ValueError:
+            name = "whole numbers" if kind is int else "numbers"
+            raise ArgumentsError(entry.key, text, f"must be a list of {name}") from None
     if entry.kind is bool:
         if text.lower() not in BOOLEANS:
             raise ArgumentsError(entry.key, text, remedy="choose true or false")

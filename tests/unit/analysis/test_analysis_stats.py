@@ -53,6 +53,8 @@ def test_ratio():
     assert (two.mean, two.high) == pytest.approx((6, 6 * 1.5**12.706205))
     one = stats.ratio([[2], [4]], [[1], [2]])
     assert (one.mean, one.low, one.high) == pytest.approx((2, 2, 2))
+    second_seed_alone = stats.ratio([[np.nan, 2], [np.nan, 4]], [[np.nan, 1], [np.nan, 2]])
+    assert second_seed_alone == one
     assert stats.ratio([[1.0], [1.0]], [[0.0], [0.0]]).mean == math.inf
     assert math.isnan(stats.ratio([[0.0], [0.0]], [[0.0], [0.0]]).mean)
 

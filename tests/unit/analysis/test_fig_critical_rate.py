@@ -86,6 +86,21 @@ def settled(arm: str, seeds, collapsed: dict[float, int]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def test_runs_of_an_arm_that_differ_in_more_than_the_rate_are_refused(study):
+    runs = study.parent / "more"
+    write(runs, "grpo", HEALTHY, 5, objective__clip_high=0.9)
+    write(runs, "grpo", HEALTHY, 6, objective__clip_high=0.27)
+    with pytest.raises(load.RunsError, match=r"the runs of GRPO differ also in .*clip_high"):
+        fig_critical_rate.measure(load.load([runs]))
+    with pytest.raises(load.RunsError, match="are of 60, 90 steps: give those of one length"):
+        shorter = write(runs.parent / "short", "grpo", HEALTHY[:60], 9)
+        fig_critical_rate.measure(load.load([study, shorter]))
+    with pytest.raises(load.RunsError, match="lr=0 must be a number above 0"):
+        fig_critical_rate.measure(
+            load.load([write(runs.parent / "zero", "grpo", HEALTHY, optim__lr=0)])
+        )
+
+
 def test_an_arm_whose_runs_all_collapsed_or_none_bounds_the_ratio_and_is_never_the_same():
     seeds = range(4)
     some = settled("A", seeds, {1e-4: 0, 2e-4: 2, 4e-4: 4})

@@ -54,4 +54,4 @@ def test_the_script_draws_and_says_what_is_missing(tmp_path):
     missing = subprocess.run(
         [*command, str(tmp_path / "none.json")], capture_output=True, text=True, check=False
     )
-    assert missing.returncode == 1 and "curves=true" in missing.stderr
+    assert missing.returncode == 2 and "curves=true" in missing.stderr

@@ -78,6 +78,15 @@ def test_a_run_that_collapsed_is_kept_and_one_that_may_go_on_is_refused(tmp_path
     assert sum(run.collapsed is None for run in again.runs) == 1
 
 
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    for part, seed in (("a", 1), ("b", 2)):
+        write(tmp_path / part, "gspo", HEALTHY, seed).rename(tmp_path / part / "run1")
+    with pytest.raises(
+        load.RunsError, match="several runs have the name run1: rename their folders"
+    ):
+        recorded_study.write(load.load([tmp_path]), tmp_path / "study.parquet")
+
+
 def test_a_metric_that_no_run_has_is_refused(study, tmp_path):
     with pytest.raises(load.RunsError, match=r"no run has recorded reward/meen.*reward/mean"):
         recorded_study.write(

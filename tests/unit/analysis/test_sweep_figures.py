@@ -17,6 +17,7 @@ from gspo.analysis import (
     choosing,
     early_warning,
     fig_clip_range,
+    fig_contrast,
     fig_curves,
     fig_routing,
     fig_sweep,
@@ -25,6 +26,7 @@ from gspo.analysis import (
     style,
     warning_rules,
 )
+from gspo.analysis.grid import run_numbers
 from gspo.tracking.collapse import SIGNALS
 from gspo.tracking.monitor import Thresholds
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -133,23 +135,66 @@ def test_replay_is_a_setting_where_it_is_swept(tmp_path):
     }
 
 
+def test_the_first_and_the_last_batches_count_by_step_and_whole_rows_of_means(tmp_path):
+    """A log of another framework with a row per ten batches, and a run that has lost rows."""
+    (run,) = load.load([write(tmp_path / "a", "gspo", [step / 200 for step in range(200)])]).runs
+    run.rows = run.rows[run.rows["step"] % 10 == 0]
+    run.settings["batches_per_row"] = 10
+    numbers = run_numbers(run, 40, 40, {})
+    assert numbers["start"] == pytest.approx((9 + 19 + 29 + 39) / 4 / 200)
+    assert numbers["end"] == pytest.approx((169 + 179 + 189 + 199) / 4 / 200)
+    assert run_numbers(run, 5, 10, {})["start"] == pytest.approx(9 / 200)
+    (lost,) = load.load([write(tmp_path / "b", "gspo", HEALTHY)]).runs
+    lost.rows = lost.rows[~lost.rows["step"].between(80, 89)]
+    assert run_numbers(lost, 5, 11, {})["end"] == 0.5, "the one row that is left of them"
+
+
+def test_where_takes_several_values_and_a_rollback_makes_an_arm(tmp_path):
+    for seed in (1, 2, 3):
+        write(tmp_path, "gspo", HEALTHY, seed)
+    data = load.load([tmp_path], {"seed": "[1,3]"})
+    assert [run.seed for run in data.runs] == [1, 3]
+    with pytest.raises(load.RunsError, match=r"where\.seed=9: no run has it; there are 1, 2, 3"):
+        load.load([tmp_path], {"seed": "[1,9]"})
+    write(tmp_path, "gspo", HEALTHY, 1, monitor__action="rollback")
+    write(tmp_path, "gspo", HEALTHY, 1, monitor__action="stop")
+    with pytest.raises(load.RunsError, match="the same arm and seed twice"):
+        load.load([tmp_path], {"monitor.action": "[null,stop]"})
+    arms = load.load([tmp_path], {"monitor.action": "[rollback,stop]"}).arms
+    assert arms == ["GSPO [monitor.action=rollback]", "GSPO [monitor.action=stop]"]
+
+
+def test_an_unfinished_run_does_not_dilute_the_difference_of_two_studies(tmp_path):
+    for study, rewards in (("a", [0.3] * 90), ("b", [0.3] * 10 + [0.4] * 80)):
+        for seed in (1, 2, 3):
+            write(tmp_path / study, "grpo", rewards, seed)
+    (unfinished,) = (tmp_path / "b").glob("grpo-seed3*")
+    rows = (unfinished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (unfinished / "metrics.jsonl").write_text("".join(rows[:9]))
+    first, second = (load.load([tmp_path / study]) for study in "ab")
+    difference = fig_contrast.between(first, second)["GRPO"]
+    assert difference.mean == pytest.approx(0.1) and difference.seeds == 2
+
+
 @pytest.mark.slow
 def test_clip_ranges_by_hand(tmp_path):
     for seed in (1, 2):
-        for low in (3e-4, 0.2):
+        for low, high in ((3e-4, 4e-4), (0.2, 0.27)):
             for name in ("gspo", "grpo"):
-                write(
-                    tmp_path, name, HEALTHY, seed, objective__clip_low=low, objective__clip_high=low
-                )
+                clip_range = {"objective__clip_low": low, "objective__clip_high": high}
+                write(tmp_path, name, HEALTHY, seed, **clip_range)
     numbers = fig_clip_range.measure(load.load([tmp_path]))
     first, second = cells(fig_clip_range.table(numbers))
     assert (
-        first["range"] == "0.0003 / 0.0003"
+        first["range"] == "0.0003 / 0.0004"
         and first["GSPO clipped"] == "0.2"
         and second["GRPO clipped"] == "0.001"
     )
     assert first["GSPO / GRPO"].startswith("200 ") and "200 " in fig_clip_range.disparity(numbers)
     fig_clip_range.draw(load.load([tmp_path]), numbers, tmp_path)
+    same_low = write(tmp_path / "more", "gspo", HEALTHY, 1, objective__clip_high=0.3)
+    with pytest.raises(load.RunsError, match=r"two runs of GSPO, seed 1, with the lower range 0.2"):
+        fig_clip_range.measure(load.load([tmp_path, same_low]))
     write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
     write(two := tmp_path / "two", "grpo", HEALTHY, optim__lr=0.5)
     for folders in ([only], [only, two]):

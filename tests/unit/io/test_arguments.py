@@ -50,11 +50,12 @@ def test_words_are_paths_or_options(tmp_path, monkeypatch):
         ("[pdf]", ("pdf",)),
         ("[pdf,png]", ("pdf", "png")),
         ("[pdf, 'png']", ("pdf", "png")),
-        ("[]", ()),
     ],
 )
 def test_lists_are_written_as_for_hydra(text, items):
     assert parsed(Options, ["a", f"formats={text}"]).formats == items
+    with pytest.raises(ArgumentsError, match="must name at least one"):
+        parsed(Options, ["a", "formats=[]"])
 
 
 def test_quotes_keep_commas():
