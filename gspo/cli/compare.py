@@ -299,7 +299,8 @@ def held_out(run: Run, name: str) -> str:
         return "-"
     stderr = run.rows.get(stderr_of(name))
     half_width = 1.96 * float(stderr[scores.index[-1]]) if stderr is not None else math.nan
-    interval_text = "" if math.isnan(half_width) else f" ± {half_width:.3f}"
+    # equal scores of all problems say nothing of other problems
+    interval_text = f" ± {half_width:.3f}" if half_width > 0 else ""
     return f"{scores.iloc[-1]:.3f}{interval_text} ({scores.max():.3f})"
 
 

@@ -89,12 +89,13 @@ def read_rows(path: Path) -> Iterator[dict]:
                     raise ValueError("its problem is no number, or its prompt no text")
                 reward = row["reward"]
                 is_outside = reward is not None and not 0 <= reward <= 1
-                is_unbounded = "turns" in row or "rewards" in row
+                is_unbounded = "turns" in row or "rewards" in row or row["verdict"] == "truncated"
                 if (is_outside and not is_unbounded) or not isinstance(row["verdict"], str):
                     raise ValueError("its reward is not in [0, 1], or its verdict no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged in line {number} ({error})") from None
-            # the rewards of an environment and the sums of named rewards have no bounds
+            # the rewards of an environment, the sums of named rewards and reward.truncated have no
+            # bounds
             if is_outside:
                 kind = "an episode" if "turns" in row else "a response"
                 raise ValueError(

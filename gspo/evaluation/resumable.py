@@ -217,8 +217,10 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def digest(content: object) -> str:
-    """Hash settings, or any other content that JSON can hold, to ten hexadecimal digits."""
-    text = json.dumps(content, sort_keys=True)
+    """Hash settings or other content to ten hexadecimal digits.
+
+    What JSON cannot hold is hashed by its repr."""
+    text = json.dumps(content, sort_keys=True, default=repr)
     hashed = hashlib.sha256(text.encode())
     return hashed.hexdigest()[:10]
 
@@ -228,11 +230,13 @@ def describe(evaluation_set: EvaluationSet) -> dict:
 
     The task's settings of speed are left out."""
     task = evaluation_set.task
-    prompts = [problem.prompt for problem in evaluation_set.problems]
+    problems = evaluation_set.problems
     described = {
-        "problems": len(prompts),
-        "prompts": digest(prompts),
+        "problems": len(problems),
+        "prompts": digest([problem.prompt for problem in problems]),
+        "answers": digest([[problem.answer, problem.rating] for problem in problems]),
         "task": without_speed_settings(task),
+        "reward.truncated": task.truncated_reward,
     }
     # names of user code, such as my_package.rewards:score
     kind = type(task)

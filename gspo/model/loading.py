@@ -6,6 +6,7 @@ Any engine can load such a folder.
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (
     "tekken.json",
     "tokenizer_config.json",
 )
+ALIGNMENT = 64  # bytes, to which PyTorch aligns its tensors on a CPU
 # weights of up to so many bytes are written as a trial before a run
 MAX_TRIAL_BYTES = 2**28
 MAX_NAMED = 3  # missing weights that a message names
@@ -70,12 +72,23 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
             output_loading_info=True,
         )
     model, report = loaded
+    align(model)
     check_complete(report["missing_keys"], path)
     check_not_quantized(model.config, path, allowed=())
     # a model that cannot generate has none
     if model.generation_config is not None:
         model.generation_config = writable(model.generation_config)
     return model, usable(tokenizer, path)
+
+
+def align(model: transformers.PreTrainedModel) -> None:
+    """Move the model's tensors to addresses that PyTorch's own tensors have.
+
+    Tensors of a mapped file lie at any address, and matrix products round by address. A resumed run
+    would differ from one that made its weights itself."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 def load_outline(path: str, attention: str) -> Loaded:

@@ -229,10 +229,13 @@ class TrainingLoop:
         It is the monitor's last healthy step, minus the age in steps of the oldest weights that
         rollouts come from."""
         rollout = self.settings.rollout
-        segments = 1
+        oldest = rollout.staleness
         if rollout.token_budget:
             segments = math.ceil(rollout.longest_limit / rollout.token_budget)
-        return self.monitor.last_healthy_step - rollout.staleness - (segments - 1)
+            # a problem may wait for its turn, and for the other responses of its group
+            queued_batches = math.ceil(rollout.in_flight / rollout.prompts_per_step)
+            oldest += segments * queued_batches - 1
+        return self.monitor.last_healthy_step - oldest
 
     def checkpoint(self, step: int, last: bool) -> None:
         """Begin to write a checkpoint if it is due. At the `last` step wait for the writer."""

@@ -208,14 +208,17 @@ def _ended(how: str) -> str:
 def _held_out(rows: list[dict], name: str) -> str:
     """Return a sentence with the first and the last score of a held-out set.
 
-    The last score has its 95 % interval over the problems, which is ±1.96 standard errors."""
+    The last score has its 95 % interval over the problems, which is ±1.96 standard errors. Equal
+    scores of all problems have none, since they say nothing of other problems."""
     scored = [row for row in rows if is_finite(row.get(name))]
     if not scored:
         return f"{name}: no score"
     first = scored[0]
     last = scored[-1]
     error = last.get(stderr_of(name))
-    interval = f" ± {1.96 * error:.3f} (95 % over its problems)" if is_finite(error) else ""
+    interval = ""
+    if is_finite(error) and error > 0:
+        interval = f" ± {1.96 * error:.3f} (95 % over its problems)"
     return (
         f"{name}: {first[name]:.3f} at step {first['step']}, "
         f"{last[name]:.3f}{interval} at step {last['step']}."

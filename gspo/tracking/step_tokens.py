@@ -117,11 +117,12 @@ def mismatches(record: StepRecord, passes: Passes) -> ndarray:
     """Return the trainer's minus the engine's log-probs at the start of the step: float32 [N].
 
     If the old log-probs are those of the engine, the first update has the trainer's. Then tokens of
-    other updates have none."""
+    other updates have none. Nor has any token if older weights sampled them."""
+    state = record.header.state
     trainer_logp = record.old_logp
-    if record.header.state.get("skips_old_pass") or _engine_is_old(record):
+    if state.get("skips_old_pass") or _engine_is_old(record):
         trainer_logp = np.full(len(record.old_logp), np.nan, np.float32)
-        if record.updates:
+        if record.updates and state.get("starts_at_old_policy", True):
             first = record.updates[0].logp
             trainer_logp[passes.tokens[: len(first)]] = first
     with np.errstate(invalid="ignore"):  # infinite log-probs

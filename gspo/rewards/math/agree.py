@@ -19,7 +19,9 @@ r"""The rules by which a mathematical answer agrees with a gold (the right answe
 5. Other formulas agree if they are equal for all values of their variables (see formula.py for the
    words an answer may use). Equations agree if they are multiples of each other, but x=5 is not
    answered by 2x=10.
-6. An answer that is written as the gold is, spaces aside, is correct.
+6. An answer that is written as the gold is, spaces aside, is correct. But a formula that cannot be
+   parsed is no gold, whatever the answer: if its spelling alone were graded, right answers would
+   count and wrong ones would be left out.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
 
     `equal` decides on formulas and equations that are spelled differently."""
     if squeeze(gold.text) == squeeze(answer.text):
+        _ask_if_readable(gold, equal)
         return True
     if answer.kind == "boxes":
         together, *boxes = answer.parts
@@ -221,10 +224,8 @@ def _same_number(gold: Node, answer: Node) -> bool:
 
 
 def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
+    _ask_if_readable(gold, equal)
     gold_text, gold_unit = split_unit(gold.text)
-    is_computable = "infty" not in gold_text and _can_be_computed(gold_text)
-    if is_computable:  # whatever the answer: no response is to blame for a gold that has no meaning
-        equal("readable", gold_text, "")
     answer_text, answer_unit = split_unit(answer.text)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
@@ -232,7 +233,7 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
         return False
     if squeeze(gold_text) == squeeze(answer_text):
         return True
-    if not is_computable:
+    if not _can_be_computed(gold_text):
         return False
     if answer.kind == "number":
         number: Literal = answer.parts[0]
@@ -245,9 +246,21 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
     return equal("formula", gold_text, answer_text)
 
 
+def _ask_if_readable(gold: Node, equal: Equal) -> None:
+    """Ask whether the formulas of a gold can be parsed, also those of its parts."""
+    if gold.kind == "formula":
+        text, _ = split_unit(gold.text)
+        if _can_be_computed(text):
+            equal("readable", text, "")
+    for part in gold.parts:
+        for element in part if isinstance(part, tuple) else (part,):
+            if isinstance(element, Node):
+                _ask_if_readable(element, equal)
+
+
 def _can_be_computed(gold: str) -> bool:
-    """Return whether a gold has no words, relations or bases of number systems."""
-    if re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold):
+    """Return whether a gold has no infinity, dots, words, relations or bases of number systems."""
+    if "infty" in gold or "dots" in gold or re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold):
         return False
     return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg|\\pmod", without_bounds(gold))
 

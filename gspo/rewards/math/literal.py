@@ -44,7 +44,7 @@ DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?:\\,\d{3})+|\d+)"
 DECIMAL = rf"(?:{DIGITS}(?:\.\d*)?|\.\d+)"
 TEN = r"10\s*\^\s*(?:\{\s*([-+]?\d{1,6})\s*\}|(-?\d)(?!\d)|\(\s*([-+]?\d{1,6})\s*\))"
 DECIMAL_PATTERN = re.compile(DECIMAL)
-REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 SCIENTIFIC = re.compile(
     rf"({DECIMAL})\s*(?:\\times|\\cdot|\*|x)\s*{TEN}|({DECIMAL})[eE]([-+]?\d{{1,6}})"
 )

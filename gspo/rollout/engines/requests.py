@@ -185,8 +185,12 @@ def to_response(
     if earlier:
         token_ids = earlier.token_ids + token_ids
         logprobs = np.concatenate([earlier.logprobs, logprobs])
-        segments = earlier.segments or [(earlier.policy_step, len(earlier.token_ids))]
-        segments = [*segments, (request.policy_step, len(row.token_ids))]
+        segments = list(earlier.segments) or [(earlier.policy_step, len(earlier.token_ids))]
+        last_step, last_tokens = segments[-1]
+        if last_step == request.policy_step:  # the same policy goes on
+            segments[-1] = (last_step, last_tokens + len(row.token_ids))
+        else:
+            segments.append((request.policy_step, len(row.token_ids)))
         if kept is not None:
             if earlier.kept is None:
                 raise ValueError(

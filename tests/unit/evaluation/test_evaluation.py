@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -389,6 +389,11 @@ def test_what_makes_an_evaluation_another_one():
         for task, seed in ((Graded(), 0), (Graded(largest=7), 0), (Graded(), 1))
     )
     assert one["task"] != other["task"] and one["prompts"] != seeded["prompts"]
+    evaluation_set = load_evaluation_sets(Graded(), ["rated"], 5, 0)[0]
+    first, *others = evaluation_set.problems
+    corrected = [replace(first, answer="another"), *others]
+    again = describe(replace(evaluation_set, problems=corrected))
+    assert again["prompts"] == one["prompts"] and again["answers"] != one["answers"]
     a, b = small_policy().model, small_policy().model
     assert fingerprint(a) == fingerprint(b)
     b.get_input_embeddings().weight.data += 1e-6

@@ -77,9 +77,17 @@ def test_a_gold_that_cannot_be_parsed_leaves_the_response_ungraded(verifier):
     verdicts = verifier.verify(
         [(r"\boxed{x+1}", gold) for gold in golds] + [(r"\boxed{\foo{1}}", r"\foo{1}")]
     )
-    assert [found.verdict for found in verdicts] == ["unreadable-gold"] * 3 + ["correct"], (
-        "but for its own spelling"
+    assert [found.verdict for found in verdicts] == ["unreadable-gold"] * 4, (
+        "also for its own spelling: wrong answers would be left out, and right ones count"
     )
+
+
+@pytest.mark.parametrize("gold", [r"\overline{AB}", r"A \cap B", r"(\widehat{AB}, 2)", "1, z^*"])
+def test_all_answers_to_a_gold_that_cannot_be_parsed_are_treated_alike(verifier, gold):
+    answers = [gold, "7", r"\overline{CD}", "(1, 2)", "1, 2"]
+    verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for answer in answers])
+    graded = {found.verdict for found in verdicts}
+    assert "correct" not in graded
 
 
 def test_arguments_get_their_braces():

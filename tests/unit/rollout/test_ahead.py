@@ -76,7 +76,9 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
             assert sum(tokens for _, tokens in r.segments or [(0, len(r.token_ids))]) == len(
                 r.token_ids
             )
-            assert all(tokens <= 4 for _, tokens in r.segments) and r.score is not None
+            steps = [policy_step for policy_step, _ in r.segments]
+            assert steps == sorted(set(steps)), "a segment for each policy"
+            assert r.score is not None
         seen += [problem.index for problem in problems]
         source.update(step)
     assert len(seen) == len(set(seen)) == 24, "no problem is lost or taken twice"
