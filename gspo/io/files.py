@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
@@ -241,6 +242,16 @@ def note_start(folder: Path, checkpoint: int | None) -> None:
     elif read_status(folder).get("pid") != os.getpid():
         with append_to(folder / CONTINUATIONS_FILE) as file:
             file.write(json.dumps({"step": checkpoint, "time": time.time()}) + "\n")
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Generator[None]:
+    """Remove a folder if this context ends by an error, also by Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def locked(folder: Path) -> bool:

@@ -142,9 +142,9 @@ def starting_model_folder(settings: Settings, on_cold_start_step: ColdStartProgr
         settings.cold_start,
         Path(settings.runs) / "cold_starts",
         on_cold_start_step,
-        training_device(settings),
-        settings.prompt,
-        on_wait,
+        device=training_device(settings),
+        prompts=settings.prompt,
+        on_wait=on_wait,
     )
 
 

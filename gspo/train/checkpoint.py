@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.io.files import errors_of_the_disk, replace_text, sync
+from gspo.io.files import errors_of_the_disk, removed_on_error, replace_text, sync
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.value_head import FILE as VALUE_HEAD
@@ -157,24 +157,17 @@ class CheckpointWriter:
         """Make the unfinished folder, and write the responses that wait into it."""
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        if not pending:
-            return
-        try:
-            save_pending(pending, unfinished)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        if pending:
+            with removed_on_error(unfinished):
+                save_pending(pending, unfinished)
 
     def _write(self, snapshot: Snapshot, unfinished: Path) -> None:
         """Write the snapshot into the unfinished folder and rename it.
 
         If that fails, the folder is removed: on a full disk the run needs the room to record its
         end."""
-        try:
+        with removed_on_error(unfinished):
             self._write_snapshot(snapshot, unfinished)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
         self._finish(unfinished, snapshot.spared)
 
     def _write_snapshot(self, snapshot: Snapshot, unfinished: Path) -> None:

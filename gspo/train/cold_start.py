@@ -32,7 +32,7 @@ from gspo.data.pack import layout
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
-from gspo.io.files import append_to, sync
+from gspo.io.files import append_to, removed_on_error, sync
 from gspo.io.ranges import as_hashed
 from gspo.io.untrusted import read_json
 from gspo.model.chat.conversation import Conversation
@@ -65,6 +65,7 @@ def cold_start(
     settings: ColdStartSettings,
     cache: Path,
     on_step: Callable[[int, int, float], None],
+    *,
     device: str = "cpu",
     prompts: PromptFormat | None = None,
     on_wait: Callable[[float], None] = lambda seconds: None,
@@ -137,7 +138,7 @@ def _train_into(
         shutil.rmtree(unfinished)
     network, tokenizer = model.make()
     unfinished.mkdir()
-    try:
+    with removed_on_error(unfinished):
         save(network, tokenizer, unfinished)
         started = time.perf_counter()
         network = network.to(device)
@@ -158,9 +159,6 @@ def _train_into(
         seal(unfinished)
         unfinished.rename(folder)
         sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def recorded_reward(folder: Path) -> float:

@@ -133,3 +133,37 @@ def test_random_signs_give_the_exact_p():
     assert random_sign_flip_p(np.ones(60), draws=999) == 1 / 1000
     assert random_sign_flip_p(np.zeros(3), draws=99) == 1.0
     assert np.isnan(random_sign_flip_p(np.array([])))
+
+
+@pytest.mark.daily
+def test_how_often_equal_arms_differ_in_efficiency():
+    rng = np.random.default_rng(3)
+    steps = 100
+    flops_T = np.arange(1.0, steps + 1)
+    curve_T = np.linspace(0.2, 0.6, steps)
+    sides = []
+    for _ in range(1500):
+        arm_T = curve_T + rng.normal(0, 0.05, steps)
+        rival_T = curve_T + rng.normal(0, 0.05, steps)
+        _, need, rival_need = efficiency.needs(arm_T, flops_T, rival_T, flops_T)
+        sides.append(np.sign(rival_need - need) if np.isfinite(need) else -1.0)
+    below = np.mean(np.array(sides) < 0)
+    assert below == pytest.approx(0.58, abs=0.04)
+    for seeds, rejected in ((10, 0.09), (30, 0.16)):
+        p_values = [sign_flip_p(rng.choice(sides, seeds)) for _ in range(400)]
+        assert np.mean(np.array(p_values) < 0.05) == pytest.approx(rejected, abs=0.06)
+
+
+@pytest.mark.daily
+@pytest.mark.parametrize(("correlation", "covered"), [(0.0, 0.88), (0.5, 0.83)])
+def test_how_often_the_interval_of_a_single_run_covers_the_truth(correlation, covered):
+    rng = np.random.default_rng(3)
+    steps = 50
+    hits = []
+    for _ in range(500):
+        noise_T = rng.normal(size=2 * steps)
+        for t in range(1, 2 * steps):
+            noise_T[t] += correlation * noise_T[t - 1]
+        interval = stats.block_bootstrap(noise_T[steps:], 300)
+        hits.append(interval.low <= 0 <= interval.high)
+    assert np.mean(hits) == pytest.approx(covered, abs=0.05)

@@ -121,6 +121,8 @@ VALUES = {
     "14/4": Fraction(7, 2), r"1\frac{1}{2}": Fraction(3, 2), r"-1\frac{1}{2}": Fraction(-3, 2), "3 1/2": Fraction(7, 2),
     r"1.5\times 10^{3}": 1500, r"6.72\cdot 10^{-5}": Fraction(672, 10**7), "1e3": 1000,
     r"0.\overline{3}": Fraction(1, 3),
+    r"0.1\bar{6}": Fraction(1, 6),
+    r"0.\dot{3}": Fraction(1, 3),
     r"0.1\overline{6}": Fraction(1, 6), r".\overline{142857}": Fraction(1, 7), "(7)": 7, r"2\times 10^5": 200000,
 }  # fmt: skip
 

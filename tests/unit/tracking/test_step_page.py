@@ -154,6 +154,9 @@ def test_the_mismatch_is_that_of_the_first_update_if_the_engine_is_the_old_polic
             expected = expected if is_first else np.full(length, np.nan)
             np.testing.assert_array_equal(mismatch[tokens], expected)
             offset += length
+    # the age of the weights is no mismatch of the engine
+    record.header.state["starts_at_old_policy"] = False
+    assert np.isnan(step_tokens.mismatches(record, Passes(record))).all()
 
 
 def test_the_list_has_the_numbers_of_each_response():
