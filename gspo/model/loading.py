@@ -327,12 +327,17 @@ def positions(config: transformers.PretrainedConfig) -> int | None:
     the model's first training had it. A row's log-probs would depend on its neighbours, so that
     length is the bound."""
     config = config.get_text_config()
-    rotation = getattr(config, "rope_parameters", None) or {}
-    if rotation.get("rope_type") == "longrope":
-        return rotation["original_max_position_embeddings"]
+    if uses_longrope(config):
+        return config.rope_parameters["original_max_position_embeddings"]
     # transformers maps the n_positions of GPT-2 and others to the first name.
     maximum = getattr(config, "max_position_embeddings", None)
     return maximum or getattr(config, "max_seq_len", None) or None
+
+
+def uses_longrope(config: transformers.PretrainedConfig) -> bool:
+    """Return whether a model rotates positions by the factors of LongRoPE."""
+    rotation = getattr(config, "rope_parameters", None) or {}
+    return rotation.get("rope_type") == "longrope"
 
 
 def save(
