@@ -71,8 +71,11 @@ class StepProbe:
         num_experts: int,
         *,
         minibatch: int,
+        old_response_BS: Tensor | None = None,
     ) -> None:
-        """Add the experts of a micro-batch, see gspo.probe.routing."""
+        """Add the experts of a micro-batch, see gspo.probe.routing.
+
+        old_response_BS   the response tokens of the old pass, if its padding differs"""
         self.is_empty = False
         add_routing(
             experts_BSLK,
@@ -81,6 +84,7 @@ class StepProbe:
             num_experts,
             self._accumulator,
             minibatch=minibatch,
+            old_response_BS=old_response_BS,
         )
 
     def result(self, ranks: Ranks | None = None) -> dict[str, float]:

@@ -89,7 +89,7 @@ class OwnRows(Benchmark):
             family = str(row.get(self.columns["family"], str, int))
         rating = None
         if "rating" in self.columns:
-            rating = float(row.get(self.columns["rating"], int, float))
+            rating = row.rating(self.columns["rating"])
         return Item(text, with_suffix(text, self.suffix), row.values, family, rating)
 
     def _evaluation_items(self) -> list[Item]:

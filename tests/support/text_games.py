@@ -1,6 +1,7 @@
 """Environments with the interface of Gymnasium, as someone would write them, without the package."""
 
 import random
+import time
 
 import numpy as np
 
@@ -48,7 +49,11 @@ class Odd(Doors):
         self.what = what
 
     def reset(self, seed=None):
-        seen = {"reset": "seen", "object": (object(), {})}
+        if self.what == "raises" or (self.what == "sometimes" and seed % 2):
+            raise OSError("the game server answered 503")
+        if self.what == "hangs":
+            time.sleep(3)
+        seen = {"reset": "seen", "object": (object(), {}), "surrogate": ("1-\ud83d 5", {})}
         return seen.get(self.what) or super().reset(seed)
 
     def step(self, action):

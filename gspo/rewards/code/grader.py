@@ -37,7 +37,7 @@ from collections.abc import Generator
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from gspo.rewards.code.outputs import OutputRule, accepts, checker_input, checker_program
+from gspo.rewards.code.outputs import OutputRule, accepts, agrees, checker_input, checker_program
 from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.rewards.sandbox.values import (
     Malformed,
@@ -45,7 +45,6 @@ from gspo.rewards.sandbox.values import (
     encode,
     equal,
     require_shallow,
-    same_output,
 )
 
 MAX_ATTEMPTS = 2
@@ -257,21 +256,30 @@ def _run_outcome(slot: Slot, code: str, case: StdinCase) -> _CaseOutcome:
     printed = output.decode("utf-8", "surrogateescape")
     if case.rule.checker:
         return _checked_outcome(slot, case, printed)
-    is_same = same_output(case.stdout, printed, case.rule.tolerance, case.rule.ignores_case)
-    return PASS if is_same else _CaseOutcome("wrong")
+    return PASS if agrees(case.rule, case.stdout, printed) else _CaseOutcome("wrong")
 
 
 def _checked_outcome(slot: Slot, case: StdinCase, printed: str) -> _CaseOutcome:
     """Return the outcome by the problem's checker, which runs in a process of its own.
 
-    A checker that fails says nothing about the program."""
+    Many checkers fail on an output that they cannot read. Such an output is wrong if the checker
+    accepts the expected output. Otherwise the failure says nothing about the program."""
+    is_right, ended = _check(slot, case, printed)
+    if ended.why == "exit" and ended.code == 0:
+        return PASS if is_right else _CaseOutcome("wrong")
+    failure = f"the problem's checker ended by {ended.why}, status {ended.code}"
+    if ended.why != "sandbox-error":
+        is_right, ended = _check(slot, case, case.stdout)
+        if is_right and ended.why == "exit" and ended.code == 0:
+            return _CaseOutcome("wrong", failure)
+    return _CaseOutcome("sandbox-error", failure)
+
+
+def _check(slot: Slot, case: StdinCase, printed: str) -> tuple[bool, ProgramEnd]:
+    """Run the problem's checker, and return whether it accepts the output, and how it ended."""
     texts = checker_input(case.stdin, case.stdout, printed)
     output, ended = slot.run_program(checker_program(case.rule.checker), texts)
-    if ended.why != "exit" or ended.code != 0:
-        return _CaseOutcome(
-            "sandbox-error", f"the problem's checker ended by {ended.why}, status {ended.code}"
-        )
-    return PASS if accepts(output.decode("utf-8", "replace")) else _CaseOutcome("wrong")
+    return accepts(output.decode("utf-8", "replace")), ended
 
 
 def _call_outcomes(

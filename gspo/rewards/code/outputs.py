@@ -11,17 +11,16 @@ import json
 import re
 from dataclasses import dataclass
 
+from gspo.rewards.sandbox.values import near, same_output
+
 CODEFORCES_TOLERANCE = 1e-6  # relative or absolute, as most of Codeforces' problems have it
-# testlib's checkers by name: the tolerance of numbers, and whether letter case counts
-TESTLIB = {
-    "yesno": (0.0, True),
-    "nyesno": (0.0, True),
-    "rcmp": (1.5e-6, False),
-    "rcmp4": (1e-4, False),
-    "rcmp6": (1e-6, False),
-    "rcmp9": (1e-9, False),
-    **dict.fromkeys(("fcmp", "hcmp", "icmp", "lcmp", "ncmp", "wcmp", "nwcmp"), (0.0, False)),
-}
+# testlib's checkers of real numbers, and their relative or absolute tolerance. That of rcmp is
+# absolute in testlib.
+TESTLIB_TOLERANCES = {"rcmp": 1.5e-6, "rcmp4": 1e-4, "rcmp6": 1e-6, "rcmp9": 1e-9}
+TESTLIB_CASELESS = ("yesno", "nyesno")
+TESTLIB_LINES = ("fcmp", "lcmp")
+TESTLIB_WORDS = ("hcmp", "icmp", "ncmp", "wcmp", "nwcmp")
+TESTLIB = (*TESTLIB_CASELESS, *TESTLIB_TOLERANCES, *TESTLIB_LINES, *TESTLIB_WORDS)
 SEVERAL = re.compile(
     r"\b(?:multiple|several|many|more than one)\b[^.]*(?<!not )\b(?:print|output|find|report)\s+any\b",
     re.IGNORECASE,
@@ -50,9 +49,35 @@ class OutputRule:
 
     # of a number that is written with a point or an exponent, relative or absolute
     tolerance: float = 0.0
-    ignores_case: bool = False
+    # the name of a checker of testlib, which decides instead
+    testlib: str = ""
     # Python: a function check(input, expected, output), or a program that reads three files
     checker: str = ""
+
+
+def agrees(rule: OutputRule, expected: str, printed: str) -> bool:
+    """Return whether two outputs agree by a rule without Python code.
+
+    The checkers of testlib compare words and ignore where lines end, but for two: lcmp compares the
+    words of each line, and fcmp the lines. Those of real numbers have a tolerance for integers too.
+    """
+    if not rule.testlib or rule.testlib == "fcmp":
+        return same_output(expected, printed, rule.tolerance)
+    if rule.testlib == "lcmp":
+        expected_lines = expected.strip().split("\n")
+        printed_lines = printed.strip().split("\n")
+        return [line.split() for line in expected_lines] == [line.split() for line in printed_lines]
+    if rule.testlib in TESTLIB_CASELESS:
+        expected = expected.lower()
+        printed = printed.lower()
+    expected_words = expected.split()
+    printed_words = printed.split()
+    tolerance = TESTLIB_TOLERANCES.get(rule.testlib)
+    if tolerance is None:
+        return expected_words == printed_words
+    return len(expected_words) == len(printed_words) and all(
+        near(x, y, tolerance) for x, y in zip(expected_words, printed_words, strict=True)
+    )
 
 
 def checker_program(checker: str) -> str:

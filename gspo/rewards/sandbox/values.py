@@ -46,6 +46,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 # With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts, which
 # are words here.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
+INTEGER = re.compile(r"[+-]?\d+")
 
 
 class Unserialisable(ValueError):
@@ -318,9 +319,7 @@ def _digest(form: Any, depth: int) -> bytes:
     return hashlib.blake2b(kind.encode() + b":" + data, digest_size=16).digest()
 
 
-def same_output(
-    expected: str, printed: str, tolerance: float = 0.0, ignores_case: bool = False
-) -> bool:
+def same_output(expected: str, printed: str, tolerance: float = 0.0) -> bool:
     """Return whether two outputs agree by LiveCodeBench's rule for standard output.
 
     Both are stripped and cut into lines, and each line is stripped. They must have the same number
@@ -330,11 +329,8 @@ def same_output(
     is a word.
 
     `tolerance`, relative or absolute, is for numbers that the expected output writes with a point
-    or an exponent, also beside words. With `ignores_case` letter case does not count.
+    or an exponent, also beside words.
     """
-    if ignores_case:
-        expected = expected.lower()
-        printed = printed.lower()
     expected_lines = expected.strip().split("\n")
     printed_lines = printed.strip().split("\n")
     return len(expected_lines) == len(printed_lines) and all(
@@ -350,16 +346,18 @@ def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     printed_words = printed.split()
     if len(expected_words) != len(printed_words):
         return False
-    return all(
-        (tolerance > 0 and x == y) or _near(x, y, tolerance)
-        for x, y in zip(expected_words, printed_words, strict=True)
-    )
+    for x, y in zip(expected_words, printed_words, strict=True):
+        has_tolerance = tolerance > 0 and not INTEGER.fullmatch(x)
+        is_same_word = tolerance > 0 and x == y
+        if not is_same_word and not near(x, y, tolerance if has_tolerance else 0.0):
+            return False
+    return True
 
 
-def _near(expected: str, printed: str, tolerance: float) -> bool:
-    """Return whether two words are equal numbers, or near if the expected one is no integer.
+def near(expected: str, printed: str, tolerance: float) -> bool:
+    """Return whether two words are decimal numbers that differ by no more than `tolerance`.
 
-    Without `tolerance` they must be equal."""
+    It is relative to the expected number if that is larger than 1 in size, else absolute."""
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
@@ -367,7 +365,7 @@ def _near(expected: str, printed: str, tolerance: float) -> bool:
         printed_number = Decimal(printed)
         if expected_number == printed_number:
             return True
-        if not tolerance or re.fullmatch(r"[+-]?\d+", expected):
+        if not tolerance:
             return False
         bound = Decimal(tolerance) * max(Decimal(1), abs(expected_number))
         return abs(expected_number - printed_number) <= bound

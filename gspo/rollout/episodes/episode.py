@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -89,6 +90,7 @@ class EnvironmentEpisode(Episode):
     settles: bool = False  # whether the environment's `settle` is called after a cut
     deferred: bool = False  # whether the environment's `settle` gives the reward
     heard: int = 0  # the number of the policy's turns that the environment has answered
+    is_closed: bool = False  # whether its environment has been told to close
 
     def __post_init__(self):
         self.player = self.new_player()
@@ -131,6 +133,16 @@ class EnvironmentEpisode(Episode):
         """Return whether it has ended and waits for the environment's `settle`."""
         was_cut = self.finish_reason in CUT
         return self.deferred or (self.settles and was_cut and bool(self.turns))
+
+    def begin_to_reset(self) -> Call:
+        """Let the environment begin the episode."""
+        return self.player.begin("reset", self.problem)
+
+    def begin_to_answer(self) -> Call:
+        """Let the environment begin to answer the last turn."""
+        call = self.player.begin("act", self.last_turn())
+        self.heard += 1
+        return call
 
     def begin_to_settle(self) -> Call:
         """Let the environment begin to give the reward of an episode that has ended."""
@@ -179,10 +191,16 @@ class EnvironmentEpisode(Episode):
         """Add to one of the episode's measures."""
         self.measures[name] = self.measures.get(name, 0.0) + value
 
-    def repeats(self, closing: list[Call]) -> bool:
-        """Play the episode again with the same turns, and return whether the answers are the same.
+    def close(self) -> Call:
+        """Begin to close the environment."""
+        self.is_closed = True
+        return self.player.close()
 
-        The call that closes the second environment is appended to `closing`."""
+    def fault_of_replay(self, closing: list[Call]) -> str:
+        """Play the episode again with the same turns, and return in words how the answers differ.
+
+        The result is "" if they are the same. The call that closes the second environment is
+        appended to `closing`."""
         player = self.new_player()
         calls: list[tuple[str, Problem | SampledTurn]] = [("reset", self.problem)]
         calls += [("act", turn) for turn in self.sampled_turns()[: self.heard]]
@@ -191,16 +209,18 @@ class EnvironmentEpisode(Episode):
             for call, answer in zip(calls, self.player.answers, strict=False):
                 player.finish(player.begin(*call))
                 if player.answers[-1] != answer:
-                    return False
-            return True
-        except EnvironmentFailed:
-            return False
+                    return "the environment answered otherwise"
+            return ""
+        except EnvironmentFailed as error:
+            return f"the environment failed: {error}"
         finally:
             closing.append(player.close())
 
 
-def begin_answers(episodes: list[EnvironmentEpisode]) -> list[tuple[EnvironmentEpisode, Call]]:
-    """Let the environments begin to answer the last turns, as many at a time as each task allows.
+def begin_calls(
+    episodes: list[EnvironmentEpisode], begin: Callable[[EnvironmentEpisode], Call]
+) -> list[tuple[EnvironmentEpisode, Call]]:
+    """Begin a call of each environment, as many at a time as each task allows.
 
     A call may have to wait until others have ended. Its time limit begins after that."""
     running: dict[str, list[Call]] = defaultdict(list)
@@ -210,8 +230,7 @@ def begin_answers(episodes: list[EnvironmentEpisode]) -> list[tuple[EnvironmentE
         limit = episode.task.at_once
         if limit:
             running[name] = still_running(running[name], limit)
-        call = episode.player.begin("act", episode.last_turn())
-        episode.heard += 1
+        call = begin(episode)
         running[name].append(call)
         calls.append((episode, call))
     return calls

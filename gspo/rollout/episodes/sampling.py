@@ -32,7 +32,7 @@ from gspo.rollout.episodes.episode import (
     EnvironmentEpisode,
     Episode,
     Seconds,
-    begin_answers,
+    begin_calls,
 )
 from gspo.tasks.base import Task
 from gspo.tasks.environments.player import Call, EnvironmentFailed, all_closed
@@ -116,7 +116,7 @@ class Play:
         Their resources outside this process, such as containers, would outlive it otherwise."""
         started = time.perf_counter()
         closing = list(self.closing)
-        closing += [episode.player.close() for episode in self.played]
+        closing += [episode.close() for episode in self.played if not episode.is_closed]
         not_closed = all_closed(closing)
         if not_closed:
             log.warning(
@@ -130,10 +130,9 @@ class Play:
         for problem in self.request.problems:
             for sample in range(self.request.group_size):
                 self._add_episode(problem, sample)
-        calls = [episode.player.begin("reset", episode.problem) for episode in self.played]
         started = time.perf_counter()
         texts: dict[int, str] = {}
-        for episode, call in zip(self.played, calls, strict=True):
+        for episode, call in begin_calls(self.played, EnvironmentEpisode.begin_to_reset):
             try:
                 beginning = episode.player.finish(call)
                 episode.role = beginning.role
@@ -203,7 +202,7 @@ class Play:
             if isinstance(episode, EnvironmentEpisode) and not episode.finish_reason
         ]
         started = time.perf_counter()
-        for episode, call in begin_answers(waiting):
+        for episode, call in begin_calls(waiting, EnvironmentEpisode.begin_to_answer):
             try:
                 self._react(episode, episode.player.finish(call))
             except EnvironmentFailed as error:
@@ -277,8 +276,7 @@ class Play:
         """Ask for the rewards that were not known at the end, and return these episodes."""
         started = time.perf_counter()
         episodes = [episode for episode in self.played if episode.unsettled()]
-        calls = [episode.begin_to_settle() for episode in episodes]
-        for episode, call in zip(episodes, calls, strict=True):
+        for episode, call in begin_calls(episodes, EnvironmentEpisode.begin_to_settle):
             episode.deferred = False
             episode.settles = False
             try:
@@ -298,15 +296,18 @@ class Play:
             if not replays_left.setdefault(name, episode.task.replays):
                 continue
             replays_left[name] -= 1
-            differs = not episode.repeats(self.closing)
-            episode.add("replay_differs", differs)
-            if differs:
+            # the second environment may need the session of the first one
+            self.closing.append(episode.close())
+            all_closed(self.closing[-1:])
+            fault = episode.fault_of_replay(self.closing)
+            episode.add("replay_differs", bool(fault))
+            if fault:
                 log.warning(
                     "problem %s of task %s: played again with the same seed and the same words of "
-                    "the policy, the environment answered otherwise; a resumed run may not be the "
-                    "same",
+                    "the policy, %s; a resumed run may not be the same",
                     episode.problem.index,
                     name,
+                    fault,
                 )
 
     def response(self, episode: Episode) -> Response:

@@ -147,7 +147,7 @@ class OpenEnvSession(Environment):
             return {**self.task.values, self.task.action: text.strip()}
         try:
             action = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):
             raise ValueError("write it as a JSON object, and nothing else")

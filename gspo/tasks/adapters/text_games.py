@@ -30,7 +30,8 @@ from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object
-from gspo.tasks.adapters.seeded_games import SeededGames, invalid
+from gspo.tasks.adapters.seeded_games import CannotBegin, SeededGames, invalid
+from gspo.tasks.environments.player import EnvironmentFailed, Player, all_closed
 from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
 
 INSTALL = 'pip install -e ".[gymnasium]"'
@@ -91,10 +92,23 @@ class TextGames(SeededGames, key="task"):
             )
 
     def beginning(self, seed: int) -> str:
-        game = self.game()
-        beginning = game.begin(seed)
-        game.close()
-        return beginning
+        """Return the text with which the game of a seed begins. Raises CannotBegin."""
+        player = Player(self.game, self.step_seconds)
+        try:
+            beginning = player.finish(player.begin("reset", Problem(self.name, 0, "", seed)))
+        except EnvironmentFailed as failure:
+            cause = failure.__cause__
+            if isinstance(cause, SettingError):
+                raise CannotBegin(cause.key, cause.value, cause.problem, cause.remedy) from cause
+            setting = "env" if self.env else "id"
+            raise CannotBegin(
+                f"{self.key}.{setting}",
+                self.env or self.id,
+                f"the game of seed {seed} did not begin: {failure}",
+            ) from cause
+        finally:
+            all_closed([player.close()])
+        return beginning.messages[0]["content"]
 
     def environment(self, problem: Problem, position: Position) -> Environment:
         return self.game()

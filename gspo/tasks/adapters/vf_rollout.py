@@ -40,10 +40,10 @@ from gspo.tasks.adapters.vf_serving import (
     set_result,
 )
 from gspo.tasks.adapters.vf_trace import (
+    by_plain_name,
     compare_tokens,
     measures_of,
     message_with_calls,
-    plain_name,
     text_of,
 )
 from gspo.tasks.environments.player import EnvironmentFailed
@@ -213,5 +213,5 @@ class VfEpisode(Environment):
             done=True,
             verdict=trace.stop_condition or "done",
             measures=measures_of(scores | trace.metrics),
-            rewards={plain_name(name): score for name, score in scores.items()},
+            rewards=by_plain_name(scores),
         )

@@ -10,11 +10,13 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.types import ToolCall, content_text
 
-from gspo.tasks.environments.player import MAX_MEASURES
+from gspo.data.samples import LARGEST_REWARD
+from gspo.tasks.environments.player import MAX_MEASURES, RESERVED_MEASURES
 from gspo.tasks.environments.protocol import SampledTurn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 END_OF_THOUGHTS = "</think>"
+MAX_NAME_CHARS = 40  # of a measure (gspo.tasks.environments.player.MEASURE_NAME)
 
 
 def compare_tokens(trace: vf.Trace, turns: list[SampledTurn]) -> None:
@@ -45,16 +47,39 @@ def compare_tokens(trace: vf.Trace, turns: list[SampledTurn]) -> None:
 
 def measures_of(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return rewards and metrics of a trace as measures, without those that have no value."""
-    measures = {
-        plain_name(name): float(value) for name, value in values.items() if value is not None
+    finite = {
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and abs(value) <= LARGEST_REWARD  # false for NaN
     }
-    return dict(list(measures.items())[: MAX_MEASURES - 1])
+    named = by_plain_name(finite)
+    return dict(list(named.items())[: MAX_MEASURES - 1])
+
+
+def by_plain_name(values: Mapping[str, float]) -> dict[str, float]:
+    """Return values under names that a measure may have.
+
+    >>> by_plain_name({"a-b": 1.0, "a_b": 2.0, "turns": 3.0})
+    {'a_b': 1.0, 'a_b_2': 2.0, '_turns': 3.0}
+    """
+    named: dict[str, float] = {}
+    for name, value in values.items():
+        plain = first = plain_name(name)
+        number = 1
+        while plain in named:
+            number += 1
+            ending = f"_{number}"
+            plain = first[: MAX_NAME_CHARS - len(ending)] + ending
+        named[plain] = value
+    return named
 
 
 def plain_name(name: str) -> str:
-    """Return a function's name as the name of a measure."""
-    name = re.sub(r"\W", "_", name)
-    return name if name.isidentifier() else f"_{name}"
+    """Return a function's name as the name of a measure, with ASCII letters alone."""
+    name = re.sub(r"\W", "_", name, flags=re.ASCII)
+    if not name.isidentifier() or RESERVED_MEASURES.fullmatch(name):
+        name = f"_{name}"
+    return name[:MAX_NAME_CHARS]
 
 
 def text_of(message: Any) -> str:
@@ -84,7 +109,7 @@ def message_with_calls(text: str, turn: int) -> tuple[vf.AssistantMessage, bool]
         calls = [
             tool_call(match[1], f"call_{turn}_{number}") for number, match in enumerate(matches)
         ]
-    except ValueError:
+    except (ValueError, RecursionError):
         return vf.AssistantMessage(content=text), True
     if not calls:
         return vf.AssistantMessage(content=text), False
@@ -93,7 +118,7 @@ def message_with_calls(text: str, turn: int) -> tuple[vf.AssistantMessage, bool]
 
 
 def tool_call(text: str, call_id: str) -> ToolCall:
-    """Return the call in a JSON text. Raises ValueError if it is malformed."""
+    """Return the call in a JSON text. Raises ValueError or RecursionError if it is malformed."""
     call = json.loads(text)
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):

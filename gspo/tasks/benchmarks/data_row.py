@@ -11,6 +11,7 @@ from typing import Any
 from gspo.io.errors import RowError
 
 NO_DEFAULT = object()
+MAX_RATING = 10_000  # the best of all people have 4,000
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,13 @@ class DataRow:
             f"{self.where}: one of the keys {', '.join(keys)} is needed; "
             f"there are {', '.join(self.values)}"
         )
+
+    def rating(self, key: str) -> float:
+        """Return the rating of a key, a number on Codeforces' scale."""
+        rating = self.get(key, int, float)
+        if not abs(rating) <= MAX_RATING:  # false for NaN too
+            raise self.wrong(key, f"must be a number up to {MAX_RATING}")
+        return float(rating)
 
     def wrong(self, key: str, problem: str) -> RowError:
         """Return the error to raise about a key."""

@@ -171,9 +171,9 @@ class Competition(MathBenchmark):
         if training:
             return item
         gold = INTEGER.fullmatch(item.answer)
-        if not gold or int(gold[1]) > self.largest:
+        if not gold or not 0 <= int(gold[1]) <= self.largest:
             raise row.wrong(
-                "answer", f"must be an integer up to {self.largest}, not {item.answer!r}"
+                "answer", f"must be an integer from 0 to {self.largest}, not {item.answer!r}"
             )
         return Item(item.text, item.prompt, str(int(gold[1])))
 

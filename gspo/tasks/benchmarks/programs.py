@@ -1,6 +1,7 @@
 """The base of programming benchmarks: from a response to its program, and to the score.
 
-The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. If
+The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. The
+fence may follow the mark of a list item, and "```python" may follow words on its line. If
 the tests call a function, it is the last block that defines the function. Otherwise it is the last
 block that is Python and does more than name values. If there is no such block, it is the last
 block. A block of more than 20,000 characters is not parsed, and counts as such Python. A block that
@@ -27,7 +28,10 @@ from gspo.tasks.base import Answer
 from gspo.tasks.benchmarks.base import Benchmark
 from gspo.tasks.graded_programs import GradedPrograms
 
-PYTHON = ("", "python", "py", "python3")
+# also py3, python3.11 and {.python}, but not pycon, which is a session
+PYTHON = re.compile(r"\{?\.?(?:py(?:thon)?[\d.]*)?\}?")
+FENCE = re.compile(r"((?:\s*(?:[-*+]|\d{1,3}[.)])(?=\s))*\s*)(`{3,}|~{3,})(.*)")
+FENCE_AFTER_WORDS = re.compile(r"(.*\s)(`{3,}|~{3,})((?:python|py)\d?\s*)\Z")
 # Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
 # does, a long text that is nested deeply overflows the stack and kills the process.
 MAX_PARSED_CHARS = 20_000
@@ -138,7 +142,9 @@ def answer_block(text: str, entry_point: str = "") -> str:
     """Return the block of a response that is its answer, "" if there is none.
 
     The head of this file has the rule."""
-    blocks = [code for language, code in code_blocks(text) if language in PYTHON and code.strip()]
+    blocks = [
+        code for language, code in code_blocks(text) if PYTHON.fullmatch(language) and code.strip()
+    ]
     if entry_point:
         candidates = [code for code in blocks if defines(code, entry_point)]
     else:
@@ -149,32 +155,68 @@ def answer_block(text: str, entry_point: str = "") -> str:
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """Return the fenced blocks of a text in their order, as (language in lower case, lines)."""
+    """Return the fenced blocks of a text in their order, as (language in lower case, lines).
+
+    A fence that is indented more than three columns deeper than the opening one belongs to the
+    block, as in the examples of a docstring. It closes the block if nothing else does. A fence with
+    a language, without such indentation, opens the next block."""
     blocks = []
-    lines = []  # of the open block
-    language: str | None = None  # of the open block, None if no block is open
-    fence = ""
-    indentation = 0
+    block: _OpenBlock | None = None
     for line in text.split("\n"):
-        stripped = line.strip()
-        if language is None:
-            opening = re.match(r"(`{3,}|~{3,})(.*)", stripped)
-            # a quotation opens and closes on one line, and is no block
-            if opening and opening[1][:3] not in opening[2]:
-                fence = opening[1]
-                words = opening[2].lower().split()
-                language = words[0] if words else ""
-                lines = []
-                indentation = len(line) - len(line.lstrip())
-        elif stripped.endswith(fence) or stripped.startswith(fence):
-            lines.append(without_indentation(line[: line.index(fence)], indentation))
-            blocks.append((language, "\n".join(lines).rstrip() + "\n"))
-            language = None
-        else:
-            lines.append(without_indentation(line, indentation))
-    if language is not None:
-        blocks.append((language, "\n".join(lines).rstrip() + "\n"))
+        if block and not block.ends_at(line):
+            block.add(line)
+            continue
+        if block:
+            before, _, after = line.partition(block.fence)
+            block.add(before)
+            opens_next = not before.strip() and re.match(r"[\w{]", after) is not None
+            blocks.append(block.finished(is_closed=not opens_next))
+            block = None
+            if not opens_next:
+                continue
+        opening = FENCE.match(line)
+        indentation = len(opening[1]) if opening else len(line) - len(line.lstrip())
+        opening = opening or FENCE_AFTER_WORDS.match(line)
+        # a quotation opens and closes on one line, and is no block
+        if opening and opening[2][:3] not in opening[3]:
+            words = opening[3].lower().split()
+            block = _OpenBlock(words[0] if words else "", opening[2], indentation)
+    if block:
+        blocks.append(block.finished(is_closed=False))
     return blocks
+
+
+class _OpenBlock:
+    """A fenced block whose end has not been read."""
+
+    def __init__(self, language: str, fence: str, indentation: int):
+        self.language = language
+        self.fence = fence
+        self.indentation = indentation
+        self.lines: list[str] = []
+        # the index of the first line that is a fence with a deeper indentation
+        self.indented_fence: int | None = None
+
+    def ends_at(self, line: str) -> bool:
+        """Return whether a line ends the block, and note a fence that is indented deeper."""
+        stripped = line.strip()
+        if not stripped.endswith(self.fence) and not stripped.startswith(self.fence):
+            return False
+        blanks = len(line) - len(line.lstrip())
+        is_deeper = blanks > self.indentation + 3 and stripped.startswith(self.fence)
+        if is_deeper and self.indented_fence is None:
+            self.indented_fence = len(self.lines)
+        return not is_deeper
+
+    def add(self, line: str) -> None:
+        """Add a line without the indentation of the block."""
+        self.lines.append(without_indentation(line, self.indentation))
+
+    def finished(self, is_closed: bool) -> tuple[str, str]:
+        """Return the language and the text, up to a deeper fence if no other closes the block."""
+        if not is_closed and self.indented_fence is not None:
+            self.lines = self.lines[: self.indented_fence]
+        return self.language, "\n".join(self.lines).rstrip() + "\n"
 
 
 def without_indentation(line: str, columns: int) -> str:

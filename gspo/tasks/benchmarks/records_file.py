@@ -3,7 +3,8 @@
 Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder, the files whose names begin
 with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), in the order
 of their names. If there are none, all files are read whose names do not begin with another split
-("math500.jsonl"). The Hugging Face hub needs the package datasets, which comes with pip install
+("math500.jsonl"). If the folder has a subfolder with the name of the hub's subset ("main" of
+GSM8K), that is read alone. The Hugging Face hub needs the package datasets, which comes with pip install
 -e ".[hub]".
 
 Every fault of a file raises a ValueError that names the setting, the file, the line and the key. A
@@ -28,6 +29,7 @@ from gspo.tasks.benchmarks.data_row import DataRow, checked
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLITS = ("train", "test", "validation", "val", "dev")
+DESCRIPTIONS = ("dataset_infos.json", "dataset_dict.json")  # of a data set, without records
 INSTALL = 'pip install -e ".[hub]"'
 MAX_BYTES = 1 << 28  # of a line, of a JSON list, and of a batch of Parquet rows
 MAX_LINES = 1 << 22  # of a file
@@ -73,11 +75,9 @@ class Source:
                     self.setting, self.path, f"its name must end in {', '.join(SUFFIXES)}"
                 )
             return [path]
-        all_files = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and file.name.lower().endswith(SUFFIXES)
-        )
+        if self.hub_config and (path / self.hub_config).is_dir():
+            path = path / self.hub_config
+        all_files = [file for file in sorted(path.rglob("*")) if _may_hold_records(file, path)]
         split_of = {file: _split_of(file.relative_to(path), self.split) for file in all_files}
         files = [file for file in all_files if split_of[file].startswith(self.split)]
         if not files:
@@ -126,6 +126,14 @@ class Source:
         return advice
 
 
+def _may_hold_records(file: Path, folder: Path) -> bool:
+    """Return whether a file within a data set's folder may hold records, by its name."""
+    is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    if is_hidden or file.name.lower() in DESCRIPTIONS or not file.is_file():
+        return False
+    return file.name.lower().endswith(SUFFIXES)
+
+
 def _split_of(file: Path, wanted: str) -> str:
     """Return the name of a file, or of its nearest folder, that begins with a split's name.
 
@@ -170,7 +178,7 @@ class BoundedFile:
 
     def __init__(self, path: Path):
         self.bytes_left = math.inf
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             self.bytes_left = max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING * path.stat().st_size)
             self.file = gzip.open(path, "rb")  # noqa: SIM115, closed by __exit__
         else:

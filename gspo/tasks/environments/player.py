@@ -220,9 +220,11 @@ def failure(error: BaseException) -> EnvironmentFailed:
         text = str(error)[:1000]
     except Exception:  # foreign code makes the text of its exception
         text = "(it cannot be written)"
-    return EnvironmentFailed(
+    failed = EnvironmentFailed(
         "environment-error", f"{type(error).__name__}: {' '.join(text.split())}"[:300]
     )
+    failed.__cause__ = error
+    return failed
 
 
 def beginning(environment: Environment, messages: Any) -> Beginning:

@@ -129,7 +129,7 @@ class EnvironmentTask(Task):
 
     turns               maximum number of turns of the policy. A longer episode ends as "turns".
     observation_tokens  maximum length of an observation. The rest is cut off, and cuts are counted.
-    step_seconds        time limit of `reset` and of `step`, after which the environment has failed.
+    step_seconds        time limit of a method, after which the environment has failed.
                         It does not include the wait for other environments (see `at_once`).
     replays             number of episodes that are played a second time with the same turns of the
                         policy, to check that the environment replies the same. It is per group of
@@ -151,7 +151,7 @@ class EnvironmentTask(Task):
 
     @property
     def at_once(self) -> int:
-        """The number of its environments that may run `step` at the same time, 0 for no limit.
+        """The number of its environments that may run a method at the same time, 0 for no limit.
 
         A task needs a limit if its environments share a resource that serves only a few at a time.
         Otherwise a slow turn could make another episode exceed its time limit."""

@@ -24,7 +24,13 @@ from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
 from gspo.tasks.base import SingleSet, check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
+from gspo.tasks.environments.protocol import (
+    Environment,
+    EnvironmentTask,
+    Outcome,
+    Position,
+    SampledTurn,
+)
 from gspo.tasks.testbed.chain_arithmetic import INTEGER
 
 MAX_GUESS_CHARS = 8
@@ -94,6 +100,8 @@ class Guessing(SingleSet, EnvironmentTask):
 
 
 class _Game(Environment):
+    settles = True  # for the regret of an episode that is cut off in its first turn
+
     def __init__(self, task: Guessing, problem: Problem):
         self.task = task
         self.answer = problem.answer
@@ -124,6 +132,10 @@ class _Game(Environment):
             return Outcome(">", measures=measures)
         self.high = guess - 1
         return Outcome("<", measures=measures)
+
+    def settle(self, turn: SampledTurn | None) -> Outcome:
+        measures = {} if self.guesses else {"regret": self.task.best_reward}
+        return Outcome(done=True, measures=measures)
 
 
 def bounds(prompt: str) -> tuple[int, int]:

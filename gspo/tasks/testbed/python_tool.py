@@ -32,6 +32,7 @@ from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outco
 from gspo.tasks.testbed.chain_arithmetic import judge
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
+END_OF_THOUGHTS = "</think>"
 CHAT_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # results of programs: the samples of a problem often call the tool with the same code
 MAX_CACHED_RESULTS = 4096
@@ -52,10 +53,11 @@ except Exception as error:
     print(type(error).__name__)
     sys.exit(1)
 """
+TOOL_NAME = "python"
 TOOL = {
     "type": "function",
     "function": {
-        "name": "python",
+        "name": TOOL_NAME,
         "description": (
             "Run Python code and return what it prints; "
             "the value of a last expression is printed too."
@@ -210,7 +212,11 @@ class _Episode(Environment):
         self.tools = (TOOL,) if task.tool else ()
 
     def step(self, text: str) -> Outcome:
-        code = code_of(text) if self.task.tool else None
+        try:
+            code = code_of(text) if self.task.tool else None
+        except ValueError as error:
+            measures = {"tool_calls": 1, "tool_errors": 1}
+            return Outcome(self.task.observation(str(error), self.rng), measures=measures)
         if code is None:
             reward, verdict, answer = judge(self.problem, text)
             measures = {"tool_calls": 0, "tool_errors": 0}
@@ -223,7 +229,9 @@ class _Episode(Environment):
 def code_of(text: str) -> str | None:
     """Return the code of a turn's first call of the tool, or None for a turn without a call.
 
-    A malformed call has the code ""."""
+    Calls in thoughts do not count. The arguments may be a text of JSON, as OpenAI writes them.
+    Raises ValueError for a malformed call, and for another tool."""
+    text = text.rpartition(END_OF_THOUGHTS)[2]
     call = CALL.search(text)
     if call:
         return call[1]
@@ -231,10 +239,19 @@ def code_of(text: str) -> str | None:
     if not chat_call:
         return None
     try:
-        code = json.loads(chat_call[1])["arguments"]["code"]
+        request = json.loads(chat_call[1])
+        arguments = request["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        name = request["name"]
+        code = arguments["code"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return code if isinstance(code, str) else ""
+        raise ValueError("malformed call") from None
+    if name != TOOL_NAME:
+        raise ValueError("unknown tool")
+    if not isinstance(code, str):
+        raise ValueError("malformed call")
+    return code
 
 
 def _value(expression: str) -> int:

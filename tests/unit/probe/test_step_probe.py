@@ -36,12 +36,14 @@ def test_the_numbers_are_our_trainers(objective):
         step.add_logprobs(
             logp_BT[rows], old_logp_BT[rows], batch.adv_BT[rows], batch.mask_BT[rows], minibatch=2
         )
+        # the passes differ in their padding
         step.add_routing(
-            experts_BSLK[rows],
+            torch.nn.functional.pad(experts_BSLK[rows], (0, 0, 0, 0, 3, 2), value=-1),
             old_experts_BSLK[rows],
-            response_BS[rows],
+            torch.nn.functional.pad(response_BS[rows], (3, 2)),
             probe.num_experts,
             minibatch=2,
+            old_response_BS=response_BS[rows],
         )
     measured = step.result()
 

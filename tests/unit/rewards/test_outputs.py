@@ -7,7 +7,13 @@ import json
 import pytest
 
 from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
-from gspo.rewards.code.outputs import CODEFORCES_TOLERANCE, SEVERAL, OutputRule, accepts
+from gspo.rewards.code.outputs import (
+    CODEFORCES_TOLERANCE,
+    SEVERAL,
+    OutputRule,
+    accepts,
+    agrees,
+)
 from gspo.rewards.sandbox.values import same_output
 from gspo.tasks.benchmarks.code_sets import RatedPrograms, output_rule
 from gspo.tasks.benchmarks.data_row import DataRow
@@ -60,8 +66,33 @@ def test_numbers_with_a_point_may_be_off_by_the_tolerance(expected, printed, ali
 
 
 def test_letter_case_counts_unless_the_rule_says_otherwise():
-    assert same_output("YES\nno", "Yes\nNO", 0.0, True)
-    assert not same_output("YES", "Yes") and not same_output("YES", "NO", 0.0, True)
+    yesno = OutputRule(testlib="yesno")
+    assert agrees(yesno, "YES\nno", "Yes\nNO")
+    assert not agrees(OutputRule(), "YES", "Yes") and not agrees(yesno, "YES", "NO")
+
+
+@pytest.mark.parametrize(
+    ("testlib", "expected", "printed", "alike"),
+    [
+        ("rcmp6", "2", "2.0000000001", True),
+        ("rcmp6", "2", "2.00001", False),
+        ("rcmp4", "1 2.5\n", "1.00001\n2.5", True),
+        ("rcmp9", "1000", "1000.0000001", True),
+        ("rcmp9", "1", "one", False),
+        ("wcmp", "a b", "a  b", True),
+        ("wcmp", "a b", "a\nb", True),
+        ("wcmp", "1", "1.0", False),
+        ("ncmp", "1 2 3", "1\n2\n3", True),
+        ("ncmp", "1 2 3", "1 2", False),
+        ("lcmp", "a  b\nc", "a b\nc ", True),
+        ("lcmp", "a b", "a\nb", False),
+        ("fcmp", "a b", "a\nb", False),
+        ("fcmp", "a b", "a  b", False),
+        ("nyesno", "YES NO", "yes\nno", True),
+    ],
+)
+def test_a_checker_of_testlib_compares_as_testlib_does(testlib, expected, printed, alike):
+    assert agrees(OutputRule(testlib=testlib), expected, printed) == alike
 
 
 @pytest.mark.parametrize("checker", [CHECK, FILES], ids=["function", "files"])
@@ -71,6 +102,9 @@ def test_a_checker_decides_in_the_sandbox(grader, checker):
     assert verdict(grader, "print(3, 3)", case) == "wrong"
     forged = "print('7 0')\nimport sys\nsys.stdout.flush()"
     assert verdict(grader, forged, case) == "pass"
+    # outputs that the checker `CHECK` cannot read
+    for unreadable in ("pass", "print('three')", "print(1, 2, 4)", "print(1.0, 6.0)"):
+        assert verdict(grader, unreadable, case) == "wrong", unreadable
 
 
 def test_a_checker_that_fails_says_nothing_about_the_program(grader):
@@ -110,8 +144,8 @@ def rule(**values) -> OutputRule:
 def test_the_rule_of_a_record():
     assert rule() == OutputRule(1e-6)
     assert rule(tolerance=1e-4) == OutputRule(1e-4) and rule(tolerance=0) == OutputRule(0)
-    assert rule(checker="yesno") == OutputRule(0.0, ignores_case=True)
-    assert rule(checker="std::rcmp9.cpp") == OutputRule(1e-9)
+    assert rule(checker="yesno") == OutputRule(testlib="yesno")
+    assert rule(checker="std::rcmp9.cpp") == OutputRule(testlib="rcmp9")
     assert rule(generated_checker=FILES, checker=None).checker == FILES
     with pytest.raises(
         ValueError, match=r"checker.*is 'mystery': neither Python nor one of testlib's, yesno"

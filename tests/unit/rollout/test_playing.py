@@ -849,23 +849,39 @@ class Few(Scripted):
 
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_environments_that_share_something_wait_for_each_other_outside_of_their_time(most):
-    running, seen, lock = set(), [], threading.Lock()
+    running = set()
+    counts = {"reset": [], "step": [], "settle": []}  # of environments that run the method
+    lock = threading.Lock()
 
     class Slow(Environment):
-        def step(self, text):
+        settles = True
+
+        def wait(self, method):
             with lock:
                 running.add(self)
-                seen.append(len(running))
-            time.sleep(0.25)
+                counts[method].append(len(running))
+            time.sleep(0.15)
             with lock:
                 running.remove(self)
+
+        def reset(self, problem):
+            self.wait("reset")
+            return super().reset(problem)
+
+        def step(self, text):
+            self.wait("step")
+            return Outcome(done=True, deferred=True)
+
+        def settle(self, turn):
+            self.wait("settle")
             return Outcome(reward=1.0, done=True)
 
     seconds = Seconds()
-    # one after another take 3 s
-    found = played(Few(kind=Slow, most=most, step_seconds=1.5), seconds=seconds)
+    # one after another take 1.8 s, and each waits for no more than its own .15 s
+    found = played(Few(kind=Slow, most=most, step_seconds=1.5, replays=0), seconds=seconds)
     assert {(r.finish_reason, r.score.reward) for r in found} == {("stop", 1.0)}
-    assert max(seen) == most and seconds.environments >= 0.25 * 12 / most
+    assert [max(numbers) for numbers in counts.values()] == [most] * 3
+    assert seconds.environments >= 3 * 0.15 * 12 / most
 
 
 def test_those_that_hang_do_not_keep_the_others_from_their_turn():
@@ -1003,15 +1019,39 @@ def test_one_that_is_a_function_of_its_seed_is_played_again_alike():
     assert [r.token_ids for r in plain] == [r.token_ids for r in found]
 
 
-def test_an_environment_that_fails_the_second_time_is_noticed():
+def test_an_environment_that_fails_the_second_time_is_noticed(caplog):
     @dataclass
     class Once(Scripted):
         def environment(self, problem, position):
             self.made.append(position)
             return always(Outcome("", 1.0, True) if len(self.made) <= 12 else OSError("gone"))()
 
+    caplog.set_level(logging.WARNING)
     found = played(Once(replays=1))
     assert found[0].measures["replay_differs"] == 1 and found[0].score.reward == 1.0
+    assert "the environment failed: OSError: gone; a resumed run may not be" in caplog.text
+
+
+def test_the_first_environment_is_closed_before_its_episode_is_played_again():
+    """A server may have no session more than there are episodes."""
+    open_sessions = []
+    counts = []
+
+    class Session(Environment):
+        def reset(self, problem):
+            open_sessions.append(self)
+            counts.append(len(open_sessions))
+            return super().reset(problem)
+
+        def step(self, text):
+            return Outcome("", 1.0, True)
+
+        def close(self):
+            open_sessions.remove(self)
+
+    found = played(Scripted(kind=Session, replays=3))
+    assert [r.measures.get("replay_differs") for r in found] == [0.0] * 3 + [None] * 9
+    assert len(counts) == 15 and max(counts) == 12 and open_sessions == []
 
 
 @pytest.mark.parametrize(

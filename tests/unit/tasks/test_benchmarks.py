@@ -109,6 +109,13 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
 
     assert names("test") == ["main/test-00000-of-00001.jsonl.gz", "test.jsonl", "test2.jsonl"]
     assert names("train") == ["train.jsonl"]
+    # the folder of a hub's data set: the subset alone, without hidden files and descriptions
+    for name in (".cache/test.jsonl", "socratic/test.jsonl", "dataset_infos.json"):
+        write(tmp_path / name, [{"name": name}])
+    subset = Source("x.path", str(tmp_path), "test", hub_config="main")
+    assert [row.values["name"] for row in subset.rows()] == ["main/test-00000-of-00001.jsonl.gz"]
+    assert names("test")[1:] == ["socratic/test.jsonl", "test.jsonl", "test2.jsonl"]
+    write(tmp_path / "one" / "dataset_infos.json", [{"name": "description"}])
     write(tmp_path / "one" / "math500.jsonl", [{"name": "one"}])
     assert len(list(Source("x.path", str(tmp_path / "one"), "test").rows())) == 1
     with refuses("x.path", problem="no file for the split 'test'"):
@@ -156,7 +163,12 @@ BAD = [
     (
         AIME24,
         {"problem": "p", "answer": "1000"},
-        r"line 2: the key 'answer' must be an integer up to 999, not '1000'",
+        r"line 2: the key 'answer' must be an integer from 0 to 999, not '1000'",
+    ),
+    (
+        AIME24,
+        {"problem": "p", "answer": -5},
+        r"line 2: the key 'answer' must be an integer from 0 to 999, not '-5'",
     ),
     (AIME25, {"problem": "p", "answer": "x"}, r"line 2: the key 'answer' must be an integer"),
     (AMC23, {"problem": "p", "answer": float("nan")}, r"line 2: the key 'answer' is nan"),
@@ -451,6 +463,18 @@ def test_the_mbpp_prompts(tmp_path):
         ("`a` ``b``", ""),
         ("```print(1)``` is wrong\n```python\na\n```", "a\n"),
         ("```python\na```\nso ```b```", "a\n"),
+        ("- ```python\n  if x:\n      f()\n  ```", "if x:\n    f()\n"),
+        ("2) ```py3\n   a()\n   ```", "a()\n"),
+        ("The answer: ```python\na()\n```", "a()\n"),
+        ("```python3.11\na()\n```\n```pycon\n>>> 1\n```", "a()\n"),
+        ("```{.python}\na()\n```", "a()\n"),
+        ("<think>\n```python\nf(): ...\n</think>\n```python\na()\n```", "a()\n"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```\nDone.',
+            'def f():\n    """\n    ```\n    f()\n    ```\n    """\n',
+        ),
+        ("```python\n    a()\n    ```\nIt calls a.", "    a()\n"),
+        ("```python\n    a()\n    ```\nAs text:\n```text\nb\n```", "    a()\n"),
     ],
 )
 def test_the_last_block_that_is_no_plain_output_is_the_program(text, code):

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from gspo.data.problems import Problem
+from gspo.tasks.environments.protocol import SampledTurn
 from gspo.tasks.testbed.guessing import Guessing, best_guesses, bounds
 
 
@@ -80,6 +81,16 @@ def test_who_does_not_find_the_number_regrets_all_that_there_was_to_win():
         and not measures["invalid"]
     )
     assert measures["regret"] == pytest.approx(task.best_reward)
+
+
+def test_who_is_cut_off_in_the_first_turn_has_that_regret_too():
+    task = Guessing()
+    problem = Problem("guessing", 0, "60-74", 74)
+    game = task.environment(problem, (1, 2))
+    assert game.settles
+    assert game.settle(SampledTurn("6")).measures == {"regret": task.best_reward}
+    game.step("67")
+    assert game.settle(SampledTurn("7")).measures == {}, "the first turn has counted it"
 
 
 def test_problems_are_pure_and_demonstrations_find_the_number():

@@ -111,12 +111,35 @@ def test_a_call_may_not_take_longer_than_the_environment_has():
         ("<py>1+1</py>", "1+1"),
         ("<py>a\nb</py><py>c</py>", "a\nb"),
         ('<tool_call>\n{"name": "python", "arguments": {"code": "1+1"}}\n</tool_call>', "1+1"),
-        ("<tool_call>{}</tool_call>", ""),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", ""),
-        ('<tool_call>{"arguments": {"code": 5}}</tool_call>', ""),
+        (
+            '<tool_call>{"name": "python", "arguments": "{\\"code\\": \\"1+1\\"}"}</tool_call>',
+            "1+1",
+        ),
+        ("<think><py>1</py></think>#12", None),
+        ("<think><py>1</py></think><py>2</py>", "2"),
         ("<py>1+1", None),
         ("#12", None),
     ],
 )
 def test_calls_are_found_in_both_spellings(text, code):
     assert code_of(text) == code
+
+
+@pytest.mark.parametrize(
+    ("call", "observation"),
+    [
+        ("{}", "malformed call"),
+        ("[" * 100_000, "malformed call"),
+        ('{"name": "python", "arguments": {"code": 5}}', "malformed call"),
+        ('{"name": "python", "arguments": "code"}', "malformed call"),
+        ('{"arguments": {"code": "1"}}', "malformed call"),
+        ('{"name": "rm", "arguments": {"code": "1"}}', "unknown tool"),
+    ],
+)
+def test_a_call_that_cannot_be_made_is_an_error_that_the_policy_reads(call, observation):
+    task = PythonTool()
+    game = task.environment(task.problem(1, "train", 0), (1, 2))
+    outcome = game.step(f"<tool_call>{call}</tool_call>")
+    assert (outcome.observation, outcome.done) == (observation, False)
+    assert outcome.measures == {"tool_calls": 1, "tool_errors": 1}
+    task.close()

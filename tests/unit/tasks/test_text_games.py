@@ -1,10 +1,12 @@
 """Text environments with Gymnasium's interface: one's own, and those of the package."""
 
 import sys
+from contextlib import suppress
 from unittest.mock import ANY
 
 import pytest
 
+from gspo.tasks.adapters.seeded_games import CannotBegin
 from gspo.tasks.adapters.text_games import TextGames
 from refusals import refuses
 from text_games import Doors
@@ -52,6 +54,38 @@ def test_a_game_whose_time_is_up_says_so():
     assert [o.done for o in outcomes] == [False, False, True] and outcomes[
         -1
     ].verdict == "time-limit"
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("raises", "did not begin: OSError: the game server answered 503"),
+        ("hangs", "did not begin: the environment took longer than step_seconds=0.5"),
+        ("reset", "did not begin: ValueError: reset returned 'seen', not (observation, info)"),
+    ],
+)
+def test_a_game_that_cannot_begin_is_said_in_a_line(what, problem):
+    task = TextGames(env="text_games:Odd", arguments={"what": what}, step_seconds=0.5)
+    with pytest.raises(CannotBegin) as caught:
+        task.problem(1, "train", 0)
+    assert caught.value.key == "task.env" and problem in caught.value.problem
+
+
+def test_a_later_game_that_cannot_begin_ends_no_run():
+    task = TextGames(env="text_games:Odd", arguments={"what": "sometimes"})
+    begun = []  # indices of games; until one has begun, a failure is an error
+    for i in range(8):
+        with suppress(CannotBegin):
+            task.problem(1, "train", i)
+            begun.append(i)
+    prompts = [task.problem(1, "train", i).prompt for i in range(8)]
+    assert begun
+    assert {prompt[:13] for prompt in prompts} == {"There are 4 d", "(no beginning"}
+
+
+def test_half_a_surrogate_pair_in_a_beginning_is_a_question_mark():
+    task = TextGames(env="text_games:Odd", arguments={"what": "surrogate"})
+    assert task.problem(1, "train", 0).prompt == "1-? 5"
 
 
 def test_problems_are_seeds_by_position():
