@@ -22,8 +22,8 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.episodes.sampling import play
 from gspo.rollout.settings import RolloutSettings
 from gspo.tasks.adapters.vf_environments import VfEnvironments, identity
-from gspo.tasks.environments.player import EnvironmentFailed
-from gspo.tasks.environments.protocol import SampledTurn
+from gspo.tasks.environments.player import EnvironmentFailed, fault_of
+from gspo.tasks.environments.protocol import Outcome, SampledTurn
 from gspo.train.accumulator import MetricAccumulator
 from refusals import refuses
 from trainers import trainer, with_advantages
@@ -208,6 +208,24 @@ def test_tools_are_called_as_qwen_writes_them(sums):
         ended = played.step(f"{good}<tool_call>{call}</tool_call>")
         assert (ended.done, ended.reward, ended.measures["malformed_calls"]) == (True, 0.0, 1.0)
         assert played.seat.trace.nodes[-1].message.tool_calls is None
+
+
+@needs_verifiers
+def test_every_name_of_a_reward_becomes_one_that_a_measure_may_have():
+    from gspo.tasks.adapters.vf_trace import by_plain_name, measures_of, message_with_calls
+
+    long = "the_final_answer_matches_the_reference_exactly"
+    values = {"a-b": 1.0, "a_b": 2.0, "turns": 3.0, "größe": 4.0, long: 5.0, f"{long}!": 6.0}
+    named = by_plain_name(values)
+    assert list(named.values()) == list(values.values())
+    assert list(named)[:4] == ["a_b", "a_b_2", "_turns", "gr__e"]
+    assert list(named)[4:] == [long[:40], f"{long[:38]}_2"]
+    assert fault_of(Outcome(done=True, measures=named, rewards=named)) == ""
+    assert measures_of({"kept": 1.0, "nan": math.nan, "inf": math.inf, "none": None}) == {
+        "kept": 1.0
+    }
+    _, is_malformed = message_with_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", 0)
+    assert is_malformed, "it is not a failure of the environment"
 
 
 @needs_verifiers
