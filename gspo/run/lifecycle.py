@@ -154,18 +154,9 @@ def attempt(
         reason = explain(error) or type(error).__name__
         if isinstance(error, RankLost):
             reason = peers.lost[1]
-        if isinstance(error, OSError):
-            # other jobs of a sweep would fail by the same disk, but not by another cause
-            kind = Broken if error.errno in DISK else Ended
-            raise kind(
-                f"{reason}; what was written is kept: mend this and go on with resume={folder}"
-            ) from error
-        # a wrong setting that only a response can show, such as reward.weights of other names
-        if isinstance(error, SettingError):
-            raise Ended(f"{folder} failed after step {trainer.state.step}: {reason}") from error
-        # not a mistake of the user's, which is found before the first step
-        if isinstance(error, ValueError):
-            raise Failed(f"{folder} failed after step {trainer.state.step}: {reason}") from error
+        end = end_in_words(error, reason, folder, trainer.state.step)
+        if end:
+            raise end from error
         raise
     finally:
         sync = record_end(directory, how, trainer.state.step, reason, tracker)
@@ -177,6 +168,24 @@ def attempt(
         print(directory.stability_report(), end="")
         print(f"more in {folder / PAGE}")
     return how
+
+
+def end_in_words(
+    error: Exception, reason: str, folder: Path, step: int
+) -> Broken | Ended | Failed | None:
+    """Return an error that ended a run as one for the user, None if it has a form of its own."""
+    if isinstance(error, OSError):
+        message = f"{reason}; what was written is kept: mend this and go on with resume={folder}"
+        # other jobs of a sweep would fail by the same disk, but not by another cause
+        return Broken(message) if error.errno in DISK else Ended(message)
+    message = f"{folder} failed after step {step}: {reason}"
+    # a wrong setting that only a response can show, such as reward.weights of other names
+    if isinstance(error, SettingError):
+        return Ended(message)
+    # not a mistake of the user's, which is found before the first step
+    if isinstance(error, ValueError):
+        return Failed(message)
+    return None
 
 
 def open_tracker(settings: Settings, folder: Path) -> Tracker:
