@@ -197,8 +197,9 @@ def critical_rates(
         "none": (GRPO_R2, grpo),
     }
     for word, pair in pairs.items():
-        if pair in ratios:
-            rate_ratio = ratios[pair]
+        rate_ratio = ratios.get(pair)
+        # a ratio that is only bounded has no interval
+        if rate_ratio and rate_ratio.measured:
             numbers.add(f"{setting}.ratio.{word}", rate_ratio.interval, ".2f", rate_ratio.p)
 
 
