@@ -345,7 +345,7 @@ def draw(
     baseline: str,
     options: Options,
 ) -> list[Path]:
-    """Draw a panel per cell, in rows of `options.columns` panels."""
+    """Draw a panel per cell, in rows of `options.columns` panels, which share their x axis."""
     cells = list(dict.fromkeys(differences["cell"]))
     arms = [arm for arm in arms_in_order(numbers) if arm != baseline]
     styles = arm_styles(arms)
@@ -353,7 +353,7 @@ def draw(
     panel_rows = math.ceil(len(cells) / columns)
     height = panel_rows * (0.75 + 0.19 * len(arms))
     figure = style.canvas(height, options)
-    panels = figure.subplots(panel_rows, columns, sharey=True, sharex="col", squeeze=False)
+    panels = figure.subplots(panel_rows, columns, sharey=True, sharex="row", squeeze=False)
     names = row_names(arms)
     for ax, cell in zip(panels.flat, cells, strict=False):
         rows = differences[differences["cell"] == cell]
@@ -361,14 +361,11 @@ def draw(
         ax.set_title(cell, fontsize=9)
     for ax in panels.flat[len(cells) :]:
         ax.set_visible(False)
-    # panels of a column share their x axis, whose numbers stand at the lowest visible panel
-    lowest = panels.flat[max(len(cells) - columns, 0) : len(cells)]
     for row in panels:
         name_rows(row, names, 0.7)
         row[0].tick_params(axis="y", labelsize=8)
-    for ax in lowest:
-        ax.tick_params(axis="x", labelbottom=True)
-        ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
+        for ax in row:
+            ax.set_xlabel(f"reward minus {baseline}'s", fontsize=8.5)
     text = caption(numbers, differences, baseline, options)
     return style.save(figure, options.out, "fig_arena", text, options)
 
