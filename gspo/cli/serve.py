@@ -101,7 +101,7 @@ def split_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     """Write the model's configuration and the server's description, and return vLLM's options."""
-    from gspo.model.cost import head_dim_of
+    from gspo.model.cost import uniform_head_dim
     from gspo.model.loading import positions, save_configuration
     from gspo.rollout.engines.vllm import check_heads, logprobs_mode, vllm_options
     from gspo.rollout.engines.vllm_kept import max_returned
@@ -109,7 +109,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     model, tokenizer = settings.model.outline()
     on_cpu = not torch.cuda.is_available()
     rollout = settings.rollout
-    check_heads(head_dim_of(model.config), on_cpu)
+    check_heads(uniform_head_dim(model.config), on_cpu)
     max_model_len = rollout.max_model_len or positions(model.config)
     if max_model_len is None:
         raise ValueError(

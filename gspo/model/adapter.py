@@ -29,12 +29,21 @@ from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.model.forward.layers import Wrapper
 from gspo.model.forward.low_rank import NAME, is_wrapped
+from gspo.model.forward.padded_forward import (
+    PROBE_LENGTHS,
+    first_line,
+    logits_of_row,
+    probe_rows,
+)
 from gspo.model.settings import LoraSettings
+from gspo.model.sharding.dtensors import architecture
 from gspo.model.weights import parts_without_text
 
 # peft's names of its files
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+# linear layers whose weight the model reads itself, so that an adapter would do nothing (Mamba)
+READ_WITHOUT_FORWARD = ("dt_proj",)
 # transformers' names of the module that holds q, k, v and o
 ATTENTION = ("self_attn", "attention", "attn")
 # in peft's files, names of tensors begin with the names of peft's class around the model
@@ -80,11 +89,14 @@ class Adapter:
         self.layers = [module for module in model.modules() if is_wrapped(module)]
         self._wrappers = _wrappers_by_weight(model)
         if self._wrappers.keys() != {f"{name}.weight" for name in linear} | set(experts):
+            expected = {f"{name}.weight" for name in linear} | set(experts)
+            different = sorted(self._wrappers.keys() ^ expected)
             raise SettingError(
                 "policy.lora.targets",
                 settings.targets,
-                "peft would adapt other layers of this model than those, "
-                f"{', '.join(sorted(self._wrappers))}",
+                f"peft adapts other layers of this model: it differs in {different[0]} and "
+                f"{len(different) - 1} more",
+                remedy="try policy.lora.targets=attention or experts",
             )
 
     @cached_property
@@ -187,6 +199,20 @@ class Adapter:
             tensor.copy_(stored[name])
 
 
+def check_adapted_forward(model: transformers.PreTrainedModel) -> None:
+    """Raise ValueError if a model's own forward fails with its adapter."""
+    (row,) = probe_rows(model, PROBE_LENGTHS[:1])
+    try:
+        logits_of_row(model, row)
+    # foreign code may raise anything
+    except Exception as error:
+        raise SettingError(
+            "policy.lora",
+            problem=f"the forward of {architecture(model)} fails with an adapter "
+            f"({type(error).__name__}: {first_line(error)})",
+        ) from None
+
+
 def installed() -> ModuleType:
     """Return peft. Raises ValueError with a single-line message if it is not installed."""
     try:
@@ -211,9 +237,11 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
     without_text = parts_without_text(model)
     for name, module in model.named_modules():
         parts = name.split(".")
-        if name.startswith(without_text):
+        is_router = any("router" in part.lower() for part in parts)
+        if name.startswith(without_text) or is_router or parts[-1] in READ_WITHOUT_FORWARD:
             continue
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+        # subclasses, such as Llama 4's router, return something else
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
             if len(parts) > 1 and parts[-2] in ATTENTION:
                 attention.append(name)
             elif "experts" in parts:

@@ -31,8 +31,14 @@ ALWAYS_ALLOWED_PARAMETERS = 1 << 24
 # the maximum of an integer in a configuration, except for the names below, which are no sizes
 MAX_SIZE = 10_000_000
 NAMES_OF_NO_SIZE = ("theta", "base", "position", "length", "window", "freq", "seed", "token_id")
+# transformers makes a name for each label of a classifier
+MAX_LABELS = 100_000
+# buffers, such as a table of all positions, of up to so many numbers are allowed with any weights
+ALWAYS_ALLOWED_BUFFERS = 1 << 28
 # parts of the names of settings that are a number of layers
 LAYER_NAMES = ("layers", "n_layer", "n_blocks")
+# Qwen2's number of layers without window, which may be more than the model's layers
+NAMES_OF_NO_LAYERS = ("max_window_layers",)
 # parts of the names of settings that are a size
 SIZE_NAMES = (
     "vocab",
@@ -46,7 +52,8 @@ SIZE_NAMES = (
     "experts",
     "rank",
 )
-CONFIG_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+GENERATION_CONFIG = "generation_config.json"
+CONFIG_FILES = ("config.json", "tokenizer_config.json", GENERATION_CONFIG)
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -63,7 +70,8 @@ def check_stated_sizes(path: str) -> None:
         if (folder / name).is_file():
             for key, value in claimed_numbers(json_content(folder / name)):
                 is_size = not any(part in key.lower() for part in NAMES_OF_NO_SIZE)
-                if is_size and abs(value) > MAX_SIZE:
+                maximum = MAX_LABELS if key.endswith("num_labels") else MAX_SIZE
+                if is_size and abs(value) > maximum:
                     raise SettingError(
                         "model.path", path, f"{name} says {key}={value}, which no model has"
                     )
@@ -75,7 +83,8 @@ def check_stated_sizes(path: str) -> None:
     max_size = max(stored_bytes, ALWAYS_ALLOWED_PARAMETERS)
     for key, value in claimed_numbers(json_content(folder / "config.json")):
         name = key.rpartition(".")[2]
-        if any(part in name for part in LAYER_NAMES) and value > max_layers:
+        is_layers = any(part in name for part in LAYER_NAMES) and name not in NAMES_OF_NO_LAYERS
+        if is_layers and value > max_layers:
             raise SettingError(
                 "model.path",
                 path,
@@ -91,7 +100,7 @@ def check_stated_sizes(path: str) -> None:
 
 
 def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None:
-    """Raise ValueError if a configuration makes far more parameters than the weights have."""
+    """Raise ValueError if a configuration makes far more numbers than the weights have."""
     stored = stored_in(path)
     if stored is None:
         return
@@ -103,7 +112,12 @@ def check_claimed_size(config: transformers.PretrainedConfig, path: str) -> None
         return
     _, stored_bytes = stored
     claimed = sum(parameter.numel() for parameter in outline.parameters())
-    if claimed > max(MAX_PARAMETERS_PER_BYTE * stored_bytes, ALWAYS_ALLOWED_PARAMETERS):
+    max_numbers = MAX_PARAMETERS_PER_BYTE * stored_bytes
+    exceeds = claimed > max(max_numbers, ALWAYS_ALLOWED_PARAMETERS)
+    if not exceeds:
+        claimed = sum(buffer.numel() for buffer in outline.buffers())
+        exceeds = claimed > max(max_numbers, ALWAYS_ALLOWED_BUFFERS)
+    if exceeds:
         raise SettingError(
             "model.path",
             path,
@@ -118,22 +132,23 @@ def stored_in(path: str) -> tuple[int, int] | None:
     Only the files that transformers would read are counted. The result is None for a path that is
     no folder, or a folder without weights."""
     folder = Path(path)
-    if not folder.is_dir():
-        return None
-    if (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
-    elif (folder / INDEX_FILE).exists():
-        index = json_content(folder / INDEX_FILE)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        names = weight_map.values() if isinstance(weight_map, dict) else ()
-        names = sorted({str(name) for name in names})
-        files = [untrusted.path_inside(folder, name) for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder) if folder.is_dir() else []
     if not files:
         return None
     counts = [stored_tensors(file) for file in files]
     return sum(tensors for tensors, _ in counts), sum(stored for _, stored in counts)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a model's folder that transformers would read."""
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if not (folder / INDEX_FILE).exists():
+        return sorted(folder.glob("*.safetensors"))
+    index = json_content(folder / INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    return [untrusted.path_inside(folder, name) for name in sorted({str(name) for name in names})]
 
 
 def stored_tensors(file: Path) -> tuple[int, int]:
@@ -170,12 +185,14 @@ def json_content(file: Path) -> Any:
 
 
 def claimed_numbers(content: Any, prefix: str = "") -> list[tuple[str, int]]:
-    """Return the integers of a configuration with their dotted keys."""
+    """Return the integers of a configuration with their dotted keys, also of those in lists."""
     if isinstance(content, dict):
         numbers = []
         for key, value in content.items():
             numbers += claimed_numbers(value, f"{prefix}{key}.")
         return numbers
+    if isinstance(content, list):
+        return [number for item in content for number in claimed_numbers(item, prefix)]
     if isinstance(content, int) and not isinstance(content, bool):
         return [(prefix.rstrip("."), content)]
     return []

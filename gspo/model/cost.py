@@ -22,16 +22,18 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
 
     K of the E routed experts count. Shared experts count in full. The look-up in the input
     embedding does not count. The count is also None for models with recurrent layers, which compute
-    with their states too. A multimodal model's vision part does not count."""
+    with their states too, and for models whose layers have different sizes. A multimodal model's
+    vision part does not count."""
     config = model.config.get_text_config()
-    if model._is_stateful:
+    layer_types = getattr(config, "layer_types", None) or []
+    if model._is_stateful or "linear_attention" in layer_types or config.is_heterogeneous:
         return None
     without_text = parts_without_text(model)
     total = 0
     for name, parameter in model.named_parameters():
         if not name.startswith(without_text):
             total += parameter.numel()
-    if not config.tie_word_embeddings:
+    if not getattr(config, "tie_word_embeddings", False):
         total -= input_embedding(model).numel()
     routed = {}
     for name, module in model.named_modules():
@@ -53,6 +55,11 @@ def active_parameters(model: transformers.PreTrainedModel) -> int | None:
     for module in routed.values():
         routed_parameters += sum(p.numel() for p in module.parameters())
     return total - routed_parameters // experts * (experts - top_k)
+
+
+def uniform_head_dim(config: transformers.PretrainedConfig) -> int | None:
+    """Return `head_dim_of` a model, None if its layers have heads of different sizes (Gemma 4)."""
+    return None if config.get_text_config().is_heterogeneous else head_dim_of(config)
 
 
 def head_dim_of(config: transformers.PretrainedConfig) -> int:

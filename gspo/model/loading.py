@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,29 +19,21 @@ from transformers.utils import logging
 
 from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
-from gspo.io.tables import counted
 from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
+from gspo.model.folder_checks import (
+    check_complete,
+    check_generation_config,
+    check_not_quantized,
+    check_tokenizer_files,
+)
 from gspo.model.hub import check_source, nearest_model
 from gspo.model.sharding.dtensors import architecture
-from gspo.model.weights import Loaded
+from gspo.model.weights import Loaded, input_embedding
 
-# quantization methods whose weights transformers dequantizes to 16 bits if it has no kernels
-DEQUANTIZED_METHODS = ("mxfp4",)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "tokenizer_config.json",
-)
 ALIGNMENT = 64  # bytes, to which PyTorch aligns its tensors on a CPU
 # weights of up to so many bytes are written as a trial before a run
 MAX_TRIAL_BYTES = 2**28
-MAX_NAMED = 3  # missing weights that a message names
 # a text on which tokenizers are compared
 SAMPLE_TEXT = "The 12 cats\n\tsaid: naïve <b> 日本 x**2."
 
@@ -53,7 +45,6 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
     """Load model and tokenizer from a folder or by a hub name.
 
     Raises ValueError with a single-line message if that fails."""
-    check_stated_sizes(path)
     check_tokenizer_files(path)
     with one_line(path):
         tokenizer = load_tokenizer(path)
@@ -73,6 +64,7 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
         )
     model, report = loaded
     align(model)
+    untie_config(model)
     check_complete(report["missing_keys"], path)
     check_not_quantized(model.config, path, allowed=())
     # a model that cannot generate has none
@@ -91,6 +83,19 @@ def align(model: transformers.PreTrainedModel) -> None:
             tensor.data = tensor.data.clone()
 
 
+def untie_config(model: transformers.PreTrainedModel) -> None:
+    """Say in the configuration that embedding and head are two tensors, if they are.
+
+    transformers does not tie them if the files hold two different tensors, whatever the
+    configuration says. Copies of the model and its checkpoints follow the configuration."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is input_embedding(model)
+    if getattr(config, "tie_word_embeddings", False) and not is_tied:
+        config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+
+
 def load_outline(path: str, attention: str) -> Loaded:
     """Load a tokenizer, and build its model on the meta device, without the weights' content.
 
@@ -100,45 +105,10 @@ def load_outline(path: str, attention: str) -> Loaded:
         tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
+    check_claimed_size(config, path)
     with one_line(path), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model, usable(tokenizer, path)
-
-
-def check_complete(missing: Collection[str], path: str) -> None:
-    """Raise ValueError if the files lack weights, which would be random and differ by process."""
-    if not missing:
-        return
-    names = sorted(missing)
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    raise SettingError(
-        "model.path",
-        path,
-        f"its files lack {counted(len(names), 'weight')} of the model: "
-        f"{', '.join(names[:MAX_NAMED])}{more}",
-        remedy="use the folder of a whole causal model, with the names that transformers gives",
-    )
-
-
-def check_not_quantized(
-    config: transformers.PretrainedConfig,
-    path: str,
-    allowed: tuple[str, ...] = DEQUANTIZED_METHODS,
-) -> None:
-    """Raise ValueError if a model's weights are quantized with a method that is not `allowed`."""
-    quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return
-    as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = getattr(as_dict.get("quant_method"), "value", as_dict.get("quant_method"))
-    if method not in allowed:
-        raise SettingError(
-            "model.path",
-            path,
-            f"its weights are quantized ({method}), and such weights cannot be trained, "
-            "not with policy.lora either",
-            remedy="use the folder of 16 or 32 bits that it was made from",
-        )
 
 
 def writable(config: transformers.GenerationConfig) -> transformers.GenerationConfig:
@@ -198,6 +168,8 @@ def check_can_be_written(
 
 def load_tokenizer(folder: str | Path) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or of a name on the hub."""
+    # transformers reads the model's configuration too
+    check_stated_sizes(str(folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # transformers' annotation allows None
     if tokenizer is None:
@@ -210,11 +182,14 @@ def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
 
     The attention of config.json is not used, because it may name code on the hub. Models without
     PyTorch's own attention (sdpa), such as Mamba, get "eager" instead."""
+    check_stated_sizes(path)
+    check_generation_config(path)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         attention = "eager"
     config._attn_implementation = attention
+    config.return_dict = True
     return config
 
 
@@ -303,21 +278,6 @@ def one_line(path: str) -> Generator[None]:
             "cannot be loaded: there is no such folder here, and no model of this name "
             f"from the hub: {lines[0]}{nearest_model(path)}",
         ) from None
-
-
-def check_tokenizer_files(path: str) -> None:
-    """Raise ValueError for a model folder without tokenizer.
-
-    transformers would make a tokenizer that knows no text."""
-    folder = Path(path)
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    if (folder / "config.json").is_file() and not has_tokenizer:
-        raise SettingError(
-            "model.path",
-            path,
-            f"has no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
-            remedy="copy the tokenizer's files of the model that it was made from into the folder",
-        )
 
 
 def positions(config: transformers.PretrainedConfig) -> int | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspo.data.batch import NOT_RECORDED, TokenBatch, to_device, wait_for_copies
 from gspo.io.errors import SettingError
-from gspo.model.adapter import Adapter
+from gspo.model.adapter import Adapter, check_adapted_forward
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.cost import active_parameters, forward_flops
 from gspo.model.forward.head import use_float32_head
@@ -125,6 +125,8 @@ class Policy(PolicyText):
         # counts the layers before they are wrapped
         _ = self.active_parameters
         self.adapter = Adapter(self.model, lora, seed, base)
+        if not self.network:
+            check_adapted_forward(self.model)
         if folder:
             self.adapter.load(folder)
 
@@ -193,7 +195,7 @@ class Policy(PolicyText):
     def forward(
         self, batch: TokenBatch, entropy: bool = True, sum_pi_squared: bool = False
     ) -> PolicyOutput:
-        """Compute log-probs of the response tokens, 0 at padding.
+        """Compute log-probs of the response tokens, unspecified at padding.
 
         If the batch has `replay_BSLK`, the tokens go through these experts. `entropy` and
         `sum_pi_squared` say whether to compute these too."""

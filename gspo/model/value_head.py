@@ -61,7 +61,8 @@ class ValueHead(torch.nn.Module):
     @staticmethod
     def open(model: transformers.PreTrainedModel, folder: Path | None) -> ValueHead:
         """Return the head of a checkpoint's `folder`, or a new head if `folder` is None."""
-        head = ValueHead(model.config.get_text_config().hidden_size)
+        # OPT-350M's head is narrower than its layers
+        head = ValueHead(model.get_output_embeddings().weight.shape[1])
         if folder:
             head.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
         return head.to(model.device)

@@ -37,7 +37,7 @@ from gspo.model.adapter import Adapter
 from gspo.model.cost import active_parameters
 from gspo.model.forward.experts import grouped_product_replaced
 from gspo.model.forward.kernels import head_as_on
-from gspo.model.forward.network import Network
+from gspo.model.forward.network import Network, has_known_arithmetic
 from gspo.model.forward.outputs import network_outputs
 from gspo.model.forward.packing import Sequences, lay_out
 from gspo.model.routing_replay import Routing
@@ -217,6 +217,12 @@ def measure(config: PretrainedConfig, work: Work) -> Measured:
     if architecture not in SHARDED_FAMILIES:
         raise ValueError(
             f"memory is planned for {', '.join(SHARDED_FAMILIES)}; model.path names a {architecture!r}"
+        )
+    if not has_known_arithmetic(config):
+        raise ValueError(
+            "memory is planned for models that run through gspo's own forward, and a setting of this "
+            "one rules that out: attention other than sdpa, a sliding window, the kind of rope, "
+            "hidden_act or clip_qkv"
         )
     with (
         fake_process_group(work.ranks),

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTJConfig
 
 import forked
 from gspo.io.telemetry import TELEMETRY_OFF
 from gspo.model.chat import template_trial
-from gspo.model.loading import load, save
+from gspo.model.loading import load, load_outline, save
 from gspo.model.settings import HFModel, TinyDense
+from gspo.model.tokenizer import character_tokenizer
+from gspo.planning.models import config_of
 from refusals import refuses
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +142,12 @@ CLAIMS = [
         {"intermediate_size": 2**40},
         r"says intermediate_size=1099511627776, which no model has",
     ),
-    ("config", {"num_labels": 10**9}, r"says num_labels=1000000000, which no model has"),
+    ("config", {"num_labels": 9_999_999}, r"says num_labels=9999999, which no model has"),
+    (
+        "config",
+        {"attention_types": [[["global", "local"], 500_000_000]]},
+        r"says attention_types=500000000, which no model has",
+    ),
     (
         "config",
         {"vocab_size": 10_000_000},
@@ -164,6 +172,49 @@ def test_a_configuration_that_claims_more_than_the_weights_is_refused_at_once(
     ) as caught:
         load(str(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_a_table_of_all_positions_counts_too(tmp_path):
+    """GPT-J makes one, of which the weights have nothing."""
+    tokenizer = character_tokenizer()
+    config = GPTJConfig(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, rotary_dim=8, n_positions=64
+    )
+    save(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
+    load(str(tmp_path))
+    change(tmp_path / "config.json", n_positions=2_000_000_000)
+    with refuses("model.path", problem="makes a model of 16,000,000,000 numbers"):
+        load(str(tmp_path))
+
+
+def test_qwen2_may_say_that_more_layers_than_it_has_have_no_window(folder):
+    change(folder / "config.json", max_window_layers=80)
+    load(str(folder))
+
+
+@pytest.mark.parametrize(
+    "read", [load_outline, lambda path, attention: config_of(HFModel(path=path))]
+)
+def test_sizes_are_checked_wherever_a_configuration_is_read(folder, read):
+    change(folder / "config.json", num_hidden_layers=10**9)
+    with refuses("model.path", problem="says num_hidden_layers=1000000000"):
+        read(str(folder), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "generation_config.json is no JSON object"),
+        ("[]", "generation_config.json is no JSON object"),
+        ('{"eos_token_id": "2"}', "generation_config.json says eos_token_id='2'"),
+        ('{"eos_token_id": [2, 2.5]}', r"generation_config.json says eos_token_id=[2, 2.5]"),
+        ('{"eos_token_id": [[2]]}', "generation_config.json says eos_token_id=[[2]]"),
+    ],
+)
+def test_stop_tokens_that_cannot_be_read_are_refused(folder, content, problem):
+    (folder / "generation_config.json").write_text(content)
+    with refuses("model.path", problem=problem):
+        load(str(folder))
 
 
 def test_sizes_are_those_of_the_bytes_that_are_there_and_read(folder):
@@ -237,6 +288,8 @@ TEMPLATES = [
     LOOP,
     "{% if messages|length > 4 %}" + LOOP + "{% endif %}",
     "{% if tools %}" + LOOP + "{% endif %}",
+    "{% if messages[0].content|length > 3 %}" + LOOP + "{% endif %}",
+    "{% if not add_generation_prompt %}" + LOOP + "{% endif %}",
     "{{ 'a' * 3000000000 }}",
     "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}",

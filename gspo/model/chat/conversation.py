@@ -26,7 +26,6 @@ from gspo.model.chat.prompts import (
     MAX_CHARS_PER_TOKEN,
     QUESTION,
     SYSTEM,
-    TEMPLATE_ERRORS,
     PromptFormat,
 )
 
@@ -259,7 +258,8 @@ class Conversation:
                 self.tokenizer, turns, add_generation_prompt=add_generation_prompt
             )
         # Some templates need the number of the call beside its result, some know no system turn.
-        except TEMPLATE_ERRORS:
+        # They raise any exception.
+        except Exception:
             return None
 
     def _escape(self, text: str) -> tuple[str, int]:

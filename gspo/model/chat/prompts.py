@@ -5,32 +5,26 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import jinja2
 
 from gspo.data.problems import ChatPrompt
 from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, Ranged, choice
 from gspo.model.chat.control_tokens import BEGIN, ControlTokens
 from gspo.model.chat.decoding import decoded
+from gspo.model.chat.template_trial import ANSWER, QUESTION, SYSTEM
 
 if TYPE_CHECKING:
     import transformers
 
 # No readable text has more on average. Single tokens may: some tokens are 128 blanks.
 MAX_CHARS_PER_TOKEN = 64
-# Words that stand for the texts of turns; no template changes a plain word.
-ANSWER = "zqanswerqz"
-SYSTEM = "zqsystemqz"
-QUESTION = "zquserqz"
 QUESTION_AND_ANSWER = [
     {"role": "user", "content": QUESTION},
     {"role": "assistant", "content": ANSWER},
 ]
-# Templates raise these errors if they do not know a role, or find no call before a tool's turn.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, AttributeError, KeyError)
 # They do not begin or end turns, and prompts may contain them.
 THINK_TOKENS = ("<think>", "</think>")
 
@@ -158,7 +152,8 @@ class PromptFormat(Ranged, key="prompt"):
             chat = self.apply_chat_template(
                 tokenizer, QUESTION_AND_ANSWER, add_generation_prompt=False
             )
-        except TEMPLATE_ERRORS:
+        # templates raise any exception
+        except Exception:
             return None
         if ANSWER not in chat:
             return None
@@ -213,7 +208,8 @@ class PromptFormat(Ranged, key="prompt"):
             messages = [{"role": "system", "content": self.system}, *messages]
         try:
             prompt = self.apply_chat_template(tokenizer, messages, tools)
-        except TEMPLATE_ERRORS as error:
+        # templates raise any exception, for example for a role that they do not know
+        except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"this model's chat template refuses a chat of {roles}: {error}"
@@ -253,9 +249,7 @@ class PromptFormat(Ranged, key="prompt"):
                 return tokenizer(text, add_special_tokens=False)["input_ids"]
             return control_tokens_of(tokenizer).encode(tokenizer, text)
         if BEGIN in text and not self.control_tokens:
-            empty_text = tokenizer("")["input_ids"]
-            begin = [token for token in empty_text if token != tokenizer.eos_token_id]
-            return begin + control_tokens_of(tokenizer).encode(tokenizer, text)
+            return begin_ids(tokenizer) + control_tokens_of(tokenizer).encode(tokenizer, text)
         token_ids = tokenizer(text)["input_ids"]
         if token_ids and token_ids[-1] == tokenizer.eos_token_id:
             token_ids = token_ids[:-1]
@@ -271,6 +265,14 @@ class PromptFormat(Ranged, key="prompt"):
         return variables
 
 
+def begin_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer writes before every text."""
+    empty_ids = tokenizer("")["input_ids"]
+    letter_ids = tokenizer("a")["input_ids"]
+    pairs = zip(empty_ids, letter_ids, strict=False)
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
 def around_turns(tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
     """Return the added tokens that a chat template writes around a question and its answer."""
     if tokenizer.chat_template is None:
@@ -279,7 +281,8 @@ def around_turns(tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
         chat = PromptFormat().apply_chat_template(
             tokenizer, QUESTION_AND_ANSWER, add_generation_prompt=False
         )
-    except TEMPLATE_ERRORS:
+    # templates raise any exception
+    except Exception:
         return set()
     added = tokenizer.added_tokens_decoder
     chat_ids = tokenizer(chat, add_special_tokens=False)["input_ids"]

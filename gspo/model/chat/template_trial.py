@@ -24,8 +24,16 @@ MAX_CHARS = 1 << 20
 WALL_SECONDS = 60.0
 # the exit code for a text of more than MAX_CHARS
 TOO_LARGE = 3
+# words that stand for the texts of turns; no template changes a plain word
+ANSWER = "zqanswerqz"
+SYSTEM = "zqsystemqz"
+QUESTION = "zquserqz"
+SENTENCE = "The sum of 12 and 30 is 42, said the engineer."
 CHATS = (
     [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}],
+    [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}],
+    [{"role": "user", "content": f"{SENTENCE}\n" * 20}],
     [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
     [
         {"role": "system", "content": "a"},
@@ -110,15 +118,17 @@ def main() -> None:
     for template in request["templates"]:
         for chat in CHATS:
             for tools in (None, TOOLS):
-                variables = {"messages": chat, "tools": tools, **request["variables"]}
-                render(environment, template, variables)
+                for adds_prompt in (True, False):
+                    variables = {"messages": chat, "tools": tools, **request["variables"]}
+                    variables["add_generation_prompt"] = adds_prompt
+                    render(environment, template, variables)
 
 
 def render(environment: Any, template: str, variables: dict[str, Any]) -> None:
     """Render a template once. End the process if it writes too much."""
     size = 0
     try:
-        pieces = environment.from_string(template).generate(add_generation_prompt=True, **variables)
+        pieces = environment.from_string(template).generate(**variables)
         for piece in pieces:
             size += len(piece)
             if size > MAX_CHARS:

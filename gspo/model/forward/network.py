@@ -290,21 +290,26 @@ def is_supported(
     The model's family must be one of FAMILIES, and no setting may change the family's arithmetic.
     Both forwards must give the same logits on a few tokens. Sharded weights are compared in
     `precision`, in which they are multiplied, and other weights in their own precision."""
-    config = model.config
+    if architecture(model) not in FAMILIES or not has_known_arithmetic(model.config):
+        return False
+    if output_head(model).bias is not None:
+        return False
+    return _same_logits(model, precision if is_sharded(model) else torch.float32)
+
+
+def has_known_arithmetic(config: transformers.PretrainedConfig) -> bool:
+    """Return whether no setting of a model of FAMILIES changes the family's arithmetic."""
     rope = getattr(config, "rope_parameters", None) or {}
     layer_types = getattr(config, "layer_types", None) or []
     uses_window = getattr(config, "use_sliding_window", True)
-    is_known = (
-        architecture(model) in FAMILIES
-        and config._attn_implementation == "sdpa"
+    return (
+        config._attn_implementation == "sdpa"
         and all(kind == "full_attention" for kind in layer_types)
         and not (getattr(config, "sliding_window", None) and uses_window)
         and getattr(config, "clip_qkv", None) is None
         and getattr(config, "hidden_act", "silu") == "silu"
         and rope.get("rope_type", "default") in ("default", "llama3")
-        and output_head(model).bias is None
     )
-    return is_known and _same_logits(model, precision if is_sharded(model) else torch.float32)
 
 
 @torch.no_grad()

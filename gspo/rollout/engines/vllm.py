@@ -20,7 +20,7 @@ import torch
 
 from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
-from gspo.model.cost import head_dim_of
+from gspo.model.cost import uniform_head_dim
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
@@ -59,7 +59,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
         self.asleep = False
         self.host: LLMHost | EngineProcess | None = None
         self.gpus: list[str] = []
-        check_start(settings, head_dim_of(policy.model.config))
+        check_start(settings, uniform_head_dim(policy.model.config))
         weight_bytes = sum(tensor.nbytes for tensor in policy.model.state_dict().values())
         self._check_model_fits(weight_bytes)
         if self.ranks.world_size > 1:

@@ -9,18 +9,25 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    OPTConfig,
+)
 
+from architectures import small_model
 from builders import batch_of, fed, sample, small_policy
 from families import other_family
 from gspo.model import adapter as adapters
-from gspo.model.adapter import Adapter, targets
+from gspo.model.adapter import Adapter, check_adapted_forward, targets
 from gspo.model.cost import active_parameters
 from gspo.model.forward import network
 from gspo.model.forward.packed_weights import LayerWeights, _prepare_experts
 from gspo.model.loading import load, save
 from gspo.model.policy import Policy
 from gspo.model.settings import LoraSettings, TinyDense, TinyMoE
+from gspo.model.tokenizer import character_tokenizer
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engines.local import LocalEngine
 from moe_families import MOE_FAMILIES
@@ -340,6 +347,41 @@ def test_what_is_adapted():
     assert len(targets(dense, "all")[0]) == 2 * 7
     with refuses("policy.lora.targets", "experts", "Qwen3ForCausalLM has no such"):
         targets(dense, "experts")
+
+
+@pytest.mark.parametrize("family", ["jamba", "llama4_text", "jetmoe"])
+def test_routers_and_layers_that_an_adapter_cannot_change_are_left_out(family):
+    policy = Policy(small_model(family), character_tokenizer())
+    linear, _ = targets(policy.model, "all")
+    assert linear and not any("router" in name or "dt_proj" in name for name in linear)
+    assert any("mamba" in name for name in linear) == (family == "jamba")
+    policy.adapt(LoraSettings(rank=2, targets="all"), seed=0)
+
+
+def test_a_forward_that_fails_with_an_adapter_is_refused(monkeypatch):
+    policy = Policy(small_model("gpt2"), character_tokenizer())
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the size of tensor a must match\nthat of b")
+
+    monkeypatch.setattr(policy.model, "forward", fail)
+    with refuses(
+        "policy.lora", problem="of GPT2LMHeadModel fails with an adapter (RuntimeError: the"
+    ):
+        check_adapted_forward(policy.model)
+
+
+def test_a_critic_has_the_width_of_the_head():
+    """OPT-350M's head is narrower than its layers."""
+    config = OPTConfig(
+        vocab_size=100, hidden_size=32, word_embed_proj_dim=16, num_hidden_layers=1, ffn_dim=32
+    )
+    config.num_attention_heads = 2
+    model = AutoModelForCausalLM.from_config(config)
+    head = ValueHead.open(model, None)
+    with head.recording(model), torch.no_grad():
+        model(torch.arange(4)[None])
+    assert head(head.hidden_of_last_forward()).shape == (1, 4)
 
 
 def multimodal_model() -> Gemma3ForConditionalGeneration:

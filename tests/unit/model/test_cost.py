@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from builders import small_policy
-from gspo.model.cost import EXPERTS, active_parameters, number
+from gspo.model.cost import EXPERTS, active_parameters, number, uniform_head_dim
 from gspo.model.policy import Policy
 from trainers import steps, trainer
 
@@ -132,6 +133,15 @@ def test_what_cannot_be_told_is_no_number():
     other = model(copy.deepcopy(FAMILIES["llama"][0]))
     other.config.num_experts = 8
     assert active_parameters(other) is None, "experts that are nowhere among the modules"
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "minimax"])
+def test_layers_of_several_sizes_and_linear_attention_have_no_cost_that_is_known(family):
+    config = CONFIG_MAPPING[family]()
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    assert active_parameters(outline) is None
+    assert (uniform_head_dim(config) is None) == (family == "gemma4_text")
 
 
 def test_a_run_of_unknown_cost_reports_none():

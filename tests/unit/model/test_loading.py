@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from architectures import small_model
 from builders import small_policy
 from gspo.model import loading
 from gspo.model.loading import check_can_be_written, load, save, writable
-from gspo.model.settings import HFModel, StandIn
+from gspo.model.policy import Policy
+from gspo.model.settings import HFModel, StandIn, TinyDense
 from gspo.model.tokenizer import character_tokenizer
 from refusals import refuses
 
@@ -71,6 +73,33 @@ def test_loaded_weights_lie_where_those_that_a_process_makes_lie(tmp_path):
         assert set(addresses) == {0}
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         assert tied == made.model.config.tie_word_embeddings
+
+
+def test_a_head_that_is_not_the_embedding_stays_another_tensor_whatever_the_configuration_says(
+    tmp_path,
+):
+    """Copies for the engine, checkpoints and what is read of them follow the configuration."""
+    made = small_policy(TinyDense(hidden=16, layers=1, heads=2, width=16))
+    save(made.model, made.tokenizer, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    policy = Policy(*load(str(tmp_path)))
+    assert not policy.model.config.tie_word_embeddings
+    save(policy.model, policy.tokenizer, tmp_path / "again")
+    token_ids = torch.arange(5)[None]
+    expected = policy.model(token_ids).logits
+    for model in (policy.copy(torch.float32).model, load(str(tmp_path / "again"))[0]):
+        torch.testing.assert_close(model(token_ids).logits, expected)
+    without_embedding = [p for p in policy.model.parameters() if p is not embedding_of(policy)]
+    assert policy.active_parameters == sum(p.numel() for p in without_embedding)
+
+
+def embedding_of(policy: Policy) -> torch.Tensor:
+    return policy.model.get_input_embeddings().weight
 
 
 def test_a_folder_of_links_as_in_the_hugging_face_cache_is_loaded_and_its_sizes_are_checked(

@@ -135,6 +135,27 @@ def test_what_ranks_write_is_a_folder_that_transformers_opens(folder, count, dea
     assert index.keys() == stored, "the names are those that transformers itself writes"
 
 
+@pytest.mark.parametrize("folder", ["tied, dense"], indirect=True)
+def test_the_files_are_those_that_transformers_reads(folder):
+    """Another file beside them is not read, and a head may not differ from its embedding."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    save_file({k: v + 1 for k, v in weights.items()}, folder / "model_old.safetensors")
+
+    def embedding(ranks):
+        try:
+            return full_tensor(spread(folder, ranks)[0].model.embed_tokens.weight.detach())
+        except ValueError as error:
+            return str(error)
+
+    name = "model.embed_tokens.weight"
+    assert all(torch.equal(read, weights[name]) for read in ranked(2, embedding))
+    save_file(weights | {"lm_head.weight": weights[name].clone()}, path, {"format": "pt"})
+    assert all(torch.equal(read, weights[name]) for read in ranked(2, embedding))
+    save_file(weights | {"lm_head.weight": weights[name] + 1}, path, {"format": "pt"})
+    assert all("lm_head.weight differs from the input embedding" in e for e in ranked(2, embedding))
+
+
 @one_model
 def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(folder):
     path = folder / "model.safetensors"

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from gspo.model.chat import control_tokens
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.conversation import Conversation
-from gspo.model.chat.prompts import PromptFormat, control_tokens_of
+from gspo.model.chat.prompts import PromptFormat, begin_ids, control_tokens_of
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
@@ -136,6 +137,20 @@ def test_a_template_that_fails_is_one_line():
         PromptFormat().check(tokenizer)
 
 
+@pytest.mark.parametrize("turn", ["{{ 1 / 0 }}", "{{ 'a'.split('') }}", "{{ range(10**7) }}"])
+def test_a_template_that_fails_on_an_answer_alone_is_used_for_prompts(turn):
+    """Whatever it raises. Its answers then have no end of turn that is known."""
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}" + turn
+    template += "{% else %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer = tokenizer_of(template, "<|im_end|>")
+    PromptFormat().check(tokenizer)
+    assert PromptFormat().end_of_turn(tokenizer) is None
+    assert PromptFormat().write(tokenizer, [{"role": "user", "content": "1"}]) == "<|im_start|>1"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="refuses a chat of user, assistant"):
+        PromptFormat().write(tokenizer, turns)
+
+
 def test_the_date_is_the_settings_and_not_todays():
     tokenizer = tokenizer_of(DATED, "<|im_end|>")
     turns = [{"role": "user", "content": "1+1"}]
@@ -251,6 +266,18 @@ def test_the_begin_of_sequence_token_stays_alone_in_a_plain_prompt():
     assert PromptFormat().encode(tokenizer, "<bos>1<eos>") == tokenizer.convert_tokens_to_ids(
         list("<bos>1<eos>")
     )
+
+
+@pytest.mark.parametrize(
+    ("form", "begins"),
+    [("<eos> $A", ["<eos>"]), ("<bos> $A <eos>", ["<bos>"]), ("$A <eos>", []), ("$A", [])],
+)
+def test_the_tokens_that_begin_every_text(form, begins):
+    """OPT begins a text with its end-of-sequence token."""
+    tokenizer = character_tokenizer()
+    ids = [(word, tokenizer.convert_tokens_to_ids(word)) for word in ("<bos>", "<eos>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=form, special_tokens=ids)
+    assert begin_ids(tokenizer) == tokenizer.convert_tokens_to_ids(begins)
 
 
 def test_the_text_of_a_response_keeps_a_models_own_special_tokens():

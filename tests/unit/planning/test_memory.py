@@ -130,6 +130,21 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_attn_implementation", "eager"),
+        ("hidden_act", "gelu"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+    ],
+)
+def test_a_setting_that_rules_out_our_forward_has_no_plan(name, value):
+    config = small_config("dense")
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match="run through gspo's own forward, and a setting of this"):
+        measure(config, work())
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "case",
