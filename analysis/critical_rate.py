@@ -190,6 +190,7 @@ def log_ratio(
     runs_AR = runs_SAR.sum(-3)
     collapsed_AR = collapsed_SAR.sum(-3)
     _, critical_A = fit(rates_R, runs_AR, collapsed_AR)
-    with np.errstate(divide="ignore"):
+    # an arm without a critical rate has 0 or infinity, and two such arms have no ratio
+    with np.errstate(divide="ignore", invalid="ignore"):
         log_critical_A = np.log(critical_A)
-    return log_critical_A[..., a] - log_critical_A[..., b]
+        return log_critical_A[..., a] - log_critical_A[..., b]
