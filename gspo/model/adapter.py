@@ -42,8 +42,9 @@ from gspo.model.weights import parts_without_text
 # peft's names of its files
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# linear layers whose weight the model reads itself, so that an adapter would do nothing (Mamba)
-READ_WITHOUT_FORWARD = ("dt_proj",)
+# linear layers whose weight the model reads itself, so that an adapter would do nothing: Mamba's and
+# DeepSeek-V4's
+READ_WITHOUT_FORWARD = ("dt_proj", "o_a_proj")
 # transformers' names of the module that holds q, k, v and o
 ATTENTION = ("self_attn", "attention", "attn")
 # in peft's files, names of tensors begin with the names of peft's class around the model
@@ -88,15 +89,15 @@ class Adapter:
             peft.inject_adapter_in_model(self.config, model, NAME)
         self.layers = [module for module in model.modules() if is_wrapped(module)]
         self._wrappers = _wrappers_by_weight(model)
-        if self._wrappers.keys() != {f"{name}.weight" for name in linear} | set(experts):
-            expected = {f"{name}.weight" for name in linear} | set(experts)
-            different = sorted(self._wrappers.keys() ^ expected)
+        expected = {f"{name}.weight" for name in linear} | set(experts)
+        different = sorted(self._wrappers.keys() ^ expected)
+        if different:
             raise SettingError(
                 "policy.lora.targets",
                 settings.targets,
                 f"peft adapts other layers of this model: it differs in {different[0]} and "
                 f"{len(different) - 1} more",
-                remedy="try policy.lora.targets=attention or experts",
+                remedy="try another of all, attention and experts",
             )
 
     @cached_property
@@ -240,8 +241,7 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
         is_router = any("router" in part.lower() for part in parts)
         if name.startswith(without_text) or is_router or parts[-1] in READ_WITHOUT_FORWARD:
             continue
-        # subclasses, such as Llama 4's router, return something else
-        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             if len(parts) > 1 and parts[-2] in ATTENTION:
                 attention.append(name)
             elif "experts" in parts:

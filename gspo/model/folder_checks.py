@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 
+from gspo.io import untrusted
 from gspo.io.errors import SettingError
 from gspo.io.tables import counted
-from gspo.model.claimed_size import GENERATION_CONFIG, json_content
+from gspo.model.claimed_size import GENERATION_CONFIG, MAX_CONFIG_BYTES, weight_files
 
 # quantization methods whose weights transformers dequantizes to 16 bits if it has no kernels
 DEQUANTIZED_METHODS = ("mxfp4",)
@@ -23,6 +28,9 @@ TOKENIZER_FILES = (
     "tekken.json",
     "tokenizer_config.json",
 )
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+ROWS_AT_ONCE = 4096  # rows of a vocabulary that are compared at a time
 MAX_NAMED = 3  # missing weights that a message names
 
 
@@ -62,6 +70,42 @@ def check_not_quantized(
         )
 
 
+def check_tied_head(config: transformers.PretrainedConfig, path: str) -> None:
+    """Raise ValueError if the files hold a head that differs from the embedding it is tied to.
+
+    It is for models that are built without their weights. transformers compares the two itself when
+    it loads weights."""
+    if not getattr(config, "tie_word_embeddings", False) or not Path(path).is_dir():
+        return
+    with ExitStack() as stack:
+        stored = {}
+        for file in weight_files(Path(path)):
+            try:
+                opened = stack.enter_context(safe_open(file, "pt"))
+            # whoever reads the weights refuses the file
+            except (OSError, SafetensorError):
+                return
+            names = {HEAD, EMBEDDING}.intersection(opened.keys())
+            stored |= dict.fromkeys(names, opened)
+        if len(stored) < 2:
+            return
+        head = stored[HEAD].get_slice(HEAD)
+        embedding = stored[EMBEDDING].get_slice(EMBEDDING)
+        rows = embedding.get_shape()[0]
+        is_same = head.get_shape() == embedding.get_shape() and all(
+            torch.equal(head[i : i + ROWS_AT_ONCE], embedding[i : i + ROWS_AT_ONCE])
+            for i in range(0, rows, ROWS_AT_ONCE)
+        )
+    if not is_same:
+        raise SettingError(
+            "model.path",
+            path,
+            f"config.json says tie_word_embeddings=true, but {HEAD} differs from the input "
+            "embedding",
+            remedy="set it to false",
+        )
+
+
 def check_generation_config(path: str) -> None:
     """Raise ValueError if a folder's generation_config.json cannot be read or names no stop tokens.
 
@@ -69,7 +113,11 @@ def check_generation_config(path: str) -> None:
     file = Path(path) / GENERATION_CONFIG
     if not file.is_file():
         return
-    content = json_content(file)
+    try:
+        # as transformers reads it: without byte order mark, in UTF-8
+        content = json.loads(untrusted.read_bytes(file.resolve(), MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):
+        content = None
     if not isinstance(content, dict):
         raise SettingError(
             "model.path", path, f"{GENERATION_CONFIG} is no JSON object", remedy="mend or remove it"

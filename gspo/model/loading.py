@@ -25,6 +25,7 @@ from gspo.model.folder_checks import (
     check_complete,
     check_generation_config,
     check_not_quantized,
+    check_tied_head,
     check_tokenizer_files,
 )
 from gspo.model.hub import check_source, nearest_model
@@ -105,7 +106,7 @@ def load_outline(path: str, attention: str) -> Loaded:
         tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
-    check_claimed_size(config, path)
+    check_tied_head(config, path)
     with one_line(path), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model, usable(tokenizer, path)
@@ -287,17 +288,12 @@ def positions(config: transformers.PretrainedConfig) -> int | None:
     the model's first training had it. A row's log-probs would depend on its neighbours, so that
     length is the bound."""
     config = config.get_text_config()
-    if uses_longrope(config):
-        return config.rope_parameters["original_max_position_embeddings"]
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if rotation.get("rope_type") == "longrope":
+        return rotation["original_max_position_embeddings"]
     # transformers maps the n_positions of GPT-2 and others to the first name.
     maximum = getattr(config, "max_position_embeddings", None)
     return maximum or getattr(config, "max_seq_len", None) or None
-
-
-def uses_longrope(config: transformers.PretrainedConfig) -> bool:
-    """Return whether a model rotates positions by the factors of LongRoPE."""
-    rotation = getattr(config, "rope_parameters", None) or {}
-    return rotation.get("rope_type") == "longrope"
 
 
 def save(

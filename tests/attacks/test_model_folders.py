@@ -263,6 +263,15 @@ def test_a_folder_that_lacks_weights_is_refused(folder, rename, message):
         load(str(folder))
 
 
+def test_a_plan_needs_no_weights(folder):
+    """A folder cloned without its large files has pointers in their place."""
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert config_of(HFModel(path=str(folder))).num_hidden_layers == 1
+    load_outline(str(folder), "sdpa")
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        load(str(folder))
+
+
 def test_damaged_weights_are_named(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()

@@ -115,21 +115,25 @@ def main() -> None:
     functions["strftime_now"] = lambda form: datetime.now().strftime(form)
     resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    for template in request["templates"]:
+    for text in request["templates"]:
+        try:
+            template = environment.from_string(text)
+        # the run says so itself
+        except jinja2.TemplateError:
+            continue
         for chat in CHATS:
             for tools in (None, TOOLS):
                 for adds_prompt in (True, False):
                     variables = {"messages": chat, "tools": tools, **request["variables"]}
                     variables["add_generation_prompt"] = adds_prompt
-                    render(environment, template, variables)
+                    render(template, variables)
 
 
-def render(environment: Any, template: str, variables: dict[str, Any]) -> None:
+def render(template: Any, variables: dict[str, Any]) -> None:
     """Render a template once. End the process if it writes too much."""
     size = 0
     try:
-        pieces = environment.from_string(template).generate(**variables)
-        for piece in pieces:
+        for piece in template.generate(**variables):
             size += len(piece)
             if size > MAX_CHARS:
                 sys.exit(TOO_LARGE)

@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -30,7 +29,7 @@ from gspo.io.errors import SettingError
 from gspo.io.files import errors_of_the_disk
 from gspo.io.untrusted import open_plain_file
 from gspo.model.claimed_size import check_claimed_size, weight_files
-from gspo.model.folder_checks import check_tokenizer_files
+from gspo.model.folder_checks import check_tied_head, check_tokenizer_files
 from gspo.model.forward.network import FAMILIES
 from gspo.model.loading import (
     Loaded,
@@ -43,7 +42,6 @@ from gspo.model.loading import (
 )
 from gspo.model.sharding.dtensors import architecture, full_tensor, local_tensor
 from gspo.model.sharding.fsdp import Shards, local_rows
-from gspo.model.weights import input_embedding
 
 # bytes of a file of weights; files are smaller if there would be fewer files than ranks
 FILE_BYTES = 4e9
@@ -52,7 +50,6 @@ MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 MIXTRAL_MATRICES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 # The routers of GLM-4.5 have a bias that is no parameter. Only parameters are read and written here.
 SHARDED_FAMILIES = tuple(name for name in FAMILIES if name != "Glm4MoeForCausalLM")
-HEAD = "lm_head.weight"
 STORED_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -112,8 +109,9 @@ def load_sharded(
             "shard",
             f"reads weights of 16 or 32 bits; model.path={path!r} has quantized ones",
         )
-    check_claimed_size(config, str(folder))
     with one_line(path):
+        check_claimed_size(config, str(folder))
+        check_tied_head(config, str(folder))
         with torch.device("meta"):
             model = getattr(transformers, model_class)(config).to(torch.float32)
         shards.shard_model(model, precision)
@@ -178,24 +176,6 @@ def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
                 if shape != expected:
                     raise ValueError(f"{folder}: {part} has the shape {shape}, not {expected}")
                 target.copy_(stored[rows.start : rows.stop])
-        check_tied(model, file_of_tensor, folder)
-
-
-def check_tied(
-    model: transformers.PreTrainedModel, file_of_tensor: dict[str, Any], folder: Path
-) -> None:
-    """Raise ValueError if the files hold a head that differs from the embedding it is tied to."""
-    if not model.config.tie_word_embeddings or HEAD not in file_of_tensor:
-        return
-    embedding = input_embedding(model)
-    rows = local_rows(embedding)
-    stored = file_of_tensor[HEAD].get_slice(HEAD)[rows.start : rows.stop]
-    local = local_tensor(embedding)
-    if not torch.equal(stored.to(local), local):
-        raise ValueError(
-            f"{folder}: config.json says tie_word_embeddings=true, but {HEAD} differs from the "
-            "input embedding; set it to false"
-        )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gspo.rewards.sandbox.values import near, same_output
 
 CODEFORCES_TOLERANCE = 1e-6  # relative or absolute, as most of Codeforces' problems have it
-# testlib's checkers of real numbers, and their relative or absolute tolerance. That of rcmp is
-# absolute in testlib.
+# testlib's checkers of real numbers, and their tolerance: relative or absolute, but that of rcmp is
+# absolute
 TESTLIB_TOLERANCES = {"rcmp": 1.5e-6, "rcmp4": 1e-4, "rcmp6": 1e-6, "rcmp9": 1e-9}
 TESTLIB_CASELESS = ("yesno", "nyesno")
 TESTLIB_LINES = ("fcmp", "lcmp")
@@ -61,22 +61,27 @@ def agrees(rule: OutputRule, expected: str, printed: str) -> bool:
     The checkers of testlib compare words and ignore where lines end, but for two: lcmp compares the
     words of each line, and fcmp the lines. Those of real numbers have a tolerance for integers too.
     """
-    if not rule.testlib or rule.testlib == "fcmp":
+    if not rule.testlib:
         return same_output(expected, printed, rule.tolerance)
+    if rule.testlib == "fcmp":
+        return expected.rstrip("\n").split("\n") == printed.rstrip("\n").split("\n")
     if rule.testlib == "lcmp":
         expected_lines = expected.strip().split("\n")
         printed_lines = printed.strip().split("\n")
         return [line.split() for line in expected_lines] == [line.split() for line in printed_lines]
-    if rule.testlib in TESTLIB_CASELESS:
-        expected = expected.lower()
-        printed = printed.lower()
     expected_words = expected.split()
     printed_words = printed.split()
+    if rule.testlib in TESTLIB_CASELESS:
+        expected_words = expected.lower().split()
+        printed_words = printed.lower().split()
+        if not {"yes", "no"}.issuperset(printed_words):
+            return False
     tolerance = TESTLIB_TOLERANCES.get(rule.testlib)
     if tolerance is None:
         return expected_words == printed_words
     return len(expected_words) == len(printed_words) and all(
-        near(x, y, tolerance) for x, y in zip(expected_words, printed_words, strict=True)
+        near(x, y, tolerance, is_relative=rule.testlib != "rcmp")
+        for x, y in zip(expected_words, printed_words, strict=True)
     )
 
 

@@ -354,10 +354,10 @@ def _same_line(expected: str, printed: str, tolerance: float) -> bool:
     return True
 
 
-def near(expected: str, printed: str, tolerance: float) -> bool:
+def near(expected: str, printed: str, tolerance: float, is_relative: bool = True) -> bool:
     """Return whether two words are decimal numbers that differ by no more than `tolerance`.
 
-    It is relative to the expected number if that is larger than 1 in size, else absolute."""
+    With `is_relative` it is relative to the expected number, if that is larger than 1 in size."""
     if not (DECIMAL.fullmatch(expected) and DECIMAL.fullmatch(printed)):
         return False
     try:
@@ -367,7 +367,9 @@ def near(expected: str, printed: str, tolerance: float) -> bool:
             return True
         if not tolerance:
             return False
-        bound = Decimal(tolerance) * max(Decimal(1), abs(expected_number))
+        bound = Decimal(tolerance)
+        if is_relative:
+            bound *= max(Decimal(1), abs(expected_number))
         return abs(expected_number - printed_number) <= bound
     except ArithmeticError:  # an exponent is beyond any decimal's
         return False

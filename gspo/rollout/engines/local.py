@@ -30,7 +30,7 @@ from gspo.rollout.engines.kept_recorder import KeptRecorder
 from gspo.rollout.engines.quantization import quantize
 from gspo.rollout.engines.requests import RandomKey, Row, SamplingRequest
 from gspo.rollout.engines.static_decode import StaticDecoder
-from gspo.rollout.engines.transformers_decode import transformers_decoder
+from gspo.rollout.engines.transformers_decode import UncachedDecoder, transformers_decoder
 from gspo.rollout.engines.truncation import Truncation, kept_tokens
 
 # A GPU is asked which rows have ended after so many tokens, because it must finish all its work to
@@ -117,12 +117,22 @@ class LocalEngine(Engine):
         On a GPU its tensors have fixed shapes, unless `cuda_graphs` is false."""
         network = self.sampler.network
         if not network:
-            return self.transformers_decoder(self.sampler)
+            return self._decoder_through_transformers(rows)
         device = self.sampler.device
         if not self.cuda_graphs or not runs_ahead(device):
             return NetworkDecoder(network)
         max_tokens = max(row.limit for row in rows)
         return StaticDecoder(network, max_tokens, records=device.type == "cuda")
+
+    def _decoder_through_transformers(self, rows: list[Row]) -> Decoder:
+        """Return the decoder for rows of a model that runs through its own forward.
+
+        A cache has columns for the longest prefix and the most new tokens. Models with a table of
+        positions have no more columns than positions, and LongRoPE changes its factors there."""
+        columns = max(len(row.prefix_ids) for row in rows) + max(row.limit for row in rows)
+        if self.positions is not None and columns > self.positions:
+            return UncachedDecoder(self.sampler)
+        return self.transformers_decoder(self.sampler)
 
     @torch.no_grad()
     def converse(

@@ -15,8 +15,6 @@ Shape suffixes: P prompts, R rows, S columns, L MoE layers, K experts per token,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,7 +33,6 @@ from gspo.model.forward.padded_forward import (
     padded,
     probe_rows,
 )
-from gspo.model.loading import uses_longrope
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
 from gspo.rollout.engines.decode import DecodeOutput, NetworkDecoder
@@ -116,18 +113,6 @@ class TransformersDecoder:
         self.pad_id = policy.pad_id
         self.positions = policy.positions
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
-        """Run the model's forward, and return its outputs.
-
-        A row that has ended is fed until it is dropped, which may be beyond the model's last
-        position. Such tokens get the last position: GPT-2 has no other, and LongRoPE would rotate
-        the other rows by other factors."""
-        if self.positions and "position_ids" in arguments:
-            last_position = self.positions - 1
-            position_ids = arguments["position_ids"].clamp(max=last_position)
-            arguments = arguments | {"position_ids": position_ids}
-        return self.model(**arguments)
-
     def _recorded_experts(self, rows: int) -> Tensor | None:
         """Return the experts of the last forward of `rows` rows, None without MoE layers."""
         return self.routing.recorded(rows) if self.routing.layers else None
@@ -143,13 +128,6 @@ class CachedDecoder(TransformersDecoder):
         if not isinstance(policy.model, GenerationMixin):
             raise TypeError("it does not inherit GenerationMixin")
         self.generation = policy.model
-        self.prepare_inputs: Callable[..., dict[str, Any]]
-        self.prepare_inputs = policy.model.prepare_inputs_for_generation
-        if uses_longrope(policy.model.config.get_text_config()):
-            # Phi-3's own method drops the cache when the columns, padding included, exceed the
-            # length at which the factors change. No row exceeds it here.
-            general_method = GenerationMixin.prepare_inputs_for_generation
-            self.prepare_inputs = MethodType(general_method, policy.model)
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first output."""
@@ -193,9 +171,11 @@ class CachedDecoder(TransformersDecoder):
         """Feed the tokens that were not fed before, and return the next output.
 
         `stage` are the arguments by which `generate` tells a prefill from a later token."""
-        inputs = self.prepare_inputs(self.tokens_RS, **stage, **self.model_kwargs)
+        inputs = self.generation.prepare_inputs_for_generation(
+            self.tokens_RS, **stage, **self.model_kwargs
+        )
         with self.routing.recording():
-            outputs = self._run({**inputs, "return_dict": True})
+            outputs = self.model(**inputs, return_dict=True)
             experts = self._recorded_experts(len(self.tokens_RS))
         self.model_kwargs = self.generation._update_model_kwargs_for_generation(
             outputs, self.model_kwargs
@@ -206,7 +186,8 @@ class CachedDecoder(TransformersDecoder):
 class UncachedDecoder(TransformersDecoder):
     """A decoder that passes whole rows through the model's own forward for every token.
 
-    Rows are padded on the right, which cannot change the results of a causal model."""
+    Rows are padded on the right, which cannot change the results of a causal model. A row that has
+    ended is fed until it is dropped, but never beyond the model's last position."""
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first output."""
@@ -225,10 +206,13 @@ class UncachedDecoder(TransformersDecoder):
         """Feed a token per row, and return the next output."""
         if self.filled == self.tokens_RS.shape[1]:
             self.tokens_RS = F.pad(self.tokens_RS, (0, GROWTH_COLUMNS), value=self.pad_id)
-        self.filled += 1
-        rows = torch.arange(len(tokens_R), device=tokens_R.device)
-        self.tokens_RS[rows, self.lengths_R] = tokens_R
         self.lengths_R = self.lengths_R + 1
+        self.filled += 1
+        if self.positions:
+            self.lengths_R = self.lengths_R.clamp(max=self.positions)
+            self.filled = min(self.filled, self.positions)
+        rows = torch.arange(len(tokens_R), device=tokens_R.device)
+        self.tokens_RS[rows, self.lengths_R - 1] = tokens_R
         logits_RV, experts = self._forward()
         if experts is not None:
             experts = at_columns(experts, self.lengths_R[:, None] - 1)
@@ -246,8 +230,7 @@ class UncachedDecoder(TransformersDecoder):
         attention_RS = columns_S < self.lengths_R[:, None]
         arguments = forward_arguments(self.model, attention_RS)
         with self.routing.recording():
-            arguments |= {"input_ids": tokens_RS, "use_cache": False}
-            logits_RSV = self._run(arguments).logits
+            logits_RSV = self.model(input_ids=tokens_RS, use_cache=False, **arguments).logits
             experts = self._recorded_experts(len(tokens_RS))
         last_logits_R1V = at_columns(logits_RSV, self.lengths_R[:, None] - 1)
         return last_logits_R1V.squeeze(1), experts

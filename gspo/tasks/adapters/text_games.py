@@ -93,6 +93,7 @@ class TextGames(SeededGames, key="task"):
 
     def beginning(self, seed: int) -> str:
         """Return the text with which the game of a seed begins. Raises CannotBegin."""
+        _ = self._maker  # imports the user's module, which may take longer than a step
         player = Player(self.game, self.step_seconds)
         try:
             beginning = player.finish(player.begin("reset", Problem(self.name, 0, "", seed)))

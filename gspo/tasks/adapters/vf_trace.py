@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import verifiers.v1 as vf
 from verifiers.v1.types import ToolCall, content_text
@@ -16,6 +16,7 @@ from gspo.tasks.environments.protocol import SampledTurn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 END_OF_THOUGHTS = "</think>"
+Value = TypeVar("Value", bound=float | None)
 MAX_NAME_CHARS = 40  # of a measure (gspo.tasks.environments.player.MEASURE_NAME)
 
 
@@ -49,27 +50,27 @@ def measures_of(values: Mapping[str, float | None]) -> dict[str, float]:
     """Return rewards and metrics of a trace as measures, without those that have no value."""
     finite = {
         name: float(value)
-        for name, value in values.items()
+        for name, value in by_plain_name(values).items()
         if value is not None and abs(value) <= LARGEST_REWARD  # false for NaN
     }
-    named = by_plain_name(finite)
-    return dict(list(named.items())[: MAX_MEASURES - 1])
+    return dict(list(finite.items())[: MAX_MEASURES - 1])
 
 
-def by_plain_name(values: Mapping[str, float]) -> dict[str, float]:
+def by_plain_name(values: Mapping[str, Value]) -> dict[str, Value]:
     """Return values under names that a measure may have.
 
     >>> by_plain_name({"a-b": 1.0, "a_b": 2.0, "turns": 3.0})
     {'a_b': 1.0, 'a_b_2': 2.0, '_turns': 3.0}
     """
-    named: dict[str, float] = {}
+    named: dict[str, Value] = {}
     for name, value in values.items():
         plain = first = plain_name(name)
         number = 1
         while plain in named:
             number += 1
             ending = f"_{number}"
-            plain = first[: MAX_NAME_CHARS - len(ending)] + ending
+            # one character is left for the mark of a reserved name
+            plain = plain_name(first[: MAX_NAME_CHARS - 1 - len(ending)] + ending)
         named[plain] = value
     return named
 

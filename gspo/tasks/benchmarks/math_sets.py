@@ -164,6 +164,7 @@ class Competition(MathBenchmark):
     """A competition whose answers are integers. Training problems may have other answers."""
 
     max_new_tokens: ClassVar[int] = DEEPSEEK_R1_MAX_NEW_TOKENS
+    smallest: ClassVar[int] = 0
     largest: ClassVar[int] = 999
 
     def item(self, row: DataRow, training: bool) -> Item:
@@ -171,9 +172,10 @@ class Competition(MathBenchmark):
         if training:
             return item
         gold = INTEGER.fullmatch(item.answer)
-        if not gold or not 0 <= int(gold[1]) <= self.largest:
+        if not gold or not self.smallest <= int(gold[1]) <= self.largest:
             raise row.wrong(
-                "answer", f"must be an integer from 0 to {self.largest}, not {item.answer!r}"
+                "answer",
+                f"must be an integer from {self.smallest} to {self.largest}, not {item.answer!r}",
             )
         return Item(item.text, item.prompt, str(int(gold[1])))
 
@@ -204,6 +206,7 @@ class AMC23(Competition):
     name: str = "amc23"
     hub: str = "math-ai/amc23"
     max_new_tokens: ClassVar[int] = QWEN_MATH_MAX_NEW_TOKENS
+    smallest: ClassVar[int] = -(10**9)
     largest: ClassVar[int] = 10**9
 
 

@@ -30,6 +30,7 @@ from gspo.tasks.graded_programs import GradedPrograms
 
 # also py3, python3.11 and {.python}, but not pycon, which is a session
 PYTHON = re.compile(r"\{?\.?(?:py(?:thon)?[\d.]*)?\}?")
+LANGUAGE = re.compile(r"[\w.+#{}-]+")
 FENCE = re.compile(r"((?:\s*(?:[-*+]|\d{1,3}[.)])(?=\s))*\s*)(`{3,}|~{3,})(.*)")
 FENCE_AFTER_WORDS = re.compile(r"(.*\s)(`{3,}|~{3,})((?:python|py)\d?\s*)\Z")
 # Python's parser recurses in C. If a library has raised sys.setrecursionlimit, as torch._dynamo
@@ -157,9 +158,9 @@ def answer_block(text: str, entry_point: str = "") -> str:
 def code_blocks(text: str) -> list[tuple[str, str]]:
     """Return the fenced blocks of a text in their order, as (language in lower case, lines).
 
-    A fence that is indented more than three columns deeper than the opening one belongs to the
-    block, as in the examples of a docstring. It closes the block if nothing else does. A fence with
-    a language, without such indentation, opens the next block."""
+    Fences that are indented deeper than the opening one come in pairs in the examples of a
+    docstring, and belong to the block. If their number is odd, the last one closes the block. A
+    fence with a language, without such indentation, opens the next block."""
     blocks = []
     block: _OpenBlock | None = None
     for line in text.split("\n"):
@@ -167,12 +168,14 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
             block.add(line)
             continue
         if block:
+            was_closed_before = len(block.deeper_fences) % 2 == 1
             before, _, after = line.partition(block.fence)
-            block.add(before)
-            opens_next = not before.strip() and re.match(r"[\w{]", after) is not None
-            blocks.append(block.finished(is_closed=not opens_next))
+            opens_next = not before.strip() and is_language(after)
+            if not was_closed_before:
+                block.add(before)
+            blocks.append(block.finished())
             block = None
-            if not opens_next:
+            if not opens_next and not was_closed_before:
                 continue
         opening = FENCE.match(line)
         indentation = len(opening[1]) if opening else len(line) - len(line.lstrip())
@@ -182,8 +185,16 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
             words = opening[3].lower().split()
             block = _OpenBlock(words[0] if words else "", opening[2], indentation)
     if block:
-        blocks.append(block.finished(is_closed=False))
+        blocks.append(block.finished())
     return blocks
+
+
+def is_language(text: str) -> bool:
+    """Return whether the text behind a fence names a language: ```python, but not ```Better: so."""
+    words = text.split()
+    if not words or text[:1].isspace() or not LANGUAGE.fullmatch(words[0]):
+        return False
+    return len(words) == 1 or PYTHON.fullmatch(words[0].lower()) is not None
 
 
 class _OpenBlock:
@@ -194,28 +205,29 @@ class _OpenBlock:
         self.fence = fence
         self.indentation = indentation
         self.lines: list[str] = []
-        # the index of the first line that is a fence with a deeper indentation
-        self.indented_fence: int | None = None
+        # the indices of lines that are fences with a deeper indentation
+        self.deeper_fences: list[int] = []
 
     def ends_at(self, line: str) -> bool:
         """Return whether a line ends the block, and note a fence that is indented deeper."""
         stripped = line.strip()
         if not stripped.endswith(self.fence) and not stripped.startswith(self.fence):
             return False
-        blanks = len(line) - len(line.lstrip())
-        is_deeper = blanks > self.indentation + 3 and stripped.startswith(self.fence)
-        if is_deeper and self.indented_fence is None:
-            self.indented_fence = len(self.lines)
+        columns = line.expandtabs(4)
+        blanks = len(columns) - len(columns.lstrip())
+        is_deeper = blanks > self.indentation + 1 and stripped.startswith(self.fence)
+        if is_deeper:
+            self.deeper_fences.append(len(self.lines))
         return not is_deeper
 
     def add(self, line: str) -> None:
         """Add a line without the indentation of the block."""
         self.lines.append(without_indentation(line, self.indentation))
 
-    def finished(self, is_closed: bool) -> tuple[str, str]:
-        """Return the language and the text, up to a deeper fence if no other closes the block."""
-        if not is_closed and self.indented_fence is not None:
-            self.lines = self.lines[: self.indented_fence]
+    def finished(self) -> tuple[str, str]:
+        """Return the language and the text, up to the deeper fence that closes the block if any."""
+        if len(self.deeper_fences) % 2 == 1:
+            self.lines = self.lines[: self.deeper_fences[-1]]
         return self.language, "\n".join(self.lines).rstrip() + "\n"
 
 

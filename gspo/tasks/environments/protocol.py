@@ -151,7 +151,9 @@ class EnvironmentTask(Task):
 
     @property
     def at_once(self) -> int:
-        """The number of its environments that may run a method at the same time, 0 for no limit.
+        """The number of its environments that may run `reset`, `step` or `settle` at the same time.
+
+        0 means no limit.
 
         A task needs a limit if its environments share a resource that serves only a few at a time.
         Otherwise a slow turn could make another episode exceed its time limit."""

@@ -229,15 +229,16 @@ class _Episode(Environment):
 def code_of(text: str) -> str | None:
     """Return the code of a turn's first call of the tool, or None for a turn without a call.
 
-    Calls in thoughts do not count. The arguments may be a text of JSON, as OpenAI writes them.
-    Raises ValueError for a malformed call, and for another tool."""
-    text = text.rpartition(END_OF_THOUGHTS)[2]
-    call = CALL.search(text)
-    if call:
-        return call[1]
-    chat_call = CHAT_CALL.search(text)
-    if not chat_call:
+    Calls in thoughts that have ended do not count. The arguments may be a text of JSON, as OpenAI
+    writes them. Raises ValueError for a malformed call, and for another tool."""
+    end_of_thoughts = text.rfind(END_OF_THOUGHTS)
+    calls = [call for call in CALL.finditer(text) if call.end() > end_of_thoughts]
+    if calls:
+        return calls[0][1]
+    chat_calls = [call for call in CHAT_CALL.finditer(text) if call.end() > end_of_thoughts]
+    if not chat_calls:
         return None
+    chat_call = chat_calls[0]
     try:
         request = json.loads(chat_call[1])
         arguments = request["arguments"]

@@ -349,7 +349,7 @@ def test_what_is_adapted():
         targets(dense, "experts")
 
 
-@pytest.mark.parametrize("family", ["jamba", "llama4_text", "jetmoe"])
+@pytest.mark.parametrize("family", ["jamba", "llama4_text", "jetmoe", "falcon"])
 def test_routers_and_layers_that_an_adapter_cannot_change_are_left_out(family):
     policy = Policy(small_model(family), character_tokenizer())
     linear, _ = targets(policy.model, "all")

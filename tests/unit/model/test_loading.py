@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from architectures import small_model
 from builders import small_policy
 from gspo.model import loading
-from gspo.model.loading import check_can_be_written, load, save, writable
+from gspo.model.loading import check_can_be_written, load, load_outline, save, writable
 from gspo.model.policy import Policy
 from gspo.model.settings import HFModel, StandIn, TinyDense
 from gspo.model.tokenizer import character_tokenizer
@@ -87,6 +87,8 @@ def test_a_head_that_is_not_the_embedding_stays_another_tensor_whatever_the_conf
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with refuses("model.path", problem="lm_head.weight differs from the input embedding"):
+        load_outline(str(tmp_path), "sdpa")  # without the weights' content
     policy = Policy(*load(str(tmp_path)))
     assert not policy.model.config.tie_word_embeddings
     save(policy.model, policy.tokenizer, tmp_path / "again")

@@ -88,6 +88,12 @@ def test_letter_case_counts_unless_the_rule_says_otherwise():
         ("lcmp", "a b", "a\nb", False),
         ("fcmp", "a b", "a\nb", False),
         ("fcmp", "a b", "a  b", False),
+        ("fcmp", "a b\nc\n", "a b\nc", True),
+        ("fcmp", "1", "1.0", False),
+        ("fcmp", "a", " a", False),
+        ("rcmp", "1000000000", "1000000000.000001", True),
+        ("rcmp", "1000000000", "1000000001", False),
+        ("yesno", "MAYBE", "maybe", False),
         ("nyesno", "YES NO", "yes\nno", True),
     ],
 )
@@ -114,6 +120,14 @@ def test_a_checker_that_fails_says_nothing_about_the_program(grader):
         OutputRule(checker="def check(input, expected, output):\n    raise RuntimeError\n"),
     )
     assert verdict(grader, "print(3, 4)", case) == "sandbox-error"
+
+
+def test_a_checker_that_takes_too_long_says_nothing_about_the_program(grader):
+    """It may only take longer for this right output than for the expected one."""
+    checker = "def check(input, expected, output):\n    while output != expected:\n        pass\n"
+    case = StdinCase("7", "3 4", OutputRule(checker=checker + "    return True\n"))
+    with CodeGrader(slots=1, cpu_seconds=0.5, wall_seconds=20, memory_mb=512) as quick:
+        assert verdict(quick, "print(1, 6)", case) == "sandbox-error"
 
 
 def test_what_a_checker_says():

@@ -475,6 +475,17 @@ def test_the_mbpp_prompts(tmp_path):
         ),
         ("```python\n    a()\n    ```\nIt calls a.", "    a()\n"),
         ("```python\n    a()\n    ```\nAs text:\n```text\nb\n```", "    a()\n"),
+        ("```python\nif x:\n    a()\n    ```\nIt prints\n```\n4\n```", "if x:\n    a()\n"),
+        ("```python\na()\n```Better: ```\nor\n```\nb()\n```", "b()\n"),
+        ("```python\na()\n```Better:\n```\nb()\n```", "b()\n"),
+        (
+            '```python\ndef f():\n  """\n  ```\n  f()\n  ```\n  """\n```',
+            'def f():\n  """\n  ```\n  f()\n  ```\n  """\n',
+        ),
+        (
+            '```python\ndef f():\n\t"""\n\t```\n\tf()\n\t```\n\t"""\n\tg()\n\t```\nSo.',
+            'def f():\n\t"""\n\t```\n\tf()\n\t```\n\t"""\n\tg()\n',
+        ),
     ],
 )
 def test_the_last_block_that_is_no_plain_output_is_the_program(text, code):

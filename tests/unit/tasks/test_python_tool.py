@@ -117,6 +117,7 @@ def test_a_call_may_not_take_longer_than_the_environment_has():
         ),
         ("<think><py>1</py></think>#12", None),
         ("<think><py>1</py></think><py>2</py>", "2"),
+        ("<py>print('</think>')</py>", "print('</think>')"),
         ("<py>1+1", None),
         ("#12", None),
     ],

@@ -219,8 +219,13 @@ def test_every_name_of_a_reward_becomes_one_that_a_measure_may_have():
     named = by_plain_name(values)
     assert list(named.values()) == list(values.values())
     assert list(named)[:4] == ["a_b", "a_b_2", "_turns", "gr__e"]
-    assert list(named)[4:] == [long[:40], f"{long[:38]}_2"]
+    assert list(named)[4:] == [long[:40], f"{long[:37]}_2"]
     assert fault_of(Outcome(done=True, measures=named, rewards=named)) == ""
+    same_names = measures_of({"a-b": None, "a_b": 2.0})
+    assert same_names == {"a_b_2": 2.0}, "a name does not depend on which values there are"
+    reserved = {f"reward_turns_{'x' * n}{end}": 1.0 for n in (0, 40) for end in ("", "!", "?")}
+    assert len(by_plain_name(reserved)) == 6
+    assert "reward_turns_2" not in by_plain_name({"reward_turns": 1.0, "reward-turns": 2.0})
     assert measures_of({"kept": 1.0, "nan": math.nan, "inf": math.inf, "none": None}) == {
         "kept": 1.0
     }
