@@ -12,10 +12,9 @@ from verifiers.v1.types import ToolCall, content_text
 
 from gspo.data.samples import LARGEST_REWARD
 from gspo.tasks.environments.player import MAX_MEASURES, RESERVED_MEASURES
-from gspo.tasks.environments.protocol import SampledTurn
+from gspo.tasks.environments.protocol import END_OF_THOUGHTS, SampledTurn
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-END_OF_THOUGHTS = "</think>"
 Value = TypeVar("Value", bound=float | None)
 MAX_NAME_CHARS = 40  # of a measure (gspo.tasks.environments.player.MEASURE_NAME)
 

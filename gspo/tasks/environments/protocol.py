@@ -63,6 +63,10 @@ class Outcome:
     rewards: dict[str, float] = field(default_factory=dict)
 
 
+# Reasoning models write their thoughts before this mark. Calls of tools before it are no calls.
+END_OF_THOUGHTS = "</think>"
+
+
 @dataclass(frozen=True)
 class SampledTurn:
     """A turn of the policy with its tokens.

@@ -28,11 +28,16 @@ from gspo.io.errors import SettingError
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits
 from gspo.tasks.base import SingleSet, check_split, draw_prompt
-from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome, Position
+from gspo.tasks.environments.protocol import (
+    END_OF_THOUGHTS,
+    Environment,
+    EnvironmentTask,
+    Outcome,
+    Position,
+)
 from gspo.tasks.testbed.chain_arithmetic import judge
 
 CALL = re.compile(r"<py>(.*?)</py>", re.DOTALL)
-END_OF_THOUGHTS = "</think>"
 CHAT_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # results of programs: the samples of a problem often call the tool with the same code
 MAX_CACHED_RESULTS = 4096

@@ -91,7 +91,7 @@ def test_whole_observations_and_actions_are_json(url):
     task = OpenEnv(url=url)
     problem = task.problem(1, "train", 1)
     assert problem.prompt == '{"prompt": "Guess a number from 1 to 9.", "tries": 0}'
-    texts = ["0", "[0]", '{"massage": "0"}', '{"message": "0"}']
+    texts = ["0", "[" * 100_000, '{"massage": "0"}', '{"message": "0"}']
     _, outcomes = played(task, problem, *texts)
     assert [o.measures["invalid_actions"] for o in outcomes] == [1, 1, 1, 0]
     assert outcomes[0].observation == "Invalid action: write it as a JSON object, and nothing else."
