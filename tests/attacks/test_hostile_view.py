@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from processes import listening_addresses
 from recorded_runs import write
 from spoiled_runs import ESCAPE, MARKUP, ROOT, pipe, row
 from viewer import Viewer
@@ -29,24 +30,6 @@ def named(folder: Path, study: str, seed: int = 1) -> Path:
     settings = yaml.safe_load((run / "settings.yaml").read_text()) | {"study": study}
     (run / "settings.yaml").write_text(yaml.safe_dump(settings))
     return run
-
-
-def listens(pid: int) -> set[str]:
-    """The addresses, in hexadecimal as the kernel writes them, on which a process and its children
-    listen.
-    """
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-        except FileNotFoundError:
-            continue
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    ]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
 def test_it_listens_on_the_loopback_address_and_opens_no_tunnel(tmp_path):
@@ -63,7 +46,7 @@ def test_it_listens_on_the_loopback_address_and_opens_no_tunnel(tmp_path):
     }
     with Viewer(tmp_path, "runs", **hosted) as viewer:
         assert viewer.address.startswith("http://127.0.0.1:")
-        assert listens(viewer.process.pid) == {"0100007F"}
+        assert listening_addresses([viewer.process.pid]) == {"0100007F"}
         assert not any("gradio.live" in line or "public" in line for line in viewer.said)
 
 

@@ -23,6 +23,7 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.engines.weights_folder import PREFIX
 from gspo.rollout.vllm_settings import VLLMRollout
+from processes import listening_addresses, open_files
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 psutil = pytest.importorskip("psutil")
@@ -67,8 +68,8 @@ def last_line(process: subprocess.Popen) -> str:
 
 def engine_folders(pid: int) -> list[Path]:
     """The folders through which this trainer passes weights: it holds a lock on each."""
-    held = [Path(os.readlink(file)) for file in Path(f"/proc/{pid}/fd").iterdir()]
-    return [path for path in held if path.name.startswith(PREFIX)]
+    paths = [Path(target) for target in open_files(pid)]
+    return [path for path in paths if path.name.startswith(PREFIX)]
 
 
 def test_an_engine_that_is_killed_ends_the_run_with_what_is_whole(tmp_path):
@@ -110,24 +111,7 @@ def test_an_engine_that_ends_while_it_starts_is_told(tmp_path):
     assert "SIGTERM" in line and "nothing was saved yet; go on with resume=" in line
 
 
-def listening(family: list[psutil.Process]) -> list[str]:
-    """Addresses on which these processes accept connections, from the kernel's tables."""
-    sockets = set()
-    for process in family:
-        for file in Path(f"/proc/{process.pid}/fd").iterdir():
-            target = os.readlink(file)
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
-    found = []
-    for name in ("tcp", "tcp6"):  # of the namespace that they are in
-        for line in Path(f"/proc/{family[0].pid}/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in sockets:
-                found.append(local.split(":")[0])
-    return found
-
-
-LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 NAMED = [
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -173,8 +157,8 @@ def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_noth
         (folder,) = engine_folders(process.pid)
         below = engines(process.pid)
         assert len(below) == (own == "true")
-        open_to = listening(family)
-        assert open_to and set(open_to) <= set(LOOPBACK), open_to
+        open_to = listening_addresses(member.pid for member in family)
+        assert open_to and open_to <= LOOPBACK, open_to
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=SECONDS) == 143
     finally:
@@ -197,7 +181,8 @@ def test_a_worker_that_is_killed_ends_the_engine():
             *psutil.Process(engine.host.process.pid).children(),
         ]
         workers = [p for p in family if "Worker" in p.name()]
-        assert len(workers) == 2 and set(listening(family)) <= set(LOOPBACK)
+        assert len(workers) == 2
+        assert listening_addresses(member.pid for member in family) <= LOOPBACK
         workers[1].kill()
         with pytest.raises(
             EngineEnded, match=r"vLLM's process \(process \d+\) ended by itself with exit code 1"
