@@ -23,6 +23,7 @@ from typing import Any
 from gspo.checking.report import FAIL, SKIP, SLOW, Finding, header
 from gspo.data.lazy_torch import torch
 from gspo.io.arguments import command_options, option
+from gspo.io.errors import SettingError
 from gspo.io.files import replace_text
 from gspo.run.code_state import code_state
 from gspo.run.entry_point import command_line
@@ -48,8 +49,12 @@ def check() -> None:
     """Print each finding as soon as its check yields it. The exit code is 1 if a check failed."""
     options = command_options(Options, __doc__)
     if options.json:
-        # fail before the checks if the file cannot be written
-        replace_text(Path(options.json), "{}\n")
+        try:  # fail before the checks if the file cannot be written
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+            replace_text(Path(options.json), "{}\n")
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror}"
+            raise SettingError("json", options.json, problem, "name another file") from None
     # these import PyTorch and transformers, which takes seconds
     from gspo.checking import run
     from gspo.checking.bench import Bench

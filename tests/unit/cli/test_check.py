@@ -152,7 +152,7 @@ def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
         (["seconds=soon"], "error: seconds=soon: must be a number"),
         (["--seconds", "9"], "error: --seconds: options have no dashes; say seconds=9"),
         (["jsno=x"], "error: jsno=x: there is no such option; the nearest is json="),
-        (["json=/nowhere/check.json"], "error: "),
+        (["json=/dev/null/check.json"], "error: json=/dev/null/check.json: cannot be written: "),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, words, said):
