@@ -10,6 +10,7 @@ LoRA: arXiv:2106.09685. peft's documentation: https://huggingface.co/docs/peft.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Generator, Iterator
@@ -167,7 +168,7 @@ class Adapter:
 
         Raises OSError if the disk fails."""
         config = copy.copy(self.config)
-        # for users who load it elsewhere; `load` ignores it
+        # for users who load it elsewhere
         config.inference_mode = True
         metadata = {"format": "pt", "base_sum": repr(self.base_sum)}
         with errors_of_the_disk(folder):
@@ -178,7 +179,7 @@ class Adapter:
     def load(self, folder: Path) -> None:
         """Load the files that `save` wrote.
 
-        Raises ValueError for an adapter of other layers, another rank, or another model."""
+        Raises ValueError for an adapter of other layers, another rank or scale, or another model."""
         with safe_open(folder / WEIGHTS, "pt") as file:
             base_sum = float((file.metadata() or {}).get("base_sum", "nan"))
         # rounding on another kind of CPU changes the sum by less
@@ -195,6 +196,12 @@ class Adapter:
             raise ValueError(
                 f"{folder} holds an adapter of other layers or of another rank "
                 "than policy.lora says"
+            )
+        alpha = json.loads((folder / CONFIG).read_text()).get("lora_alpha")
+        if alpha != self.config.lora_alpha:
+            raise ValueError(
+                f"{folder / CONFIG} says lora_alpha={alpha}, and policy.lora.alpha is "
+                f"{self.config.lora_alpha}: give the file its old value back"
             )
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])

@@ -318,6 +318,8 @@ def test_an_adapter_of_another_model_or_another_shape_is_refused(tmp_path):
     for different in (LoraSettings(rank=8), LoraSettings(rank=4, targets="attention")):
         with pytest.raises(ValueError, match="of other layers or of another rank"):
             small_policy().adapt(different, 1, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"lora_alpha=8, and policy.lora.alpha is 16"):
+        small_policy().adapt(LoraSettings(rank=4, alpha=16), 1, folder=tmp_path)
 
 
 def test_the_beginning_depends_on_the_seed_alone():
