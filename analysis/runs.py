@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from gspo.io import untrusted
@@ -142,23 +143,29 @@ class Run:
         """Return a metric by step without its NaN values; empty if it was not reported."""
         if metric not in self.rows or metric == "step":
             return pd.Series(dtype=float)
-        rows = self.rows[["step", metric]]  # not all metrics: a run has hundreds
-        values = rows.set_index("step")[metric].sort_index()
-        return values.loc[first_step:].astype(float).dropna()
+        # with NumPy, because a figure reads columns of thousands of runs
+        steps = self.rows["step"].to_numpy()
+        values = self.rows[metric].to_numpy(dtype=float, na_value=np.nan)
+        reported = (steps >= first_step) & ~np.isnan(values)
+        steps = steps[reported]
+        order = np.argsort(steps, kind="stable")
+        index = pd.Index(steps[order], name="step")
+        return pd.Series(values[reported][order], index=index, name=metric)
 
 
 @dataclass
 class Data:
     """All runs of a command.
 
-    `rows` is a tidy frame with the columns run, arm, seed, step and a column per metric. `notes`
-    tell the reader which runs and rows were left out or are damaged.
+    `notes` tell the reader which runs and rows were left out or are damaged.
     """
 
     runs: list[Run]
     notes: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """A tidy frame of all runs: the columns run, arm, seed and step, and one per metric."""
         frames = []
         for run in self.runs:
             # tables hold UTF-8
@@ -167,7 +174,7 @@ class Data:
             frames.append(run.rows.assign(**names))
         rows = pd.concat(frames, ignore_index=True)
         metrics = sorted(set(rows.columns) - set(NOT_METRICS))
-        self.rows = rows[[*NOT_METRICS, *metrics]]
+        return rows[[*NOT_METRICS, *metrics]]
 
     @property
     def studies(self) -> list[str]:

@@ -251,13 +251,13 @@ def recorded_study(file: Path) -> list[Record]:
     try:
         table = parquet.read_table(file)
         about = json.loads(table.schema.metadata[STUDY_KEY])
-        groups = table.to_pandas().groupby(RUN, observed=True)
-        rows = {str(name): frame for name, frame in groups}
+        frame = table.to_pandas()
+        names = frame[RUN]
+        numbers = frame.select_dtypes("number").astype({"step": "int64"})
+        rows = {str(name): group for name, group in numbers.groupby(names, observed=True)}
         runs = []
         for name, run_settings in sorted(about["runs"].items()):
-            numbers = rows[name].select_dtypes("number")
-            numbers = numbers.dropna(axis="columns", how="all")
-            numbers = numbers.astype({"step": "int64"}).reset_index(drop=True)
+            numbers = rows[name].dropna(axis="columns", how="all").reset_index(drop=True)
             settings = about["common"] | run_settings
             runs.append(Record(file / name, settings, numbers))
         return runs
