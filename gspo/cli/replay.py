@@ -250,12 +250,11 @@ def check_dump_settings(
 # --------------------------------------------------------------------------------------------------
 # text
 def heading(path: Path, record: StepRecord) -> str:
-    """Return the first line: the step, its responses, tokens and updates."""
+    """Return the first line: the step, its responses and updates."""
     header = record.header
     parts = [
         f"step {header.step} of {escape_line(str(path))}",
         counted(len(record), "response"),
-        f"{int(record.trained.sum()):,} tokens in the loss",
         counted(len(record.updates), "update"),
     ]
     lines = [", ".join(parts), *(f"note: {escape_line(note)}" for note in header.notes)]
@@ -270,6 +269,8 @@ def table(record: StepRecord, columns: Sequence[Column]) -> list[str]:
 
     rows = [["", *(column.name for column in columns)]]
     rows.append(["aggregation", *(c.settings.trainer.aggregation.mode for c in columns)])
+    trained_counts = [int(column.replayed.trained.sum()) for column in columns]
+    rows.append(["tokens in the loss", *(f"{count:,}" for count in trained_counts)])
     for name, words in SHOWN.items():
         values = [column.replayed.metrics.get(name) for column in columns]
         if any(value is not None for value in values):

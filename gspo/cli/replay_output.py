@@ -41,6 +41,7 @@ def write_replay_page(path: Path, record: StepRecord, columns: Sequence[Column])
             [update.weight for update in column.replayed.updates],
             [update.clipped for update in column.replayed.updates],
             [update.gradient for update in column.replayed.updates],
+            column.replayed.trained,
         )
         for column in columns
     ]

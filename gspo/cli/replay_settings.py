@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import Aggregation
 from gspo.cli.option_files import CONF, quoted, refuse_dashes, register_options
+from gspo.config.algorithm_checks import check_objective, check_token_advantages
 from gspo.config.checks import check
 from gspo.config.conversion import to_dataclass
 from gspo.config.load import read_settings, resolve
@@ -106,7 +107,8 @@ def composed(words: Sequence[str]) -> DictConfig:
 def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[Settings, list[str]]:
     """Return the settings with the changes of the command line, and notes about its preset.
 
-    `complete` says that all other settings are the run's too, so they are checked together."""
+    `complete` says that all other settings are the run's too, so all are checked together. Else
+    the parts of the loss are."""
     refuse_dashes(list(words))
     for word in words:
         refuse_unless_changeable(word)
@@ -148,6 +150,9 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     resolve(settings)
     if complete:
         check(settings)
+    else:
+        check_objective(settings)
+        check_token_advantages(settings)
     notes = []
     if ignored:
         names = ", ".join(ignored)

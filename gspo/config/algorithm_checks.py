@@ -157,6 +157,17 @@ def check_credit(s: Settings) -> None:
             group_of_one,
             f"is not read with rollout.group_size={s.rollout.group_size}",
         )
+    check_token_advantages(s)
+    if s.reward.overlong_cache >= s.rollout.max_new_tokens:
+        raise SettingError(
+            "reward.overlong_cache",
+            s.reward.overlong_cache,
+            f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
+        )
+
+
+def check_token_advantages(s: Settings) -> None:
+    """Refuse an advantage per token for an objective with one advantage per response."""
     each_turn = s.reward.turns == "each"
     rewards_or_discounts_tokens = s.kl.in_reward or s.advantage.gamma < 1 or each_turn
     sums_later_rewards = not s.advantage.needs_group and s.advantage.baseline == "none"
@@ -170,12 +181,6 @@ def check_credit(s: Settings) -> None:
             f"kl={s.kl.name} and advantage.gamma={s.advantage.gamma}{turns} gives one per "
             "token",
             remedy="use objective=gspo_token",
-        )
-    if s.reward.overlong_cache >= s.rollout.max_new_tokens:
-        raise SettingError(
-            "reward.overlong_cache",
-            s.reward.overlong_cache,
-            f"must be below rollout.max_new_tokens={s.rollout.max_new_tokens}",
         )
 
 

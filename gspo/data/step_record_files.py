@@ -122,7 +122,7 @@ def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndar
 def _spelled(value: Any) -> Any:
     """Replace numbers that JSON cannot hold by their names: "inf", "-inf" and "nan".
 
-    Settings of a run are finite, but an adaptive KL coefficient becomes NaN after a KL of NaN.
+    Those of this package are finite, but settings of a user's own class need not be.
     """
     if isinstance(value, Mapping):
         return {key: _spelled(entry) for key, entry in value.items()}

@@ -7,7 +7,7 @@ All functions take tensors [responses, tokens]. Masked entries may be NaN.
     mask_BT      1 on the response tokens
     advantages   per response [B] or per token [B, T]
     objective    GSPO(clip_low=3e-4, clip_high=4e-4), GRPO(...) or another of
-                 gspo.algorithm.objectives
+                 gspo.algorithm.objectives whose ratio is to the old policy
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -33,8 +33,10 @@ def clip_shares(
 ) -> dict[str, float]:
     """Return clip/token_active, clip/sequence_active, clip/token_outside, ...
 
-    They are by the sign of the advantage too.
+    They are by the sign of the advantage too. An objective with a statistic of the mini-batch takes
+    the batch for one. Raises ValueError for an objective that needs more than these log-probs.
     """
+    check_objective(objective)
     accumulator = MetricAccumulator()
     inputs = loss_inputs(logp_BT, old_logp_BT, advantages, mask_BT)
     diagnostics.clips(objective(inputs), inputs, 1, accumulator)
@@ -62,6 +64,15 @@ def rounding_floor(
     inputs = loss_inputs(logp_BT, old_logp_BT, None, mask_BT)
     diagnostics.rounding_floor(objective, inputs, accumulator)
     return accumulator.result()
+
+
+def check_objective(objective: Objective) -> None:
+    """Raise ValueError for an objective that needs log-probs of the engine."""
+    if objective.ratio_to == "engine":
+        raise ValueError(
+            f"objective={objective.name} reads log-probs of the engine, which the probe is not given; "
+            "measure an objective whose ratio is to the old policy"
+        )
 
 
 def loss_inputs(

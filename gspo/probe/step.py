@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo.algorithm.objectives import Objective
 from gspo.distributed.ranks import Ranks
-from gspo.probe.logprobs import add_ratios, loss_inputs
+from gspo.probe.logprobs import add_ratios, check_objective, loss_inputs
 from gspo.probe.routing import add_routing
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
@@ -20,7 +20,8 @@ class StepProbe:
     """Accumulates the metrics of a training step over its micro-batches.
 
     Means are over all tokens or responses of the step, however it is cut. `objective` defines what
-    is clipped. Without it there are no clip fractions.
+    is clipped. Without it there are no clip fractions. Raises ValueError for an objective that needs
+    more than these log-probs, see gspo.probe.logprobs.
 
         probe = StepProbe(GSPO(clip_low=3e-4, clip_high=4e-4))
         probe.add_logprobs(logp, old_logp, advantages, mask, minibatch=1)   # each micro-batch
@@ -28,6 +29,14 @@ class StepProbe:
     """
 
     def __init__(self, objective: Objective | None = None):
+        if objective:
+            check_objective(objective)
+            if objective.needs_statistic:
+                raise ValueError(
+                    f"StepProbe cannot measure objective={objective.name}: it clips by a statistic "
+                    "of a whole mini-batch, and a step is measured in micro-batches; call "
+                    "clip_shares with the mini-batch"
+                )
         self.objective = objective
         self.is_empty = True
         self._accumulator = MetricAccumulator()

@@ -218,11 +218,25 @@ def build(
 def recorded_rollout(record: StepRecord, settings: Settings) -> Rollout:
     """Return the recorded responses, with the log-probs and experts under the old policy.
 
-    They are left out if the experts of an MoE model were not recorded. The trainer then computes
-    both."""
+    They are left out if the experts of an MoE model were not recorded and the old policy has the
+    weights of the step's start. The trainer then computes both. Under another old policy only the
+    experts are left out. Raises ValueError if Routing Replay needs experts that were not recorded.
+    """
     groups = groups_of(record, settings.reward.weights)
-    is_complete = record.old_experts is not None or not record.header.state.get("experts")
-    if is_complete:
+    lacks_experts = record.old_experts is None and bool(record.header.state.get("experts"))
+    recorded_policy = record.header.settings.get("policy", {})
+    old_is_start = recorded_policy.get("old_logprobs", "step_start") == "step_start"
+    routing_replay = settings.policy.routing_replay
+    needs_experts = routing_replay == "r3" or (routing_replay == "r2" and not old_is_start)
+    if lacks_experts and needs_experts:
+        raise SettingError(
+            "model",
+            True,
+            f"with policy.routing_replay={routing_replay} the tokens go through recorded experts, "
+            f"and step {record.header.step} was recorded with tracking.record_experts=false",
+            remedy="leave model=true out",
+        )
+    if not lacks_experts or not old_is_start:
         ends = (record.prompt_lengths.astype(int) + record.response_lengths).cumsum()
         responses = [r for group in groups for r in group]
         for row, response in enumerate(responses):

@@ -124,6 +124,7 @@ def step_page(record: StepRecord, views: Sequence[View], title: str) -> str:
 def _check_view(record: StepRecord, view: View) -> None:
     sizes = [len(update.logp) for update in record.updates]
     fits = len(view.advantages) == len(record.trained)
+    fits = fits and (view.trained is None or len(view.trained) == len(record.trained))
     for arrays in (view.weights, view.clipped, view.gradients):
         fits = fits and (arrays is None or [len(values) for values in arrays] == sizes)
     if not fits:
@@ -181,7 +182,9 @@ def _content(
     token_ids, positions = np.unique(record.token_ids, return_inverse=True)
     kind = "uint16" if len(token_ids) <= 1 << 16 else "uint32"
     arrays.add("tokens", positions.astype(kind), kind)
-    flags = TRAINED * record.trained.astype(np.uint8) + SAMPLED * record.sampled.astype(np.uint8)
+    # a token out of the loss of one of the views alone has no numbers in that view
+    in_loss = np.any([view.in_loss for view in views], axis=0)
+    flags = TRAINED * in_loss.astype(np.uint8) + SAMPLED * record.sampled.astype(np.uint8)
     arrays.add("flags", flags.astype(np.uint8), "uint8")
 
     scales: dict[str, float | None] = {}
@@ -223,7 +226,7 @@ def _content(
     bits = [int(np.bitwise_or.reduce(view.clipped)) for view in views]
     return {
         "clip_bits": int(np.bitwise_or.reduce(bits)),
-        "has_untrained": bool((record.sampled & ~record.trained).any()),
+        "has_untrained": bool((record.sampled & ~in_loss).any()),
         "has_written": bool((~record.sampled).any()),
         "views": [view.name for view in views],
         "quantities": quantities,

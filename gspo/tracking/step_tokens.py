@@ -41,6 +41,8 @@ class View:
     weights: list[ndarray] | None  # the factor of A grad log pi
     clipped: list[ndarray] | None  # uint8, a sum of ACTIVE, OUTSIDE, BOUNDED and DUAL
     gradients: list[ndarray] | None = None  # the derivative of the loss by the log-prob
+    # bool over the N response tokens: it is in the loss. None: as in the run
+    trained: ndarray | None = None
 
 
 def recorded_view(record: StepRecord) -> View:
@@ -191,10 +193,11 @@ class ViewTokens:
     """The numbers of a view, over the tokens of all passes. Tokens out of the loss have none."""
 
     def __init__(self, record: StepRecord, passes: Passes, view: View):
-        trained = record.trained[passes.tokens]
+        self.in_loss = record.trained if view.trained is None else view.trained  # [N]
+        trained = self.in_loss[passes.tokens]
         self.name = escape_line(view.name[:MAX_NAME_CHARS])
         nan = np.float32(np.nan)
-        self.advantages = np.where(record.trained, view.advantages, nan)  # [N]
+        self.advantages = np.where(self.in_loss, view.advantages, nan)  # [N]
         self.weights = np.full(len(trained), nan)  # [P]
         if view.weights is not None:
             self.weights = np.where(trained, concatenate(view.weights), nan)
@@ -223,7 +226,7 @@ class RowNumbers:
 def row_numbers(record: StepRecord, passes: Passes, tokens: ViewTokens) -> RowNumbers:
     """Compute the numbers of each response. A response without tokens in the loss has zeros."""
     rows = len(record)
-    trained = record.trained[passes.tokens]
+    trained = tokens.in_loss[passes.tokens]
     is_active = (tokens.clipped & ACTIVE) > 0
     trained_counts = np.bincount(passes.rows_of_tokens, trained, rows)
     clipped_counts = np.bincount(passes.rows_of_tokens, is_active, rows)

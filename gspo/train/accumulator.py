@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -163,8 +164,10 @@ class MetricAccumulator:
                 result[name] = size
         names_of_smallest = set().union(*smallest)
         for name, rows in _by_name(extremes).items():
-            values = chain.from_iterable(chain.from_iterable(rows))
-            result[name] = min(values) if name in names_of_smallest else max(values)
+            values = list(chain.from_iterable(chain.from_iterable(rows)))
+            # NaN is the extreme, wherever it stands
+            extreme = np.min if name in names_of_smallest else np.max
+            result[name] = float(extreme(values))
         result |= self._seconds
         result |= self._counts
         present = [loads_LE for loads_LE in loads if loads_LE is not None]

@@ -73,6 +73,7 @@ class ReplayedStep:
     metrics: dict[str, float]
     updates: list[ReplayedUpdate]
     advantages: ndarray  # over the response tokens of all rows
+    trained: ndarray  # bool, whether each of these tokens is in the loss
 
 
 def replay(
@@ -160,7 +161,7 @@ def replay(
             entropy.end_update(totals, Ranks())
     metrics = accumulator.result()
     metrics = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-    return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch))
+    return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch), flat(batch.mask_BT, batch))
 
 
 def entropy_term(

@@ -43,7 +43,7 @@ def response_weights(record: StepRecord, replayed: ReplayedStep) -> ResponseWeig
         for row in update.rows.tolist():
             begin = end
             end += int(record.response_lengths[row])
-            trained = record.trained[record.tokens_of(row)]
+            trained = replayed.trained[record.tokens_of(row)]
             tokens = int(trained.sum())
             gradient_sums[row] += np.abs(update.gradient[begin:end]).sum()
             if tokens:

@@ -103,6 +103,30 @@ def test_steps_after_a_checkpoint_are_replayed_on_the_way(run, replay, tmp_path)
     assert code == 2 and "step 7 has neither" in errors and errors.count("\n") == 1
 
 
+def test_old_log_probs_of_older_weights_are_replayed_without_experts_too(replay, tmp_path):
+    options = ["model=tiny_moe", "policy.old_logprobs=behaviour", "rollout.staleness=1"]
+    options += ["tracking.record_experts=false", "tracking.record_every=1", "steps=3"]
+    done = train(tmp_path, *SMALL, *GRADIENT, "optim.lr=3e-3", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = only_run(tmp_path)
+    code, text, _ = replay(run, "step=3", "model=true")
+    assert code == 0
+    # the last two depend on the old policy
+    for name in ("optim/grad_norm", "ratio/token_max", "kl/ref_k3"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        mine, recorded = map(float, line.split()[1:])
+        assert mine == pytest.approx(recorded, rel=1e-4)
+    # Routing Replay needs the experts
+    settings = run / "settings.yaml"
+    for kind in ("r2", "r3"):
+        text = settings.read_text().replace("routing_replay: none", f"routing_replay: {kind}")
+        settings.write_text(text)
+        code, _, errors = replay(run, "step=3", "model=true")
+        assert code == 2 and errors.count("\n") == 1
+        assert f"with policy.routing_replay={kind} the tokens go through recorded experts" in errors
+        settings.write_text(text.replace(f"routing_replay: {kind}", "routing_replay: none"))
+
+
 def test_tokens_that_the_model_does_not_have_are_refused(run, replay, tmp_path):
     copied = tmp_path / run.name
     shutil.copytree(run, copied)

@@ -7,6 +7,7 @@ import pytest
 from composing import settings as run_settings
 from gspo.cli.replay_settings import changed, of_header
 from gspo.data.step_record import Header
+from gspo.io.errors import SettingError
 from refusals import refuses
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
@@ -87,6 +88,26 @@ def test_a_new_average_keeps_the_rows_that_it_reads():
     for word, rows in (("objective=gspo", "all"), ("objective=dapo", "nonempty")):
         settings, _ = changed(verl, [word], complete=True)
         assert settings.trainer.aggregation.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "key"),
+    [
+        (
+            ["objective=ppo", "advantage=gae"],
+            ["objective=luspo", f"{AGGREGATION}.mode=token-mean"],
+            f"{AGGREGATION}.mode",
+        ),
+        (["objective=ppo", "advantage=gae"], ["objective=gspo_tiny"], "objective"),
+        (["objective=grpo"], ["objective=dppo", "correction=tis"], "correction"),
+    ],
+)
+def test_parts_of_a_loss_that_do_not_fit_are_refused_for_a_record_by_itself_too(run, words, key):
+    recorded = run_settings(*GSM8K, *run)
+    for complete in (True, False):
+        with pytest.raises(SettingError) as refused:
+            changed(recorded, words, complete=complete)
+        assert refused.value.key == key
 
 
 def test_a_reward_that_was_given_when_responses_were_graded_cannot_change():

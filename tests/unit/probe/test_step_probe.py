@@ -3,12 +3,13 @@
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from builders import batch_of, perturb, sample
-from gspo.algorithm.objectives import GRPO, GSPO
+from gspo.algorithm.objectives import DPPO, GRPO, GSPO, P3O
 from gspo.probe import RoutingProbe, StepProbe, clip_shares, ratio_statistics, rounding_floor
 from gspo.train.accumulator import MetricAccumulator
 from probing import log_probs, record, response_mask
@@ -139,6 +140,18 @@ def test_shapes_that_differ_are_refused(logp, old_logp, advantages, mask):
     arguments = [torch.zeros(shape) for shape in (logp, old_logp, advantages, mask)]
     with pytest.raises(ValueError, match=r"the shapes do not agree: logp \["):
         clip_shares(*arguments, GRPO())
+
+
+def test_objectives_that_need_more_than_these_log_probs_are_refused():
+    zeros_BT = torch.zeros(2, 2)
+    batch = (zeros_BT, zeros_BT, zeros_BT, torch.ones(2, 2))
+    for measure in (StepProbe, partial(clip_shares, *batch)):
+        with pytest.raises(ValueError, match="objective=dppo reads log-probs of the engine"):
+            measure(DPPO())
+    # its range is that of the whole mini-batch, so only a whole one can be measured
+    with pytest.raises(ValueError, match="objective=p3o: it clips by a statistic"):
+        StepProbe(P3O())
+    assert clip_shares(*batch, P3O())["clip/token_active"] == 0
 
 
 def test_half_precision_is_refused():

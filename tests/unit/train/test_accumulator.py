@@ -2,6 +2,8 @@
 a CPU.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -21,6 +23,17 @@ def filled() -> MetricAccumulator:
         accumulator.smallest("d", value)
     accumulator.expert_loads(torch.tensor([[1, 1, 2, 0]]))
     return accumulator
+
+
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0)])
+def test_an_extreme_is_nan_wherever_the_nan_stands(values):
+    accumulator = MetricAccumulator()
+    for value in values:
+        accumulator.largest("c", value)
+        accumulator.smallest("d", torch.tensor(value))
+    result = accumulator.result()
+    assert math.isnan(result["c"])
+    assert math.isnan(result["d"])
 
 
 def test_numbers_kept_as_tensors_are_read_at_once_and_are_the_same(monkeypatch):

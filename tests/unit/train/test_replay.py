@@ -33,10 +33,13 @@ from gspo.algorithm.objectives import (
 from gspo.algorithm.reward_shaping import RewardShaping
 from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.data.pack import pack
+from gspo.data.step_record import ACTIVE
 from gspo.data.step_record_files import find_record, read_record, record_file
 from gspo.io.errors import SettingError
 from gspo.model.settings import LoraSettings, TinyDense
 from gspo.rollout.settings import RolloutSettings
+from gspo.tracking.step_page import step_page
+from gspo.tracking.step_tokens import Passes, View, ViewTokens, recorded_view, row_numbers
 from gspo.train import replay_checks
 from gspo.train.recorder import StepRecorder
 from gspo.train.replay import replay
@@ -476,6 +479,48 @@ def test_old_log_probs_that_the_record_does_not_hold_are_refused(tmp_path):
     with pytest.raises(SettingError, match="old_logprobs=behaviour"):
         replay(recorded, t.algorithm, t.settings, PolicySettings())
     replay(recorded, t.algorithm, t.settings, PolicySettings(old_logprobs="engine"))
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_changed_mask_of_truncated_responses_counts_in_every_number(masks, tmp_path):
+    """The clipped share and the log-ratio of a response are over the tokens that the replay trains."""
+    rollout = RolloutSettings(
+        prompts_per_step=8, group_size=2, max_new_tokens=6, stop=list("0123456789")
+    )
+    t = trainer(NARROW, model=DENSE, rollout=rollout, mask_truncated=masks)
+    record(t, tmp_path)
+    steps(t, 2)
+    recorded = read_record(find_record(tmp_path, 2))
+    settings = replace(t.settings, mask_truncated=not masks)
+    other = replay(recorded, t.algorithm, settings, t.policy_settings)
+    is_cut = np.array([reason == "length" for reason in recorded.header.finish_reasons])
+    assert 0 < is_cut.sum() < len(recorded)
+    cut_tokens = np.repeat(is_cut, recorded.response_lengths)
+    assert recorded.trained[cut_tokens].any() == (not masks)
+    assert other.trained[cut_tokens].any() == masks
+    weights_of_rows = response_weights(recorded, other)
+    clipped = 0
+    trained = 0
+    for update in other.updates:
+        in_loss = np.concatenate([other.trained[recorded.tokens_of(row)] for row in update.rows])
+        clipped += ((update.clipped & ACTIVE) > 0)[in_loss].sum()
+        trained += in_loss.sum()
+    counts = np.array([other.trained[recorded.tokens_of(r)].sum() for r in range(len(recorded))])
+    assert (weights_of_rows.clipped * counts).sum() == pytest.approx(clipped)
+    assert other.metrics["clip/token_active"] == pytest.approx(clipped / trained)
+    assert weights_of_rows.log_ratio[is_cut].any() == masks
+    # the page has the same numbers
+    view = View(
+        "other",
+        other.advantages,
+        [update.weight for update in other.updates],
+        [update.clipped for update in other.updates],
+        trained=other.trained,
+    )
+    passes = Passes(recorded)
+    numbers = row_numbers(recorded, passes, ViewTokens(recorded, passes, view))
+    assert numbers.clipped == pytest.approx(weights_of_rows.clipped)
+    assert "other" in step_page(recorded, [recorded_view(recorded), view], "a step")
 
 
 def test_the_balance_of_updates_without_tokens_is_none_of_the_loss(tmp_path):
