@@ -94,15 +94,3 @@ def test_an_error_of_the_text_is_one_message(tmp_path):
     (tmp_path / "gspo.typ").write_text("#unknown", encoding="utf-8")
     with pytest.raises(RunsError, match=r"does not compile: .*unknown"):
         article.compile_pdf(tmp_path)
-
-
-@pytest.mark.slow
-def test_the_article_has_eight_pages_and_the_same_bytes_each_time(tmp_path, monkeypatch):
-    pytest.importorskip("typst")
-    monkeypatch.setattr(sys, "argv", ["article", f"out={tmp_path}", "pages=true"])
-    article.main()
-    assert len(list(tmp_path.glob("page-*.png"))) <= 8
-    first = (tmp_path / "gspo.pdf").read_bytes()
-    assert first.startswith(b"%PDF-")
-    article.compile_pdf(tmp_path)
-    assert (tmp_path / "gspo.pdf").read_bytes() == first

@@ -1,12 +1,15 @@
-"""docs/results.md: one row per claim, short sections, and the numbers of the recorded rows."""
+"""docs/results.md and the article: one row per claim, short sections, the numbers of the recorded
+rows, eight pages.
+"""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from gspo.analysis import article, article_registered
-from gspo.analysis.article_entries import p_text
+from gspo.analysis.article_entries import Numbers, p_text
 from gspo.analysis.article_numbers import collect
 from gspo.analysis.claims import SAME
 from gspo.cli.main import figure_files
@@ -112,10 +115,38 @@ def test_a_section_is_short_and_has_its_picture_and_command():
             assert "![" in text or title == "Format or correctness", title
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Numbers]:
+    """The folder of the article, built by its command, and its numbers."""
+    pytest.importorskip("typst")
+    folder = tmp_path_factory.mktemp("paper")
+    results = []
+
+    def kept(data: Path) -> Numbers:
+        results.append(collect(data))
+        return results[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(article, "collect", kept)
+        patch.setattr(sys, "argv", ["article", f"out={folder}", "pages=true"])
+        article.main()
+    return folder, results[0]
+
+
 @pytest.mark.slow
-def test_the_numbers_and_verdicts_of_the_rows_are_those_of_the_recorded_runs():
+def test_the_article_has_eight_pages_and_the_same_bytes_each_time(built):
+    folder, _ = built
+    assert len(list(folder.glob("page-*.png"))) <= 8
+    first = (folder / "gspo.pdf").read_bytes()
+    assert first.startswith(b"%PDF-")
+    article.compile_pdf(folder)
+    assert (folder / "gspo.pdf").read_bytes() == first
+
+
+@pytest.mark.slow
+def test_the_numbers_and_verdicts_of_the_rows_are_those_of_the_recorded_runs(built):
     """A row prints the article's number with its p, and the word of the registered rule."""
-    numbers = collect(article.DATA)
+    _, numbers = built
     verdicts = article_registered.judge_all(numbers)
     for row in rows():
         text = claim(row[0])
