@@ -24,7 +24,17 @@ from gspo.io import untrusted
 SETTINGS_FILE = "settings.yaml"
 STATUS_FILE = "status.json"
 LOCK_FILE = ".lock"
-RUN_STATES = ("running", "finished", "stopped", "collapsed", "failed", "rolled back")
+ENDED_EARLY = "ended early"  # by a callback of the user's
+ENDED = ("finished", ENDED_EARLY, "collapsed")  # the states of a run that has nothing left to do
+RUN_STATES = (
+    "running",
+    "finished",
+    ENDED_EARLY,
+    "stopped",
+    "collapsed",
+    "failed",
+    "rolled back",
+)
 # the entries of status.json that are read, with their types
 STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}
 # has a line for each time that another process continued the run from a checkpoint

@@ -29,6 +29,7 @@ from gspo.config.settings import Settings, folder_of, same_result, settings_hash
 from gspo.io.errors import SettingError
 from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
+    ENDED,
     LOCK_FILE,
     STATUS_FILE,
     CreatedFiles,
@@ -60,7 +61,6 @@ SETTINGS = "settings.yaml"
 DIFF = "code.diff"
 # settings of a task or a model that name a file, a folder or a data set
 PATH_SETTINGS = ("path", "train_path", "hub")
-ENDED = ("finished", "collapsed")  # the status of a run that has nothing left to do
 
 
 class RunDirectory:

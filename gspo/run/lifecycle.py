@@ -13,14 +13,14 @@ from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
 from gspo.io.errors import SettingError
 from gspo.io.escaping import outlive_reader
-from gspo.io.files import CreatedFiles
+from gspo.io.files import ENDED, ENDED_EARLY, CreatedFiles
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, print_sandbox_layers
-from gspo.run.directory import ENDED, ROWS, RunDirectory, has_reached
+from gspo.run.directory import ROWS, RunDirectory, has_reached
 from gspo.run.entry_point import (
     DISK,
     Broken,
@@ -42,7 +42,14 @@ from gspo.tracking.tracker import Tracker
 from gspo.tracking.wandb_choice import check_installed
 
 # The exit codes that are sent to W&B, by the status with which a run ended.
-EXIT_CODES = {"finished": 0, "stopped": 130, "collapsed": 4, "rolled back": 4, "failed": 1}
+EXIT_CODES = {
+    "finished": 0,
+    ENDED_EARLY: 0,
+    "stopped": 130,
+    "collapsed": 4,
+    "rolled back": 4,
+    "failed": 1,
+}
 
 
 def run(settings: Settings, alone: bool, peers: Peers) -> float:
@@ -146,6 +153,8 @@ def attempt(
         how = TrainingLoop(
             settings, directory, trainer, tracker, alone, stop_signal().requested
         ).run()
+        if how == ENDED_EARLY:
+            reason = f"by callbacks.{trainer.extensions.ended_by}"
         peers.agree_on_signal()
     except SystemExit:  # a scheduler has queued the job again
         how = "stopped"
@@ -219,9 +228,10 @@ def ended_before(
         directory.write_stability_report("finished")
         directory.write_status("finished", settings.steps)
         return "finished"
-    if not alone and directory.status().get("how") == "collapsed":
-        print(f"{folder} has collapsed; it goes on with resume={folder} only")
-        return "collapsed"
+    how = str(directory.status().get("how"))
+    if not alone and how in ENDED and how != "finished":
+        print(f"{folder} has {how}; it goes on with resume={folder} only")
+        return how
     return ""
 
 

@@ -21,7 +21,7 @@ from gspo.config.remarks import (
 from gspo.config.settings import Settings, settings_hash
 from gspo.distributed.ranks import ranks_lost_in_passes
 from gspo.evaluation.evaluate import evaluate
-from gspo.io.files import append_to, replace_text
+from gspo.io.files import ENDED_EARLY, append_to, replace_text
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
@@ -85,8 +85,8 @@ class TrainingLoop:
     def run(self) -> str:
         """Train to the last step, or until the user, a scheduler or the monitor ends the run.
 
-        Returns how it ended: finished, stopped, collapsed, or rolled back (then it must be started
-        again)."""
+        Returns how it ended: finished, ended early (by a callback), stopped, collapsed, or rolled
+        back (then it must be started again)."""
         try:
             self.trainer.fit(
                 self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop
@@ -102,8 +102,10 @@ class TrainingLoop:
             self.writer.close()
             self.trainer.source.close()
         how = self.ending
-        if not how:
-            how = "finished" if self.trainer.state.step == self.settings.steps else "stopped"
+        if not how and self.trainer.state.step == self.settings.steps:
+            how = "finished"
+        elif not how:
+            how = ENDED_EARLY if self.trainer.extensions.ended_by else "stopped"
         self.directory.write_stability_report(how)
         return how
 

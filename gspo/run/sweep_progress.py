@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
-from gspo.io.files import read_status
+from gspo.io.files import ENDED_EARLY, read_status
 
 # the id of the process that shows the line; its jobs inherit the variable
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"
@@ -101,12 +101,14 @@ class SweepProgress(threading.Thread):
     def done(self) -> tuple[int, int]:
         """Return how many runs have ended and how many steps are done.
 
-        All steps of a run that has collapsed count as done."""
+        All steps of a run that has ended early or collapsed count as done."""
         runs = 0
         counted = 0
         for folder, steps in self.jobs:
             step = min(last_step(folder / "metrics.jsonl"), steps)
-            ended = step == steps or read_status(folder).get("how") == "collapsed"
+            # "finished" may be of an earlier sweep with fewer steps
+            how = read_status(folder).get("how")
+            ended = step == steps or how in (ENDED_EARLY, "collapsed")
             runs += ended
             counted += steps if ended else step
         return runs, counted

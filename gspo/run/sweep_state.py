@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.io import escaping, untrusted
-from gspo.io.files import locked, read_status
+from gspo.io.files import ENDED, locked, read_status
 from gspo.io.ownership import is_own_file
 from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import collapse, levels
@@ -37,7 +37,8 @@ class Job:
     run: str
     steps: int  # the planned number of steps
     overrides: list[str]
-    state: str  # finished | collapsed | running | stopped | died | failed | missing
+    # finished | ended early | collapsed | running | stopped | died | failed | missing
+    state: str
     step: int = 0
     reward: float | None = None  # the mean reward, smoothed over the steps
     pace: float | None = None  # seconds per step
@@ -272,13 +273,10 @@ def table(runs: list[Job]) -> str:
             if not override.startswith("hydra") and override not in shared
         )
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
-        progress = f"{job.state:<9} {job.step:>5}/{job.steps:<5} {reward:<13}"
+        progress = f"{job.state:<11} {job.step:>5}/{job.steps:<5} {reward:<13}"
         text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
         lines.append(escaping.escape_line(text).rstrip(" ;"))
-    counts = {
-        state: sum(job.state == state for job in runs)
-        for state in ("finished", "collapsed", *UNFINISHED)
-    }
+    counts = {state: sum(job.state == state for job in runs) for state in (*ENDED, *UNFINISHED)}
     parallel = max(1, counts["running"])
     seconds = sum(job.seconds_left() for job in runs) / parallel
     clock = "unknown"
@@ -317,7 +315,7 @@ def forecast(planned: list[dict]) -> str:
         rows.append([str(number), state, progress, folder_or_reason, overrides])
     lines = text_table(rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    left_alone = ("finished", "collapsed", "running", "repeated", "wrong")
+    left_alone = (*ENDED, "running", "repeated", "wrong")
     skipped = [state for state in left_alone if state in counts]
     others = "all are started"
     if skipped:

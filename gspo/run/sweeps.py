@@ -30,8 +30,7 @@ from omegaconf import DictConfig, open_dict
 from gspo.config.load import chosen_settings
 from gspo.config.settings import Settings, folder_of, vary
 from gspo.io.escaping import escape_line, outlive_reader
-from gspo.io.files import append_to, read_status, refuse_links
-from gspo.run.directory import ENDED
+from gspo.io.files import ENDED, append_to, read_status, refuse_links
 from gspo.run.entry_point import (
     REASONS,
     UNFINISHED_JOBS,

@@ -18,6 +18,7 @@ import yaml
 from gspo.io import untrusted
 from gspo.io.files import (
     CONTINUATIONS_FILE,
+    ENDED_EARLY,
     check_run_directory,
     read_events,
     read_status,
@@ -198,6 +199,7 @@ def _ended(how: str) -> str:
     """Return a run's status as the predicate of a sentence."""
     words = {
         "finished": "finished",
+        ENDED_EARLY: "was ended by a callback",
         "stopped": "was stopped",
         "collapsed": "was ended by the monitor",
         "failed": "failed",

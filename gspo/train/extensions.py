@@ -74,7 +74,9 @@ class Callback(Ranged, key="callbacks"):
         """Act before the responses of a step are sampled."""
 
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool | None:
-        """Act after the step's updates and metrics. Return True to end the run after this step."""
+        """Act after the step's updates and metrics. Return True to end the run after this step.
+
+        The run has then ended: a sweep does not continue it, and `resume=RUN` does."""
 
     def state(self) -> dict[str, Any]:
         """Return the callback's state for a checkpoint, ready for JSON."""
@@ -90,6 +92,7 @@ class Extensions:
     def __init__(self, metrics: dict[str, CustomMetric], callbacks: dict[str, Callback]):
         self.metrics = metrics
         self.callbacks = dict(callbacks)  # a run adds callbacks to this copy
+        self.ended_by = ""  # the name of the callback that ended the run
         self.warned: set[str] = set()  # metrics that have had a warning
         # new warnings for the user; the run's loop prints them and clears the list
         self.warnings: list[str] = []
@@ -123,9 +126,10 @@ class Extensions:
     def after_step(self, step: int, trainer: Any, metrics: dict[str, float]) -> bool:
         """Call every callback after a step, and return whether one of them ends the run."""
         ends = False
-        for callback in self.callbacks.values():
+        for name, callback in self.callbacks.items():
             if callback.after_step(step, trainer, metrics):
                 ends = True
+                self.ended_by = name
         return ends
 
     def state(self) -> dict[str, dict]:

@@ -11,6 +11,7 @@ import pytest
 import forked
 import user_code
 from commands import ROOT, SMALL, comparable, environment, train
+from gspo.io.rows import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +93,22 @@ def test_a_sweep_over_a_loss_of_ones_own_is_resumed_evaluated_and_drawn(folder):
 
 def test_a_callback_ends_a_run_and_its_state_is_resumed(folder):
     stop = ["callbacks.stop.path=own_package.extras:StopAfter", "callbacks.stop.steps=3"]
-    done = train(folder, *SIZES, *OWN, "steps=20", *stop)
+    command = [*SIZES, *OWN, "steps=20", *stop]
+    done = train(folder, *command)
     (run,) = runs(folder).values()
-    assert "stopped at step 3/20" in done.stdout, done.stderr
+    assert done.returncode == 0
+    assert "ended early at step 3/20" in done.stdout, done.stderr
+    status = json.loads((run / "status.json").read_text())
+    assert (status["how"], status["reason"]) == ("ended early", "by callbacks.stop")
+    # a sweep leaves it alone, and counts it as ended
+    done = train(folder, "-m", *command)
+    assert done.returncode == 0, done.stderr
+    assert "has ended early; it goes on with resume=" in done.stdout
+    assert len(read_rows(run / "metrics.jsonl")) == 4
+    done = train(folder, *command)
+    assert done.returncode == 2 and "exists already (ended early)" in done.stderr
     done = train(folder, f"resume={run}")
-    assert "stopped at step 4/20" in done.stdout, done.stderr
+    assert "ended early at step 4/20" in done.stdout, done.stderr
 
 
 def test_a_wrong_reward_function_is_one_line_and_leaves_nothing(folder):
