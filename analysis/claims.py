@@ -13,6 +13,7 @@ model routes nothing), the rival is plain GRPO.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -21,6 +22,7 @@ import pandas as pd
 from gspo.analysis import paper, stability_claims
 from gspo.analysis.efficiency import Efficiency, efficiency, filled, ratios
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, not_compared, why_not_comparable
+from gspo.analysis.runs import Run
 from gspo.analysis.stats import (
     START,
     WINDOW,
@@ -68,12 +70,22 @@ def verdict(
     It is undecided if a run was left out because it ended when it collapsed. The remaining runs
     are then no fair sample of the arm.
     """
-    for run in data.left_out(*arms):
+    return without_collapsed(data, arms) or judge(interval, line, f"{line:g}", margin)
+
+
+def without_collapsed(data: Data, arms: tuple[str, str]) -> str:
+    """Return "undecided" with the first run that is not compared because it collapsed, else ""."""
+    return undecided_without(data.left_out(*arms))
+
+
+def undecided_without(left_out: Sequence[Run]) -> str:
+    """Return "undecided" with the first of these runs that ended when it collapsed, else ""."""
+    for run in left_out:
         if run.collapsed is not None and not run.finished:
             return (
                 f"undecided (left out, for it ended when it collapsed: {run.arm}, seed {run.seed})"
             )
-    return judge(interval, line, f"{line:g}", margin)
+    return ""
 
 
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
@@ -275,7 +287,7 @@ def clipping(data: Data) -> Claim:
             f"{shares} of tokens, ratio {result.text('.3g')} {result.kind} "
             f"(paper: {gspo_share / rival_share:.0f})"
         )
-        words = judge_clipping(result)
+        words = without_collapsed(data, arms) or judge_clipping(result)
     return Claim(
         "Fig. 2",
         "GSPO clips two orders of magnitude more tokens than GRPO",

@@ -25,7 +25,7 @@ from gspo.analysis.grid import (
 from gspo.analysis.load import GRPO, Data, Run
 from gspo.analysis.runs import RunsError
 from gspo.analysis.sequential import Design, level_of
-from gspo.analysis.stats import LEVEL, Interval, t_interval
+from gspo.analysis.stats import LEVEL, NO_INTERVAL, Interval, t_interval
 
 REWARD = "reward/mean"
 # from (arm, the arm it is compared with) to a frame with columns position, level, seed, difference
@@ -135,11 +135,23 @@ def compared(numbers: pd.DataFrame, baseline: str = GRPO) -> tuple[Pairs, Pairs]
 
 
 def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
-    """Return the differences a - b for the seeds that both arms have at a level."""
+    """Return the differences a - b for the seeds that both arms have at a level.
+
+    A run that collapsed before its outcome was measured has the difference NaN.
+    """
     keys = ["position", "level", "seed"]
-    ends = numbers.set_index(["arm", *keys])["end"]
-    difference = (ends[a] - ends[b]).dropna()
-    return difference.reset_index(name="difference")
+    runs = numbers.set_index(["arm", *keys])
+    difference = runs["end"][a] - runs["end"][b]
+    collapsed = runs["collapsed"][a].astype(float) + runs["collapsed"][b].astype(float)
+    known = difference.notna() | (collapsed > 0)
+    return difference[known].reset_index(name="difference")
+
+
+def paired_interval(differences_S: pd.Series, error_rate: float) -> Interval:
+    """Return the interval of differences, none if one is NaN: the other seeds are no fair sample."""
+    if differences_S.isna().any():
+        return NO_INTERVAL
+    return t_interval(differences_S, error_rate)
 
 
 def intervals(
@@ -151,8 +163,8 @@ def intervals(
     has no look at the number of seeds."""
     points = []
     for (position, level), cell in pair.groupby(["position", "level"]):
-        error_rate = level_of(design, len(cell)) if design else LEVEL
-        interval = t_interval(cell["difference"], error_rate)
+        error_rate = level_of(design, len(cell), f"a pair at {level}") if design else LEVEL
+        interval = paired_interval(cell["difference"], error_rate)
         points.append((position, level, interval))
     return points
 
@@ -179,17 +191,22 @@ def dose_differences(
     rows = []
     for arm, runs in numbers.groupby("arm"):
         ends = runs.pivot(index="seed", columns="position", values="end")
+        collapsed = runs.pivot(index="seed", columns="position", values="collapsed")
+        collapsed = collapsed.astype(float)
         base = chosen[0] if chosen else ends.columns[0]
         if base not in ends:
             continue
         for position in ends.columns.drop(base):
-            paired = (ends[position] - ends[base]).dropna()
+            paired = ends[position] - ends[base]
+            either_collapsed = collapsed[position] + collapsed[base] > 0
+            paired = paired[paired.notna() | either_collapsed]
             if len(paired):
-                error_rate = level_of(design, len(paired)) if design else LEVEL
+                pair = f"{arm} at {levels[position]} and {levels[base]}"
+                error_rate = level_of(design, len(paired), pair) if design else LEVEL
                 row = {"arm": arm, "position": position, "level": levels[position]}
                 row["label"] = labels[position]
                 row["reference"] = levels[base]
-                row["interval"] = t_interval(paired, error_rate)
+                row["interval"] = paired_interval(paired, error_rate)
                 rows.append(row)
     columns = ["arm", "position", "level", "label", "reference", "interval"]
     return pd.DataFrame(rows, columns=columns)

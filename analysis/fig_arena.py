@@ -98,6 +98,7 @@ def main() -> None:
     script.print_lines(
         table(numbers),
         difference_table(differences, baseline, options.same),
+        interim(differences, design),
         ranking_table(numbers, ranking, baseline),
         paths,
     )
@@ -182,9 +183,16 @@ def cell_names(studies: Sequence[str]) -> dict[str, str]:
 
 
 def arms_in_order(numbers: pd.DataFrame) -> list[str]:
-    """Return the arms by falling mean reward over their cells."""
-    means = numbers.groupby(["arm", "cell"])["end"].mean().groupby("arm").mean()
-    return list(means.sort_values(ascending=False).index)
+    """Return the arms by falling mean reward, and then those that are not in every cell.
+
+    The reward of a cell is taken relative to the mean of the arms in every cell, because some cells
+    have higher rewards than others.
+    """
+    means = numbers.groupby(["arm", "cell"])["end"].mean().unstack()
+    in_all = means.notna().all(axis=1)
+    relative = means - means[in_all].mean()
+    frame = pd.DataFrame({"in_all": in_all, "reward": relative.mean(axis=1)})
+    return list(frame.sort_values(["in_all", "reward"], ascending=False).index)
 
 
 def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -> pd.DataFrame:
@@ -205,7 +213,8 @@ def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -
             difference = (ends[arm] - ends[baseline]).dropna()
             if difference.empty:
                 continue
-            level = level_of(design, len(difference)) if design else LEVEL
+            pair = f"{arm} and {baseline} in {cell}"
+            level = level_of(design, len(difference), pair) if design else LEVEL
             rows.append({"cell": cell, "arm": arm, "interval": t_interval(difference, level)})
     if not rows:
         raise RunsError(f"no arm shares a seed with {baseline}")
@@ -310,6 +319,19 @@ def difference_table(differences: pd.DataFrame, baseline: str, margin: float) ->
     return markdown_table(rows)
 
 
+def interim(differences: pd.DataFrame, design: Design | None) -> list[str]:
+    """Return a line that the ranking is no result yet, if a pair may still get more seeds."""
+    if design is None:
+        return []
+    seeds = min(interval.seeds for interval in differences["interval"])
+    if seeds >= design.looks[-1]:
+        return []
+    return [
+        f"The ranking is not judged yet: its level of {LEVEL:g} is that of a single look, at the end "
+        f"({seeds} of {design.looks[-1]} seeds)."
+    ]
+
+
 def ranking_table(numbers: pd.DataFrame, ranking: Ranking, baseline: str) -> list[str]:
     """Return a Markdown row per arm in every cell: its mean difference, its ranks and its cost."""
     head = ["rank", "arm", f"mean over cells, minus {baseline}, 95 %", "p (Holm)", "collapsed"]
@@ -348,7 +370,7 @@ def draw(
     """Draw a panel per cell, in rows of `options.columns` panels, which share their x axis."""
     cells = list(dict.fromkeys(differences["cell"]))
     arms = [arm for arm in arms_in_order(numbers) if arm != baseline]
-    styles = arm_styles(arms)
+    styles = arm_styles(sorted(arms))  # they do not depend on the order of the results
     columns = min(options.columns, len(cells))
     panel_rows = math.ceil(len(cells) / columns)
     height = panel_rows * (0.75 + 0.19 * len(arms))
@@ -378,11 +400,13 @@ def caption(
     hours = numbers["hours"].sum()
     levels = sorted({interval.level for interval in differences["interval"]})
     covered = " and ".join(coverage(level) for level in levels)
+    cells = numbers.groupby("arm")["cell"].nunique()
+    apart = "; those that are not in all of them stand below" if cells.nunique() > 1 else ""
     text = (
         f"Reward of the last fifth of the batches minus {baseline}'s, paired by seed: mean and "
         f"{covered} interval over {span(seeds)} seeds. Filled: the interval leaves 0 out and the "
         f"exact p is below the level. Grey: within {options.same:g}. Arms are ordered by their mean "
-        f"reward over all panels. {len(numbers)} runs, {hours:.1f} core-hours."
+        f"reward over all panels{apart}. {len(numbers)} runs, {hours:.1f} core-hours."
     )
     return text
 

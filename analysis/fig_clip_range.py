@@ -172,7 +172,8 @@ def lines(ax: Axes, numbers: pd.DataFrame, column: str, pale: bool = False) -> N
     for arm, runs in numbers.groupby("arm"):
         line = arm_style(arm)
         colour = line.colour
-        means = runs.groupby("low")[column].mean()
+        # a lower side may stand beside several upper sides, which the table has apart
+        means = runs.groupby(["low", "high"])[column].mean().droplevel("high")
         if pale:
             ax.plot(means, color=tint(colour, 0.4), ls=line.line, lw=1.2)
             continue

@@ -27,7 +27,7 @@ from gspo.analysis.choosing import MAKES_THE_ARM
 from gspo.analysis.grid import difference_cells
 from gspo.analysis.load import ARMS, GSPO, Data
 from gspo.analysis.runs import RunsError
-from gspo.analysis.stats import Interval, paired_difference
+from gspo.analysis.stats import NO_INTERVAL, Interval, paired_difference
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
 from gspo.tracking import foreign_options
@@ -90,7 +90,8 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
 
     It is over the seeds of which the arm has finished in both studies, and over the last half of
     the batches. While there is no such seed, it is over the seeds that both have begun and the
-    batches that all of these runs have.
+    batches that all of these runs have. There is none if a run ended when it collapsed: the other
+    seeds are then no fair sample.
     """
     differences = {}
     for arm in arms_in(first):
@@ -98,6 +99,9 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
             continue
         common = set(first.seeds(arm)) & set(second.seeds(arm))
         runs = [run for run in first.of(arm) + second.of(arm) if run.seed in common]
+        if claims.undecided_without(runs):
+            differences[arm] = NO_INTERVAL
+            continue
         unfinished = {run.seed for run in runs if not run.finished}
         seeds = sorted(common - unfinished or common)
         last = min((run.last for run in runs if run.seed in seeds), default=0)
@@ -160,14 +164,16 @@ def table(studies: list[Data]) -> list[str]:
         title = f"{second_title} - {first_title}"
         for arm, interval in between(first, second).items():
             cells = difference_cells(interval)
-            rows.append([title, panels.short_name(arm), *cells, ""])
+            remark = claims.undecided_without(first.of(arm) + second.of(arm))
+            rows.append([title, panels.short_name(arm), *cells, remark])
     first, first_title = titled[0]
     # the second study's gains stand among the neighbours already
     for data, data_title in titled[2:]:
         for arm, interval in gains(first, data).items():
             cells = difference_cells(interval)
             title = f"{data_title} - {first_title}"
-            rows.append([title, panels.short_name(arm), *cells, ""])
+            remark = claims.undecided_without(first.of(arm) + data.of(arm))
+            rows.append([title, panels.short_name(arm), *cells, remark])
     return markdown_table(rows)
 
 

@@ -98,6 +98,13 @@ def main() -> None:
     script.print_notes(data, "unfinished", "left out", "lost")
     outcome = options.outcome
     numbers = measure(data, options.dose, options.measured, options.arms, options.also, outcome)
+    lost = numbers[numbers["end"].isna() & numbers["collapsed"]]
+    for (level, arm), runs in lost.groupby(["level", "arm"]):
+        seeds = ", ".join(str(seed) for seed in sorted(runs["seed"]))
+        print(
+            f"note: {arm} at {level} ended when it collapsed, without {outcome} in the last fifth of "
+            f"its batches: seed {seeds}; what is compared with it stays undecided"
+        )
     differences = dose_differences(numbers, design, options.reference)
     baseline = OBJECTIVES.get(options.against, options.against)
     objectives = sorted(numbers["objective"].unique())
@@ -244,7 +251,7 @@ def draw_rows_by_dose(
         raise RunsError("rows=true: no arm has runs of one seed at the reference and another dose")
     means = numbers.groupby("arm")["end"].mean().sort_values(ascending=False)
     arms = [arm for arm in means.index if arm in set(differences["arm"])]
-    styles = arm_styles(arms)
+    styles = arm_styles(sorted(arms))  # they do not depend on the order of the results
     doses = differences.sort_values("position").groupby("position", sort=False)
     figure = style.canvas(1.05 + 0.19 * len(arms), options)
     [panels] = figure.subplots(1, len(doses), sharex=True, sharey=True, squeeze=False)

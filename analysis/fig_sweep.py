@@ -203,7 +203,7 @@ def difference(cell: pd.DataFrame) -> str:
     if not {GSPO, GRPO} <= set(ends):
         return ""
     differences = (ends[GSPO] - ends[GRPO]).dropna()
-    return t_interval(differences).text("+.3f")
+    return t_interval(differences).text("+.3f") if len(differences) else "-"
 
 
 def ordered(column: pd.Series) -> list:

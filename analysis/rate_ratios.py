@@ -77,7 +77,7 @@ def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
 
 
 def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
-    """Return the ratio of the critical rates of each pair of arms with the same seeds.
+    """Return the ratio of the critical rates of each pair of arms, over the seeds of both.
 
     In a sequential design a pair has the seeds that ran at every rate in both arms, and its
     interval has the level of the look. Raises RunsError if the design has no look at their number.
@@ -91,9 +91,9 @@ def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
     ratios = {}
     for a, b in combinations(arms, 2):
         shared = seeds[a] & seeds[b]
-        if not shared or (design is None and seeds[a] != seeds[b]):
+        if not shared:
             continue
-        level = level_of(design, len(shared)) if design else LEVEL
+        level = level_of(design, len(shared), f"{a} and {b}") if design else LEVEL
         of_pair = of_seeds(counts, numbers, shared)
         interval, p = ratio(of_pair, arms.index(a), arms.index(b), level)
         _, critical_A = fit_pooled(of_pair)

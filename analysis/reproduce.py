@@ -15,6 +15,7 @@ analysis/claims.py and analysis/stability_claims.py, one docstring per claim.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def summary(
     lines += [escape_markdown(load.describe(data, data.arms)), "", *table(data), ""]
     lines += [
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
-        "Held-out scores: first -> last evaluation. Clipped tokens and routing consistency: mean "
+        "Held-out scores: first -> last evaluation of each seed. Clipped tokens and routing consistency: mean "
         "over all batches.",
         "",
         "## The paper's claims",
@@ -198,11 +199,14 @@ def entries(data: Data, arm: str) -> dict[str, str]:
         "routing consistency": number(mean(consistency), ".3f"),
     }
     for name in claims.scores(data) + data.metrics("eval/elo")[:1]:
-        points = data.table(arm, name, first_step=0).mean(axis=1).dropna()
+        scores = data.table(arm, name, first_step=0)
+        # a run that ended when it collapsed has its own last score
+        first = scores.bfill().iloc[0].mean()
+        last = scores.ffill().iloc[-1].mean()
         form = ".0f" if name == "eval/elo" else ".3f"
         column[name] = "-"
-        if len(points):
-            column[name] = f"{points.iloc[0]:{form}} -> {points.iloc[-1]:{form}}"
+        if not math.isnan(last):
+            column[name] = f"{first:{form}} -> {last:{form}}"
     flops = total(data.table(arm, "compute/flops"))
     minutes = total(data.table(arm, "compute/seconds")) / 60
     column["training compute, FLOPs"] = number(flops, ".2e")

@@ -147,8 +147,10 @@ def chosen_design(looks: Sequence[int]) -> Design | None:
         raise RunsError(str(error)) from None
 
 
-def level_of(design: Design, seeds: int) -> float:
-    """Return the level of a design's look, or raise RunsError with the next look."""
+def level_of(design: Design, seeds: int, pair: str = "") -> float:
+    """Return the level of a design's look, or raise RunsError with the next look.
+
+    `pair` names what has these seeds."""
     try:
         return design.level(seeds)
     except ValueError as error:
@@ -156,4 +158,4 @@ def level_of(design: Design, seeds: int) -> float:
         hint = (
             f"run {following - seeds} more" if following else "choose seeds, as in where.seed=[1,2]"
         )
-        raise RunsError(f"{error}: {hint}") from None
+        raise RunsError(f"{pair}{': ' if pair else ''}{error}: {hint}") from None

@@ -54,6 +54,8 @@ class Interval:
         return "within the single run, not over seeds"
 
     def text(self, form: str = ".3f") -> str:
+        if math.isnan(self.mean):
+            return "-"
         if math.isnan(self.low):
             return f"{self.mean:{form}} [no interval]"
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"

@@ -16,7 +16,7 @@ from gspo.analysis.stats import START, WINDOW, number, paired_difference
 
 MEANS = (
     f"Means over seeds. Start: the first {START} batches; end: the last {WINDOW}. "
-    "Held-out scores: first -> last evaluation."
+    "Held-out scores: first -> last evaluation of each seed."
 )
 DIFFERENCES = (
     "Differences of the reward over the last half of the batches that both arms' runs have, paired "

@@ -90,6 +90,8 @@ def test_an_arm_that_misses_a_cell_is_not_ranked(arena):
         write_in(arena, "arena_sums_edge", "gmpo", [0.9] * 50, seed)
     numbers = measured(arena)
     assert "GMPO" not in fig_arena.rank(numbers).arms
+    # it has the highest reward, and stands below those that can be ranked
+    assert fig_arena.arms_in_order(numbers) == [*fig_arena.rank(numbers).arms, "GMPO"]
     assert "GMPO" in set(fig_arena.paired(numbers, "GSPO")["arm"])
 
 
@@ -112,7 +114,12 @@ def test_a_sequential_design_sets_the_level(arena):
     values = (*[0.1] * 9, -0.01)
     early = Interval(0.089, 0.01, 0.17, 10, values, level=Design((10, 20)).level(10))
     assert direction(early, 0.03) == "undecided"
-    with pytest.raises(RunsError, match="run 2 more"):
+    (line,) = fig_arena.interim(differences, Design((10, 20)))
+    assert line.startswith("The ranking is not judged yet: ")
+    assert "(10 of 20 seeds)" in line
+    assert fig_arena.interim(differences, Design((5, 10))) == []
+    assert fig_arena.interim(differences, None) == []
+    with pytest.raises(RunsError, match=r"^CISPO and GSPO in sums edge: .*run 2 more"):
         fig_arena.paired(numbers, "GSPO", Design((12, 20)))
 
 

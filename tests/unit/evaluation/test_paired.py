@@ -228,13 +228,19 @@ def test_the_convolutions_give_the_binomial_tail_by_hand():
 def test_differences_become_whole_numbers_of_one_unit():
     assert in_steps(np.array([0.25, -0.125, 0.5]), np.array([8, 4])).tolist() == [2, -1, 4]
     assert in_steps(np.array([1 / 3, -1 / 7]), np.array([3, 7])).tolist() == [7, -3]
-    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [123, -500], (
-        "rewards between 0 and 1"
-    )
+    # rewards between 0 and 1: a thousand steps to the largest
+    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [247, -1000]
     many = np.full(5000, 0.123456)
-    assert in_steps(many, np.array([1]))[0] == round(0.123456 * (MAX_SUM // 5000)), (
-        "coarser, to end in time"
-    )
+    many_steps = in_steps(many, np.array([1]))
+    assert many_steps.sum() == MAX_SUM, "coarser, to end in time"
+    assert in_steps(np.zeros(3), np.array([10**9])).tolist() == [0, 0, 0]
+
+
+def test_small_gains_of_graded_rewards_have_the_p_of_their_signs():
+    rng = np.random.default_rng(1)
+    gains = rng.uniform(1e-4, 3e-4, 12)
+    steps = in_steps(gains, np.array([7, 11, 13, 10**6]))
+    assert sign_flip_p_of_integers(steps) == pytest.approx(2 / 2**12)
 
 
 def test_the_mean_difference_worked_by_hand():
