@@ -6,6 +6,7 @@ contain none themselves. article_entries.py says what an entry holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -29,6 +30,7 @@ from gspo.analysis.article_entries import Numbers, percent
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data
 from gspo.analysis.sequential import Design
 from gspo.analysis.stats import estimate, ratio, t_interval
+from gspo.analysis.verdicts import direction
 
 PAIRS = {"replay": (GSPO, GRPO_R2), "plain": (GSPO, GRPO), "none": (GRPO_R2, GRPO)}
 PAPER_RANGE = f"{GRPO} [clip range 0.2]"
@@ -56,7 +58,9 @@ SEQUENTIAL_STUDIES = {
     "K": ("critical_rate_tools", TWO_LOOKS),
     "L": ("larger_model", TWO_LOOKS),
 }
-ARENA_CELLS = ("sums_edge", "tools_edge")
+ARENA_TASKS = ("sums", "mixed", "tools")
+ARENA_SETTINGS = ("comfortable", "edge", "sixteen", "stale")
+ARENA_CELLS = tuple(f"{task}_{setting}" for task in ARENA_TASKS for setting in ARENA_SETTINGS)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -72,13 +76,11 @@ def collect(folder: Path) -> Numbers:
         critical_rates(numbers, study(folder, name), setting)
     for setting, (name, design) in SEQUENTIAL_STUDIES.items():
         critical_rates(numbers, study(folder, name), setting, design)
-    for cell in ARENA_CELLS:
-        arena_cell(numbers, study(folder, f"arena_{cell}"), cell)
+    arena(numbers, folder)
     article_doses.add_all(numbers, folder)
     warnings(numbers, folder)
-    arena = [f"arena.{cell}" for cell in ARENA_CELLS]
     counted = ("edge", "sums", "effect", *CRITICAL_STUDIES, "B", "C", "D", "E", "F", "H", "I")
-    counted += (*SEQUENTIAL_STUDIES, *arena)
+    counted += (*SEQUENTIAL_STUDIES, "arena")
     total = sum(numbers.entries[f"{part}.runs"]["value"] for part in counted)
     numbers.count("total.runs", total)
     return numbers
@@ -203,16 +205,24 @@ def critical_rates(
             numbers.add(f"{setting}.ratio.{word}", rate_ratio.interval, ".2f", rate_ratio.p)
 
 
-def arena_cell(numbers: Numbers, data: Data, cell: str) -> None:
-    """Add a cell of the arena: each arm minus GSPO at the level of the look, and its collapses."""
-    runs = fig_arena.measure(data, ["correction.name"])
-    key = f"arena.{cell}"
-    numbers.count(f"{key}.runs", len(runs))
-    numbers.value(f"{key}.hours", runs["hours"].sum(), ".1f")
-    for row in fig_arena.paired(runs, GSPO, TWO_LOOKS).itertuples():
-        numbers.difference(f"{key}.{row.arm}", row.interval)
+def arena(numbers: Numbers, folder: Path) -> None:
+    """Add the arena: in each cell each arm minus GSPO at the level of the look; collapsed runs."""
+    cells = []
+    directions: Counter[str] = Counter()
+    for cell in ARENA_CELLS:
+        runs = fig_arena.measure(study(folder, f"arena_{cell}"), ["correction.name"])
+        cells.append(runs)
+        for row in fig_arena.paired(runs, GSPO, TWO_LOOKS).itertuples():
+            numbers.difference(f"arena.{cell}.{row.arm}", row.interval)
+            directions[direction(row.interval, claims.SAME)] += 1
+    for word, count in directions.items():
+        numbers.count(f"arena.{word}", count)
+    numbers.count("arena.pairs", directions.total())
+    runs = pd.concat(cells)
+    numbers.count("arena.runs", len(runs))
+    numbers.value("arena.hours", runs["hours"].sum(), ".1f")
     for arm, group in runs.groupby("arm"):
-        numbers.count(f"{key}.collapsed.{arm}", group["collapsed"].sum())
+        numbers.count(f"arena.collapsed.{arm}", group["collapsed"].sum())
 
 
 def warnings(numbers: Numbers, folder: Path) -> None:

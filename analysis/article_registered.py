@@ -8,6 +8,7 @@ from __future__ import annotations
 from gspo.analysis.article_criteria import Criterion, Part, criterion, judge
 from gspo.analysis.article_doses import ENOUGH
 from gspo.analysis.article_entries import Numbers
+from gspo.analysis.article_numbers import ARENA_TASKS
 from gspo.analysis.stability_claims import CHANGED, MIN_DECLINE
 
 EDGE = "edge.paper_ranges"
@@ -31,6 +32,7 @@ ARMS_OF_I = (
     "prime-rl",
     "DPPO",
 )
+RIVALS_OF_ARENA = ARMS_OF_I[1:]
 # in the order of the article's table
 REGISTERED = {
     "edge.stopped": criterion("yes", f"{EDGE}_at_3.5e-4.replay"),
@@ -218,6 +220,16 @@ REGISTERED = {
         *(f"I.engine.clip.{arm}" for arm in ("GMPO", "MiniRL", "GRPO + Routing Replay (R2)")),
         rule="changes",
     ),
+    "arena.comfortable": criterion(
+        "yes",
+        *(f"arena.{task}_comfortable.{arm}" for task in ARENA_TASKS for arm in RIVALS_OF_ARENA),
+        "arena.tools_comfortable.GSPO-token",
+        rule="same",
+    ),
+    "arena.above": criterion(
+        "no",
+        *(f"arena.{task}_{cell}.SAPO" for task in ARENA_TASKS for cell in ("edge", "sixteen")),
+    ),
     "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
 }
 # what the text and the table of the paper's claims say beside these
@@ -249,7 +261,6 @@ CLAIMS = {
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
     "claim.sapo": criterion("", "arena.sums_edge.SAPO"),
-    "claim.cispo": criterion("", "arena.sums_edge.CISPO", rule="below"),
     "I.all_cispo": criterion("", "I.all.reward.CISPO", rule="below"),
     "claim.head_first": criterion("", "F.low.help_first.GSPO"),
 }

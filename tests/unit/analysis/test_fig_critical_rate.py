@@ -130,7 +130,9 @@ def test_a_look_has_the_seeds_that_ran_at_every_rate_in_both_arms():
     assert rate_ratios.compare(numbers)["A", "B"].interval.seeds == 4, "also without a design"
     assert rate_ratios.incomplete_seeds(numbers) == []
     missing = numbers.drop(numbers.index[(numbers["arm"] == "B") & (numbers["seed"] == 3)][:1])
-    with pytest.raises(load.RunsError, match=r"A and B: 3 seeds: the design looks at 4, 8.*: run 1 more"):
+    with pytest.raises(
+        load.RunsError, match=r"A and B: 3 seeds: the design looks at 4, 8.*: run 1 more"
+    ):
         rate_ratios.compare(missing, design)
     line = "Not in the looks: B, seeds 3, which lack runs at some rates."
     assert rate_ratios.incomplete_seeds(missing) == [line]
