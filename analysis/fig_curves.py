@@ -183,7 +183,7 @@ def recorded(data: Data, metrics: Sequence[str]) -> list[str]:
             data.definition(metric)
         except KeyError as error:
             raise RunsError(str(error.args[0])) from None
-    missing = [metric for metric in metrics if not data.metrics(metric)]
+    missing = [metric for metric in metrics if metric not in data.metrics(metric)]
     if missing and tuple(metrics) != METRICS:
         print(f"note: the runs have not recorded {', '.join(missing)}")
     if len(missing) == len(metrics):

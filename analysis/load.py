@@ -386,6 +386,10 @@ def describe(data: Data, arms: Sequence[str]) -> str:
         texts = [f"{', '.join(names)}: {seeds}" for seeds, names in arms_by_seeds.items()]
         seeds_text = "; ".join(texts)
     model = setting_values(runs, "model.name", "model not named")
+    # `micro_moe` and `tiny_moe` are two sizes of the model tiny_moe
+    if all("model.layers" in run.settings and "model.hidden" in run.settings for run in runs):
+        layers = setting_values(runs, "model.layers")
+        model += f" ({layers} layers of width {setting_values(runs, 'model.hidden')})"
     prompts = setting_values(runs, "rollout.prompts_per_step")
     responses = setting_values(runs, "rollout.group_size")
     minibatches = setting_values(runs, "trainer.minibatches")
@@ -404,8 +408,17 @@ def describe(data: Data, arms: Sequence[str]) -> str:
             "compute/flops."
         )
     unexpected = [key for key in differing(runs) if not key.startswith(MAKES_THE_ARM)]
-    if unexpected:
-        text += f" The runs differ also in {', '.join(unexpected)}."
+    unexpected = [key for key in unexpected if key != FRAMEWORK]  # the arm's name has it
+    # a log of another framework does not state most of our settings
+    ours = [run for run in runs if FRAMEWORK not in run.settings]
+    stated = [key for key in unexpected if all(key in run.settings for run in runs)]
+    if len(ours) in (0, len(runs)):
+        stated = unexpected
+    if stated:
+        text += f" The runs differ also in {', '.join(stated)}."
+    if len(stated) < len(unexpected):
+        unstated = len(unexpected) - len(stated)
+        text += f" Not all of the logs state {unstated} other settings."
     return text
 
 

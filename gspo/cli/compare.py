@@ -37,7 +37,7 @@ import pandas as pd
 from gspo.analysis import load, script
 from gspo.analysis.foreign import LOG
 from gspo.analysis.load import Run
-from gspo.analysis.stats import START, WINDOW, block_bootstrap, t_interval
+from gspo.analysis.stats import START, WINDOW, block_bootstrap, number, t_interval
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
 from gspo.io.tables import counted, text_table
@@ -60,7 +60,6 @@ MEANS = {
 TOTALS = {
     "tokens": ("compute/tokens", ".3g"),
     "FLOPs": ("compute/flops", ".3g"),
-    "hours, sampling and training": ("compute/seconds", ".2f"),
 }
 
 
@@ -188,6 +187,7 @@ def summary(runs: list[Run]) -> list[str]:
     groups = groups_of_equal(runs, keys)
     if len(groups) == len(runs):
         return []
+    scores = sorted({name for run in runs for name in fnmatch.filter(run.rows, HELD_OUT_MEANS)})
     lines: list[tuple[float, list[str]]] = []  # the key to sort by, and the cells
     for values, members in groups.items():
         rewards = [reward(run).tail(WINDOW).mean() for run in members]
@@ -200,14 +200,23 @@ def summary(runs: list[Run]) -> list[str]:
             reward_text = over_seeds.text()
         end_counts = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
         ends = ", ".join(f"{count} {how}" for how, count in sorted(end_counts.items()))
-        lines.append((sort_key, [*values, str(len(members)), reward_text, ends]))
+        score_texts = [last_scores(members, name) for name in scores]
+        lines.append((sort_key, [*values, str(len(members)), reward_text, *score_texts, ends]))
     lines.sort(key=lambda line: line[0])
-    head = [*keys.values(), "runs", f"reward, last {WINDOW}", "ended"]
+    head = [*keys.values(), "runs", f"reward, last {WINDOW}"]
+    head += [*(f"{name}, last" for name in scores), "ended"]
     title = (
         f"{len(runs)} runs in {len(groups)} groups that differ in more than the seed "
         "(all=true: every run)"
     )
     return [title, "", *aligned([head, *(cells for _, cells in lines)])]
+
+
+def last_scores(runs: list[Run], name: str) -> str:
+    """Return the mean of the runs' last held-out scores, with the t interval over seeds."""
+    scores = [run.column(name, first_step=0) for run in runs]
+    lasts = [float(values.iloc[-1]) for values in scores if len(values)]
+    return t_interval(np.array(lasts)).text() if lasts else "-"
 
 
 def list_of_runs(runs: list[Run]) -> list[str]:
@@ -254,6 +263,7 @@ def results(runs: list[Run]) -> list[list[str]]:
         rows.append([name, *(mean(run, metric, form) for run in runs)])
     for name, (metric, form) in TOTALS.items():
         rows.append([name, *(total(run, metric, form) for run in runs)])
+    rows.append(seconds_row(runs))
     for name in ("checkpoint", "monitor"):
         rows.append([f"time, {name}", *(share_of_time(run, name) for run in runs)])
     return rows
@@ -310,12 +320,24 @@ def mean(run: Run, metric: str, form: str) -> str:
 
 
 def total(run: Run, metric: str, form: str) -> str:
-    """Return the last value of a running total, with seconds as hours."""
+    """Return the last value of a running total."""
     values = run.column(metric)
-    if not len(values):
-        return "-"
-    divisor = 3600 if metric == "compute/seconds" else 1
-    return f"{values.iloc[-1] / divisor:{form}}"
+    return f"{values.iloc[-1]:{form}}" if len(values) else "-"
+
+
+def seconds_row(runs: list[Run]) -> list[str]:
+    """Return the row of the time that sampling and training took, in a unit that fits the runs."""
+    totals = [run.column("compute/seconds").max() for run in runs]
+    largest = max((value for value in totals if not math.isnan(value)), default=0.0)
+    unit = "seconds"
+    divisor = 1
+    if largest >= 7200:
+        unit = "hours"
+        divisor = 3600
+    elif largest >= 120:
+        unit = "minutes"
+        divisor = 60
+    return [f"{unit}, sampling and training", *(number(x / divisor, ".1f") for x in totals)]
 
 
 def share_of_time(run: Run, name: str) -> str:

@@ -3,7 +3,8 @@
     gspo plan model=hf model.path=Qwen/Qwen3-0.6B task=math policy.precision=bfloat16 \\
         hardware=rtx_4090
     gspo plan model=hf model.path=Qwen/Qwen3-30B-A3B task=math parallel.mode=shard \\
-        parallel.ranks=16
+        parallel.ranks=16 hardware=h200 policy.precision=bfloat16 policy.checkpointing=true \\
+        trainer.micro_batch_size=1 rollout.dtype=bfloat16 rollout.batch_rows=32
     gspo plan ... parallel.ranks=16,64,256        # scaling: a line for each number of GPUs
 
 If the run does not fit, the plan suggests changes. All settings of `gspo train` are options too.
@@ -110,9 +111,14 @@ def lines_of(plan: Plan) -> list[str]:
     s = plan.settings
     measured = plan.measured
     model = s.model.source() or s.model.name
-    active = f", {measured.active / 1e9:.2f} of them active" if measured.active else ""
+    word = "million"
+    unit = 1e6
+    if measured.parameters >= 1e8:
+        word = "billion"
+        unit = 1e9
+    active = f", {measured.active / unit:.2f} of them active" if measured.active else ""
     lines = [
-        f"{model}: {measured.parameters / 1e9:.2f} billion parameters{active}",
+        f"{model}: {measured.parameters / unit:.2f} {word} parameters{active}",
         f"{plan.work.ranks} x {hardware_text(plan)}, {step_text(plan)}",
         "",
         f"memory of a GPU in GB, {RESERVE:g} of them for driver and libraries",
@@ -182,6 +188,8 @@ def lines_of_scaling(strong_points: list[Point], weak_points: list[Point]) -> li
         share = base.responses / base.work.ranks
         lines += ["", f"weak scaling: {share:g} responses a step for each GPU"]
         lines += scaling_table(weak_points)
+    else:
+        lines += ["", "with a single number of GPUs, gspo plan suggests settings that fit"]
     return lines
 
 

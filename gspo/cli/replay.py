@@ -105,6 +105,8 @@ def replay_step() -> None:
     if options.out and not Path(options.out).absolute().parent.is_dir():
         raise SettingError("out", options.out, "there is no such folder", remedy="make it first")
     path, record, row = read(options)
+    if options.model == "true":
+        check_checkpoint(path, record)
     columns = replays(options, path, record, overrides)
     print(heading(path, record))
     print("\n".join(["", *table(record, columns)]))
@@ -305,10 +307,11 @@ def response_lines(record: StepRecord, columns: Sequence[Column], count: int) ->
     largest = weights[0].share
     for other in weights[1:]:
         largest = largest.clip(min=other.share)
+    numbers_of_columns = range(1, len(columns) + 1)
     rows = [
         ["response", "group", "reward", "tokens", "mean log-ratio"]
-        + [f"{column.name}: share" for column in columns]
-        + [f"{column.name}: clipped" for column in columns]
+        + [f"[{number}] share" for number in numbers_of_columns]
+        + [f"[{number}] clipped" for number in numbers_of_columns]
     ]
     for row in (-largest).argsort(kind="stable")[:count].tolist():
         rows.append(
@@ -322,7 +325,8 @@ def response_lines(record: StepRecord, columns: Sequence[Column], count: int) ->
                 *(f"{weight.clipped[row]:.1%}" for weight in weights),
             ]
         )
-    title = "responses by their share of the gradient:"
+    names = [f"[{i}] {column.name}" for i, column in enumerate(columns, start=1)]
+    title = f"responses by their share of the gradient under {', '.join(names)}:"
     return [title, *text_table(rows, right_aligned=True)]
 
 
@@ -347,6 +351,15 @@ def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | N
     return lines
 
 
+def check_checkpoint(path: Path, record: StepRecord) -> None:
+    """Raise ValueError, before the table, if the model cannot be brought to the recorded step."""
+    if not (path / SETTINGS_FILE).exists():
+        raise SettingError("model", True, "a record by itself has no checkpoint: name its run")
+    from gspo.run.model_replay import starting_step
+
+    starting_step(path, record.header.step)
+
+
 def model_lines(
     options: Options,
     path: Path,
@@ -355,8 +368,6 @@ def model_lines(
     row: dict[str, float | None],
 ) -> list[str]:
     """Replay the step with the model under each column's settings, and return a table."""
-    if not (path / SETTINGS_FILE).exists():
-        raise SettingError("model", True, "a record by itself has no checkpoint: name its run")
     from gspo.run.model_replay import parameter_cosine, replay_with_model
 
     step = record.header.step

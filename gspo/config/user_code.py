@@ -221,9 +221,10 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
         classes = [word.partition("=")[2] for word in typed if word.startswith(f"{key}=")]
         path = classes[-1] if classes else "my_pkg.extras:Gap"
         beside = "".join(f" beside {key}.{name}" for name in list(values)[:1])
-        raise SettingError(
-            key, problem="no class is given", remedy=f"write {key}.path={path}{beside}"
-        )
+        problem = "no class is given"
+        if classes:
+            problem = "beside settings of its own, a class is given as its path"
+        raise SettingError(key, problem=problem, remedy=f"write {key}.path={path}{beside}")
     if not isinstance(path, str):
         raise SettingError(f"{key}.path", path, remedy=EXAMPLE)
     return with_values(load_class(path, group, key), values, key)

@@ -124,7 +124,8 @@ def starting_step(run: Path, step: int) -> int:
                 True,
                 f"needs a checkpoint before step {step} and the records of all steps between; step "
                 f"{start} has neither, and the checkpoints are {', '.join(names) or 'none'}",
-                remedy="record with tracking.record_last, or keep more with checkpoint.keep",
+                remedy="choose a step soon after a checkpoint; to replay any of the last steps, record "
+                "with tracking.record_last at least as large as checkpoint.every",
             )
         start -= 1
     return start

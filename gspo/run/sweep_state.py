@@ -27,6 +27,7 @@ MAX_RUN_NAME_CHARS = 1000  # every line of the table is padded to the longest na
 STEPS = re.compile(rb"^steps: (\d{1,9})$", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d{1,9})[,}]')
 REWARD = re.compile(rb'"reward/mean": (null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)[,}]')
+ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 PACE_STEPS = 10  # the pace is the mean of this many last steps
 
 
@@ -118,6 +119,11 @@ def own_overrides(planned: list[dict], number: int) -> list[str]:
     """Return the overrides that tell a planned job from the other jobs of its sweep."""
     shared = shared_overrides(job["overrides"] for job in planned)
     return [override for override in planned[number]["overrides"] if override not in shared]
+
+
+def as_typed(overrides: Iterable[str]) -> str:
+    """Return overrides as a command line has them, without the escapes of Hydra's sweeper."""
+    return ESCAPED.sub(r"\1", " ".join(overrides))
 
 
 # -------------------------------------------------------------------------------- state of the runs
@@ -267,7 +273,7 @@ def table(runs: list[Job]) -> str:
     lines = []
     for job in sorted(runs, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
-        settings = " ".join(
+        settings = as_typed(
             override
             for override in job.overrides
             if not override.startswith("hydra") and override not in shared
@@ -282,6 +288,8 @@ def table(runs: list[Job]) -> str:
     clock = "unknown"
     if 0 <= seconds < 1e9:
         clock = f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+    if 0 <= seconds < 3600:
+        clock = f"{math.ceil(seconds / 60)} min"
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     collapsed = sum(job.collapsed is not None for job in runs)
     if collapsed:
@@ -300,7 +308,7 @@ def forecast(planned: list[dict]) -> str:
     rows = []
     counts = Counter()
     for number, plan in enumerate(planned):
-        overrides = " ".join(own_overrides(planned, number))
+        overrides = as_typed(own_overrides(planned, number))
         state = "wrong"
         progress = ""
         folder_or_reason = plan.get("folder") or plan["reason"]

@@ -44,6 +44,7 @@ from gspo.run.sweep_configs import SweepConfigs, expanded, launcher_of
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import (
     MANIFEST,
+    as_typed,
     entries,
     forecast,
     own_overrides,
@@ -86,7 +87,7 @@ class WriteManifest(Callback):
             sys.exit(0)
         for number, job in enumerate(planned):
             if "same_as" in job:
-                overrides = " ".join(own_overrides(planned, number))
+                overrides = as_typed(own_overrides(planned, number))
                 print(f"job {number} ({overrides}) is {same_run(planned, number)}: it is run once")
         self.began = time.time()
         self.planned = planned
@@ -251,7 +252,7 @@ def same_run(planned: list[dict], number: int) -> str:
     if number >= len(planned) or "same_as" not in planned[number]:
         return ""
     first = planned[number]["same_as"]
-    overrides = " ".join(own_overrides(planned, first))
+    overrides = as_typed(own_overrides(planned, first))
     return f"the same run as job {first} ({overrides}), {planned[first]['folder']}"
 
 

@@ -99,8 +99,9 @@ def test_steps_after_a_checkpoint_are_replayed_on_the_way(run, replay, tmp_path)
     mine, recorded = map(float, line.split()[1:])
     assert mine == pytest.approx(recorded, rel=1e-2)
     record_file(copied, 7).unlink()
-    code, _, errors = replay(copied, "step=9", "model=true")
+    code, text, errors = replay(copied, "step=9", "model=true")
     assert code == 2 and "step 7 has neither" in errors and errors.count("\n") == 1
+    assert text == "", "it is refused before the table"
 
 
 def test_old_log_probs_of_older_weights_are_replayed_without_experts_too(replay, tmp_path):

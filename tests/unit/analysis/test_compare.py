@@ -85,11 +85,13 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     names, best, worst = (
         [cell.strip() for cell in row.split("  ") if cell.strip()] for row in lines[2:5]
     )
-    assert names == ["objective", "runs", "reward, last 10", "ended"], (
+    score = "eval/math/avg@2, last"
+    assert names == ["objective", "runs", "reward, last 10", score, "ended"], (
         "lr varies with the objective and tells no more"
     )
-    assert best == ["gspo", "7", "0.500 [0.500, 0.500]", "7 finished"]
-    assert worst == ["grpo", "6", "0.100 [0.100, 0.100]", "6 collapsed"]
+    last = "0.100 [0.100, 0.100]"
+    assert best == ["gspo", "7", "0.500 [0.500, 0.500]", last, "7 finished"]
+    assert worst == ["grpo", "6", "0.100 [0.100, 0.100]", last, "6 collapsed"]
     assert len(lines) == 5
     assert f"[1] {runs[0]}" in compare(*runs, "all=true").stdout.splitlines()
 

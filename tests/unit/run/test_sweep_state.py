@@ -99,6 +99,16 @@ def test_a_dry_run_says_that_runs_under_way_are_left_alone(tmp_path):
     assert last_line == words
 
 
+def test_a_plan_prints_overrides_as_they_were_typed(tmp_path):
+    plans = [
+        {"run": name, "folder": str(tmp_path / name), "steps": 9, "overrides": [override]}
+        for name, override in (("a", r"objective=losses\:Soft"), ("b", r"looks=\[1\,2\]"))
+    ]
+    lines = forecast(plans).splitlines()
+    assert lines[0].endswith("objective=losses:Soft")
+    assert lines[1].endswith("looks=[1,2]")
+
+
 def test_a_folder_is_named_by_what_a_sweep_varies_and_found_again_by_its_hash(tmp_path):
     chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
     digest = settings_hash(chosen)
