@@ -197,7 +197,7 @@ class Adapter:
                 f"{folder} holds an adapter of other layers or of another rank "
                 "than policy.lora says"
             )
-        alpha = json.loads((folder / CONFIG).read_text()).get("lora_alpha")
+        alpha = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("lora_alpha")
         if alpha != self.config.lora_alpha:
             raise ValueError(
                 f"{folder / CONFIG} says lora_alpha={alpha}, and policy.lora.alpha is "
