@@ -222,6 +222,7 @@ def arena(numbers: Numbers, folder: Path) -> None:
     numbers.count("arena.runs", len(runs))
     numbers.value("arena.hours", runs["hours"].sum(), ".1f")
     for arm, group in runs.groupby("arm"):
+        numbers.count(f"arena.runs.{arm}", len(group))
         numbers.count(f"arena.collapsed.{arm}", group["collapsed"].sum())
 
 

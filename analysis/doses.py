@@ -6,6 +6,7 @@ fig_dose.py draws them and says what a dose is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 
 import pandas as pd
@@ -150,7 +151,7 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
 def paired_interval(differences_S: pd.Series, error_rate: float) -> Interval:
     """Return the interval of differences, none if one is NaN: the other seeds are no fair sample."""
     if differences_S.isna().any():
-        return NO_INTERVAL
+        return replace(NO_INTERVAL, level=error_rate)
     return t_interval(differences_S, error_rate)
 
 

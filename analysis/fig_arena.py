@@ -53,6 +53,7 @@ from gspo.analysis.sequential import Design, chosen_design, level_of
 from gspo.analysis.stats import LEVEL, Interval, t_interval
 from gspo.analysis.verdicts import direction
 from gspo.io.arguments import command_options, option
+from gspo.io.tables import counted
 from gspo.statistics import holm, random_sign_flip_p, t_quantile
 
 REFUSED = script.DOTS | script.NO_CURVES
@@ -98,8 +99,7 @@ def main() -> None:
     script.print_lines(
         table(numbers),
         difference_table(differences, baseline, options.same),
-        interim(differences, design),
-        ranking_table(numbers, ranking, baseline),
+        [*interim(differences, design, options.same), *ranking_table(numbers, ranking, baseline)],
         paths,
     )
 
@@ -319,16 +319,20 @@ def difference_table(differences: pd.DataFrame, baseline: str, margin: float) ->
     return markdown_table(rows)
 
 
-def interim(differences: pd.DataFrame, design: Design | None) -> list[str]:
+def interim(differences: pd.DataFrame, design: Design | None, margin: float) -> list[str]:
     """Return a line that the ranking is no result yet, if a pair may still get more seeds."""
     if design is None:
         return []
-    seeds = min(interval.seeds for interval in differences["interval"])
-    if seeds >= design.looks[-1]:
+    last = design.looks[-1]
+    # a decided pair gets no more seeds
+    early = [x for x in differences["interval"] if x.seeds < last]
+    undecided = [x for x in early if direction(x, margin) == "undecided"]
+    if not undecided:
         return []
     return [
         f"The ranking is not judged yet: its level of {LEVEL:g} is that of a single look, at the end "
-        f"({seeds} of {design.looks[-1]} seeds)."
+        f"of all cells ({counted(len(undecided), 'undecided pair')} with fewer than {last} seeds).",
+        "",
     ]
 
 

@@ -14,6 +14,7 @@ study are printed too, and drawn if there is room. Writes fig_contrast.pdf and .
 
 from __future__ import annotations
 
+import math
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.choosing import MAKES_THE_ARM
 from gspo.analysis.grid import difference_cells
 from gspo.analysis.load import ARMS, GSPO, Data
-from gspo.analysis.runs import RunsError
+from gspo.analysis.runs import Run, RunsError
 from gspo.analysis.stats import NO_INTERVAL, Interval, paired_difference
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.io.arguments import command_options
@@ -98,7 +99,7 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
         if arm not in second.arms:
             continue
         common = set(first.seeds(arm)) & set(second.seeds(arm))
-        runs = [run for run in first.of(arm) + second.of(arm) if run.seed in common]
+        runs = runs_of_common_seeds(first, second, arm)
         if claims.undecided_without(runs):
             differences[arm] = NO_INTERVAL
             continue
@@ -112,6 +113,12 @@ def between(first: Data, second: Data) -> dict[str, Interval]:
             interval = paired_difference(after.reindex(steps), before.reindex(steps))
             differences[arm] = interval
     return differences
+
+
+def runs_of_common_seeds(first: Data, second: Data, arm: str) -> list[Run]:
+    """Return the runs of an arm with the seeds that both studies have."""
+    common = set(first.seeds(arm)) & set(second.seeds(arm))
+    return [run for run in first.of(arm) + second.of(arm) if run.seed in common]
 
 
 def completed(studies: list[Data]) -> list[Data]:
@@ -164,7 +171,7 @@ def table(studies: list[Data]) -> list[str]:
         title = f"{second_title} - {first_title}"
         for arm, interval in between(first, second).items():
             cells = difference_cells(interval)
-            remark = claims.undecided_without(first.of(arm) + second.of(arm))
+            remark = claims.undecided_without(runs_of_common_seeds(first, second, arm))
             rows.append([title, panels.short_name(arm), *cells, remark])
     first, first_title = titled[0]
     # the second study's gains stand among the neighbours already
@@ -172,7 +179,7 @@ def table(studies: list[Data]) -> list[str]:
         for arm, interval in gains(first, data).items():
             cells = difference_cells(interval)
             title = f"{data_title} - {first_title}"
-            remark = claims.undecided_without(first.of(arm) + data.of(arm))
+            remark = claims.undecided_without(runs_of_common_seeds(first, data, arm))
             rows.append([title, panels.short_name(arm), *cells, remark])
     return markdown_table(rows)
 
@@ -316,6 +323,9 @@ def draw_differences(ax: Axes, data: Data, gain_by_arm: dict[str, Interval]) -> 
             differences.append((f"{panels.short_name(arm)}\nhere - left", interval))
     ticks = []
     for index, (name, interval) in enumerate(differences):
+        if math.isnan(interval.mean):
+            ticks.append(f"{name}\nundecided")
+            continue
         values = interval.values or (interval.mean,)
         shifts = [0.0]
         if len(values) > 1:

@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gspo.algorithm.aggregation import Aggregation
+from gspo.algorithm.aggregation import LENGTH_WEIGHTED, Aggregation
 from gspo.cli.option_files import CONF, quoted, refuse_dashes, register_options
 from gspo.config.algorithm_checks import check_objective, check_token_advantages
 from gspo.config.checks import check
@@ -151,6 +151,10 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     if complete:
         check(settings)
     else:
+        # the header does not say that the run permitted its own average
+        mode = recorded.trainer.aggregation.mode
+        if recorded.objective.sequence_level and mode in LENGTH_WEIGHTED:
+            settings.allow_length_weighting = True
         check_objective(settings)
         check_token_advantages(settings)
     notes = []

@@ -34,8 +34,8 @@ from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 MAX_SUM = 2 * 10**6  # of the differences' sizes in the exact test: a few seconds
-# differences without a common unit are rounded to multiples of 1 / 1000, or coarser
-MAX_STEPS = 1000
+STEPS_PER_UNIT = 1000  # of differences without a common unit, unless all are small
+MIN_STEPS = 100  # the largest difference has so many steps at least
 # the rows of one problem's responses, made by gspo.evaluation.evaluate.rows
 Group = list[dict]
 
@@ -159,8 +159,9 @@ def in_steps(differences_P: ndarray, counts: Iterable[int]) -> ndarray:
 
     With rewards 0 and 1, all differences are multiples of 1 / lcm(counts). Rewards between 0 and 1
     have no common unit, and a very small unit would make the exact test too slow. In both cases the
-    differences are rounded to multiples of 1 / MAX_STEPS of the largest. The unit is coarser for
-    many large differences.
+    differences are rounded to multiples of 1 / 1000, or of a smaller power of ten if all are small.
+    A decimal unit keeps the ties of rewards in tenths, which the exact test counts. The unit is
+    coarser for many large differences.
     """
     max_steps = MAX_SUM // len(differences_P)
     common_steps = math.lcm(*counts)
@@ -173,6 +174,11 @@ def in_steps(differences_P: ndarray, counts: Iterable[int]) -> ndarray:
     largest = float(sizes_P.max(initial=0))
     if not largest:
         return np.zeros(len(differences_P), np.int64)
-    steps_per_unit = min(MAX_STEPS / largest, MAX_SUM / float(sizes_P.sum()))
+    steps_per_unit = STEPS_PER_UNIT
+    while largest * steps_per_unit < MIN_STEPS:
+        steps_per_unit *= 10
+    most = MAX_SUM / float(sizes_P.sum())
+    if steps_per_unit > most:
+        steps_per_unit = max(1, int(most))
     rounded_P = np.rint(differences_P * steps_per_unit)
     return rounded_P.astype(np.int64)

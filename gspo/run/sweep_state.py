@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.io import escaping, untrusted
-from gspo.io.files import ENDED, locked, read_status
+from gspo.io.files import ENDED, ENDED_EARLY, locked, read_status
 from gspo.io.ownership import is_own_file
 from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import collapse, levels
@@ -280,7 +280,10 @@ def table(runs: list[Job]) -> str:
         )
         fall = "" if job.collapsed is None else f"COLLAPSED at step {job.collapsed}; "
         progress = f"{job.state:<11} {job.step:>5}/{job.steps:<5} {reward:<13}"
-        text = f"{job.run:<{width}}  {progress} {fall}{job.reason or settings}"
+        remark = job.reason or settings
+        if job.state == ENDED_EARLY:
+            remark = f"{settings} ({job.reason})"
+        text = f"{job.run:<{width}}  {progress} {fall}{remark}"
         lines.append(escaping.escape_line(text).rstrip(" ;"))
     counts = {state: sum(job.state == state for job in runs) for state in (*ENDED, *UNFINISHED)}
     parallel = max(1, counts["running"])

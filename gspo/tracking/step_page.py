@@ -58,8 +58,9 @@ MAX_VIEWS = 2
 MAX_WORD_CHARS = 100  # of names and values in the page's first lines, and of verdicts
 MAX_CLIP_SETTINGS = 20
 MAX_NOTES = 20
-TRAINED = 1  # bits of the array `flags`
-SAMPLED = 2
+# bits of the array `flags`: the policy wrote the token; it is in the loss of view 0, 1, ...
+SAMPLED = 1
+IN_LOSS = 2
 KEY_METRICS = {
     "reward/mean": "mean reward",
     "clip/token_active": "clipped share of tokens",
@@ -182,9 +183,10 @@ def _content(
     token_ids, positions = np.unique(record.token_ids, return_inverse=True)
     kind = "uint16" if len(token_ids) <= 1 << 16 else "uint32"
     arrays.add("tokens", positions.astype(kind), kind)
-    # a token out of the loss of one of the views alone has no numbers in that view
-    in_loss = np.any([view.in_loss for view in views], axis=0)
-    flags = TRAINED * in_loss.astype(np.uint8) + SAMPLED * record.sampled.astype(np.uint8)
+    flags = SAMPLED * record.sampled.astype(np.uint8)
+    for number, view in enumerate(views):
+        flags += (IN_LOSS << number) * view.in_loss.astype(np.uint8)
+    in_every_loss = np.all([view.in_loss for view in views], axis=0)
     arrays.add("flags", flags.astype(np.uint8), "uint8")
 
     scales: dict[str, float | None] = {}
@@ -226,7 +228,7 @@ def _content(
     bits = [int(np.bitwise_or.reduce(view.clipped)) for view in views]
     return {
         "clip_bits": int(np.bitwise_or.reduce(bits)),
-        "has_untrained": bool((record.sampled & ~in_loss).any()),
+        "has_untrained": bool((record.sampled & ~in_every_loss).any()),
         "has_written": bool((~record.sampled).any()),
         "views": [view.name for view in views],
         "quantities": quantities,

@@ -5,8 +5,8 @@
   const SHADES = 5; // colours on either side of zero
   const MAX_LISTED = 1000; // responses in the list
   const MAX_SHOWN = 20000; // tokens of a response that are drawn at once
-  const TRAINED = 1;
-  const SAMPLED = 2;
+  const SAMPLED = 1;
+  const IN_LOSS = 2; // of view 0; the next bits are those of the other views
   // the marks of clip bits, from the strongest to the weakest: bit, class, shade
   const CLIP_MARKS = [
     [8, "dual", 10],
@@ -140,11 +140,15 @@
     return numbers;
   }
 
+  function isInLoss(view, token) {
+    return Boolean(state.numbers.flags[token] & (IN_LOSS << view));
+  }
+
   // Return a number of a token in a view, NaN if it has none.
   function valueOf(key, view, token) {
     const ofView = ["weight", "advantage", "pull", "gradient", "clip"].includes(key);
     // tokens out of the loss have no such numbers
-    if (ofView && !(state.numbers.flags[token] & TRAINED)) return NaN;
+    if (ofView && !isInLoss(view, token)) return NaN;
     const values = ofView ? state.numbers.views[view][key] : state.numbers[key];
     return values ? values[token] : NaN;
   }
@@ -407,12 +411,12 @@
     const mark = CLIP_MARKS.find(([bit]) => bits & bit);
     let shade = "";
     if (state.quantity.key === "clip") {
-      if (state.pass !== null && flags & TRAINED) shade = ` shade-${mark ? mark[2] : SHADES}`;
+      if (state.pass !== null && isInLoss(view, token)) shade = ` shade-${mark ? mark[2] : SHADES}`;
     } else {
       const value = valueOf(state.quantity.key, view, token);
       if (!Number.isNaN(value)) shade = ` shade-${shadeOf(value / state.quantity.scale)}`;
     }
-    return "token" + shade + (mark ? ` ${mark[1]}` : "") + (flags & TRAINED ? "" : " untrained");
+    return "token" + shade + (mark ? ` ${mark[1]}` : "") + (isInLoss(view, token) ? "" : " untrained");
   }
 
   // Return the colour of a number in units of the scale: 0 (-1 or less) to 10 (1 or more).
@@ -478,9 +482,11 @@
     const { token, numbers } = state;
     const index = numbers.tokens[token];
     const flags = numbers.flags[token];
+    const losses = views.filter((_, view) => isInLoss(view, token));
     let author = "in the loss";
     if (!(flags & SAMPLED)) author = "written by the environment";
-    else if (!(flags & TRAINED)) author = "out of the loss";
+    else if (!losses.length) author = "out of the loss";
+    else if (losses.length < views.length) author = `in the loss of ${losses.join(", ")} alone`;
     const update = state.pass === null ? "no update" : `update ${passes.updates[state.pass]}`;
     const shared = [
       numberOf("token", `${token + 1} of ${rows.tokens[state.row]}`),

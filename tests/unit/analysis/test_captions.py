@@ -42,6 +42,10 @@ def test_settings_that_a_log_does_not_state_do_not_differ():
     assert "The runs differ also in optim.lr. " in text
     assert "advantage.eps" not in text
     assert text.endswith("Not all of the logs state 5 other settings.")
+    other = OURS | {"advantage.eps": 1e-3, "seed": 2}
+    mixed = Data([run("a", OURS), run("d", other), run("b", THEIRS)])
+    text = load.describe(mixed, mixed.arms)
+    assert "The runs differ also in advantage.eps, optim.lr. " in text
     ours = Data([run("a", OURS), run("c", OURS | {"objective.name": "grpo", "optim.lr": 2e-4})])
     text = load.describe(ours, ours.arms)
     assert text.startswith("Run: tiny_moe (3 layers of width 48), rollout batches of ")

@@ -62,6 +62,13 @@ def test_a_gain_between_studies_has_no_interval(tmp_path):
     assert math.isnan(gains["GRPO"].mean)
     line = next(x for x in fig_contrast.table([first, second]) if "- |" in x and "| GRPO " in x)
     assert "undecided (left out, for it ended when it collapsed: GRPO, seed 1)" in line
+    # seeds that one of the studies lacks are not compared, so their collapse is no reason
+    second.runs = [run for run in second.runs if run.seed > 4]
+    gains = fig_contrast.between(first, load.Data(second.runs))
+    assert gains["GRPO"].mean == pytest.approx(0)
+    rows = fig_contrast.table([first, load.Data(second.runs)])
+    line = next(row for row in rows if "| GRPO  " in row and "+0.000" in row)
+    assert "undecided" not in line
 
 
 def test_an_outcome_that_was_not_measured_any_more_decides_nothing(tmp_path):

@@ -3,6 +3,7 @@
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from gspo.analysis import fig_arena, grid, load
@@ -114,11 +115,13 @@ def test_a_sequential_design_sets_the_level(arena):
     values = (*[0.1] * 9, -0.01)
     early = Interval(0.089, 0.01, 0.17, 10, values, level=Design((10, 20)).level(10))
     assert direction(early, 0.03) == "undecided"
-    (line,) = fig_arena.interim(differences, Design((10, 20)))
+    open_pairs = pd.DataFrame({"interval": [early, *differences["interval"]]})
+    line, _ = fig_arena.interim(open_pairs, Design((10, 20)), 0.03)
     assert line.startswith("The ranking is not judged yet: ")
-    assert "(10 of 20 seeds)" in line
-    assert fig_arena.interim(differences, Design((5, 10))) == []
-    assert fig_arena.interim(differences, None) == []
+    assert "(1 undecided pair with fewer than 20 seeds)" in line
+    assert fig_arena.interim(differences, Design((10, 20)), 0.03) == [], "all are decided"
+    assert fig_arena.interim(open_pairs, Design((5, 10)), 0.03) == []
+    assert fig_arena.interim(open_pairs, None, 0.03) == []
     with pytest.raises(RunsError, match=r"^CISPO and GSPO in sums edge: .*run 2 more"):
         fig_arena.paired(numbers, "GSPO", Design((12, 20)))
 

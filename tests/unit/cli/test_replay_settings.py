@@ -110,6 +110,13 @@ def test_parts_of_a_loss_that_do_not_fit_are_refused_for_a_record_by_itself_too(
         assert refused.value.key == key
 
 
+def test_a_record_by_itself_keeps_the_average_that_its_run_permitted():
+    recorded = run_settings(*GSM8K, "preset=roll_legacy")
+    recorded.allow_length_weighting = False  # the header lacks it
+    settings, _ = changed(recorded, ["trainer.entropy_coef=0.01"], complete=False)
+    assert settings.trainer.entropy_coef == 0.01
+
+
 def test_a_reward_that_was_given_when_responses_were_graded_cannot_change():
     with refuses("reward.truncated", "-1", "a replay cannot change this"):
         changed(run_settings(*GSM8K), ["reward.truncated=-1"], complete=True)

@@ -228,12 +228,21 @@ def test_the_convolutions_give_the_binomial_tail_by_hand():
 def test_differences_become_whole_numbers_of_one_unit():
     assert in_steps(np.array([0.25, -0.125, 0.5]), np.array([8, 4])).tolist() == [2, -1, 4]
     assert in_steps(np.array([1 / 3, -1 / 7]), np.array([3, 7])).tolist() == [7, -3]
-    # rewards between 0 and 1: a thousand steps to the largest
-    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [247, -1000]
-    many = np.full(5000, 0.123456)
-    many_steps = in_steps(many, np.array([1]))
-    assert many_steps.sum() == MAX_SUM, "coarser, to end in time"
+    # rewards between 0 and 1
+    assert in_steps(np.array([0.1234, -0.5]), np.array([2])).tolist() == [123, -500]
+    assert in_steps(np.array([0.0001234, -0.0005]), np.array([2])).tolist() == [123, -500]
+    many_steps = in_steps(np.full(5000, 0.823456), np.array([1]))
+    assert many_steps[0] == round(0.823456 * int(MAX_SUM / (5000 * 0.823456))), "to end in time"
     assert in_steps(np.zeros(3), np.array([10**9])).tolist() == [0, 0, 0]
+
+
+def test_ties_of_rewards_in_tenths_stay_ties():
+    """Means over four samples of rewards in tenths are multiples of 1/40: counted by hand in 512 flips."""
+    differences = np.array([0.05, 0.1, 0.125, -0.025, 0.075, 0.05, 0.1, -0.05, 0.025])
+    fortieths = np.rint(differences * 40).astype(int)
+    signs = np.array(list(itertools.product((-1, 1), repeat=9)))
+    p = np.mean(np.abs(signs @ fortieths) >= abs(fortieths.sum()))
+    assert sign_flip_p_of_integers(in_steps(differences, np.array([10**9]))) == pytest.approx(p)
 
 
 def test_small_gains_of_graded_rewards_have_the_p_of_their_signs():

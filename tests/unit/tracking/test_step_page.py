@@ -64,7 +64,7 @@ def test_the_numbers_of_every_token_are_those_of_the_record():
     token_ids = np.array(content["token_ids"])
     np.testing.assert_array_equal(token_ids[arrays["tokens"]], record.token_ids)
     assert content["texts"] == [f" w{token}" for token in token_ids]
-    np.testing.assert_array_equal(arrays["flags"], record.trained + 2 * record.sampled)
+    np.testing.assert_array_equal(arrays["flags"], record.sampled + 2 * record.trained)
     for number, update in enumerate(record.updates, start=1):
         offset = 0
         for row in update.rows:
