@@ -142,10 +142,20 @@ def differences(numbers: pd.DataFrame, a: str, b: str) -> pd.DataFrame:
     """
     keys = ["position", "level", "seed"]
     runs = numbers.set_index(["arm", *keys])
-    difference = runs["end"][a] - runs["end"][b]
-    collapsed = runs["collapsed"][a].astype(float) + runs["collapsed"][b].astype(float)
-    known = difference.notna() | (collapsed > 0)
-    return difference[known].reset_index(name="difference")
+    return shared_differences(runs.loc[a], runs.loc[b]).reset_index(name="difference")
+
+
+def shared_differences(a_runs: pd.DataFrame, b_runs: pd.DataFrame) -> pd.Series:
+    """Return the differences of `end` between runs of the same index, which both must have.
+
+    A run without outcome is left out, unless it collapsed: then the difference is NaN.
+    """
+    shared = a_runs.index.intersection(b_runs.index)
+    a_shared = a_runs.loc[shared]
+    b_shared = b_runs.loc[shared]
+    difference = a_shared["end"] - b_shared["end"]
+    either_collapsed = a_shared["collapsed"] | b_shared["collapsed"]
+    return difference[difference.notna() | either_collapsed]
 
 
 def paired_interval(differences_S: pd.Series, error_rate: float) -> Interval:
@@ -191,16 +201,12 @@ def dose_differences(
         raise RunsError(f"reference={reference}: no run has this dose; there are {names}")
     rows = []
     for arm, runs in numbers.groupby("arm"):
-        ends = runs.pivot(index="seed", columns="position", values="end")
-        collapsed = runs.pivot(index="seed", columns="position", values="collapsed")
-        collapsed = collapsed.astype(float)
-        base = chosen[0] if chosen else ends.columns[0]
-        if base not in ends:
+        at_dose = {position: cell.set_index("seed") for position, cell in runs.groupby("position")}
+        base = chosen[0] if chosen else min(at_dose)
+        if base not in at_dose:
             continue
-        for position in ends.columns.drop(base):
-            paired = ends[position] - ends[base]
-            either_collapsed = collapsed[position] + collapsed[base] > 0
-            paired = paired[paired.notna() | either_collapsed]
+        for position in sorted(at_dose.keys() - {base}):
+            paired = shared_differences(at_dose[position], at_dose[base])
             if len(paired):
                 pair = f"{arm} at {levels[position]} and {levels[base]}"
                 error_rate = level_of(design, len(paired), pair) if design else LEVEL

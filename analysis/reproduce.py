@@ -133,8 +133,8 @@ def summary(
     lines += [escape_markdown(load.describe(data, data.arms)), "", *table(data), ""]
     lines += [
         f"Means over seeds. Start: mean of the first {START} batches; end: of the last {WINDOW}.",
-        "Held-out scores: first -> last evaluation of each seed. Clipped tokens and routing consistency: mean "
-        "over all batches.",
+        "Held-out scores: first -> last evaluation of each seed. Clipped tokens and routing "
+        "consistency: mean over all batches.",
         "",
         "## The paper's claims",
         "",

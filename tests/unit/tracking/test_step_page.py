@@ -56,6 +56,16 @@ def position_of(record, row: int, number: int) -> int:
     return before + int(record.response_lengths[rows[:index]].sum())
 
 
+def test_each_view_has_its_own_tokens_in_the_loss():
+    record = step_record(rows=3, length=5, updates=1)
+    in_other_loss = np.arange(len(record.trained)) % 3 == 0
+    other = View("other", record.advantages, None, None, trained=in_other_loss)
+    page = page_of(record, other)
+    flags = arrays_of(page)["flags"]
+    np.testing.assert_array_equal(flags, record.sampled + 2 * record.trained + 4 * in_other_loss)
+    assert content_of(page)["has_untrained"]
+
+
 def test_the_numbers_of_every_token_are_those_of_the_record():
     record = step_record(rows=9, length=7, updates=2, layers=3)
     make_episode(record, 1)
