@@ -28,12 +28,15 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 
 from gspo.analysis import foreign_files, foreign_joining, foreign_search, wandb_files
+from gspo.analysis.foreign_search import ABOUT
 from gspo.io import untrusted
+from gspo.tracking import frameworks
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.columns import listed
 from gspo.tracking.frameworks.known import TABLES
@@ -41,7 +44,6 @@ from gspo.tracking.frameworks.own import own_table
 from gspo.tracking.frameworks.table import AXIS_COUNTS, Table
 from gspo.tracking.frameworks.translate import ForeignRun, Log, translate
 
-ABOUT = "foreign_run.yaml"
 # the settings of a record that only runs of other frameworks have
 FRAMEWORK = "framework"
 BATCHES_PER_ROW = "batches_per_row"
@@ -143,7 +145,7 @@ def translated(
         try:
             about = read_about(log.path)
             framework = options.framework or about.framework
-            log.table = table_of_own(about, framework, log.path)
+            log.table = table_of_own(about, framework, log)
             frameworks.append(framework)
             readable.append(log)
         except (OSError, ValueError) as error:
@@ -177,13 +179,8 @@ def translated_alone(log: Log, about: About) -> ForeignRun:
 
 def read_about(log: Path) -> About:
     """Return what foreign_run.yaml says of a log. Raises Unreadable if it cannot be used."""
-    folder = log if log.is_dir() else log.parent
-    places = (folder, folder.parent, foreign_joining.run_folder(log))
-    candidates = [place / ABOUT for place in places]
-    name_alone = f"{log.stem}.{ABOUT}"
-    if not log.is_dir() and wandb_files.may_be_a_name(name_alone):
-        candidates.insert(0, log.with_name(name_alone))
-    for candidate in candidates:
+    of_the_run = foreign_joining.run_folder(log) / ABOUT
+    for candidate in (*foreign_search.about_files(log), of_the_run):
         if candidate.is_file():
             break
     else:
@@ -205,30 +202,44 @@ def read_about(log: Path) -> About:
     return About(**values)
 
 
-def table_of_own(about: About, framework: str, log: Path) -> Table | None:
+def table_of_own(about: About, framework: str, log: Log) -> Table | None:
     """Return the table of a trainer of the user's own, None if the log is of a known framework."""
     if not about.names:
         for key in ("step", "counts"):
             if getattr(about, key):
-                raise ValueError(f"{log}: {ABOUT} says {key}, but no names: give names too")
+                raise ValueError(f"{log.path}: {ABOUT} says {key}, but no names: give names too")
         return None
     if framework:
         raise ValueError(
-            f"{log}: {ABOUT} has names of a trainer of your own, and framework={framework} is set: "
+            f"{log.path}: {ABOUT} has names of a trainer of your own, and framework={framework} is set: "
             "leave one of them out"
         )
     counts = about.counts or AXIS_COUNTS[0]
     if counts not in AXIS_COUNTS:
-        raise ValueError(f"{log}: {ABOUT}: counts: {counts[:40]} is none of batches, updates")
+        raise ValueError(f"{log.path}: {ABOUT}: counts: {counts[:40]} is none of batches, updates")
     try:
-        return own_table(about.names, about.step, counts)
+        table = own_table(about.names, about.step, counts)
     except ValueError as error:
-        raise ValueError(f"{log}: {ABOUT}: {error}") from None
+        raise ValueError(f"{log.path}: {ABOUT}: {error}") from None
+    trained = [theirs for theirs, ours in about.names.items() if not str(ours).startswith("eval/")]
+    for record in log.records:
+        axis = next((axis for axis in table.axes if axis.key in record), None)
+        if axis and record[axis.key] == 0 and any(name in record for name in trained):
+            log.notes.append(f"its {axis.key} begins at 0, which counts as the first")
+            axes = tuple(dataclasses.replace(axis, first=0) for axis in table.axes)
+            return dataclasses.replace(table, axes=axes)
+    return table
 
 
+@cache
 def version() -> str:
-    """Return a digest of all tables: rows that were cached under other tables are read again."""
-    return hashlib.sha256(repr(TABLES).encode()).hexdigest()[:16]
+    """Return a digest of the code that reads logs: rows that another version cached are read anew."""
+    files = [
+        *Path(frameworks.__file__).parent.glob("*.py"),
+        *Path(__file__).parent.glob("foreign*.py"),
+    ]
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def settings_of(run: ForeignRun, about: About, notes: list[str]) -> dict[str, object]:

@@ -6,12 +6,15 @@
     perf 3: {...}, rollout 3: {...}, step 12: {...}         slime
     metrics_tag: {"step": 3, "metrics": {...}}              ROLL
 
-TRL prints no step. Its rows are numbered.
+TRL prints no step. Its rows are numbered. A row whose epoch is before that of the row above comes from
+a resumed run, and gets the number of the first row with its epoch.
 """
 
 from __future__ import annotations
 
+import io
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from gspo.tracking.frameworks.translate import Log
@@ -21,7 +24,7 @@ ROWS_WITHOUT_STEPS = "a console without steps"
 STEPS_AS_TEXT = ("global_step/max_steps", "iteration")
 STEP_OF_ALL = re.compile(r"(\d{1,9})/(\d{1,9})")  # ms-swift's "3/160"
 COLOURS = re.compile("\x1b\\[[0-9;]*m")
-NUMBER = r"(?:np\.\w+\()?([-+0-9.einfaINFNA]+)\)?"
+NUMBER = r"(?:np\.\w+\()?([-+]?(?:[0-9][-+0-9.eE]*|\.[-+0-9.eE]+|(?i:inf(?:inity)?|nan)))\)?"
 
 VERL_LINE = re.compile(r"(?:^|\s)step:(\d{1,9}) - (\S.*)")
 # a name may have spaces, because names of data sets have
@@ -50,7 +53,7 @@ ROUNDED_NOTE = (
 
 def kind_of(content: bytes) -> str:
     """Return CONSOLE or ROWS_WITHOUT_STEPS if the bytes have rows of a framework, else ""."""
-    for line in content.splitlines():
+    for line in io.BytesIO(content):
         if not may_be_row(line):
             continue
         record, has_step = row_of(plain_text(line))
@@ -61,7 +64,9 @@ def kind_of(content: bytes) -> str:
 
 def read(log: Log, lines: Iterable[bytes]) -> None:
     """Add the rows of a console's lines to a log, with notes on what they lack."""
-    numbered = 0
+    epochs: list[float] = []  # of the numbered rows
+    above: dict[str, object] = {}  # the last row without a step
+    doubled = 0
     odd_parts = 0
     is_rounded = True
     for line in lines:
@@ -85,15 +90,24 @@ def read(log: Log, lines: Iterable[bytes]) -> None:
                 record[key] = int(counted[1])
                 log.planned = int(counted[2])
         if not has_step:
-            is_training = any(name in record for name in TRL_NAMES)
-            numbered += is_training
-            record["step"] = max(numbered, 1)
+            if record == above:
+                doubled += 1
+                continue
+            above = dict(record)
+            if any(name in record for name in TRL_NAMES):
+                epoch = as_float(str(record[TRL_EPOCH])) or 0.0
+                if epochs and epochs[-1] > epoch:
+                    del epochs[bisect_left(epochs, epoch) :]
+                epochs.append(epoch)
+            record["step"] = max(len(epochs), 1)
         log.records.append(record)
     if log.records and is_rounded:
         log.notes.append(ROUNDED_NOTE)
     if odd_parts:
         log.notes.append(f"left out: {odd_parts} parts of lines that are no name and number")
-    if numbered:
+    if doubled:
+        log.notes.append(f"left out: {doubled} rows that are equal to the row above them")
+    if epochs:
         log.notes.append(WITHOUT_STEPS)
 
 

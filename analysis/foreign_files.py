@@ -44,7 +44,7 @@ from gspo.io import untrusted
 from gspo.io.tables import counted
 from gspo.tracking.frameworks.translate import Log
 
-# numbers that W&B's server spells as text
+# numbers that are not finite, as W&B's server and some writers of JSON spell them
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MAX_STATE_BYTES = 256 << 20
 MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
@@ -90,7 +90,9 @@ def trainer_state(path: Path) -> Log:
         )
     if not isinstance(history, list):
         raise untrusted.Unreadable(f"{path} is damaged: its log_history is no list")
-    log.records = [row for row in history if isinstance(row, dict)]
+    log.records = [as_numbers(row) for row in history if isinstance(row, dict)]
+    if log.kind == LINES:
+        _drop_empty_cells(log)
     if len(log.records) < len(history):
         log.notes.append(f"left out: {len(history) - len(log.records)} rows that are no mapping")
     max_steps = state.get("max_steps")
@@ -114,15 +116,39 @@ def json_lines(path: Path, kind: str = LINES) -> Log:
         data = row.get("data")
         if kind == FILE_LOGGER and isinstance(data, dict):
             row = {"step": row.get("step")} | data
+        if any(isinstance(value, dict) for value in row.values()):
+            row = flat(row)
         for key in STEPS_AS_TEXT:
             counted = STEP_OF_ALL.fullmatch(str(row.get(key)))
             if counted:
                 row[key] = int(counted[1])
                 log.planned = int(counted[2])
-        log.records.append(row)
+        log.records.append(as_numbers(row))
     if damaged:
         log.notes.append(f"left out: {damaged} lines that are no rows (cut or damaged)")
+    _drop_empty_cells(log)
     return log
+
+
+def _drop_empty_cells(log: Log) -> None:
+    """Remove the nulls of a log whose records all have the same names, with a note.
+
+    pandas exports such tables: its null means that the record has no number of this name. In any
+    other log a null is a number that was not finite."""
+    names = log.records[0].keys() if log.records else set()
+    if any(record.keys() != names for record in log.records):
+        return
+    empty = sum(value is None for record in log.records for value in record.values())
+    if not empty:
+        return
+    log.records = [
+        {name: value for name, value in record.items() if value is not None}
+        for record in log.records
+    ]
+    log.notes.append(
+        f"its records all have the same names, so {empty} nulls mean no number. An export may also "
+        "have written null for numbers that were not finite"
+    )
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[bytes]:
@@ -224,7 +250,7 @@ def wandb_log(segments: list[wandb_files.Segment]) -> Log:
 
 
 def as_numbers(record: dict[str, object]) -> dict[str, object]:
-    """Return a record of W&B in which numbers that are not finite are numbers, not text."""
+    """Return a record in which numbers that are not finite are numbers, not text."""
     if not any(isinstance(value, str) for value in record.values()):
         return record
     return {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gspo.analysis import foreign_consoles
 from gspo.analysis.foreign_consoles import ROWS_WITHOUT_STEPS
+from gspo.analysis.wandb_files import may_be_a_name
 from gspo.io import untrusted
 from gspo.io.tables import counted
 from gspo.tracking.frameworks.known import STEP_KEYS
@@ -30,6 +31,7 @@ FINDABLE = (
 
 HISTORY = "log_history"  # a list of rows; also in the names of files that hold the list alone
 STATE_FILE = "trainer_state.json"
+ABOUT = "foreign_run.yaml"  # what the user says of a log
 # files that are left out with a note if they hold no rows
 NAMES_OF_LOGS = (STATE_FILE, "logging.jsonl", "metrics.jsonl")
 ENDS_OF_LOGS = (".jsonl", ".log", ".jsonl.gz", ".json.gz", ".log.gz")
@@ -37,6 +39,7 @@ ENDS_OF_LOGS = (".jsonl", ".log", ".jsonl.gz", ".json.gz", ".log.gz")
 OF_WANDB = re.compile(r"latest-run|(core-|symon-)?debug[\w.-]*\.log")
 EVENT_FILE = "events.out.tfevents"
 CONSOLE_SUFFIXES = (".log", ".txt", ".out")
+STEPS_OF_STATE = re.compile(rb'"global_step": *(\d{1,9})')
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8. Some editors write it before the first line
 # how files begin that hold no UTF-8 text
@@ -47,7 +50,7 @@ OTHER_BEGINNINGS = {
 }
 
 FIRST_BYTES = 1 << 20  # in which the kind of a file shows
-FIRST_CONSOLE_BYTES = 4 << 20  # a console has much before its first step
+FIRST_CONSOLE_BYTES = 64 << 20  # a console has much before its first step
 MAX_FOLDER_ENTRIES = 100_000
 MAX_PASSED_NAMED = 5  # files that a note names with the reason
 FIRST_LINES = 20  # of a file, in which a row with a step shows
@@ -94,7 +97,7 @@ def find_logs(path: Path, without: Iterable[Path], notes: list[str]) -> list[Pat
                 logs.append(file)
             elif _looks_like_a_log(name) and not is_of_wandb:
                 passed.append(file)
-    logs += [_newest_state(files) for files in states.values()]
+    logs += [_newest_state(files, notes) for files in states.values()]
     if skipped:
         # runs of ours have files beside them that are no logs
         passed = [file for file in passed if _is_named_as_a_log(file.name)]
@@ -164,40 +167,74 @@ def kind_of(file: Path) -> str:
     suffix = file.suffix.lower()
     if suffix not in (".json", ".jsonl", *CONSOLE_SUFFIXES):
         return ""
-    try:
-        with untrusted.open_plain_file(file) as opened:
-            size = FIRST_CONSOLE_BYTES if suffix in CONSOLE_SUFFIXES else FIRST_BYTES
-            content = opened.read(size).removeprefix(BYTE_ORDER_MARK)
-    except (OSError, untrusted.Unreadable):
-        return ""
+    size = FIRST_CONSOLE_BYTES if suffix in CONSOLE_SUFFIXES else FIRST_BYTES
+    content = untrusted.beginning(file, size).removeprefix(BYTE_ORDER_MARK)
     if suffix == ".json":
         if content.lstrip().startswith(b"["):
-            return LINES if HISTORY in file.name or _begins_with_a_row(content) else ""
+            return LINES if HISTORY in file.name or _begins_with_a_row(content, file) else ""
         return TRAINER_STATE if b'"log_history"' in content else ""
     if suffix in CONSOLE_SUFFIXES:
         return foreign_consoles.kind_of(content)
     for line in content.splitlines()[:FIRST_LINES]:
         row = json_object(line)
-        if row is not None and any(key in row for key in STEP_KEYS):
+        if row is not None and _has_a_step(row, file):
             return FILE_LOGGER if isinstance(row.get("data"), dict) else LINES
     return ""
 
 
-def _begins_with_a_row(content: bytes) -> bool:
+def _begins_with_a_row(content: bytes, file: Path) -> bool:
     """Return whether a list of JSON begins with a row that has a step."""
     row = next(objects_of_a_cut_list(content.decode(errors="replace")), None)
-    return isinstance(row, dict) and any(key in row for key in STEP_KEYS)
+    return isinstance(row, dict) and _has_a_step(row, file)
 
 
-def _newest_state(files: list[Path]) -> Path:
-    """Return the state with the most steps: each checkpoint holds the history up to it."""
+def _has_a_step(row: dict[str, object], file: Path) -> bool:
+    """Return whether a row has the key of a step, or the key that foreign_run.yaml names."""
+    if any(key in row for key in STEP_KEYS):
+        return True
+    about = next((place for place in about_files(file) if place.is_file()), None)
+    if about is None:
+        return False
+    try:
+        return untrusted.read_yaml(about).get("step") in row
+    except (OSError, ValueError):
+        return False  # read_about reports the error
+
+
+def about_files(log: Path) -> list[Path]:
+    """Return the places of a log's foreign_run.yaml in its folder and the folder above.
+
+    The first that exists counts."""
+    folder = log if log.is_dir() else log.parent
+    places = [folder / ABOUT, folder.parent / ABOUT]
+    name_alone = f"{log.stem}.{ABOUT}"
+    if not log.is_dir() and may_be_a_name(name_alone):
+        places.insert(0, log.with_name(name_alone))
+    return places
+
+
+def _newest_state(files: list[Path], notes: list[str]) -> Path:
+    """Return the state with the most steps: each checkpoint holds the history up to it.
+
+    A note names a state that was written later."""
 
     def steps(file: Path) -> int:
         matched = CHECKPOINT.fullmatch(file.parent.name)
+        if matched:
+            return int(matched[1])
+        written = STEPS_OF_STATE.search(untrusted.beginning(file, FIRST_BYTES))
         # a state beside the checkpoints is written at the end
-        return int(matched[1]) if matched else untrusted.MAX_STEP
+        return int(written[1]) if written else untrusted.MAX_STEP
 
-    return max(files, key=steps)
+    # of equal ones the outermost
+    most_steps = max(files, key=lambda file: (steps(file), -len(file.parts)))
+    last_written = max(files, key=lambda file: file.stat().st_mtime)
+    if steps(last_written) < steps(most_steps):
+        notes.append(
+            f"{most_steps} has the most steps and is read, but {last_written} was written later: "
+            "if another run wrote it, name it alone"
+        )
+    return most_steps
 
 
 def content_of(path: Path) -> str:
@@ -241,7 +278,10 @@ def _why_no_log(path: Path) -> str:
     if suffix == ".jsonl":
         return f"none of its first {FIRST_LINES} lines is a row with a step"
     if suffix == ".log":
-        return "no line is a row as verl, TRL, ms-swift, slime or ROLL print it"
+        return (
+            f"no line of its first {FIRST_CONSOLE_BYTES >> 20} MB is a row as verl, TRL, ms-swift, "
+            "slime or ROLL print it"
+        )
     return f"the file is none of {FINDABLE}"
 
 

@@ -136,10 +136,12 @@ def read(path: Path) -> Segment:
         elif kind == "exit":
             ended = True
         elif kind == "history":
-            # items with nested keys are parts of tables
-            plain = [item for item in record.history.item if len(item.nested_key) < 2]
+            items = record.history.item
+            # tables, pictures and the like are mappings with a type
+            typed = {item.nested_key[0] for item in items if "_type" in item.nested_key}
+            kept = [item for item in items if item.key or not typed & set(item.nested_key[:1])]
             try:
-                segment.add(_values(plain, segment.damage))
+                segment.add(_values(kept, segment.damage))
             except untrusted.Unreadable as error:
                 segment.rows = {}
                 segment.records = []
@@ -162,7 +164,8 @@ def read(path: Path) -> Segment:
 
 def _values(items: Iterable, damage: list[str]) -> dict[str, object]:
     """Return the keys and values of a record; W&B writes each value as JSON."""
-    keys = [item.key or "/".join(item.nested_key) for item in items]
+    # W&B's server joins the keys of a mapping in the same way
+    keys = [item.key or ".".join(item.nested_key) for item in items]
     try:
         values = untrusted.parse_json("[" + ",".join(item.value_json for item in items) + "]")
         return dict(zip(keys, values, strict=True))

@@ -49,7 +49,14 @@ from gspo.run.entry_point import Ended
 from gspo.run.policies import open_policy, usable_device
 from gspo.tasks.base import Task
 from gspo.tracking.settings import TrackingSettings
-from gspo.tracking.wandb_choice import EVALUATION, OF_WANDB, About, chosen_mode, server_run
+from gspo.tracking.wandb_choice import (
+    EVALUATION,
+    OF_WANDB,
+    About,
+    check_variables,
+    chosen_mode,
+    server_run,
+)
 from gspo.train.checkpoint_files import read_state
 
 # response tokens if neither the command, nor the benchmark, nor the run sets a limit
@@ -95,6 +102,8 @@ def evaluate_subject(command: EvaluateCommand) -> None:
 
 def evaluate(command: EvaluateCommand, subject: Subject) -> None:
     """Sample the responses that the result's folder lacks, then write and print the numbers."""
+    if command.wandb != "disabled":
+        check_variables(subject.tracking)
     sets = subject.sets
     if not command.max_new_tokens:
         sets = [within_positions(s, subject.engine) for s in sets]

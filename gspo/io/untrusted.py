@@ -92,6 +92,15 @@ def open_plain_file(path: Path) -> BinaryIO:
     return open(path, "rb", opener=plain_file_opener)
 
 
+def beginning(path: Path, max_bytes: int) -> bytes:
+    """Return at most the first `max_bytes` bytes of a file, none if it cannot be read."""
+    try:
+        with open_plain_file(path) as file:
+            return file.read(max_bytes)
+    except (OSError, Unreadable):
+        return b""
+
+
 def read_bytes(path: Path, max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
     """Read a file of at most `max_bytes` bytes."""
     with open_plain_file(path) as file:

@@ -39,7 +39,7 @@ from gspo.run.policies import cold_start_folder
 from gspo.run.processes import Peers
 from gspo.tracking.run_report import PAGE
 from gspo.tracking.tracker import Tracker
-from gspo.tracking.wandb_choice import check_installed
+from gspo.tracking.wandb_choice import check_installed, check_variables
 
 # The exit codes that are sent to W&B, by the status with which a run ended.
 EXIT_CODES = {
@@ -64,6 +64,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
     if settings.tracking.wandb != "disabled":
         # before a cold start that would be in vain
         check_installed(f"tracking.wandb={settings.tracking.wandb}")
+        check_variables(settings.tracking)
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with (

@@ -163,7 +163,7 @@ def warnings(run: ForeignRun, table: Table) -> list[Event]:
     for row in run.rows:
         observed: dict[str, float | None] = dict(row)
         if norm:
-            observed.setdefault(GRADIENT, row.get(norm))
+            observed.setdefault(GRADIENT, row.get(table.gradient_norm, row.get(norm)))
             observed.setdefault(LARGEST_GRADIENT, row.get(norm))
         events += monitor.observe(int(row["step"]), observed)
     return [event for event in events if event.kind != "fallen" or run.batches_per_row == 1]

@@ -10,6 +10,19 @@ from gspo.io.ranges import Ranged, choice, ranged
 MODES = ("auto", "online", "offline", "disabled")
 
 
+def check_project(key: str, project: str) -> None:
+    """Raise SettingError if W&B does not take a project of this name."""
+    if len(project) > 128 or set(project) & set("/\\#?%:"):
+        raise SettingError(key, project, "W&B takes up to 128 characters, none of /\\#?%:")
+
+
+def check_tags(key: str, tags: list[str]) -> None:
+    """Raise SettingError if W&B does not take one of the tags."""
+    bad_tags = [tag for tag in tags if not 1 <= len(tag) <= 64]
+    if bad_tags:
+        raise SettingError(key, bad_tags, "W&B takes tags of 1 to 64 characters")
+
+
 @dataclass
 class TrackingSettings(Ranged, key="tracking"):
     """The settings under `tracking`. They change nothing in a run's results.
@@ -55,13 +68,8 @@ class TrackingSettings(Ranged, key="tracking"):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
-            raise SettingError(
-                "tracking.project", self.project, "W&B takes up to 128 characters, none of /\\#?%:"
-            )
-        bad_tags = [tag for tag in self.tags if not 1 <= len(tag) <= 64]
-        if bad_tags:
-            raise SettingError("tracking.tags", bad_tags, "W&B takes tags of 1 to 64 characters")
+        check_project("tracking.project", self.project)
+        check_tags("tracking.tags", self.tags)
         if not (self.record_every or self.record_last):
             for name in ("record_experts", "record_after"):
                 value = getattr(self, name)

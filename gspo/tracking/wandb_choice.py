@@ -12,11 +12,20 @@ from pathlib import Path
 
 from requests.utils import get_netrc_auth
 
+from gspo.io.errors import SettingError
 from gspo.io.ownership import is_own_file
-from gspo.tracking.settings import MODES
+from gspo.tracking.settings import TrackingSettings, check_project, check_tags
 
 # the variables that `wandb agent` sets for the runs that it starts
 AGENT = ("WANDB_SWEEP_ID", "WANDB_RUN_ID")
+# what WANDB_MODE may be: W&B's modes, and their older names
+MODE_NAMES = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
 # the types of our artifacts
 MODEL = "model"
 EVALUATION = "evaluation"
@@ -56,6 +65,32 @@ def default_project() -> str:
     return os.environ.get("WANDB_PROJECT") or "gspo"
 
 
+def default_tags() -> list[str]:
+    """Return the tags of runs whose settings name none."""
+    return [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag]
+
+
+def mode_of_environment() -> str:
+    """Return the mode that WANDB_MODE or WANDB_DISABLED chooses, "" if neither is set.
+
+    transformers reads WANDB_DISABLED. Raises SettingError for a mode that is not known."""
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode and mode not in MODE_NAMES:
+        raise SettingError("WANDB_MODE", mode, "choose online, offline or disabled, or unset it")
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
+        return "disabled"
+    return MODE_NAMES.get(mode, "")
+
+
+def check_variables(settings: TrackingSettings) -> None:
+    """Raise SettingError for a variable of the environment that W&B would refuse."""
+    mode_of_environment()
+    if not settings.project:
+        check_project("WANDB_PROJECT", default_project())
+    if not settings.tags:
+        check_tags("WANDB_TAGS", default_tags())
+
+
 def under_agent() -> bool:
     """Return whether the agent of a W&B sweep (`wandb agent`) started this process."""
     return bool(os.environ.get(AGENT[0]))
@@ -73,16 +108,14 @@ def own_arguments(arguments: list[str]) -> list[str]:
 def chosen_mode(wanted: str) -> str:
     """Return W&B's mode: "online", "offline" or "disabled".
 
-    "auto" becomes the mode of WANDB_MODE. Without this variable it becomes online if an account is
+    "auto" becomes the mode of the environment. Without one it becomes online if an account is
     configured, else offline. Raises ValueError if W&B is needed and not installed."""
     if wanted == "disabled":
         return wanted
     check_installed(f"tracking.wandb={wanted}")
     if wanted != "auto":
         return wanted
-    if os.environ.get("WANDB_MODE") in MODES[1:]:
-        return os.environ["WANDB_MODE"]
-    return "online" if account() else "offline"
+    return mode_of_environment() or ("online" if account() else "offline")
 
 
 def account() -> bool:

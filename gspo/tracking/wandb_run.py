@@ -41,6 +41,7 @@ from gspo.tracking.wandb_choice import (
     MODEL,
     About,
     default_project,
+    default_tags,
     read_note,
     server_run,
     under_agent,
@@ -194,7 +195,6 @@ class WandbRun:
                 f"tracking.project={settings.project}: W&B has this run in {entity}/{project}, "
                 "where it stays"
             )
-        tags = settings.tags or os.environ.get("WANDB_TAGS", "").split(",")
         return wandb.init(
             project=project or settings.project or default_project(),
             entity=entity or settings.entity or os.environ.get("WANDB_ENTITY") or None,
@@ -202,7 +202,7 @@ class WandbRun:
             name=os.environ.get("WANDB_NAME") or self.about.name or self.folder.name,
             group=os.environ.get("WANDB_RUN_GROUP") or self.about.group,
             job_type=self.about.job_type,
-            tags=[*self.about.tags, *filter(None, tags)],
+            tags=[*self.about.tags, *(settings.tags or default_tags())],
             config=self.about.config | {"record": self._record() | self.about.record},
             dir=str(self.folder),
             mode="offline" if mode == "offline" else "online",

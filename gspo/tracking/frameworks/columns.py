@@ -25,7 +25,8 @@ NO_STEP = "records without a step"
 NO_METRIC = "records without a metric of training"
 CONTRADICTION = "records that contradict an earlier record of the same step"
 UNKNOWN_WRITER = "numbers whose writer cannot be told"
-NOT_FINITE = "numbers that are not finite (kept as NaN)"
+NOT_FINITE = "numbers that are not finite (NaN in the rows, left out of means over updates)"
+TWICE = "numbers whose name stands in a record with and without a tracker's prefix"
 ODD_NAME = "names that are too long or no text"
 MAX_NAME_CHARS = 200
 MAX_NAMED = 8  # names in a note
@@ -53,6 +54,7 @@ class Columns:
         self.late = 0  # records with an earlier step than their metrics had before
         self.left_out: list[str] = []  # sentences about rows that were written again
         self.bare_names: dict[str, str] = {}  # empty: no metric
+        self.known = {entry.theirs for entry in table.entries}  # names and patterns
         self.count = 0  # of numbers
         self.longest = 0  # the largest number of steps of a name
 
@@ -108,6 +110,10 @@ class Columns:
                     self.dropped[UNKNOWN_WRITER] += 1
                     continue
                 bare = f"{writer}/{bare}"
+            if bare in numbers:
+                self.dropped[TWICE] += 1
+                if name == bare:
+                    continue
             # most values are such numbers
             if type(value) is float and -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE:
                 numbers[bare] = value
@@ -146,7 +152,8 @@ class Columns:
 
     def _is_axis(self, name: str) -> bool:
         """Return whether a name is that of a step, or one of W&B's own."""
-        return name[:1] == "_" or any(name == axis.key for axis in self.table.axes)
+        is_of_wandb = name[:1] == "_" and name not in self.known
+        return is_of_wandb or any(name == axis.key for axis in self.table.axes)
 
     def _writer(self, record: Mapping[str, object]) -> str:
         """Return the writer of a record, empty if its names do not tell."""

@@ -11,15 +11,8 @@ ENTRIES = (
     other("group_reward_std", "mean of the groups' standard deviations"),
     reweighted(
         "ppo_clip_ratio",
-        "clip/sequence_active",
-        "responses weighted by their tokens",
-        objectives=("gspo",),
-    ),
-    reweighted(
-        "ppo_clip_ratio",
         "clip/token_active",
-        "token mean, without the dual clip. If the run is one of GSPO, only its configuration or "
-        "objective=gspo tells it",
+        "token mean, without the dual clip; with GSPO the tokens of clipped responses",
     ),
     same("ppo_kl", "kl/old_k1"),
     other("kl", "KL to the reference, by the configured estimator"),

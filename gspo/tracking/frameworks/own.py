@@ -21,7 +21,9 @@ def own_table(names: Mapping[object, object], step: str = "", count: str = "batc
     for theirs, ours in names.items():
         if not isinstance(theirs, str) or not isinstance(ours, str):
             raise ValueError(f"names: {theirs}: {ours} must be two names")
-        if not is_registered(ours) or "*" in ours:
+        if "*" in theirs:
+            raise ValueError(f"names: {theirs[:80]}: a star is no pattern here: give each name")
+        if not is_registered(ours) or "*" in ours or ours == "step":
             raise ValueError(
                 f"names: {theirs[:80]}: {ours[:80]} is none of our metrics (docs/metrics.md has them)"
             )

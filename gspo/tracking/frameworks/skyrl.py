@@ -9,22 +9,23 @@ ENTRIES = (
     other("reward/*", "of the rollout batch"),
     same("generate/avg_num_tokens", "length/mean"),
     other("generate/*", "of the rollout batch"),
-    other(
-        "policy/loss_metrics/clip_ratio",
-        "SAPO clips nothing",
-        objectives=("sapo",),
-        absent_if_all_zero=True,
-    ),
     reweighted(
         "policy/loss_metrics/clip_ratio",
-        "clip/sequence_active",
-        "plain mean over micro-batches, responses weighted by their tokens",
+        "clip/token_active",
+        "plain mean over micro-batches; tokens of clipped responses",
         objectives=("gspo",),
     ),
     reweighted(
         "policy/loss_metrics/clip_ratio",
         "clip/token_active",
-        "plain mean over micro-batches",
+        "plain mean over micro-batches, without the dual clip",
+        objectives=("grpo", "ppo", "drgrpo", "regular", "dual_clip"),
+    ),
+    other(
+        "policy/loss_metrics/clip_ratio",
+        "active tokens (regular, dual_clip, gspo), tokens outside the range (cispo), not computed "
+        "(sapo), or another definition. Under our name only if the objective is known",
+        absent_if_all_zero=True,
     ),
     other("policy/policy_kl", "KL to the reference"),
     reweighted("policy/policy_entropy", "policy/entropy", "plain mean over micro-batches"),
@@ -42,6 +43,7 @@ ENTRIES = (
     other("timing/*", "seconds of a part of the step"),
 )
 
+ALGORITHM = "trainer.algorithm"
 TABLE = Table(
     name="skyrl",
     title="SkyRL",
@@ -58,19 +60,30 @@ TABLE = Table(
         "rollout.prompts_per_step": ("trainer.train_batch_size",),
         "model.name": ("trainer.policy.model.path",),
     },
-    objectives=tuple(
-        ({"trainer.algorithm.policy_loss_type": name}, name) for name in ("gspo", "cispo", "sapo")
+    objectives=(
+        *(
+            (
+                {f"{ALGORITHM}.policy_loss_type": loss, f"{ALGORITHM}.advantage_estimator": name},
+                ours,
+            )
+            for loss in ("regular", "dual_clip")
+            for name, ours in (("grpo", "grpo"), ("gae", "ppo"))
+        ),
+        *(
+            ({f"{ALGORITHM}.policy_loss_type": name}, name)
+            for name in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov", "regular", "dual_clip")
+        ),
     ),
     trained_by=(
         "generator.sampling_params.max_generate_length",
         "generator.sampling_params.temperature",
         "generator.sampling_params.top_p",
-        "trainer.algorithm.advantage_estimator",
-        "trainer.algorithm.eps_clip_high",
-        "trainer.algorithm.eps_clip_low",
-        "trainer.algorithm.loss_reduction",
-        "trainer.algorithm.policy_loss_type",
-        "trainer.algorithm.use_kl_loss",
+        f"{ALGORITHM}.advantage_estimator",
+        f"{ALGORITHM}.eps_clip_high",
+        f"{ALGORITHM}.eps_clip_low",
+        f"{ALGORITHM}.loss_reduction",
+        f"{ALGORITHM}.policy_loss_type",
+        f"{ALGORITHM}.use_kl_loss",
         "trainer.policy.optimizer_config.max_grad_norm",
         "trainer.policy.optimizer_config.num_warmup_steps",
         "trainer.policy.optimizer_config.weight_decay",

@@ -61,6 +61,7 @@ TABLE = Table(
         "model.name": ("hf_checkpoint",),
         "optim.max_grad_norm": ("clip_grad",),
     },
+    switches={"kl.coef": "use_kl_loss"},
     trained_by=(
         "adam_beta1",
         "adam_beta2",

@@ -138,6 +138,8 @@ class Table:
     gradient_norm: str = ""  # their own metric that tells best of the gradient, if none is ours
     # from our setting to the keys of their configuration, of which the first that is there counts
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # from our setting to the key of theirs without which it is 0: false switches it off
+    switches: Mapping[str, str] = field(default_factory=dict)
     # keys of their configuration that say how a run is trained, and that are no setting of ours
     trained_by: tuple[str, ...] = ()
     # their settings that name the objective, and its name: the first line that holds counts
@@ -150,6 +152,10 @@ class Table:
     def full_title(self) -> str:
         """The title and the version."""
         return f"{self.title} {self.version}".strip()
+
+    def named_objectives(self) -> set[str]:
+        """Return the objectives that some entry is for."""
+        return {name for entry in self.entries for name in entry.objectives}
 
     def bare(self, name: str) -> str:
         """Return a name as the table has it, without the prefix of a tracker."""

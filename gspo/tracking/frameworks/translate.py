@@ -23,10 +23,21 @@ from pathlib import Path
 
 from gspo.io.tables import counted
 from gspo.tracking.frameworks.columns import Columns, listed, lost_batches
-from gspo.tracking.frameworks.known import REWARD, find_table
-from gspo.tracking.frameworks.table import RELATIONS, SAME, Entry, Table, filled, match, other
+from gspo.tracking.frameworks.known import REWARD, find_table, matching
+from gspo.tracking.frameworks.table import (
+    OTHER,
+    RELATIONS,
+    SAME,
+    Entry,
+    Table,
+    filled,
+    match,
+    other,
+    reweighted,
+)
 
 MAX_UPDATES = 10_000  # of a batch
+LARGEST_NORM = "optim/grad_norm_max"
 
 
 @dataclass
@@ -115,13 +126,20 @@ def translate(
         ) from None
     updates = updates_per_batch or _updates(table, log.config)
     objective = objective or _objective(table, log.config)
+    if objective.lower() in table.named_objectives():
+        objective = objective.lower()
     columns = Columns(table, log.path)
     for record in log.records:
         columns.add(record)
     by_batch = _in_batches(columns, updates)
     notes = [*log.notes, *columns.notes()]
+    proved = matching(names) if framework else []
+    if proved and table not in proved:
+        titles = " or ".join(candidate.title for candidate in proved)
+        notes.append(f"its names are those of {titles}, and framework={framework} is set")
     relations: dict[str, Entry] = {}
     rows = _rows(by_batch, table, objective, relations, notes)
+    _add_largest_norms(rows, columns, table, objective, updates, relations)
     if not rows:
         raise ValueError(
             f"{log.path}: none of its {len(log.records)} records could be read as a row of "
@@ -215,6 +233,12 @@ def _rows(
             relations[ours] = entry
         if entry is not None and entry.plus:
             second = by_batch[filled(entry.plus, match(entry.theirs, name) or ())]
+            alone = len(column.keys() - second.keys())
+            if alone:
+                notes.append(
+                    f"absent: {counted(alone, 'number')} of {name}, because "
+                    f"{filled(entry.plus, match(entry.theirs, name) or ())} is missing beside it"
+                )
             column = {
                 batch: value + second[batch] for batch, value in column.items() if batch in second
             }
@@ -232,6 +256,36 @@ def _rows(
     for (name, value), count in sorted(none_values.items()):
         notes.append(f"absent: {counted(count, 'number')} of {name}, because {value:g} means none")
     return [{"step": batch} | rows[batch] for batch in sorted(rows)]
+
+
+def _add_largest_norms(
+    rows: list[dict[str, float]],
+    columns: Columns,
+    table: Table,
+    objective: str,
+    updates: int,
+    relations: dict[str, Entry],
+) -> None:
+    """Add the largest gradient norm of each batch's updates, if a row stands for several updates.
+
+    It is NaN if one of them is. Their mean, which leaves NaN out, would hide both."""
+    if updates < 2:
+        return
+    for name, column in columns.values.items():
+        axis = columns.axes[name]
+        entry, ours = table.entry(name, objective, columns.values)
+        if entry is None or ours != table.gradient_norm or axis.counts != "updates":
+            continue
+        largest: dict[int, float] = {}
+        for step, value in column.items():
+            batch = (step - axis.first) // updates + 1
+            before = largest.get(batch, value)
+            largest[batch] = math.nan if math.isnan(before + value) else max(before, value)
+        for row in rows:
+            if int(row["step"]) in largest and LARGEST_NORM not in row:
+                row[LARGEST_NORM] = largest[int(row["step"])]
+        note = "the largest of the norms that the log has of a batch's updates"
+        relations.setdefault(LARGEST_NORM, reweighted(name, LARGEST_NORM, note))
 
 
 def _distance(entry: Entry | None) -> int:
@@ -263,7 +317,8 @@ def _settings(table: Table, config: Mapping[str, object]) -> dict[str, object]:
     for ours, keys in table.settings.items():
         values = [config[key] for key in keys if config.get(key) is not None]
         if values and isinstance(values[0], str | int | float):
-            settings[ours] = values[0]
+            is_off = config.get(table.switches.get(ours, "")) is False
+            settings[ours] = 0.0 if is_off else values[0]
     for key in table.trained_by:
         if key in config and isinstance(config[key], str | int | float | None):
             settings[f"{table.name}.{key}"] = config[key]
@@ -327,13 +382,19 @@ def _notes(run: ForeignRun, table: Table, counts: set[str]) -> list[str]:
         lost = lost_batches(int(row["step"]) for row in run.rows)
         if lost:
             notes.append(f"lost: it has no row of {lost}")
-    objectives = {name for entry in table.entries for name in entry.objectives}
-    if not run.objective and objectives:
+    objectives = table.named_objectives()
+    conditional = [entry.theirs for entry in table.entries if entry.objectives]
+    kept = {
+        entry.theirs
+        for entry in run.relations.values()
+        if entry.relation == OTHER and entry.theirs in conditional
+    }
+    if kept and not run.objective:
         notes.append(
             "the objective is not logged, so the clipped shares keep the framework's name "
             "(objective=)"
         )
-    elif objectives and run.objective not in objectives:
+    elif kept and run.objective not in objectives:
         notes.append(
             f"the table has no line for objective={run.objective[:80]}, so the clipped shares keep "
             f"the framework's name. It has lines for {', '.join(sorted(objectives))}"

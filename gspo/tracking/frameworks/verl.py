@@ -141,6 +141,7 @@ TABLE = Table(
         "steps": ("trainer.total_training_steps",),
         "optim.max_grad_norm": (f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad"),
     },
+    switches={"kl.coef": f"{ACTOR}.use_kl_loss"},
     trained_by=(
         "algorithm.adv_estimator",
         "algorithm.filter_groups.enable",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from foreign_logs import (
@@ -89,6 +90,62 @@ def test_checkpoints_hold_one_run(tmp_path):
     file.unlink()
     (record,) = sources.records(tmp_path)
     assert record.settings["steps"] == 100 and record.settings["framework"] == "TRL"
+
+
+def test_the_state_with_the_most_steps_counts_and_not_the_outermost(tmp_path):
+    """A run that ended at step 50, and was resumed with more steps and killed after its step 90."""
+
+    def state(file: Path, steps: int) -> Path:
+        write_state(file, [trl_row(step) for step in range(1, steps + 1)])
+        content = {"global_step": steps} | json.loads(file.read_text())
+        file.write_text(json.dumps(content, sort_keys=True, indent=2))
+        return file
+
+    state(tmp_path / "checkpoint-50" / "trainer_state.json", 50)
+    state(tmp_path / "trainer_state.json", 50)
+    newest = state(tmp_path / "checkpoint-90" / "trainer_state.json", 90)
+    assert len(read_foreign(tmp_path).rows) == 90
+    # the last state of a whole run stands beside its checkpoints
+    state(tmp_path / "trainer_state.json", 90)
+    assert read_foreign(tmp_path).path == tmp_path / "trainer_state.json"
+    # what an earlier run left behind
+    (tmp_path / "trainer_state.json").unlink()
+    os.utime(newest, (1e9, 1e9))
+    (note,) = [note for note in read_foreign(tmp_path).notes if "written later" in note]
+    assert "checkpoint-90" in note and "checkpoint-50" in note and "name it alone" in note
+
+
+def test_an_export_with_nulls_has_the_rows_of_the_log_itself(tmp_path):
+    """pandas writes null where a record lacks a column's name."""
+    for name, records in (
+        ("prime", [row for step in range(1, 5) for row in prime_rl_rows(step)]),
+        ("slime", [row for rollout in range(4) for row in slime_rows(rollout)]),
+        ("trl", [*map(trl_row, range(1, 5)), {"step": 4, "eval_reward": 0.7}]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        whole = read_foreign(write_lines(folder / "log.jsonl", records))
+        exported = folder / "exported.jsonl"
+        pd.DataFrame(records).to_json(exported, orient="records", lines=True)
+        run = read_foreign(exported)
+        assert len(run.rows) == len(whole.rows) and not run.dropped
+        for row, expected in zip(run.rows, whole.rows, strict=True):
+            assert row == pytest.approx(expected)
+        assert any("nulls mean no number" in note for note in run.notes)
+    # in any other log a null is a number that was not finite
+    records = [trl_row(1), trl_row(2, kl=None), trl_row(3)]
+    write_state(tmp_path / "trainer_state.json", records)
+    assert math.isnan(read_foreign(tmp_path / "trainer_state.json").rows[1]["kl/ref_k3"])
+
+
+def test_numbers_that_are_not_finite_may_be_spelled_as_text(tmp_path):
+    rows = [
+        {"step": step, "data": verl_row(step, **{"actor/grad_norm": spelled})}
+        for step, spelled in enumerate((0.5, "NaN", "Infinity", "-Infinity"), start=1)
+    ]
+    run = read_foreign(write_lines(tmp_path / "log.jsonl", rows))
+    norms = [row["optim/grad_norm"] for row in run.rows]
+    assert norms[0] == 0.5 and all(map(math.isnan, norms[1:]))
 
 
 def test_json_lines(tmp_path):
@@ -187,6 +244,10 @@ def test_wandb_files_that_the_real_client_wrote(tmp_path):
     assert read_foreign(file).rows[0]["clip/sequence_active"] == 0.01
     own = wandb_files.read(file)
     assert not own.rows and len(own.records) == 6
+    # W&B cuts a mapping into its leaves
+    nested = [{"train/global_step": 1, "mine": {"reward": 0.5, "deep": {"x": 1.0}}}]
+    (record,) = wandb_files.read(wandb_file(tmp_path / "nested", nested, {})).records
+    assert record["mine.reward"] == 0.5 and record["mine.deep.x"] == 1.0
 
 
 def test_runs_of_wandbs_server(tmp_path):
@@ -615,6 +676,8 @@ def test_a_trainer_of_ones_own_is_read_by_the_names_that_the_user_gives(tmp_path
         ("names: {a: reward/mean, b: reward/mean}", "b and a are both reward/mean"),
         ("names: {a: 1}", "a: 1 must be two names"),
         ("names: {a: eval/*}", r"eval/\* is none of our metrics"),
+        ("names: {loop/*: reward/mean}", r"loop/\*: a star is no pattern here"),
+        ("names: {it: step}", "it: step is none of our metrics"),
         ("names: {a: reward/mean}\ncounts: epochs", "epochs is none of batches, updates"),
         ("names: {a: reward/mean}\nframework: trl", "framework=trl is set"),
         ("step: it", "says step, but no names"),
@@ -624,6 +687,36 @@ def test_a_trainer_of_ones_own_is_read_by_the_names_that_the_user_gives(tmp_path
 def test_a_wrong_mapping_is_refused_with_key_and_value(tmp_path, about, message):
     with pytest.raises(ValueError, match=message):
         read_foreign(own_log(tmp_path, about))
+
+
+def test_a_step_of_any_name_and_names_that_begin_as_wandbs_own(tmp_path):
+    (tmp_path / "foreign_run.yaml").write_text(
+        "names: {_score: reward/mean, inner.norm: optim/grad_norm}\nstep: iteration_of_mine\n"
+    )
+    rows = [
+        {"iteration_of_mine": step, "_score": step / 10, "inner": {"norm": 2.0}}
+        for step in range(4)
+    ]
+    write_lines(tmp_path / "history.jsonl", rows)
+    own = read_foreign(tmp_path)
+    assert [row["step"] for row in own.rows] == [1, 2, 3, 4]
+    assert own.rows[3]["reward/mean"] == 0.3 and own.rows[3]["optim/grad_norm"] == 2.0
+    assert "its iteration_of_mine begins at 0, which counts as the first" in own.notes
+    (tmp_path / "history.json").write_text(json.dumps(rows[1:]))
+    (tmp_path / "history.jsonl").unlink()
+    assert [row["step"] for row in read_foreign(tmp_path).rows] == [1, 2, 3]
+
+
+def test_updates_that_are_counted_from_0_make_whole_batches(tmp_path):
+    about = "names: {x: reward/mean}\nstep: it\ncounts: updates\nupdates_per_batch: 4\n"
+    (tmp_path / "foreign_run.yaml").write_text(about)
+    write_lines(tmp_path / "history.jsonl", [{"it": it, "x": float(it)} for it in range(12)])
+    assert [row["reward/mean"] for row in read_foreign(tmp_path).rows] == [1.5, 5.5, 9.5]
+    # an evaluation before the first update is no update
+    evaluated = "names: {x: reward/mean, y: eval/held_out/avg@k}\nstep: it\n"
+    (tmp_path / "foreign_run.yaml").write_text(evaluated)
+    write_lines(tmp_path / "history.jsonl", [{"it": 0, "y": 0.1}, {"it": 1, "x": 0.5}])
+    assert [row["step"] for row in read_foreign(tmp_path).rows] == [0, 1]
 
 
 # ------------------------------------------------------------------------------------------------

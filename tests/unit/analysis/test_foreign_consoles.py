@@ -35,6 +35,43 @@ def test_trl_prints_no_step_so_rows_are_numbered(tmp_path):
     assert any("so they are numbered" in note for note in run.notes)
 
 
+def test_a_resumed_run_of_trl_and_lines_that_stand_twice(tmp_path):
+    def row(step: int, reward: float) -> str:
+        return str(without_step(step, reward=reward, epoch=step / 10))
+
+    lines = [row(step, 0.1) for step in range(1, 7)] + [row(step, 0.9) for step in range(4, 9)]
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(lines))
+    run = read_foreign(file)
+    assert [row["step"] for row in run.rows] == list(range(1, 9))
+    assert [row["reward/mean"] for row in run.rows] == [0.1] * 3 + [0.9] * 5
+    assert any("go back to 4, as those of a resumed run do" in note for note in run.notes)
+    # two nodes of a cluster print each row
+    file.write_text("\n".join(line for line in lines[:6] for _ in range(2)))
+    doubled = read_foreign(file)
+    assert [row["step"] for row in doubled.rows] == list(range(1, 7))
+    assert "left out: 6 rows that are equal to the row above them" in doubled.notes
+
+
+def test_numbers_that_are_not_finite_are_read_as_they_are_printed(tmp_path):
+    norms = [math.inf, math.nan, -math.inf, 0.5]
+    rows = [
+        {"step": step, "metrics": ROLL_ROW | {"actor_train/grad_norm": norm}}
+        for step, norm in enumerate(norms)
+    ]
+    file = tmp_path / "roll.log"
+    file.write_text("\n".join(f"metrics_tag: {json.dumps(row)}" for row in rows))
+    read = [row["optim/grad_norm"] for row in read_foreign(file).rows]
+    assert all(map(math.isnan, read[:3])) and read[3] == 0.5
+
+
+def test_a_first_row_behind_much_other_output_is_found(tmp_path):
+    file = tmp_path / "slurm-1.out"
+    rows = [str(without_step(step)) for step in (1, 2)]
+    file.write_text("\n".join(["x" * 99] * 50_000 + rows))
+    assert len(read_foreign(tmp_path).rows) == 2
+
+
 def test_numbers_in_quotes_are_numbers(tmp_path):
     """transformers 5 prints its numbers as texts."""
     rows = [{name: str(value) for name, value in without_step(step).items()} for step in (1, 2)]
@@ -90,7 +127,7 @@ def test_other_mappings_are_no_rows(tmp_path):
     lines = ["config: {'lr': 1e-5, 'epochs': 3}", '{"loss": 0.5}', "{'epoch'", "x" * 5000]
     file.write_text("\n".join(lines))
     runs, problems, _ = read_foreign_runs(tmp_path)
-    why = "no line is a row as verl, TRL, ms-swift, slime or ROLL print it"
+    why = "no line of its first 64 MB is a row as verl, TRL, ms-swift, slime or ROLL print it"
     assert runs == [] and why in problems[0]
 
 

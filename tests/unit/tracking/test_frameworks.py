@@ -126,6 +126,64 @@ def test_updates_of_a_batch_are_averaged():
     assert run(records, config=config | {"steps_per_generation": 3}).updates_per_batch == 3
 
 
+def test_the_largest_gradient_norm_of_a_batchs_updates_is_kept():
+    """The mean of 15 and three norms of 1 is 4.5, and hides a spike; without NaN it hides NaN."""
+    norms = dict.fromkeys(range(1, 201), 1.0)
+    spiked = norms | {101: 15.0}
+    trl = run([trl_row(step, grad_norm=n) for step, n in spiked.items()], updates_per_batch=4)
+    assert trl.rows[25]["optim/grad_norm_max"] == 15.0 and trl.rows[25]["trl/grad_norm"] == 4.5
+    assert "largest of the norms" in trl.differing()["optim/grad_norm_max"]
+    assert [event.signal for event in warnings(trl, trl.table) if event.kind == "warning"] == [
+        "grad_spike"
+    ]
+    assert "rows with ten times the norm of those before: 1" in foreign_page(trl)
+    damaged = norms | {50: math.nan, 51: math.nan, 80: math.inf}
+    trl = run([trl_row(step, grad_norm=n) for step, n in damaged.items()], updates_per_batch=4)
+    page_of_damaged = foreign_page(trl)
+    assert "range? No (by optim/grad_norm_max" in page_of_damaged
+    assert "not finite: 2)" in page_of_damaged, "of 50 batches, two have such updates"
+    # slime's mean of the updates is our optim/grad_norm, and the largest is ours too
+    slime = run([row for rollout in range(3) for row in slime_rows(rollout)], updates_per_batch=2)
+    assert slime.rows[0]["optim/grad_norm"] == 1.5 and slime.rows[0]["optim/grad_norm_max"] == 2.0
+    assert "optim/grad_norm_max" not in run([trl_row(1), trl_row(2)]).rows[0]
+
+
+def test_a_switched_off_kl_has_no_coefficient():
+    actor = "actor_rollout_ref.actor"
+    config = {f"{actor}.kl_loss_coef": 0.001, f"{actor}.use_kl_loss": False}
+    records = [{"step": 1} | verl_row(1)]
+    assert run(records, config=config).settings["kl.coef"] == 0
+    config[f"{actor}.use_kl_loss"] = True
+    assert run(records, config=config).settings["kl.coef"] == 0.001
+
+
+def test_a_name_with_and_without_a_trackers_prefix_counts_once():
+    records = [
+        {"train/global_step": 1, "train/reward": 0.5, "reward": 9.0, "train/kl": 0.1},
+        {"train/global_step": 2, "reward": 9.0, "train/reward": 0.6, "train/kl": 0.1},
+    ]
+    trl = run(records, framework="trl")
+    assert [row["reward/mean"] for row in trl.rows] == [0.5, 0.6]
+    assert trl.dropped["numbers whose name stands in a record with and without a tracker's prefix"]
+
+
+def test_a_framework_that_the_names_disprove_is_noted():
+    (note,) = [n for n in run([trl_row(1)], framework="verl").notes if "its names are those" in n]
+    assert note == "its names are those of TRL, and framework=verl is set"
+    assert not any("names are those" in n for n in run([trl_row(1)], framework="trl").notes)
+
+
+def test_a_sum_of_two_metrics_of_which_a_row_has_one_is_noted_as_absent():
+    records = [{"step": step} | verl_row(step) for step in range(1, 6)]
+    for record in records[3:]:
+        del record["actor/pg_clipfrac_lower"]
+    records[0]["actor/pg_clipfrac_lower"] = 0.01
+    verl = run(records, objective="GRPO")
+    assert verl.objective == "grpo" and verl.rows[0]["clip/token_active"] == pytest.approx(0.03)
+    assert "clip/token_active" not in verl.rows[4]
+    assert any(note.startswith("absent: 2 numbers of actor/pg_clipfrac,") for note in verl.notes)
+
+
 def test_trl_configuration():
     config = {"seed": 7, "learning_rate": 1e-6, "importance_sampling_level": "sequence"}
     trl = run([trl_row(1)], config=config)
@@ -330,7 +388,7 @@ def test_the_other_frameworks():
     assert "optim/grad_norm" not in rows["openrlhf"]
     assert rows["nemo_rl"]["group/all_correct"] == 0.25
     assert not any(name.startswith("clip/") for name in rows["nemo_rl"])
-    assert rows["skyrl"]["clip/token_active"] == 0.02 and rows["skyrl"]["length/mean"] == 50.0
+    assert rows["skyrl"]["length/mean"] == 50.0 and "clip/token_active" not in rows["skyrl"]
     assert all(row["reward/mean"] == 0.5 for row in rows.values())
 
 
@@ -413,7 +471,9 @@ def test_numbers_that_are_not_finite_are_kept_as_nan_and_counted():
     records = [trl_row(1), trl_row(2, reward=math.nan, kl=math.inf), trl_row(3, kl=None)]
     trl = run(records)
     assert math.isnan(trl.rows[1]["reward/mean"]) and math.isnan(trl.rows[1]["kl/ref_k3"])
-    assert trl.dropped == {"numbers that are not finite (kept as NaN)": 3}
+    assert trl.dropped == {
+        "numbers that are not finite (NaN in the rows, left out of means over updates)": 3
+    }
 
 
 def test_rows_without_a_reward_do_not_make_the_others_means():
@@ -579,7 +639,8 @@ def test_openrlhf_of_older_versions_and_with_gspo():
     assert row["reward/mean"] == 0.5 and row["length/mean"] == 9.0
     config = {"policy_loss_type": "gspo"}
     gspo = run([OTHER_ROWS["openrlhf"]], config=config)
-    assert gspo.objective == "gspo" and gspo.rows[0]["clip/sequence_active"] == 0.02
+    assert gspo.objective == "gspo" and gspo.rows[0]["clip/token_active"] == 0.02
+    assert not any("objective" in note for note in run([OTHER_ROWS["openrlhf"]]).notes)
 
 
 def test_skyrls_clipped_share_by_its_objective():
@@ -587,8 +648,14 @@ def test_skyrls_clipped_share_by_its_objective():
         config = {"trainer.algorithm.policy_loss_type": kind}
         return run([OTHER_ROWS["skyrl"] | changes], config=config).rows[0]
 
-    assert row("gspo")["clip/sequence_active"] == 0.02
-    assert row("regular")["clip/token_active"] == 0.02
+    assert row("gspo")["clip/token_active"] == 0.02, "a mean over tokens, as verl's"
+    assert row("regular")["clip/token_active"] == row("dual_clip")["clip/token_active"] == 0.02
+    # CISPO counts ratios outside the range, of which no gradient is removed
+    records = [OTHER_ROWS["skyrl"] | {"policy/loss_metrics/clip_ratio": 0.9}]
+    for objective in ("cispo", "clip_cov", ""):
+        skyrl = run(records, objective=objective)
+        assert skyrl.rows[0]["skyrl/policy/loss_metrics/clip_ratio"] == 0.9
+        assert any("the clipped shares keep the framework's name" in note for note in skyrl.notes)
     names = row("sapo", **{"policy/loss_metrics/clip_ratio": 0.0}).keys()
     assert not any("clip" in name for name in names)
 

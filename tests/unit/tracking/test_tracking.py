@@ -17,9 +17,51 @@ import gspo.model.tokenizer
 import gspo.train.diagnostics
 from commands import environment, wandb_rows
 from gspo.data.seeding import permutation, seed_for, uniform_rows
+from gspo.io.errors import SettingError
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.tracker import Progress, Tracker, read_rollouts, read_rows, supersede
+from gspo.tracking.wandb_choice import check_variables, chosen_mode
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({"WANDB_MODE": "dryrun"}, "offline"),  # its name until W&B 0.10
+        ({"WANDB_MODE": "run"}, "online"),
+        ({"WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_DISABLED": "true"}, "disabled"),
+        ({"WANDB_DISABLED": "false"}, "online"),
+        ({}, "online"),
+    ],
+)
+def test_the_mode_that_the_environment_chooses(monkeypatch, variables, mode):
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variables | {"WANDB_API_KEY": "0" * 40}).items():
+        monkeypatch.setenv(name, value)
+    assert chosen_mode("auto") == mode
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("WANDB_MODE", "Offline", "choose online, offline or disabled"),
+        ("WANDB_MODE", "shared", "choose online, offline or disabled"),
+        ("WANDB_PROJECT", "a/b", "W&B takes up to 128 characters"),
+        ("WANDB_TAGS", "fine," + "x" * 80, "W&B takes tags of 1 to 64 characters"),
+    ],
+)
+def test_a_variable_that_wandb_would_refuse_is_refused_before_a_run(
+    monkeypatch, name, value, remedy
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=f"^{name}=.*{remedy}"):
+        check_variables(TrackingSettings())
+    if name in ("WANDB_PROJECT", "WANDB_TAGS"):
+        # the settings count in place of the environment
+        check_variables(TrackingSettings(project="mine", tags=["mine"]))
+
 
 DIES = """
 import os, signal, sys, time
