@@ -37,6 +37,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.vllm import installed_version
 from gspo.rollout.settings import RolloutSettings, engine_record
+from gspo.rollout.sources.sampler_logprobs import check_on_prompts
 from gspo.run.build import (
     check_engine_start,
     local_engine,
@@ -108,6 +109,8 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
     if not command.max_new_tokens:
         sets = [within_positions(s, subject.engine) for s in sets]
     sets = [with_room(s, subject.engine, s.limit) for s in sets]
+    if command.rollout:
+        check_on_prompts(subject.engine, sets[0].problems, command.rollout)
     base = read_finished(command.against) if command.against else None
     if base:
         check_same_problems(base, prompts_of(sets), subject.name)

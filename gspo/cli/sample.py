@@ -72,6 +72,7 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     """Sample responses, score them, and print the groups."""
     from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
     from gspo.rollout.scoring import sample, score
+    from gspo.rollout.sources.sampler_logprobs import check_on_prompts
 
     seed = settings.seed if command.set == "train" else SEED
     problems = [
@@ -94,6 +95,8 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
             f"{evaluation_set.left_out} problems left out: prompt and response exceed the model's "
             f"{engine.positions} positions"
         )
+    if command.rollout:
+        check_on_prompts(engine, evaluation_set.problems, command.rollout)
     random_key = (seed, "sample", command.set)
     request = SamplingRequest(evaluation_set.problems, command.samples, sampling, random_key)
     groups = [score(settings.task, group) for group in sample(engine, settings.task, request)]

@@ -12,6 +12,7 @@ from gspo.model.chat.prompts import PromptFormat
 from gspo.rollout.engines.stop_strings import check_stop
 from gspo.rollout.engines.truncation import Truncation
 from gspo.rollout.settings import check_engine_alone
+from gspo.rollout.vllm_settings import check_temperature
 from gspo.tracking.settings import MODES
 
 NAME_A_RUN = "name a run directory, such as runs/STUDY/RUN"
@@ -80,6 +81,7 @@ class EvaluateCommand(Truncation):
             for key in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop"):
                 instead[key] = key
             check_engine_alone(self.rollout, instead)
+            check_temperature("temperature", self.temperature)
         if self.rollout and self.batch_rows:
             raise SettingError(
                 "batch_rows",
@@ -214,3 +216,4 @@ class SampleCommand(Truncation):
                 "temperature": "temperature",
             }
             check_engine_alone(self.rollout, instead)
+            check_temperature("temperature", self.temperature)

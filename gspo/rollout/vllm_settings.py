@@ -13,6 +13,20 @@ from gspo.io.ranges import cost_only, ranged
 from gspo.rollout.engines.server_guard import server_address
 from gspo.rollout.settings import RolloutSettings
 
+MIN_TEMPERATURE = 0.01  # vLLM takes this one in place of a smaller one
+MAX_TEMPERATURE = 2.0  # vLLM refuses a larger one
+
+
+def check_temperature(key: str, temperature: float) -> None:
+    """Raise SettingError if vLLM would not sample at this temperature."""
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise SettingError(
+            key,
+            temperature,
+            f"vLLM samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}, or greedily at 0",
+            remedy="use rollout=local for others",
+        )
+
 
 @dataclass
 class OutsideRollout(RolloutSettings):
@@ -31,6 +45,7 @@ class OutsideRollout(RolloutSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        check_temperature("rollout.temperature", self.temperature)
         if self.quantization != "none":
             raise SettingError(
                 "rollout.quantization", self.quantization, "is read by rollout=local alone"

@@ -20,12 +20,23 @@ from gspo.data.samples import Response
 from gspo.distributed.ranks import Ranks
 from gspo.model.forward.outputs import PolicyOutput
 from gspo.model.policy import Policy
+from gspo.rollout.engines.base import Engine
 from gspo.rollout.sources.base import RolloutSource
 from gspo.train import diagnostics
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.engine_comparison import EngineComparison
 from gspo.train.loss_terms import loss_inputs
 from gspo.train.settings import PolicySettings, TrainerSettings
+
+
+def is_exact(engine: Engine) -> bool:
+    """Return whether the engine's log-probs are the policy's own, but for rounding.
+
+    This holds for our forward pass alone. In other architectures a step with the cache may compute
+    something else than a whole pass: in Nemotron-H it bounds a time step less tightly."""
+    policy = engine.policy
+    same_precision = policy.precision == policy.model.dtype
+    return engine.shares_weights and same_precision and policy.network is not None
 
 
 class OldPolicyPass:
@@ -54,7 +65,7 @@ class OldPolicyPass:
         if settings.routing_replay != "none":
             policy.routing.check_replay()
         self.is_skipped = settings.skips_old_pass(
-            exact_engine=source.engine.shares_weights and policy.precision == policy.model.dtype,
+            exact_engine=is_exact(source.engine),
             samples_ahead=source.settings.samples_ahead,
             correction=correction.name,
             critic=bool(policy.value_head),

@@ -169,7 +169,7 @@ class PolicySettings(Ranged, key="policy"):
     # engine:     as the engine reported
     old_logprobs: str = choice("step_start", ("step_start", "behaviour", "engine"))
     # auto:   skip the pass before the updates if the engine has just computed the same, with the
-    #         trainer's weights and in its precision (`skips_old_pass`). The engine's experts
+    #         trainer's weights, precision and forward pass (`skips_old_pass`). The engine's experts
     #         are recorded for that. mismatch/* and routing/engine_agreement are then measured on
     #         the first mini-batch alone
     # always: never skip it. Results differ by rounding
@@ -200,8 +200,8 @@ class PolicySettings(Ranged, key="policy"):
     ) -> bool:
         """Return whether the engine's log-probs and experts stand for those of the old policy.
 
-        They are the same, but for rounding, if the engine computes with the trainer's own weights
-        and precision (`exact_engine`) and no response is older than the step. The pass under the
+        They are the same, but for rounding, if the engine computes with the trainer's own weights,
+        precision and forward pass (`exact_engine`) and no response is older than the step. The pass under the
         old policy is still needed for a correction, for the values of a critic, for sum_v pi_v^2,
         and for Routing Replay R3."""
         pass_needed = correction != "none" or critic or sum_pi_squared

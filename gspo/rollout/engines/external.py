@@ -254,7 +254,7 @@ class OutsideEngine(Engine, Generic[SettingsT]):
     ) -> list[list[list[float]]]:
         """Return the log-probs of the sequences of all sharers, rank by rank."""
         sequences = [sequence for rank in sequences_by_rank for sequence in rank]
-        logprobs = iter(self._ask("prompt_logprobs", sequences))
+        logprobs = iter(self._ask("prompt_logprobs", sequences) if sequences else ())
         return [[next(logprobs) for _ in rank] for rank in sequences_by_rank]
 
     def stream(
@@ -268,6 +268,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         Only one process may call this. An engine must be closed if its stream was broken off."""
         if self.ranks.world_size > 1:
             raise ValueError("an engine that several ranks share does not stream: use generate")
+        if request.record_experts:
+            raise ValueError("a stream keeps no experts: use generate")
         self.wake()
         waiting = deque(request.problems)
         pending = PendingRequests(
@@ -298,7 +300,7 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         sampling = request.sampling
         problem = row.problem
         seed = seed_for(*request.random_key, problem.task, problem.index, row.sample, row.done)
-        params = {
+        params: dict[str, Any] = {
             "temperature": sampling.temperature,
             # vLLM takes signed 64-bit numbers and reads -1 as "no seed". Shifted, none is negative.
             "seed": seed >> 1 if sampling.temperature else None,
@@ -309,9 +311,37 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         }
         if sampling.keeps_mask:
             params["logprobs"] = returned(sampling.top_k, vocabulary_size(self.policy))
-        if sampling.stop and self.knows_text:
-            params |= {"stop": list(sampling.stop), "detokenize": True}
+        strings = self._strings_for_vllm(sampling.stop) if self.knows_text else []
+        if strings:
+            params |= {
+                "stop": strings,
+                "detokenize": True,
+                "skip_special_tokens": not self.policy.prompts.special_tokens,
+            }
         return params | sampling.rules
+
+    def _strings_for_vllm(self, strings: Iterable[str]) -> list[str]:
+        """Return the stop strings that vLLM finds exactly where they are in the text of `Policy`.
+
+        With `prompt.special_tokens` its text also has the words of tokens that `Policy.text` leaves
+        out, such as <pad>. A string that could reach into such a word is found by `fill` alone."""
+        policy = self.policy
+        if not policy.prompts.special_tokens:
+            return list(strings)
+        ids = sorted(policy.textless_ids - policy.stop_ids)
+        words = policy.tokenizer.convert_ids_to_tokens(ids)
+        return [string for string in strings if not any(reach(string, word) for word in words)]
+
+
+def reach(string: str, word: str) -> bool:
+    """Return whether an occurrence of a string in a text may share characters with a word of it.
+
+    >>> reach("ab", "<pad>"), reach("p", "<pad>"), reach("+ <", "<pad>"), reach("> 1", "<pad>")
+    (False, True, True, True)
+    """
+    lengths = range(1, min(len(string), len(word)) + 1)
+    at_an_end = any(string.endswith(word[:n]) or string.startswith(word[-n:]) for n in lengths)
+    return at_an_end or string in word or word in string
 
 
 def in_pieces(

@@ -12,7 +12,8 @@ norms and routers are not.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from gspo.model.policy import Policy
 
@@ -57,10 +58,20 @@ def quantized(weight: Tensor, number_format: str) -> Tensor:
 def quantize(policy: Policy, number_format: str) -> None:
     """Round the matrices of a policy's layers in place."""
     model = policy.model
-    not_rounded = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    not_rounded = [model.get_output_embeddings().weight]
+    transposed_ids = set()  # of matrices [..., in, out]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            not_rounded.append(module.weight)
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
+            transposed_ids |= {id(parameter) for parameter in module.parameters(recurse=False)}
     if policy.routing.layers:
         not_rounded += policy.routing.parameters()
     not_rounded_ids = {id(parameter) for parameter in not_rounded}
-    for parameter in model.parameters():
-        if parameter.ndim >= 2 and id(parameter) not in not_rounded_ids:
-            parameter.copy_(quantized(parameter, number_format))
+    for name, parameter in model.named_parameters():
+        is_bias = name.endswith("bias")  # of experts, [E, out]
+        if parameter.ndim >= 2 and not is_bias and id(parameter) not in not_rounded_ids:
+            if id(parameter) in transposed_ids:
+                parameter.copy_(quantized(parameter.mT, number_format).mT)
+            else:
+                parameter.copy_(quantized(parameter, number_format))

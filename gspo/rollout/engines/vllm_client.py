@@ -13,11 +13,12 @@ import json
 import resource
 import secrets
 import socket
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from gspo.rollout.engines.server_guard import (
 )
 from gspo.rollout.engines.vllm_host import PROMPT_LOGPROBS, Completion
 
+T = TypeVar("T")
 CONNECT_SECONDS = 30.0
 # A machine that is gone sends nothing, so the kernel probes whether it still answers.
 KEEP_ALIVE = {
@@ -148,9 +150,7 @@ class VLLMServerClient:
     def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
         """Sample a response to each prompt. `params` are the arguments of their SamplingParams."""
         request_ids = [self._new_id() for _ in prompts]
-        num_threads = min(len(prompts), max_requests())
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="request") as threads:
-            completions = list(threads.map(self._generate_one, request_ids, prompts, params))
+        completions = self._map(self._generate_one, request_ids, prompts, params)
         # on the CPU WorkerExtension records the experts
         if self.routes and any(completion.experts is None for completion in completions):
             experts = self.on_workers("routes_of", request_ids)
@@ -160,9 +160,26 @@ class VLLMServerClient:
 
     def prompt_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return the log-probs of the tokens of each sequence, from the second token on."""
-        num_threads = min(len(sequences), max_requests())
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="request") as threads:
-            return list(threads.map(self._prompt_logprobs_of_one, sequences))
+        return self._map(self._prompt_logprobs_of_one, sequences)
+
+    def _map(self, function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        """Return the results of calls that each wait for a request.
+
+        If one raises an exception, or on Ctrl-C, the other requests are aborted."""
+        num_threads = max(1, min(len(arguments[0]), max_requests()))
+        threads = ThreadPoolExecutor(num_threads, thread_name_prefix="request")
+        try:
+            futures = [threads.submit(function, *one) for one in zip(*arguments, strict=True)]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+            return [future.result() for future in futures]
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            with contextlib.suppress(EngineEnded, RequestRefused):
+                self.call("/abort_requests", {})
+            raise
+        finally:
+            threads.shutdown()
 
     def _prompt_logprobs_of_one(self, sequence: list[int]) -> list[float]:
         request = {

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from gspo.rollout.engines.route_checks import UNKNOWN
 from gspo.rollout.engines.server_guard import (
@@ -89,8 +90,13 @@ class WorkerExtension:
     def begin_load(self) -> None:
         """Begin to load weights that come in several files.
 
-        vLLM's `reload_weights` takes all files at once, so its parts are called separately."""
+        vLLM's `reload_weights` takes all files at once, so its parts are called separately. A load
+        that a killed trainer left open is ended first. vLLM would count its tensors among the new
+        ones, and leave out the last tensors of a layer without an error."""
         model = self.model_runner.get_model()
+        if any(get_layerwise_info(module).can_load() for module in model.modules()):
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(model, self.model_runner.model_config)
         if self.capture:
             self.capture.pieces.clear()  # of a killed trainer's requests
         if self.device.type == "cpu":

@@ -17,12 +17,17 @@ from gspo.data.pack import pack
 from gspo.data.problems import Problem
 from gspo.data.samples import Response
 from gspo.model.policy import Policy
-from gspo.rollout.engines.base import Engine
+from gspo.rollout.engines.base import Engine, policy_logprobs
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
+from gspo.rollout.settings import RolloutSettings
 
 # the guard samples so many responses per problem, each of so many tokens
 GUARD_GROUP_SIZE = 2
+GUARD_PROMPTS = 4
 GUARD_TOKENS = 8
+GUARD_PROMPT_TOKENS = 128  # of a problem's prompt, that the guard of an evaluation looks at
+# nats: prompts have unlikely tokens, whose log-probs depend more on the precision
+MIN_PROMPT_TOLERANCE = 0.3
 MAX_TOKEN_DIFFERENCE = 1.0  # nats: a larger difference at one token counts as this much
 
 
@@ -71,6 +76,43 @@ def _keep_earlier(earlier: np.ndarray | None, values: np.ndarray) -> np.ndarray:
     if earlier is None:
         return values.copy()
     return np.concatenate([earlier, values[len(earlier) :]])
+
+
+def check_on_prompts(engine: Engine, problems: list[Problem], settings: RolloutSettings) -> None:
+    """Raise ValueError if an engine that has loaded the policy's weights computes something else.
+
+    It compares the log-probs of tokens of the first problems' prompts, in the same mean as
+    `check_engine`. Nothing is sampled, so the check holds at any temperature."""
+    if engine.shares_weights:
+        return
+    policy = engine.policy
+    prompts = [
+        policy.encode_prompt(problem.prompt)[:GUARD_PROMPT_TOKENS]
+        for problem in problems[:GUARD_PROMPTS]
+    ]
+    firsts = [prompt[:1] for prompt in prompts if len(prompt) > 1]
+    others = [prompt[1:] for prompt in prompts if len(prompt) > 1]
+    engine_logprobs = engine.logprobs_of(firsts, others) if firsts else None
+    if engine_logprobs is None:
+        return
+    differences = [
+        abs(ours - theirs)
+        for ours_of_row, theirs_of_row in zip(
+            policy_logprobs(policy, firsts, others), engine_logprobs, strict=True
+        )
+        for ours, theirs in zip(ours_of_row, theirs_of_row, strict=True)
+    ]
+    bounded = [min(difference, MAX_TOKEN_DIFFERENCE) for difference in differences]
+    tolerance = settings.tolerance(str(policy.precision).removeprefix("torch."))
+    if settings.dtype != "float32":
+        tolerance = max(tolerance, MIN_PROMPT_TOLERANCE)
+    difference = sum(bounded) / len(bounded)
+    if not difference <= tolerance:
+        raise ValueError(
+            f"the log-probs of rollout={settings.name} are {difference:.2g} nats from the model's on "
+            f"{len(bounded)} tokens of prompts ({tolerance:g} are accepted): its weights are not the "
+            "model's, or it computes something else. Start it anew"
+        )
 
 
 def check_engine(

@@ -486,6 +486,10 @@ BAD = [
         "policy.old_logprobs=behaviour trainer.minibatches=1",
         ("trainer.minibatches", 1, "with policy.old_logprobs=behaviour"),
     ),
+    # vLLM would sample at .01 without a word, or refuse the first request
+    ("rollout=vllm rollout.temperature=.005", ("rollout.temperature", 0.005, "samples at 0.01 to")),
+    ("rollout=vllm_server rollout.temperature=2.5", ("rollout.temperature", 2.5)),
+    ("rollout=vllm evaluation.temperature=.005", ("evaluation.temperature", 0.005)),
     ("rollout=vllm rollout.tensor_parallel_size=0", ("rollout.tensor_parallel_size", 0)),
     (
         "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",

@@ -32,7 +32,7 @@ from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.rollout.sources.sampler_logprobs import check_engine
+from gspo.rollout.sources.sampler_logprobs import check_engine, check_on_prompts
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.diagnostics import mismatch
 from gspo.train.routing import engine_agreement
@@ -537,3 +537,17 @@ def test_overlap_needs_weights_of_its_own(moe):
 
 def untimed(name: str) -> bool:
     return name.startswith(("time/", "throughput/")) or name == "compute/seconds"
+
+
+def test_an_evaluation_finds_an_engine_of_other_weights_by_its_prompts(moe):
+    check_on_prompts(LocalEngine(moe), problems(), RolloutSettings())
+    rounded = LocalEngine(moe, dtype=BF16)
+    check_on_prompts(rounded, problems(), RolloutSettings(dtype="bfloat16"))
+    with pytest.raises(ValueError, match=r"nats from the model's on \d+ tokens of prompts"):
+        check_on_prompts(rounded, problems(), RolloutSettings())
+    # an engine that did not get the policy's update; the temperature changes nothing
+    moe.temperature = 0.5
+    perturb(moe, 0.3)
+    with pytest.raises(ValueError, match="its weights are not the model's"):
+        check_on_prompts(rounded, problems(), RolloutSettings(dtype="bfloat16"))
+    moe.temperature = 1.0

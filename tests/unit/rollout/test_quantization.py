@@ -5,13 +5,17 @@ then off.
 import pytest
 import torch
 
+from architectures import small_model
 from builders import batch_of, perturb, problems, small_policy
 from composing import settings
+from gspo.model.policy import Policy
 from gspo.model.settings import TinyDense
+from gspo.model.tokenizer import character_tokenizer
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.quantization import MAX_NUMBER, quantize, quantized
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import QUANTIZATIONS
+from moe_families import MOE_FAMILIES
 from refusals import refuses
 
 
@@ -87,6 +91,29 @@ def test_the_coarser_the_format_the_further_off_are_the_likelihoods():
         < off["int2"]
     )
     assert off["int4"] < off["int3"]
+
+
+def test_a_scale_is_of_an_output_row_in_every_layout():
+    """GPT-2 stores [in, out]. Its positions are embeddings, which stay as they are."""
+    policy = Policy(small_model("gpt2"), character_tokenizer())
+    twin = policy.copy()
+    quantize(twin, "int3")
+    weight = policy.model.transformer.h[0].attn.c_attn.weight
+    rounded = twin.model.transformer.h[0].attn.c_attn.weight
+    assert weight.shape[1] == 3 * weight.shape[0]
+    torch.testing.assert_close(rounded, quantized(weight.T, "int3").T)
+    assert not torch.equal(rounded, quantized(weight, "int3"))
+    for name in ("wte", "wpe"):
+        kept = getattr(policy.model.transformer, name).weight
+        assert torch.equal(getattr(twin.model.transformer, name).weight, kept)
+    experts_of_gpt_oss = small_policy(MOE_FAMILIES["gpt_oss"])
+    twin = experts_of_gpt_oss.copy()
+    quantize(twin, "int3")
+    experts = experts_of_gpt_oss.model.model.layers[0].mlp.experts
+    rounded_experts = twin.model.model.layers[0].mlp.experts
+    expected = quantized(experts.down_proj.mT, "int3").mT
+    torch.testing.assert_close(rounded_experts.down_proj, expected)
+    assert torch.equal(rounded_experts.down_proj_bias, experts.down_proj_bias)
 
 
 def test_a_copy_that_was_rounded_is_no_longer_the_policy():

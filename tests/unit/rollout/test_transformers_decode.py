@@ -17,6 +17,8 @@ from gspo.rollout.engines import transformers_decode
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.transformers_decode import CachedDecoder, UncachedDecoder, disagreement
+from gspo.train.old_policy import is_exact
+from moe_families import MOE_FAMILIES
 
 CACHED = ("gpt2", "qwen3_next", "qwen3_5_text", "mamba", "jamba", "lfm2", "gemma3_text")
 UNCACHED = ("recurrent_gemma", "rwkv")
@@ -26,6 +28,19 @@ def policy_of(kind: str) -> Policy:
     policy = Policy(small_model(kind), character_tokenizer())
     assert policy.network is None
     return policy
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text"])
+def test_the_old_policy_of_another_forward_pass_is_computed_and_not_taken_from_the_engine(kind):
+    """A step of Nemotron-H's cache bounds a time step less tightly than its whole pass."""
+    if kind == "nemotron_h":
+        policy = small_policy(MOE_FAMILIES[kind])
+    else:
+        policy = policy_of(kind)
+    engine = LocalEngine(policy)
+    assert engine.shares_weights and engine.transformers_decoder is CachedDecoder
+    assert not is_exact(engine)
+    assert is_exact(LocalEngine(small_policy()))
 
 
 def logp_of_rows(policy: Policy, responses) -> list[torch.Tensor]:

@@ -151,6 +151,30 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(engines, mo
     assert ends > 5
 
 
+def test_a_special_token_inside_a_stop_string_ends_no_response():
+    """The text has special tokens, so "a<sp>b" does not hold the stop string "ab". It leaves out
+    padding, so "<pad>" does not hold the stop string "pa" either.
+    """
+    network, tokenizer = TinyDense(hidden=64, layers=2, heads=2).make()
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<sp>"]})
+    network.resize_token_embeddings(len(tokenizer))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+        network.lm_head.weight[size] = network.lm_head.weight[:size].mean(0)
+    policy = Policy(network, tokenizer)
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    strings = ["pa", *(first + second for first in letters for second in letters[::2])]
+    settings = VLLMRollout(own_process=False, stop=strings, batch_rows=64, kv_cache_gib=0.1)
+    engine = VLLMEngine(policy, settings)
+    responses = run(engine, Sampling(1.0, 60, stop=tuple(strings)), group_size=60)
+    engine.close()
+    assert sum("<sp>" in r.text for r in responses) > 10
+    assert Counter(r.finish_reason for r in responses).keys() == {"stop", "length"}
+
+
 def test_log_probs_are_of_the_whole_distribution_where_tokens_are_left_out(engines):
     """The same tokens as at the whole distribution where nothing is left out; never one outside of
     what is kept.
@@ -314,6 +338,24 @@ def test_the_bias_with_which_routers_select_arrives_with_the_weights(dtype):
             engine.load_weights(policy.named_tensors())
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("last", ["self_attn.q_proj.weight", "mlp.experts.gate_up_proj"])
+def test_a_load_that_was_broken_off_does_not_spoil_the_next(engines, last):
+    """A trainer that is killed between two pieces leaves a layer of vLLM with half of its weights."""
+    engine = engines("moe-in")
+    policy = engine.policy
+    perturb(policy, 0.05)
+    tensors = {}
+    for name, tensor in policy.named_tensors():
+        if name not in engine.tied:
+            tensors[name] = tensor
+        if name == f"model.layers.1.{last}":
+            break
+    engine._ask("begin_load")
+    engine._hand_over(tensors, engine.folder)
+    engine.load_weights(policy.named_tensors())
+    assert_in_step(engine)
 
 
 def test_weights_of_another_model_are_refused(engine):
