@@ -38,6 +38,8 @@ def folder_of(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+# settings that are names, of which digits may be a part
+NAMES = ("study", "runs", "tracking.project", "tracking.entity")
 RUN_COMMANDS = ("sample", "evaluate")  # commands that also accept a run directory without run=
 MULTIRUN = ("-m", "--multirun")
 # options of Hydra whose value is the next word
@@ -243,8 +245,8 @@ def quoted(word: str) -> str:
     already removed the user's quotes. A carriage return at the end, from a Windows script, is
     dropped.
 
-    >>> quoted("model.path=checkpoints/epoch=9")
-    "model.path='checkpoints/epoch=9'"
+    >>> quoted("model.path=checkpoints/epoch=9"), quoted("study=2026_11_28")
+    ("model.path='checkpoints/epoch=9'", "study='2026_11_28'")
     """
     word = word.rstrip("\r")
     key, _, value = word.partition("=")
@@ -255,7 +257,11 @@ def quoted(word: str) -> str:
     parser = OverridesParser.create()
     for candidate in (word, f"{key}='{escaped}'"):
         with suppress(HydraException):
-            parser.parse_override(candidate)
+            parsed = parser.parse_override(candidate)
+            # a name such as 2026_11_28 or 1.10 would become another number
+            is_number = isinstance(parsed.value(), int | float)
+            if key.lstrip("+") in NAMES and candidate == word and is_number:
+                continue
             return candidate
     return word  # Hydra explains the mistake
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from gspo.cli.option_files import MULTIRUN, composed, register_options
 from gspo.config.load import chosen_settings
+from gspo.config.own_file import check_own_file
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.entry_point import Stopped, command_line, one_line, stop_signal
@@ -60,6 +61,7 @@ def job(config: DictConfig) -> float:
     """Make a run, alone or as a job of a sweep, and return its score, or NaN if it has none."""
     hydra = HydraConfig.get()
     scheduled = join_scheduler()
+    check_own_file(hydra)
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
     if settings.dry_run:
         folder = RunDirectory.for_run(settings, in_sweep=False).path

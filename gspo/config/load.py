@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ from gspo.io.untrusted import read_yaml
 from gspo.io.user_code import is_path, source_files
 from gspo.train.settings import ParallelSettings
 
+# settings that the program writes, and what the user may say in their place
+WRITTEN = {
+    "options": "say objective=...",
+    "outside": "say objective=MODULE:NAME",
+    "inputs": "leave it out",
+    "prompt_used": "say prompt.format=...",
+}
 OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
 
 
@@ -93,12 +100,13 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     """
     settings = to_dataclass(with_outside_parts(config))
     if choices is not None:
-        for name in ("options", "outside"):
+        for name, remedy in WRITTEN.items():
             value = getattr(settings, name)
             if value:
-                raise SettingError(
-                    name, value, "is written by the program", remedy="say objective=..."
-                )
+                raise SettingError(name, value, "is written by the program", remedy=remedy)
+        for group, option in choices.items():
+            if option and option.startswith("_") and group in CHOICES:
+                raise SettingError(group, option, "is a schema", remedy="leave out the _")
         if choices.get("sizes") != choices.get("model"):
             raise SettingError(
                 "sizes",
@@ -113,6 +121,15 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     for group, options in CHOICES.items():
         chosen = getattr(settings, group)
         kind = type(chosen)
+        if not is_dataclass(kind):
+            option = (choices or {}).get(group)
+            schemas = ", ".join(f"_{name}" for name in options)
+            raise SettingError(
+                group,
+                option,
+                "its option file does not say which settings it has",
+                remedy=f"begin it with `defaults: [SCHEMA]`, SCHEMA one of {schemas}",
+            )
         name = kind.name if kind in options.values() else option_name(kind)
         if chosen.name != name:
             raise SettingError(

@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import (
@@ -27,6 +28,7 @@ from gspo.io.errors import SettingError
 
 # groups that other frameworks have too
 SHARED_GROUPS = ("trainer", "rollout", "optim", "objective")
+OF_EVERY_RUN = ("dry_run", "resume", "runs", "study")  # settings that the program reads first
 NO_SUCH_SETTING = "there is no such setting"
 # if at least this share of the letters is equal, the nearest key is assumed to be meant
 MIN_SIMILARITY = 0.6
@@ -54,6 +56,9 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
     all settings of the group follow.
     """
     is_of_a_run = "objective" in settings
+    if not settings:
+        remedy = "begin your file with `defaults: [train, _self_]`"
+        return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
     group, _, name = key.partition(".")
     name = name.lower()
     if group not in settings:
@@ -66,18 +71,30 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
     if is_of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
         full = as_typed(key)
         ours = our_name(full)
-        if ours:
+        if ours and ours != full:
             return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"here it is {ours}")
     if is_of_a_run and f"{group}.{name}" not in settings:
         options = options_with(group, name)
         if options:
             remedy = f"{group}.{name} is a setting of {', '.join(options)}"
             return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
+    if key in GROUPS_BESIDE_SETTINGS:
+        remedy = (
+            f"a file chooses one under `defaults:`, as `- override /{key}: NAME`, and an option file "
+            "of this group begins with `# @package _global_`"
+        )
+        return SettingError(key, problem="this is a group of options", remedy=remedy)
+    if "." in key and key in settings:
+        remedy = f"write {group}: {{{key.partition('.')[2]}: ...}}"
+        return SettingError(key, problem="a key of a file has no dot", remedy=remedy)
     candidates = [
         candidate
         for candidate in (*settings, *(GROUPS_BESIDE_SETTINGS if is_of_a_run else ()))
         if not key.startswith(f"{candidate}.") and not candidate.endswith(".name")
     ]
+    if key in OF_EVERY_RUN and key not in settings:
+        remedy = "begin your file with `defaults: [train, _self_]`"
+        return SettingError(key, problem=NO_SUCH_SETTING, remedy=remedy)
     near = nearest(key, candidates)
     group, _, last = key.rpartition(".")
     remedy = f"the nearest is {near}"
@@ -111,6 +128,9 @@ def as_typed(key: str) -> str:
 
 def plain_words(error: BaseException) -> str:
     """Rewrite an error of Hydra's about keys or options as one sentence, or return ""."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        place = error.problem_mark
+        return f"{place.name}, line {place.line + 1}: {error.problem}: this is not YAML"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:
@@ -133,8 +153,13 @@ def plain_words(error: BaseException) -> str:
     if existing:
         return f"+{existing[1]}: this is a setting already; give it without +"
     option_file = re.match(r"In '([^']+)': ", text)
+    if unmerged and "does not support deletion" in str(error.__cause__):
+        return str(taken_away(unmerged[1].removeprefix("~")))
     cause: BaseException | None = error
     while cause is not None:
+        unfit = re.search(r"str is not a subclass of (\w+)\. value: (.*)", str(cause))
+        if unfit:
+            return of_a_group(*unfit.groups())
         if isinstance(cause, ConfigKeyError | ConfigAttributeError):
             key = cause.full_key
             if key and cause.parent_node is not None:
@@ -155,6 +180,20 @@ def plain_words(error: BaseException) -> str:
             return f"{option_file[0] if option_file else ''}{mistake}" if mistake else ""
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def of_a_group(class_name: str, value: str) -> str:
+    """Say how a file chooses an option, for a value in the place of settings of this class."""
+    groups = [
+        group
+        for group, kinds in CHOICES.items()
+        if class_name in {kind.__name__ for kind in kinds.values()}
+    ]
+    group = groups[0] if groups else "GROUP"
+    return (
+        f"{group}: {value}: it has settings of its own; a file chooses it under `defaults:`, as "
+        f"`- override /{group}: {value}`"
+    )
 
 
 def no_such_file(error: MissingConfigException) -> str:

@@ -83,12 +83,9 @@ class SchemaSource(ConfigSource):
         return config_path.removesuffix(".yaml") in SCHEMAS
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Names:
-        groups = list(CHOICES) if config_path == "" else []
-        paths = [path.rpartition("/") for path in SCHEMAS]
-        configs = [name for group, _, name in paths if group == config_path]
-        if results_filter == ObjectType.GROUP:
-            return sorted(groups)
-        return sorted(configs if results_filter == ObjectType.CONFIG else [*groups, *configs])
+        # the schemas themselves are no options to choose, as with objective=glob(*)
+        is_root = config_path == "" and results_filter != ObjectType.CONFIG
+        return sorted(CHOICES) if is_root else []
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = config_path.removesuffix(".yaml")

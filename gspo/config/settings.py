@@ -367,10 +367,15 @@ def run_directory(settings: Settings) -> Path:
         return study / settings.planned_name
     ending = f"-seed{settings.seed}-{digest}"
     existing = [file.parent for file in sorted(study.glob(f"*{ending}/settings.yaml"))]
-    if existing:
-        return existing[0]
     varied = f"-{settings.varied_name}" if settings.varied_name else ""
-    return study / (name_in_plan(study, ending) or f"{settings.objective_option()}{varied}{ending}")
+    option = UNSAFE_IN_NAMES.sub("_", settings.objective_option())
+    usual = study / f"{option}{varied}{ending}"
+    if usual in existing or (not existing and not name_in_plan(study, ending)):
+        return usual
+    if len(existing) > 1:
+        copies = ", ".join(map(str, existing))
+        raise ValueError(f"{copies} hold the same run: leave one of them, and move the others away")
+    return existing[0] if existing else study / name_in_plan(study, ending)
 
 
 def name_in_plan(study: Path, ending: str) -> str:

@@ -43,7 +43,7 @@ from gspo.io.files import (
 )
 from gspo.io.ownership import SIGNATURES, is_own_file, why_not_own
 from gspo.io.rows import read_rows
-from gspo.io.untrusted import read_json
+from gspo.io.untrusted import MAX_SMALL_FILE_BYTES, beginning, read_json
 from gspo.run.code_state import code_state, uncommitted
 from gspo.run.entry_point import Stopped
 from gspo.run.rollback import Rollbacks
@@ -58,6 +58,8 @@ LOG = "train.log"
 ROWS = "metrics.jsonl"
 REPORT = "report.txt"
 SETTINGS = "settings.yaml"
+CODE = "code.json"
+CHANGED = " and uncommitted changes"
 DIFF = "code.diff"
 # settings of a task or a model that name a file, a folder or a data set
 PATH_SETTINGS = ("path", "train_path", "hub")
@@ -142,10 +144,11 @@ class RunDirectory:
             raise
 
     # -------------------------------------------------------------------------------------- files
-    def record_start(self, settings: Settings, prompt_format: str) -> None:
+    def record_start(self, settings: Settings, prompt_format: str) -> list[str]:
         """Write the settings with the prompt format that is used, and the state of the code.
 
-        The source of the user's own code is copied, and the meaning of its metrics is written."""
+        The source of the user's own code is copied, and the meaning of its metrics is written.
+        Returns a warning if the code is other than before."""
         settings.prompt_used = prompt_format
         write_settings(settings, self.path)
         copy_outside_code(settings, self.path)
@@ -158,12 +161,41 @@ class RunDirectory:
         state = code_state()
         if settings.varied:
             state["varied"] = settings.varied
-        replace_text(self.path / "code.json", json.dumps(state, indent=1))
         diff = uncommitted()
+        warnings = self._keep_earlier_code(state, diff)
+        replace_text(self.path / CODE, json.dumps(state, indent=1))
         if diff:
             replace_text(self.path / DIFF, diff)
         else:
             (self.path / DIFF).unlink(missing_ok=True)
+        return warnings
+
+    def _keep_earlier_code(self, state: dict, diff: str) -> list[str]:
+        """Return a warning if the run was made with other code until now, and keep its record.
+
+        The record is moved to code.1.json and code.1.diff, the next to code.2.json and so on."""
+        code = self.path / CODE
+        if not code.exists():
+            return []
+        earlier = {}
+        with suppress(ValueError):
+            content = read_json(code)
+            earlier = content if isinstance(content, dict) else {}
+        earlier_diff = b""
+        if (self.path / DIFF).exists():
+            earlier_diff = beginning(self.path / DIFF, MAX_SMALL_FILE_BYTES)
+        if (earlier.get("commit"), earlier_diff) == (state["commit"], diff.encode()):
+            return []
+        number = 1 + len(list(self.path.glob("code.[0-9]*.json")))
+        code.rename(code.with_name(f"code.{number}.json"))
+        if earlier_diff:
+            (self.path / DIFF).rename(self.path / f"code.{number}.diff")
+        before = f"commit {str(earlier.get('commit'))[:10]}{CHANGED if earlier_diff else ''}"
+        now = f"commit {str(state['commit'])[:10]}{CHANGED if diff else ''}"
+        return [
+            f"{self.path} was made with other code until now ({before}, see code.{number}.json); it "
+            f"goes on with {now}"
+        ]
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
         """Write status.json: `how` (of gspo.io.files.RUN_STATES), the step, the reason of a failure."""

@@ -7,13 +7,16 @@ scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM)
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import logging
 import math
 import os
+import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -35,6 +39,7 @@ from gspo.io.untrusted import SURROGATES
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.run.launched import say_error
 
+STOP_MARKER = "GSPO_STOP_MARKER"  # the variable with the path of a sweep's file for its workers
 COLLAPSED = 4  # the exit code of a run that the monitor ended
 # The error numbers of a disk that is full, over quota, broken or read-only.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -85,6 +90,7 @@ class StopSignal:
         self.loud = False
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
+        self._marker: Path | None = None  # a sweep's file that tells its workers to stop
         # submitit's own signal handler, if there is one
         self._requeue: Callable[[int, FrameType | None], object] | None = None
 
@@ -117,10 +123,23 @@ class StopSignal:
             self._watcher = threading.Thread(target=self._watch, args=(os.getppid(),), daemon=True)
             self._watcher.start()
 
+    def tell_workers(self) -> None:
+        """Let the workers of a sweep stop too, once this process is asked to.
+
+        Ctrl-C reaches them anyway, but `kill -INT` of this process alone does not."""
+        name = f"gspo-stop-{secrets.token_hex(8)}"
+        self._marker = Path(tempfile.gettempdir()) / name
+        os.environ[STOP_MARKER] = str(self._marker)
+        atexit.register(self._marker.unlink, missing_ok=True)
+
     def _watch(self, parent: int) -> None:
         """Wait for the parent's end, ask for a stop, and exit when the run has stopped."""
+        marker = os.environ.get(STOP_MARKER)
         while os.getppid() == parent:
             time.sleep(0.5)
+            if marker and not self.number and os.path.exists(marker):
+                self.number = signal.SIGINT
+                self.repeats = 1  # the parent's Ctrl-C may still come here
         self.number = self.number or signal.SIGTERM
         with self.busy:  # wait for the run to end
             os._exit(128 + self.number)
@@ -146,6 +165,9 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.number = number
+        if self._marker:
+            with suppress(OSError):
+                self._marker.touch(mode=0o600)
         if self.loud:
             text = (
                 "\nstopping after the current step "
@@ -191,7 +213,7 @@ class JobResult(float):
         return outcome
 
 
-USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
+USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], JobResult]:

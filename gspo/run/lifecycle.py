@@ -140,7 +140,7 @@ def attempt(
     settings.inputs = lowered.inputs
     print_sampling_notes(lowered)
     warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
-    directory.record_start(settings, trainer.policy.prompt_format_used)
+    warn(directory.record_start(settings, trainer.policy.prompt_format_used))
     warn(warnings(settings))
     warn(model_warnings(trainer.policy))
     tracker = open_tracker(settings, folder)

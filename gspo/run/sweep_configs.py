@@ -71,7 +71,7 @@ class SweepConfigs:
     def sets_a_value(self, parsed: Override) -> bool:
         """Return whether an override changes the value of a setting, and chooses no file."""
         changes_value = (
-            parsed.type == OverrideType.CHANGE
+            parsed.type in (OverrideType.CHANGE, OverrideType.FORCE_ADD)
             and parsed.package is None
             and not parsed.is_hydra_override()
         )

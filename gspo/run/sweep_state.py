@@ -68,7 +68,7 @@ def entries(study: Path) -> list[dict]:
 
 def _entry(line: object) -> dict:
     """Return a line of the manifest, or raise ValueError if it has another form."""
-    kinds = {"time": float, "run": str, "reason": str, "stopped": str, "jobs": list}
+    kinds = {"time": float, "sweep": str, "run": str, "reason": str, "stopped": str, "jobs": list}
     entry: dict[str, Any] = {"time": 0.0} | _typed(line, kinds)
     if "jobs" in entry:
         entry["jobs"] = [_planned(job) for job in entry["jobs"]]

@@ -11,6 +11,7 @@ import grp
 import json
 import os
 import pwd
+import secrets
 import signal
 import stat
 import sys
@@ -28,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from gspo.config.load import chosen_settings
+from gspo.config.own_file import check_own_file
 from gspo.config.settings import Settings, folder_of, vary
 from gspo.io.escaping import escape_line, outlive_reader
 from gspo.io.files import ENDED, append_to, read_status, refuse_links
@@ -38,6 +40,7 @@ from gspo.run.entry_point import (
     JobResult,
     explain,
     print_error,
+    stop_signal,
 )
 from gspo.run.launched import is_follower
 from gspo.run.sweep_configs import SweepConfigs, expanded, launcher_of
@@ -52,6 +55,8 @@ from gspo.run.sweep_state import (
     upload,
 )
 
+# the variable with the sweep's id, by which its jobs find their plan in the manifest
+SWEEP = "GSPO_SWEEP"
 # Hydra's sweeper for Optuna writes it into the study's folder
 BEST = "optimization_results.yaml"
 
@@ -89,7 +94,8 @@ class WriteManifest(Callback):
             if "same_as" in job:
                 overrides = as_typed(own_overrides(planned, number))
                 print(f"job {number} ({overrides}) is {same_run(planned, number)}: it is run once")
-        self.began = time.time()
+        self.sweep = secrets.token_hex(8)
+        os.environ[SWEEP] = self.sweep
         self.planned = planned
         REASONS.append(self.collect_reasons)
         study = Path(config.runs) / config.study
@@ -98,7 +104,7 @@ class WriteManifest(Callback):
         refuse_links(study, (MANIFEST, "multirun.yaml", BEST))
         for folder in self.studies:
             refuse_links(folder, (MANIFEST,))
-            append_entry(folder, {"command": sys.argv, "jobs": planned})
+            append_entry(folder, {"sweep": self.sweep, "command": sys.argv, "jobs": planned})
         pickles = config.hydra.launcher.get("submitit_folder")
         if pickles:
             make_private(Path(pickles.partition("%")[0]))
@@ -106,6 +112,8 @@ class WriteManifest(Callback):
             # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and
             # no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        else:
+            stop_signal().tell_workers()
         self.progress = None
         outlive_reader()
         if planned:
@@ -139,8 +147,9 @@ class WriteManifest(Callback):
         else:
             unfinished = {"reason": explain(result)}
         if unfinished:
-            run = self.planned[number]["run"] if number < len(self.planned) else ""
-            entry = {"run": run or _name(config, overrides)} | unfinished
+            planned = number_in(self.planned, number, overrides)
+            run = self.planned[planned]["run"] if planned is not None else ""
+            entry = {"sweep": self.sweep, "run": run or _name(config, overrides)} | unfinished
             append_entry(Path(config.runs) / config.study, entry)
         if is_search(config):
             searched = tuple(f"{key}=" for key in config.hydra.sweeper.params or ())
@@ -163,11 +172,14 @@ class WriteManifest(Callback):
         """Put the jobs that did not finish into UNFINISHED_JOBS, with their reasons."""
         for study in self.studies:
             for entry in entries(study):
-                if entry["time"] >= self.began and "run" in entry:
+                if entry.get("sweep") == self.sweep and "run" in entry:
                     stopped = f"stopped {entry.get('stopped')}"
-                    UNFINISHED_JOBS[entry["run"]] = entry.get("reason", stopped)
+                    run = self._named(entry["run"], study)
+                    UNFINISHED_JOBS[run] = entry.get("reason", stopped)
         for job in self.planned:  # also if an entry of theirs could not be written
             run = job["run"]
+            if "folder" in job:
+                run = self._named(run, Path(job["folder"]).parent)
             if "folder" in job and "same_as" not in job and run not in UNFINISHED_JOBS:
                 status = read_status(Path(job["folder"]))
                 how = status.get("how")
@@ -175,6 +187,10 @@ class WriteManifest(Callback):
                     UNFINISHED_JOBS[run] = status.get("reason") or how or "it did not begin"
             elif "reason" in job:
                 UNFINISHED_JOBS.setdefault(run, job["reason"])
+
+    def _named(self, run: str, study: Path) -> str:
+        """Return the name of a run for the list of unfinished jobs: with several studies STUDY/RUN."""
+        return f"{study.name}/{run}" if len(self.studies) > 1 else run
 
 
 def is_search(config: DictConfig) -> bool:
@@ -265,16 +281,21 @@ def taken_by_another_job(settings: Settings) -> str:
     job = HydraConfig.get()
     if job.mode != RunMode.MULTIRUN:
         return ""
-    number = job.job.num
-    overrides = list(job.overrides.task)
     study = Path(settings.runs) / settings.study
-    plans = [entry["jobs"] for entry in entries(study) if "jobs" in entry]
-    # another sweep of the study may have begun since; this sweep's plan has the job at its number
-    plans = [plan for plan in plans if len(plan) > number]
-    plans = [plan for plan in plans if plan[number]["overrides"] == overrides]
-    if not plans:
+    # another sweep of the study may have begun since
+    sweep = os.environ.get(SWEEP, "")
+    plans = [
+        entry["jobs"]
+        for entry in entries(study)
+        if "jobs" in entry and entry.get("sweep", "") == sweep
+    ]
+    numbers = [number_in(plan, job.job.num, list(job.overrides.task)) for plan in plans]
+    candidates = [
+        (plan, number) for plan, number in zip(plans, numbers, strict=True) if number is not None
+    ]
+    if not candidates:
         return ""
-    planned = plans[-1]
+    planned, number = candidates[-1]
     vary(settings, own_overrides(planned, number) if len(planned) > 1 else [])
     settings.planned_name = planned[number]["run"]
     name = folder_of(settings).name
@@ -287,6 +308,16 @@ def taken_by_another_job(settings: Settings) -> str:
     )
 
 
+def number_in(planned: list[dict[str, Any]], number: int, overrides: list[str]) -> int | None:
+    """Return the number of a job in a plan, None if the plan lacks it.
+
+    shuffle(...) draws anew when Hydra starts the jobs, so that a job may have another number."""
+    if number < len(planned) and planned[number]["overrides"] == overrides:
+        return number
+    equal = [n for n, job in enumerate(planned) if job["overrides"] == overrides]
+    return equal[0] if equal else None
+
+
 def _name(config: DictConfig, overrides: list[str]) -> str:
     """Return the name of the run's directory, or the overrides if the settings are wrong."""
     try:
@@ -297,6 +328,7 @@ def _name(config: DictConfig, overrides: list[str]) -> str:
 
 def _settings(config: DictConfig, overrides: list[str]) -> Settings:
     """Return the settings of a job. Raises one of USER_ERRORS if they are wrong."""
+    check_own_file(config.hydra)
     plain = config.copy()
     with open_dict(plain):
         plain.pop("hydra")

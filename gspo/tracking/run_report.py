@@ -137,6 +137,8 @@ def _subtitle(folder: Path, settings: dict, problems: list[str]) -> str:
         f"seed {_value(settings, 'seed')}",
         f"commit {str(code.get('commit') or 'unknown')[:10]}{changed}",
     ]
+    if any(folder.glob("code.[0-9]*.json")):
+        words[-1] += " (begun with other code: code.1.json)"
     for package in ("torch", "transformers"):
         version = _value(code, f"versions.{package}", "")
         if version:

@@ -18,6 +18,8 @@ JOBS = [
     ["rollout.stop=[a,b]", "steps=5"],
     ["+options.x=1", "seed=2"],
     ["++monitor.x=1"],
+    ["optim.lr=0.5", "++optim.lr=0.25"],
+    ["++optim.lr=0.25", "optim.lr=0.5"],
     ["~rollout.top_p"],
     ["optim.lr=bad"],
     ["nosuch=1"],

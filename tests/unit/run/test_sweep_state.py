@@ -148,6 +148,69 @@ def test_a_run_that_a_sweep_has_planned_has_that_name_before_it_begins(tmp_path)
     assert run_directory(chosen).name == planned
 
 
+def test_of_two_equal_command_lines_each_job_finds_the_plan_of_its_own_sweep(tmp_path, monkeypatch):
+    """The sweeps differ in their files alone, so their plans have the same overrides."""
+    chosen: Settings = composed("experiment=micro_moe", f"runs={tmp_path}")
+    own = f"gspo-seed1-{settings_hash(chosen)}"
+    (tmp_path / "micro_moe").mkdir()
+    for sweep, run in (("a" * 16, own), ("b" * 16, "gspo-seed1-0123456789")):
+        plan = [{"run": run, "overrides": ["seed=1"]}]
+        sweeps.append_entry(tmp_path / "micro_moe", {"sweep": sweep, "jobs": plan})
+    hydra = SimpleNamespace(
+        mode=RunMode.MULTIRUN,
+        job=SimpleNamespace(num=0),
+        overrides=SimpleNamespace(task=["seed=1"]),
+    )
+    monkeypatch.setattr(sweeps.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setenv(sweeps.SWEEP, "a" * 16)
+    assert sweeps.taken_by_another_job(chosen) == "" and chosen.planned_name == own
+    monkeypatch.setenv(sweeps.SWEEP, "b" * 16)
+    with pytest.raises(ValueError, match="job 0 was planned as gspo-seed1-0123456789 and is now"):
+        sweeps.taken_by_another_job(chosen)
+
+
+def test_failures_of_another_sweep_of_the_study_are_not_this_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps, "UNFINISHED_JOBS", unfinished := {})
+    sweep = sweeps.WriteManifest()
+    sweep.sweep = "a" * 16
+    sweep.studies = [tmp_path / "f", tmp_path / "g"]
+    # equal settings in two studies have equal names
+    sweep.planned = [
+        {"run": "gspo-seed1-x", "folder": str(study / "gspo-seed1-x"), "overrides": [f"study={n}"]}
+        for n, study in enumerate(sweep.studies)
+    ]
+    for study in sweep.studies:
+        sweeps.append_entry(study, {"sweep": "a" * 16, "run": "gspo-seed1-x", "reason": "ours"})
+        sweeps.append_entry(study, {"sweep": "b" * 16, "run": "gspo-seed2-x", "reason": "theirs"})
+    sweep.collect_reasons()
+    assert unfinished == {"f/gspo-seed1-x": "ours", "g/gspo-seed1-x": "ours"}
+
+
+def test_a_shuffled_job_is_found_in_the_plan_by_its_overrides():
+    plan = [{"overrides": ["a=1"]}, {"overrides": ["a=2"]}, {"overrides": ["a=2"]}]
+    assert sweeps.number_in(plan, 0, ["a=2"]) == 1 and sweeps.number_in(plan, 2, ["a=2"]) == 2
+    assert sweeps.number_in(plan, 9, ["a=1"]) == 0 and sweeps.number_in(plan, 0, ["a=3"]) is None
+
+
+def test_a_copy_of_a_run_beside_it_does_not_stand_in_for_it(tmp_path):
+    chosen: Settings = composed("experiment=micro_moe", f"runs={tmp_path}")
+    run = run_directory(chosen)
+    for folder in (run, run.with_name(f"backup-{run.name}")):
+        folder.mkdir(parents=True)
+        (folder / "settings.yaml").write_text("")
+    assert run_directory(chosen) == run
+    run.rename(run.with_name(f"moved-{run.name}"))
+    with pytest.raises(ValueError, match="hold the same run: leave one of them"):
+        run_directory(chosen)
+
+
+def test_an_option_in_a_folder_names_a_run_of_the_study_itself(tmp_path):
+    chosen: Settings = composed("experiment=micro_moe", f"runs={tmp_path}")
+    chosen.options["objective"] = "wide/gspo"
+    assert run_directory(chosen).parent == tmp_path / "micro_moe"
+    assert run_directory(chosen).name.startswith("wide_gspo-seed1-")
+
+
 def test_of_two_sweeps_of_a_study_each_job_finds_the_plan_of_its_own(tmp_path, monkeypatch):
     """Job 0 of the first sweep begins after the second sweep has written its plan."""
     chosen: Settings = composed("experiment=micro_moe", "optim.lr=2e-4", f"runs={tmp_path}")
@@ -173,6 +236,7 @@ def test_of_two_sweeps_of_a_study_each_job_finds_the_plan_of_its_own(tmp_path, m
         overrides=SimpleNamespace(task=["optim.lr=2e-4"]),
     )
     monkeypatch.setattr(sweeps.HydraConfig, "get", lambda: hydra)
+    monkeypatch.delenv(sweeps.SWEEP, raising=False)
     assert sweeps.taken_by_another_job(chosen) == ""
     assert run_directory(chosen).name == own and chosen.varied == "lr=2e-4"
     chosen.optim.lr = 3e-4  # an option file was edited
