@@ -189,8 +189,12 @@ class WriteManifest(Callback):
                 UNFINISHED_JOBS.setdefault(run, job["reason"])
 
     def _named(self, run: str, study: Path) -> str:
-        """Return the name of a run for the list of unfinished jobs: with several studies STUDY/RUN."""
-        return f"{study.name}/{run}" if len(self.studies) > 1 else run
+        """Return the name of a run for the list of unfinished jobs: with several studies STUDY/RUN.
+
+        A job whose settings were refused has no study, and keeps its overrides as its name."""
+        folders = [job["folder"] for job in self.planned if "folder" in job]
+        is_of_several = len(self.studies) > 1 and str(study / run) in folders
+        return f"{study.name}/{run}" if is_of_several else run
 
 
 def is_search(config: DictConfig) -> bool:
