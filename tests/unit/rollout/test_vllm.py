@@ -172,7 +172,7 @@ def test_a_special_token_inside_a_stop_string_ends_no_response():
     responses = run(engine, Sampling(1.0, 60, stop=tuple(strings)), group_size=60)
     engine.close()
     assert sum("<sp>" in r.text for r in responses) > 10
-    assert Counter(r.finish_reason for r in responses).keys() == {"stop", "length"}
+    assert "budget" not in {r.finish_reason for r in responses}
 
 
 def test_log_probs_are_of_the_whole_distribution_where_tokens_are_left_out(engines):
