@@ -12,7 +12,6 @@ a resumed run, and gets the number of the first row with its epoch.
 
 from __future__ import annotations
 
-import io
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -51,9 +50,9 @@ ROUNDED_NOTE = (
 )
 
 
-def kind_of(content: bytes) -> str:
-    """Return CONSOLE or ROWS_WITHOUT_STEPS if the bytes have rows of a framework, else ""."""
-    for line in io.BytesIO(content):
+def kind_of(lines: Iterable[bytes]) -> str:
+    """Return CONSOLE or ROWS_WITHOUT_STEPS if one of the lines is a row of a framework, else ""."""
+    for line in lines:
         if not may_be_row(line):
             continue
         record, has_step = row_of(plain_text(line))

@@ -167,17 +167,17 @@ def kind_of(file: Path) -> str:
     suffix = file.suffix.lower()
     if suffix not in (".json", ".jsonl", *CONSOLE_SUFFIXES):
         return ""
-    size = FIRST_CONSOLE_BYTES if suffix in CONSOLE_SUFFIXES else FIRST_BYTES
-    content = untrusted.beginning(file, size).removeprefix(BYTE_ORDER_MARK)
+    if suffix in CONSOLE_SUFFIXES:
+        return foreign_consoles.kind_of(_first_lines(file, FIRST_CONSOLE_BYTES))
+    content = untrusted.beginning(file, FIRST_BYTES).removeprefix(BYTE_ORDER_MARK)
     if suffix == ".json":
         if content.lstrip().startswith(b"["):
             return LINES if HISTORY in file.name or _begins_with_a_row(content, file) else ""
         return TRAINER_STATE if b'"log_history"' in content else ""
-    if suffix in CONSOLE_SUFFIXES:
-        return foreign_consoles.kind_of(content)
+    step_keys = _step_keys(file)
     for line in content.splitlines()[:FIRST_LINES]:
         row = json_object(line)
-        if row is not None and _has_a_step(row, file):
+        if row is not None and not step_keys.isdisjoint(row):
             return FILE_LOGGER if isinstance(row.get("data"), dict) else LINES
     return ""
 
@@ -185,20 +185,31 @@ def kind_of(file: Path) -> str:
 def _begins_with_a_row(content: bytes, file: Path) -> bool:
     """Return whether a list of JSON begins with a row that has a step."""
     row = next(objects_of_a_cut_list(content.decode(errors="replace")), None)
-    return isinstance(row, dict) and _has_a_step(row, file)
+    return isinstance(row, dict) and not _step_keys(file).isdisjoint(row)
 
 
-def _has_a_step(row: dict[str, object], file: Path) -> bool:
-    """Return whether a row has the key of a step, or the key that foreign_run.yaml names."""
-    if any(key in row for key in STEP_KEYS):
-        return True
+def _first_lines(file: Path, max_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of the first bytes of a file, none if it cannot be read."""
+    try:
+        with untrusted.open_plain_file(file) as opened:
+            while opened.tell() < max_bytes:
+                line = opened.readline(untrusted.MAX_LINE_BYTES)
+                if not line:
+                    return
+                yield line.removeprefix(BYTE_ORDER_MARK)
+    except (OSError, untrusted.Unreadable):
+        return
+
+
+def _step_keys(file: Path) -> frozenset[object]:
+    """Return the keys of a row's step that are known, and the key that foreign_run.yaml names."""
     about = next((place for place in about_files(file) if place.is_file()), None)
     if about is None:
-        return False
+        return STEP_KEYS
     try:
-        return untrusted.read_yaml(about).get("step") in row
-    except (OSError, ValueError):
-        return False  # read_about reports the error
+        return STEP_KEYS | {untrusted.read_yaml(about).get("step")}
+    except (OSError, ValueError, TypeError):
+        return STEP_KEYS  # read_about reports the error
 
 
 def about_files(log: Path) -> list[Path]:

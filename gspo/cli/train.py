@@ -61,7 +61,8 @@ def job(config: DictConfig) -> float:
     """Make a run, alone or as a job of a sweep, and return its score, or NaN if it has none."""
     hydra = HydraConfig.get()
     scheduled = join_scheduler()
-    check_own_file(hydra)
+    if hydra.mode == RunMode.RUN:  # a sweep has checked it once for all jobs
+        check_own_file(hydra)
     settings = chosen_settings(config, list(hydra.overrides.task), hydra.runtime.choices)
     if settings.dry_run:
         folder = RunDirectory.for_run(settings, in_sweep=False).path

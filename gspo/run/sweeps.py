@@ -81,6 +81,7 @@ class WriteManifest(Callback):
         """Write the jobs to the manifests of their studies, or print them with dry_run=true.
 
         A dry run then exits. The jobs of a search are not known yet."""
+        check_own_file(config.hydra)
         planned = [] if is_search(config) else plan(config)
         if not planned and not is_search(config):
             raise ValueError(
@@ -332,7 +333,6 @@ def _name(config: DictConfig, overrides: list[str]) -> str:
 
 def _settings(config: DictConfig, overrides: list[str]) -> Settings:
     """Return the settings of a job. Raises one of USER_ERRORS if they are wrong."""
-    check_own_file(config.hydra)
     plain = config.copy()
     with open_dict(plain):
         plain.pop("hydra")

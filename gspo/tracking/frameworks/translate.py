@@ -28,6 +28,7 @@ from gspo.tracking.frameworks.table import (
     OTHER,
     RELATIONS,
     SAME,
+    Axis,
     Entry,
     Table,
     filled,
@@ -132,11 +133,7 @@ def translate(
     for record in log.records:
         columns.add(record)
     by_batch = _in_batches(columns, updates)
-    notes = [*log.notes, *columns.notes()]
-    proved = matching(names) if framework else []
-    if proved and table not in proved:
-        titles = " or ".join(candidate.title for candidate in proved)
-        notes.append(f"its names are those of {titles}, and framework={framework} is set")
+    notes = [*log.notes, *columns.notes(), *_disproved(names, table, framework)]
     relations: dict[str, Entry] = {}
     rows = _rows(by_batch, table, objective, relations, notes)
     _add_largest_norms(rows, columns, table, objective, updates, relations)
@@ -171,6 +168,15 @@ def translate(
     return run
 
 
+def _disproved(names: set[str], table: Table, framework: str) -> list[str]:
+    """Return a note if the names are those of another framework than the user has set."""
+    proved = matching(names) if framework else []
+    if not proved or table in proved:
+        return []
+    titles = " or ".join(candidate.title for candidate in proved)
+    return [f"its names are those of {titles}, and framework={framework} is set"]
+
+
 def _reasons(notes: Iterable[str]) -> str:
     text = "; ".join(notes)
     return f" ({text[:500]})" if text else ""
@@ -190,7 +196,7 @@ def _in_batches(columns: Columns, updates: int) -> dict[str, dict[int, float]]:
         sums: dict[int, float] = {}
         numbers: Counter[int] = Counter()
         for step, value in column.items():
-            batch = (step - axis.first) // per_batch + 1
+            batch = _batch(step, axis, per_batch)
             if math.isnan(value):
                 sums.setdefault(batch, 0.0)
                 continue
@@ -201,6 +207,11 @@ def _in_batches(columns: Columns, updates: int) -> dict[str, dict[int, float]]:
             for batch, total in sums.items()
         }
     return by_batch
+
+
+def _batch(step: int, axis: Axis, updates: int) -> int:
+    """Return the rollout batch, from 1, of an optimizer step."""
+    return (step - axis.first) // updates + 1
 
 
 def _rows(
@@ -278,7 +289,7 @@ def _add_largest_norms(
             continue
         largest: dict[int, float] = {}
         for step, value in column.items():
-            batch = (step - axis.first) // updates + 1
+            batch = _batch(step, axis, updates)
             before = largest.get(batch, value)
             largest[batch] = math.nan if math.isnan(before + value) else max(before, value)
         for row in rows:
