@@ -53,10 +53,7 @@ class Options:
 def main() -> None:
     options = command_options(Options, __doc__)
     compiler()
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunsError(f"out={options.out} cannot be made: {error.strerror}") from None
+    options.out.mkdir(parents=True, exist_ok=True)
     numbers = collect(DATA)
     text = TEMPLATE.read_text(encoding="utf-8")
     verdicts = article_registered.judge_all(numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,16 @@ class Options(FigureOptions, ForeignOptions):
     out: Path = option(Path("figures"), "folder for what is written")
 
     def __post_init__(self) -> None:
-        """Make the folder, before anything is read. Raises RunsError if it cannot be made."""
+        """Raise RunsError if the folder cannot be made, before anything is read."""
         ForeignOptions.__post_init__(self)
+        missing = [folder for folder in (self.out, *self.out.parents) if not folder.exists()]
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunsError(f"out={self.out} cannot be made: {error.strerror}") from None
+        with suppress(OSError):  # a figure that is refused leaves no empty folder
+            for folder in missing:
+                folder.rmdir()
 
 
 def read(options: Options, several_studies: bool = False, notes: bool = True) -> load.Data:

@@ -127,10 +127,13 @@ def as_typed(key: str) -> str:
 
 
 def plain_words(error: BaseException) -> str:
-    """Rewrite an error of Hydra's about keys or options as one sentence, or return ""."""
+    """Rewrite an error about keys, options or a file's text as one sentence, or return ""."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         place = error.problem_mark
         return f"{place.name}, line {place.line + 1}: {error.problem}: this is not YAML"
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object[: error.start].rpartition(b"\n")[2].decode(errors="replace")
+        return f"a file is not UTF-8 after {line[-40:]!r}: save it as UTF-8"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return ""
     if isinstance(error, MissingConfigException) and error.options:

@@ -151,6 +151,11 @@ def test_wrong_values_are_refused(option, why, capsys, tmp_path):
     assert why in said(capsys, parsed, script.Options, ["runs", f"out={tmp_path}", option])
 
 
+def test_a_refused_figure_leaves_no_folder(tmp_path):
+    script.Options(paths=("runs",), out=tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_formats_width_and_caption(folder, tmp_path):
     data, view = load.load([folder]), FigureOptions(formats=("svg", "png"), width=7)

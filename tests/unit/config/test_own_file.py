@@ -108,3 +108,11 @@ def test_a_glob_of_options_leaves_the_schemas_out():
     chosen = {job[0].partition("=")[2] for job in jobs}
     assert chosen >= set(composing.options("objective"))
     assert not any(option.startswith("_") for option in chosen)
+
+
+def test_a_file_that_is_not_utf8_is_named_by_its_text(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes("defaults: [train]\nname: café\n".encode("latin-1"))
+    initialized = initialize_config_dir(str(tmp_path), version_base="1.3")
+    with initialized, pytest.raises(UnicodeDecodeError) as error:
+        compose("mine")
+    assert explain(error.value) == "a file is not UTF-8 after 'name: caf': save it as UTF-8"
