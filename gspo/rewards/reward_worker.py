@@ -233,13 +233,20 @@ class RewardCaller:
                 ) from None
             if len(values) != len(indices):
                 raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")
-            scores = [as_score(value) for value in values]
+            scores = [self.score_of(value) for value in values]
         except TooSlow:
             scores = [timeout(seconds)] * len(indices)
         except Exception as error:  # the user's function may raise anything
             scores = [self.failure(error)] * len(indices)
         for index, score in zip(indices, scores, strict=True):
             self.send(("outcome", index, score))
+
+    def score_of(self, value: Any) -> Score:
+        """Return a value of a function of lists as a Score, without a reward if it is none."""
+        try:
+            return as_score(value)
+        except Exception as error:  # it is the user's object
+            return self.failure(error)
 
     async def answer_async(self, calls: list[RewardCall], seconds: float) -> None:
         """Make all calls of an async function, up to MAX_CONCURRENT_CALLS at the same time."""

@@ -138,6 +138,11 @@ def short_batch(prompts, responses, rows):
     return [1.0]
 
 
+def spoiled_batch(prompts, responses, rows):
+    spoiled = {"nan": float("nan"), "text": "a text"}
+    return [spoiled.get(response, 1.0) for response in responses]
+
+
 async def later(prompt, response, row):
     await asyncio.sleep(0.01)
     return response == "right"

@@ -48,11 +48,16 @@ MAX_RATIO_CHARS = 120  # of a number that is compared with a formula
 Equal = Callable[[str, str, str], bool]
 
 
+# 1011_2, 1011_{\text{two}} and, with letters as digits, A5_{16}
+IN_BASE = re.compile(r"\s*(?:\d+\s*_.*|[0-9A-F]+\s*_\s*\{\s*1[1-6]\s*\})\s*")
+SINGLE_IN_BRACES = re.compile(r"(?<=[_^])\{(\w)\}(?!\d)")
+
+
 def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     """Return whether an answer agrees with a gold.
 
     `equal` decides on formulas and equations that are spelled differently."""
-    if squeeze(gold.text) == squeeze(answer.text):
+    if _same_spelling(gold.text, answer.text):
         _ask_if_readable(gold, equal)
         return True
     if answer.kind == "boxes":
@@ -83,6 +88,14 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
     row_pairs = list(zip(gold.parts, answer.parts, strict=True))
     same_shape = all(len(gold_row) == len(answer_row) for gold_row, answer_row in row_pairs)
     return same_shape and all(_all_agree(*row_pair, equal) for row_pair in row_pairs)
+
+
+def _same_spelling(gold: str, answer: str) -> bool:
+    """Return whether the texts are the same, apart from spaces and the braces of x^{n}."""
+    gold_text, answer_text = (
+        SINGLE_IN_BRACES.sub(r"\1", squeeze(text)) for text in (gold, answer)
+    )
+    return gold_text == answer_text
 
 
 def _agree_with_choice(gold: Node, answer: Node, equal: Equal) -> bool:
@@ -231,7 +244,7 @@ def _same_formula(gold: Node, answer: Node, equal: Equal) -> bool:
         return False
     if answer.kind not in ("number", "formula"):
         return False
-    if squeeze(gold_text) == squeeze(answer_text):
+    if _same_spelling(gold_text, answer_text):
         return True
     if not _can_be_computed(gold_text):
         return False
@@ -260,7 +273,7 @@ def _ask_if_readable(gold: Node, equal: Equal) -> None:
 
 def _can_be_computed(gold: str) -> bool:
     """Return whether a gold has no infinity, dots, words, relations or bases of number systems."""
-    if "infty" in gold or "dots" in gold or re.fullmatch(r"\s*[0-9A-F]+\s*_.*", gold):
+    if "infty" in gold or "dots" in gold or IN_BASE.fullmatch(gold):
         return False
     return not re.search(r"[=<>:;,&?'\"]|\\text|\\ne|\\approx|\\deg|\\pmod", without_bounds(gold))
 

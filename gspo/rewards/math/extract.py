@@ -6,7 +6,8 @@ boxed     the content of the last \boxed{} (also \fbox, \framebox, `\boxed 7`), 
           them are a list: \boxed{1}, \boxed{2}. A last box that is never closed is malformed, also
           when an earlier box was closed.
 hash      the rest of the line after the last #### (GSM8K)
-answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Minerva)
+answer    the rest of the line after the last "Answer:" or "answer is" (DAPO, Minerva), or a formula
+          between \[ and \] or $$ and $$ that begins there
 A response is never searched for its last number: "I do not know. 1 2 3" would then be an answer.
 
 The normal form removes dollar signs, \left and \right, fonts, spaces within formulas, and
@@ -40,6 +41,12 @@ class UnusableAnswer(Exception):
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 # behind a colon the answer may be in the next line
 ANSWER = re.compile(r"(?i)\banswer\**\s*(?:[:：]\**\s*|\bis\b:?\**[^\S\n]*)")
+# a formula in lines of its own
+DISPLAY = re.compile(r"(\$\$|\\\[)\s*\n(.{1,600}?)(?:\$\$|\\\])[.。 \t]*(?=\n|\Z)", re.DOTALL)
+# what stands round a box in its line: the delimiters of a formula, and a name, as in x = \boxed{5}
+NOT_OF_BOX = re.compile(
+    r"\A[\s$\\(\[]*[A-Za-z]\s*=\s*(?=\\(?:boxed|fbox))|(?<!\\)(?:\$|\\[()\[\]])"
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 AND = r"(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))"
@@ -55,12 +62,14 @@ def extract(text: str, form: str) -> str:
     parts = text.rsplit("####", 1) if form == "hash" else ANSWER.split(text)
     if len(parts) == 1:
         raise UnusableAnswer("no-answer")
-    line = parts[-1].lstrip(" \t").split("\n", 1)[0]
+    text = parts[-1].lstrip(" \t")
+    display = DISPLAY.match(text) if form == "answer" else None
+    line = " ".join(display[2].split()) if display else text.split("\n", 1)[0]
     if form == "answer":
         line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip().strip("*")
     if not line.strip():
         raise UnusableAnswer("no-answer")
-    return _unwrap(line.strip().strip("$.。") if BOX.search(line) else line)
+    return _unwrap(NOT_OF_BOX.sub("", line).strip(" \t.。") if BOX.search(line) else line)
 
 
 def listed_boxes(text: str) -> list[str]:
@@ -208,6 +217,11 @@ STEPS = [
         (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]", r"\\\\"),
         (r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}", ""),
         (r"\\(?:boldsymbol|bm|pmb)(?![A-Za-z])", ""),
+        # unit vectors: i, j and k in bold, with a hat, or both
+        (r"\\(?:mathbf|vec|hat)\s*\{\s*([ijk])\s*\}", r" \1"),
+        (r"\\(?:hat|vec)\s*\{\s*([ijk])\s*\}", r" \1"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\(?:enspace|enskip|thinspace|medspace|thickspace|nobreakspace)(?![A-Za-z])", " "),
         (r"\\[lr]?vert(?![A-Za-z])", "|"),
         (r"\\(?:dots|ldots|cdots|dotsc|dotsb|hdots)(?![A-Za-z])", r"\\ldots "),

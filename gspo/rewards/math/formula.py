@@ -39,6 +39,12 @@ APPLIED = re.compile(
     r"|sum|prod|int|lim|max|min|gcd|lcm)"
     rf"(?![A-Za-z])(?:{SCRIPT})+\s*(?=\()"
 )
+# A variable with its index, which is part of its name. A command is followed by its index too.
+INDEXED = re.compile(r"(\\[A-Za-z]+|[A-Za-z])(?:\s*_\s*(\{[^{}\\]*\}|[0-9A-Za-z]))?")
+GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho"
+    r"|sigma|tau|upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega)"
+)
 BASIC = {"frac", "sqrt", "cdot", "times", "div", "pi"}
 FAMILIES = [
     {"sin", "cos", "tan", "cot", "sec", "csc"},
@@ -159,12 +165,20 @@ def rewrite(formula: str) -> str:
     formula = re.sub(r"(\d|\})\s*\(", with_product, formula)
     formula = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", formula)
     formula = re.sub(r"(\d*)\.(\d+)", _fraction, formula)
-    parts = re.split(r"(\\[A-Za-z]+)", formula)
-    for index in range(0, len(parts), 2):  # z_{1} for A, z_{2} for B, and so on
-        parts[index] = re.sub(
-            r"[A-Z]", lambda letter: f"z_{{{ord(letter[0]) - ord('A') + 1}}}", parts[index]
-        )
-    return "".join(parts).replace("*", r"\cdot ")
+    return INDEXED.sub(_lower_case, formula).replace("*", r"\cdot ")
+
+
+def _lower_case(match: re.Match[str]) -> str:
+    """Return a variable or a command in lower case: z_{1} for A, z_{2,n+1} for B_{n+1}."""
+    name, index = match.groups()
+    if GREEK.fullmatch(name) or (index and name.islower()):
+        return match.group()
+    if name.startswith("\\"):  # the index of \log or \sum is a formula
+        return f"{name}_{INDEXED.sub(_lower_case, index)}" if index else name
+    if name.islower():
+        return name
+    number = ord(name) - ord("A") + 1
+    return f"z_{{{number},{index.strip('{ }')}}}" if index else f"z_{{{number}}}"
 
 
 def _fraction(match: re.Match[str]) -> str:

@@ -74,6 +74,7 @@ CHOICE = re.compile(r"\\text\s*\{\s*\(([A-E])\)\s*\}\s*(.*\S.*)\Z", re.DOTALL)  
 OR = re.compile(r"\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 TOKEN = re.compile(r"\\begin|\\end|\\[{}]|\\.|.", re.DOTALL)
 PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")  # not of \pmod
+SEGMENT = re.compile(r"\\overline\s*\{\s*[A-Z]{2,3}\s*\}")
 PLUS_INFINITY = Node("formula", r"\infty")
 MINUS_INFINITY = Node("formula", r"-\infty")
 WORDS = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+)*|[Nn]o(?: [^\W\d_]{3,})+|\([A-Z]\)")
@@ -87,9 +88,9 @@ def squeeze(text: str) -> str:
 def fold(text: str) -> str:
     r"""Return the letters of a text answer.
 
-    They are without \text{}, brackets round a choice, quotes, spaces and case.
+    They are without \text{} and \overline{}, brackets round a choice, quotes, spaces and case.
     """
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:text|overline)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"[\s\"'`\\]+", "", text).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\([a-z]\)", text) else text
 
@@ -134,8 +135,10 @@ def structure(text: str) -> Node:
 def _is_words(text: str) -> bool:
     r"""Return whether the text is words.
 
-    Words are \text{...} as a whole, a plain word of three letters or more, "no ...", and a choice
-    in brackets."""
+    Words are \text{...} as a whole, a plain word of three letters or more, "no ...", a choice in
+    brackets, and a line segment \overline{AB}."""
+    if SEGMENT.fullmatch(text):
+        return True
     if re.fullmatch(r"\\text\s*\{\s*\(?[A-Za-z][^{}=]*\}", text):
         return not OR.search(text[6:])
     return WORDS.fullmatch(text) is not None and not OR.search(text)

@@ -20,6 +20,15 @@ RIGHT = [
     (r"(3,\infty)", r"\{x \mid x>3\}"), (r"\{x : 1<x<2\}", "(1,2)"), (r"(-\infty,3]", r"\{x\in\mathbb{R} : x\le 3\}"),
     (r"\{(1,2),(2,1)\}", r"(a,b)\in\{(1,2),(2,1)\}"), ("12", r"\textbf{(B)}\ 12"), ("B", r"\textbf{(B)}\ 12"),
     (r"\textbf{(B)}\ 12", "B"), (r"\textbf{(B)}\ 12", "12"), (r"\textbf{(B)}\ 12", r"\text{(B) } 12"),
+    ("C_1e^{x}+C_2e^{-x}", "C_2e^{-x}+C_1e^x"), ("A_1+A_2", "A_2+A_1"), ("F_{n+1}-1", "-1+F_{n+1}"),
+    ("V_0+at", "V_0+at"), (r"\frac{V_0}{R}", "V_0/R"), ("2T_1", r"T_1\cdot 2"), ("2A_1", r"A_1\cdot 2"),
+    ("v_A+v_B", "v_B+v_A"), (r"\sigma_A^2+1", r"1+\sigma_A^2"), (r"\log_A B+1", r"1+\log_A B"),
+    ("N_{A}x", "xN_A"), ("1011_2", "1011_{2}"), ("A5_{16}", "A5_{16}"),
+    (r"\sum_{k=1}^N a_k", r"\sum_{k=1}^{N} a_k"), (r"\sum_{i=1}^{n} i", r"\frac{n(n+1)}{2}"),
+    (r"\sum_{k=0}^{n}\binom{n}{k}x^k", "(1+x)^n"), (r"\prod_{k=1}^n (k+1)", r"\prod_{k=2}^{n+1} k"),
+    (r"\langle 1,2\rangle", r"\left\langle 1, 2\right\rangle"), ("(1,2)", r"\langle 1,2\rangle"),
+    (r"\overline{AB}", r"\overline{AB}"), (r"3\mathbf{i}+2\mathbf{j}", r"2\mathbf{j}+3\mathbf{i}"),
+    (r"3\hat{i}+2\hat{j}", r"2\hat{\mathbf{j}}+3\hat{\mathbf{i}}"),
 ]  # fmt: skip
 WRONG = [
     (r"\log_2 3", r"\log_2(3)+1"), (r"\log_2 3", r"\log_3(2)"), (r"\sin^2 x", r"\sin(x)"), ("6", r"\sum_{k=1}^{3}(k)"),
@@ -27,6 +36,10 @@ WRONG = [
     (r"\sqrt[3]2", r"\sqrt{2}"), ("e^2", r"\exp(3)"), ("|x|", "x"), ("5", r"\textcolor{red}{6}"),
     (r"(3,\infty)", r"\{x \mid x\ge 3\}"), (r"(3,\infty)", r"\{x \mid y>3\}"), ("13", r"\textbf{(B)}\ 12"),
     ("C", r"\textbf{(B)}\ 12"), (r"\textbf{(B)}\ 12", r"\textbf{(B)}\ 13"), (r"\textbf{(B)}\ 12", r"\textbf{(C)}\ 12"),
+    ("A_1+A_2", "A_1+A_3"), ("A_1A_2", "A_1^2"), ("A_1+1", "A_2+1"), ("V_0+at", "V_1+at"), ("V_0", "V"),
+    (r"\sum_{k=1}^n a_k", "n a_k"), (r"\sum_{i=1}^{n} i", r"\frac{n(n-1)}{2}"), (r"\sum_{i=1}^{n} i", "n^2"),
+    (r"\langle 1,2\rangle", r"\langle 2,1\rangle"), (r"\overline{AB}", r"\overline{AC}"),
+    (r"3\mathbf{i}+2\mathbf{j}", r"3\mathbf{j}+2\mathbf{i}"), ("2^{3}4", "2^{34}"),
     (r"\textbf{(B)}\ 12", "C"), (r"\{(1,2),(2,1)\}", r"(a,b)\in\{(1,2)\}"), (r"1,2,\dots", "1,2"),
 ]  # fmt: skip
 BOXES = [
@@ -44,6 +57,19 @@ BOXES = [
     (r"\boxed{7} ... wait, \boxed{8}", "8", "correct"),
     ("\\boxed{7}\n\n\\boxed{8}", "8", "correct"),
     (r"\boxed{7}, that is \boxed{8}", "8", "correct"),
+]
+
+LINES = [  # with form=answer, of the right answer 5
+    (r"Answer: \(\boxed{5}\)", "correct"),
+    (r"Answer: \[\boxed{5}\]", "correct"),
+    (r"Answer: x = \boxed{5}", "correct"),
+    (r"The answer is \(\boxed{5}\).", "correct"),
+    ("Answer:\n\\[\n5\n\\]", "correct"),
+    ("**Answer:**\n\n$$\n\\boxed{5}\n$$", "correct"),
+    ("Answer:\n$$\n5\n$$ or 6", "no-answer"),
+    (r"Answer: \boxed{5} or 6", "malformed"),
+    (r"Answer: \boxed{5} or \boxed{6}", "malformed"),
+    (r"Answer: 4 \boxed{5}", "malformed"),
 ]
 
 
@@ -82,7 +108,7 @@ def test_a_gold_that_cannot_be_parsed_leaves_the_response_ungraded(verifier):
     )
 
 
-@pytest.mark.parametrize("gold", [r"\overline{AB}", r"A \cap B", r"(\widehat{AB}, 2)", "1, z^*"])
+@pytest.mark.parametrize("gold", [r"\widehat{AB}", r"A \cap B", r"(\widehat{AB}, 2)", "1, z^*"])
 def test_all_answers_to_a_gold_that_cannot_be_parsed_are_treated_alike(verifier, gold):
     answers = [gold, "7", r"\overline{CD}", "(1, 2)", "1, 2"]
     verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for answer in answers])
@@ -99,3 +125,9 @@ def test_arguments_get_their_braces():
     assert normal(r"\sqrt") == r"\sqrt" and normal(r"\frac1") == r"\frac{1}", (
         "what is not there is not made up"
     )
+
+
+@pytest.mark.parametrize(("response", "verdict"), LINES)
+def test_the_line_of_the_answer_may_be_a_formula(response, verdict):
+    with MathVerifier(form="answer") as verifier:
+        assert verifier.verify([(response, "5")])[0].verdict == verdict

@@ -92,6 +92,13 @@ def test_a_timeout_of_the_functions_own_is_not_said_to_be_the_limit(function, na
     assert "it raised TimeoutError: the server did not answer" in score.reason
 
 
+def test_a_value_of_a_batch_that_is_no_reward_leaves_out_its_response_alone(function):
+    scores = ask(function("spoiled_batch"), "x", "nan", "text", "y")
+    assert [score.reward for score in scores] == [1.0, None, None, 1.0]
+    assert "the reward is nan" in scores[1].reason
+    assert "it returned str 'a text', not a number" in scores[2].reason
+
+
 def test_a_batch_of_the_wrong_length_is_ungraded(function):
     assert {s.reason for s in ask(function("short_batch"), "x", "y")} == {
         "task.reward=own_package.rewards:short_batch: it returned 1 rewards for 2 responses"
