@@ -90,18 +90,20 @@ def run_numbers(
     """Return a run's seed, its reward in the first and last batches, and whether it collapsed.
 
     The first `start` and the last `end` batches count, or a whole row if rows are means over more.
-    `can_collapse` says whether the run was planned to be long enough for the collapse rule.
+    `can_collapse` says whether the run was planned to be long enough for the collapse rule, and had
+    a positive reward, of whose peak the rule takes a share.
     `means` maps further columns to metrics, which are averaged over all batches. A metric that was
     not reported is NaN.
     """
     reward = run.column("reward/mean")
     first = max(start, run.batches_per_row)
+    can_collapse = run.planned >= MIN_BATCHES and bool((reward > 0).any())
     numbers: dict[str, object] = {
         "seed": run.seed,
         "start": reward.loc[:first].mean(),
         "end": reward.loc[run.last - end + 1 :].mean(),
         "collapsed": run.collapsed is not None,
-        "can_collapse": run.planned >= MIN_BATCHES or run.collapsed is not None,
+        "can_collapse": can_collapse or run.collapsed is not None,
     }
     for column, metric in means.items():
         numbers[column] = run.column(metric).mean()

@@ -21,6 +21,7 @@ from gspo.analysis.runs import ARMS as ARMS
 from gspo.analysis.runs import GRPO, GSPO, GSPO_TOKEN, Data, Run, RunsError
 from gspo.analysis.runs import GRPO_R2 as GRPO_R2
 from gspo.analysis.sources import Record
+from gspo.analysis.stats import WINDOW
 from gspo.io import escaping
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.columns import lost_batches
@@ -155,6 +156,12 @@ def load(
         lost = "" if FRAMEWORK in run.settings else lost_steps(run)
         if lost:
             notes.append(f"lost: {run.path} has no row of {lost}")
+        rewards = run.column("reward/mean")
+        if len(rewards) and run.last_rewards(WINDOW).empty:
+            notes.append(
+                f"no reward: {run.path} has none after batch {rewards.index[-1]} of {run.last}, so "
+                "means of the last rewards leave it out"
+            )
     return Data(runs, notes)
 
 

@@ -106,7 +106,7 @@ def row(run: Run, metrics: list[str]) -> dict[str, object]:
         "collapsed at": run.collapsed,
         "batches": run.last,
         "planned": run.planned,
-        f"reward/mean, last {WINDOW}": rewards.tail(WINDOW).mean(),
+        f"reward/mean, last {WINDOW}": run.last_rewards(WINDOW).mean(),
         "reward/mean, best smoothed": float("nan"),
     }
     if len(rewards):

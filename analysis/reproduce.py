@@ -181,9 +181,8 @@ def entries(data: Data, arm: str) -> dict[str, str]:
     """Return an arm's column: its rewards, scores, clipped share and cost; "-" if unreported."""
     reward = data.table(arm, "reward/mean")
     start = reward.head(START).mean().mean()
-    ends = reward.apply(lambda rewards: rewards.dropna().tail(WINDOW).mean())
-    end = ends.mean()
     runs = data.of(arm)
+    end = pd.Series([run.last_rewards(WINDOW).mean() for run in runs]).mean()
     batches = sorted({str(run.last) for run in runs})
     active = data.table(arm, "clip/token_active")
     outside = data.table(arm, "clip/token_outside")

@@ -152,6 +152,14 @@ class Run:
         index = pd.Index(steps[order], name="step")
         return pd.Series(values[reported][order], index=index, name=metric)
 
+    def last_rewards(self, count: int) -> pd.Series:
+        """Return the rewards of the last `count` rows by step, empty if they have none.
+
+        A run whose rewards were lost or became NaN before has none, rather than earlier ones."""
+        steps = np.unique(self.rows["step"].to_numpy())
+        first_step = max(int(steps[-count:][0]), 1)
+        return self.column("reward/mean", first_step)
+
 
 @dataclass
 class Data:

@@ -58,8 +58,8 @@ def stable(data: Data) -> Claim:
     gains = []
     for run in data.of(GSPO):
         if run.seed in falls:
-            rewards = run.column("reward/mean")
-            gains.append(rewards.tail(WINDOW).mean() - rewards.head(START).mean())
+            first_rewards = run.column("reward/mean").head(START)
+            gains.append(run.last_rewards(WINDOW).mean() - first_rewards.mean())
     text = (
         f"end against peak {in_percent(falls)}, end against start {np.mean(gains):+.3f} reward, "
         f"{seeds_text(len(falls))}"
@@ -90,13 +90,23 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
     common = falls.index.intersection(control_falls.index)
     if not len(common):
         return "undecided (no control: GRPO without Routing Replay on the same seeds)"
+    if falls.isna().any() or control_falls[common].isna().any():
+        return "undecided (a reward that is never positive has no decline from its peak)"
     if control_falls[common].mean() < MIN_DECLINE:
-        return "undecided (the control does not decline either: nothing here is unstable)"
+        declined = int((control_falls[common] >= MIN_DECLINE).sum())
+        if not declined:
+            return "undecided (the control does not decline either: nothing here is unstable)"
+        return (
+            f"undecided (the control declines by less than 30 % in the mean; {declined} of "
+            f"{seeds_text(len(common))} declined by 30 %)"
+        )
     return judge(t_interval(control_falls[common] - falls[common]), 0, "0")
 
 
 def in_percent(declines_S: pd.Series) -> str:
     """Return declines as changes in percent: the mean, and the range if there are several seeds."""
+    if declines_S.isna().all():
+        return "- (the reward is never positive)"
     mean = f"{-100 * declines_S.mean():+.1f} %"
     if len(declines_S) == 1:
         return mean
@@ -113,7 +123,8 @@ def experts_change(data: Data) -> Claim | None:
     """Judge section 5.3. Return None if no run reports the routing consistency.
 
     Criterion: 1 - routing/consistency (mini-batches 2..N against the step's start), averaged over
-    batches and over the arms without Routing Replay, lies between 3 % and 30 %.
+    batches and over the arms without Routing Replay, lies between 3 % and 30 %. The seeds are those
+    that these arms share, and the first arm's if they share none.
     """
     changes = {}
     for arm in (GRPO, GSPO, GRPO_R2):
@@ -126,6 +137,11 @@ def experts_change(data: Data) -> Claim | None:
     texts = [f"{arm} {100 * table.mean().mean():.1f} %" for arm, table in changes.items()]
     without_replay = [table for arm, table in changes.items() if arm != GRPO_R2]
     judged = without_replay or list(changes.values())
+    common_seeds = set.intersection(*(set(table.columns) for table in judged))
+    if common_seeds:
+        judged = [table[sorted(common_seeds)] for table in judged]
+    else:
+        judged = judged[:1]
     # the mean over the arms, for each batch and seed
     means_TS = pd.concat(judged).groupby(level="step").mean()
     return Claim(

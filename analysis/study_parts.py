@@ -153,7 +153,7 @@ def runs(data: Data, link: Callable[[Run], Link | str]) -> Table:
         ended = run.ended
         if run.collapsed is not None:
             ended += f"; collapsed at step {run.collapsed}"
-        reward = run.column("reward/mean").tail(WINDOW).mean()
+        reward = run.last_rewards(WINDOW).mean()
         batches = f"{run.last}/{run.planned}"
         seed = str(run.seed)
         rows.append((link(run), run.arm, seed, batches, number(reward, ".3f"), ended))

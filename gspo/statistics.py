@@ -133,13 +133,14 @@ def holm(ps: Sequence[float]) -> list[float]:
 
     With the p in rising order, the k-th of m becomes max over j <= k of min(1, (m - j + 1) p_j).
     Rejecting each hypothesis whose corrected p is below alpha errs at all with probability alpha
-    at most.
+    at most. A p that is NaN is no hypothesis, and stays NaN.
     """
-    rising = sorted(range(len(ps)), key=lambda index: ps[index])
-    corrected = [0.0] * len(ps)
+    tested = [index for index, p in enumerate(ps) if not math.isnan(p)]
+    rising = sorted(tested, key=lambda index: ps[index])
+    corrected = [math.nan] * len(ps)
     largest = 0.0
     for position, index in enumerate(rising):
-        factor = len(ps) - position
+        factor = len(rising) - position
         largest = max(largest, min(1.0, factor * ps[index]))
         corrected[index] = largest
     return corrected

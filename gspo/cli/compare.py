@@ -190,14 +190,17 @@ def summary(runs: list[Run]) -> list[str]:
     scores = sorted({name for run in runs for name in fnmatch.filter(run.rows, HELD_OUT_MEANS)})
     lines: list[tuple[float, list[str]]] = []  # the key to sort by, and the cells
     for values, members in groups.items():
-        rewards = [reward(run).tail(WINDOW).mean() for run in members]
+        rewards = [run.last_rewards(WINDOW).mean() for run in members]
         rewards = [value for value in rewards if not math.isnan(value)]
+        without_reward = len(members) - len(rewards)
         sort_key = math.inf
         reward_text = "-"
         if rewards:
             over_seeds = t_interval(np.array(rewards))
             sort_key = -over_seeds.mean
             reward_text = over_seeds.text()
+            if without_reward:
+                reward_text += f", {without_reward} without"
         end_counts = Counter(run.ended if run.collapsed is None else "collapsed" for run in members)
         ends = ", ".join(f"{count} {how}" for how, count in sorted(end_counts.items()))
         score_texts = [last_scores(members, name) for name in scores]
@@ -224,8 +227,7 @@ def list_of_runs(runs: list[Run]) -> list[str]:
     keys = distinguishing_settings(runs)
     rows = [[*keys.values(), "seed", "batches", f"reward, last {WINDOW}", "best smoothed", "ended"]]
     for run in runs:
-        last_reward = interval(reward(run).tail(WINDOW))
-        results = [str(run.seed), batches(run), last_reward, best(run), ended(run)]
+        results = [str(run.seed), batches(run), last_reward(run), best(run), ended(run)]
         rows.append([*(setting(run, key) for key in keys), *results])
     return [f"{counted(len(runs), 'run')} (all=true: everything of every run)", "", *aligned(rows)]
 
@@ -253,7 +255,7 @@ def results(runs: list[Run]) -> list[list[str]]:
         ["ended", *map(ended, runs)],
         ["batches", *map(batches, runs)],
         [f"reward, first {START}", *(interval(reward(run).head(START)) for run in runs)],
-        [f"reward, last {WINDOW}", *(interval(reward(run).tail(WINDOW)) for run in runs)],
+        [f"reward, last {WINDOW}", *map(last_reward, runs)],
         ["reward, best smoothed", *map(best, runs)],
     ]
     metrics = {metric for run in runs for metric in run.rows}
@@ -278,6 +280,15 @@ def batches(run: Run) -> str:
 
 def reward(run: Run) -> pd.Series:
     return run.column("reward/mean")
+
+
+def last_reward(run: Run) -> str:
+    """Return the mean of the last rewards with its interval, or the batch of the last reward."""
+    rewards = reward(run)
+    lasts = run.last_rewards(WINDOW)
+    if len(rewards) and not len(lasts):
+        return f"none after batch {rewards.index[-1]}"
+    return interval(lasts)
 
 
 def interval(values: pd.Series) -> str:

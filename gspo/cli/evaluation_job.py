@@ -112,9 +112,9 @@ def evaluate(command: EvaluateCommand, subject: Subject) -> None:
     if command.rollout:
         check_on_prompts(subject.engine, sets[0].problems, command.rollout)
     base = read_finished(command.against) if command.against else None
-    if base:
-        check_same_problems(base, prompts_of(sets), subject.name)
     settings = settings_of(command, subject, sets)
+    if base:
+        check_same_problems(base, prompts_of(sets), settings["sets"], subject.name)
     path = Path(command.out or f"{subject.folder}-{digest(settings)}")
     with exclusive(path, (*WRITTEN, *OF_WANDB)):
         folder = Folder(path, settings)

@@ -32,6 +32,8 @@ MAY_DIFFER = (
     "dtype",
     "engine",
 )
+# what a set's rewards depend on beside its problems. Of `outside`, user code, there are only hashes
+GRADING = ("task", "outside", "reward.truncated")
 MAX_NAMED = 3  # an error message names at most so many problems
 
 
@@ -113,10 +115,13 @@ def prompts_of(sets: list[EvaluationSet]) -> dict[str, dict[int, str]]:
     return prompts
 
 
-def check_same_problems(base: Finished, theirs: Prompts, name: str) -> None:
-    """Raise ValueError if the evaluation `name` differs from `base` in sets, problems or prompts.
+def check_same_problems(
+    base: Finished, theirs: Prompts, described: Mapping[str, dict], name: str
+) -> None:
+    """Raise ValueError if the evaluation `name` differs from `base` in sets, problems, prompts or
+    answers.
 
-    `theirs` are its prompts by set and problem."""
+    `theirs` are its prompts by set and problem, and `described` its sets as in settings.json."""
     ours = base.prompts
     _check_contained(ours, theirs, str(base.path), name)
     _check_contained(theirs, ours, name, str(base.path))
@@ -125,6 +130,12 @@ def check_same_problems(base: Finished, theirs: Prompts, name: str) -> None:
         if changed:
             raise ValueError(
                 f"{s}: other prompts in {name} than in {base.path}: {numbered(changed)}"
+            )
+        base_answers = base.settings["sets"][s].get("answers")
+        if described[s].get("answers", base_answers) != base_answers:
+            raise ValueError(
+                f"{s}: other answers to the same problems in {name} than in {base.path}: evaluate "
+                "both with the same data"
             )
 
 
@@ -156,10 +167,10 @@ def numbered(problems: list[int]) -> str:
 def compared(base: Finished, trained: Finished) -> dict[str, Any]:
     """Return the comparison of two evaluations, ready for JSON.
 
-    It has both paths, the differences of their settings, and the numbers of every set. Raises
-    ValueError if they do not have the same problems.
+    It has both paths, the differences of their settings and of how responses were graded, and the
+    numbers of every set. Raises ValueError if they do not have the same problems.
     """
-    check_same_problems(base, trained.prompts, str(trained.path))
+    check_same_problems(base, trained.prompts, trained.settings["sets"], str(trained.path))
     differences = [
         first_difference(base.settings.get(key), trained.settings.get(key), key)
         for key in MAY_DIFFER
@@ -168,8 +179,10 @@ def compared(base: Finished, trained: Finished) -> dict[str, Any]:
     for name, base_groups in base.groups.items():
         base_set = base.settings["sets"][name]
         trained_set = trained.settings["sets"][name]
-        difference = first_difference(base_set.get("task"), trained_set.get("task"), name)
-        differences.append(difference)
+        differences += [
+            first_difference(base_set.get(key), trained_set.get(key), f"{name}.{key}")
+            for key in GRADING
+        ]
         problems = sorted(base_groups)
         trained_groups = trained.groups[name]
         sets[name] = compare(

@@ -30,9 +30,15 @@ from numpy import ndarray
 from gspo.data.samples import NO_ANSWER
 from gspo.data.seeding import numpy_generator
 from gspo.evaluation.estimates import mean_difference, ratio
-from gspo.statistics import percentile_interval, resample_counts, sign_flip_p_of_integers
+from gspo.statistics import (
+    percentile_interval,
+    resample_counts,
+    sign_flip_p,
+    sign_flip_p_of_integers,
+)
 
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
+MAX_LISTED = 24  # problems whose sign patterns are all counted, so that nothing is rounded
 MAX_SUM = 2 * 10**6  # of the differences' sizes in the exact test: a few seconds
 STEPS_PER_UNIT = 1000  # of differences without a common unit, unless all are small
 MIN_STEPS = 100  # the largest difference has so many steps at least
@@ -46,7 +52,7 @@ class Answered:
 
     right_P: ndarray  # the mean reward
     found_P: ndarray  # the share of responses with an answer to judge
-    truncated_P: ndarray  # the share of responses that were cut off; none of these has an answer
+    truncated_P: ndarray  # the share of responses that were cut off
 
 
 def graded_rows(group: Group) -> Group:
@@ -64,7 +70,7 @@ def answered(groups: list[Group]) -> Answered:
             verdict = row["verdict"]
             # a response with a reward had an answer
             has_answer = reward > 0 or verdict not in NO_ANSWER
-            values.append((reward, has_answer, verdict == "truncated"))
+            values.append((reward, has_answer, row["finish_reason"] == "length"))
         means.append(np.mean(values, axis=0))
     right_P, found_P, truncated_P = np.transpose(means)
     return Answered(right_P, found_P, truncated_P)
@@ -117,7 +123,10 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
     differences_P = trained_results.right_P - base_results.right_P
     gain = mean_difference(differences_P)
     counts = {len(rows) for rows in base_groups + trained_groups}
-    steps_P = in_steps(differences_P, counts)
+    if problems <= MAX_LISTED:
+        p = sign_flip_p(differences_P)
+    else:
+        p = sign_flip_p_of_integers(in_steps(differences_P, counts))
     base_right, trained_right = right_2
     base_found, trained_found = found_2
     format_gain, correctness_gain = split(base_right, base_found, trained_right, trained_found)
@@ -130,7 +139,7 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
         "gain": {
             "value": gain.value,
             "interval_95": [gain.low, gain.high],
-            "p": sign_flip_p_of_integers(steps_P),
+            "p": p,
         },
         "format": {"value": format_gain.item(), "interval_95": format_interval},
         "correctness": {"value": correctness_gain.item(), "interval_95": correctness_interval},

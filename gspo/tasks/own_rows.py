@@ -97,6 +97,8 @@ class OwnRows(Benchmark):
             return super()._evaluation_items()
         all_items = self._items_of(self._training_source(), training=True)
         items = [item for item in all_items if held_out(item.text)]
+        if not all_items:
+            raise SettingError(f"{self.key}.train_path", self.train_path, "it has no rows")
         if not items:
             raise SettingError(
                 f"{self.key}.train_path",

@@ -92,9 +92,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
 
 def _same_spelling(gold: str, answer: str) -> bool:
     """Return whether the texts are the same, apart from spaces and the braces of x^{n}."""
-    gold_text, answer_text = (
-        SINGLE_IN_BRACES.sub(r"\1", squeeze(text)) for text in (gold, answer)
-    )
+    gold_text, answer_text = (SINGLE_IN_BRACES.sub(r"\1", squeeze(text)) for text in (gold, answer))
     return gold_text == answer_text
 
 

@@ -122,6 +122,8 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+    with_nan = holm([0.01, math.nan, 0.03])
+    assert with_nan[::2] == [0.02, 0.03] and math.isnan(with_nan[1])
 
 
 def test_random_signs_give_the_exact_p():

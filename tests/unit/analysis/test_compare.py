@@ -46,6 +46,19 @@ def test_settings_that_differ_and_what_the_runs_did(tmp_path):
     assert "entropy" not in cells, "nobody reported it"
 
 
+def test_a_run_without_rewards_at_its_end_has_no_last_reward(tmp_path):
+    """The log of a run that diverged holds rewards that are no number."""
+    diverged = [0.4] * 50 + [None] * 40
+    runs = [write(tmp_path, "gspo", HEALTHY), write(tmp_path, "grpo", diverged)]
+    lines = compare(*runs).stdout.splitlines()
+    (reward,) = [line for line in lines if line.startswith("reward, last 10")]
+    assert reward.endswith("0.500 [0.500, 0.500]  none after batch 50")
+    more = [write(tmp_path, "grpo", rewards, seed=2) for rewards in (HEALTHY,)]
+    more += [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in (2, 3, 4, 5, 6, 7)]
+    lines = compare(*runs, *more).stdout.splitlines()
+    assert any("0.500 [no interval], 1 without" in line for line in lines), lines
+
+
 def test_a_score_stands_with_its_95_percent_interval(tmp_path):
     runs = [write(tmp_path, name, HEALTHY) for name in ("gspo", "grpo")]
     for run in runs:

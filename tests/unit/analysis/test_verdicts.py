@@ -304,6 +304,25 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
         == "undecided (the control does not decline either: nothing here is unstable)"
     )
     assert verdict("broken") == "seen (interval over 6 seeds, above 0; exact p = 0.031)"
+    for seed in range(1, 7):
+        write(tmp_path / "some", GRPO, seed, bad if seed == 1 else good)
+        write(tmp_path / "negative", GRPO, seed, [-r for r in good])
+    assert (
+        verdict("some") == "undecided (the control declines by less than 30 % in the mean; "
+        "1 of 6 seeds declined by 30 %)"
+    )
+    never = load.load([tmp_path / "alone", tmp_path / "negative"])
+    claim = stability_claims.stable(never)
+    assert claim.verdict.startswith("undecided (a reward that is never positive")
+    assert "nan" not in claim.finding and "- (the reward is never positive)" in claim.finding
+
+
+def test_seeds_of_different_arms_are_no_more_seeds_of_changed_experts(tmp_path):
+    for seed in (1, 2, 3):
+        write(tmp_path, GSPO, seed, [0.5] * 12, **{"routing/consistency": 0.9})
+        write(tmp_path, GRPO, seed + 3, [0.5] * 12, **{"routing/consistency": 0.9})
+    claim = stability_claims.experts_change(load.load([tmp_path]))
+    assert claim.verdict.startswith("points to it (interval over 3 seeds"), claim.verdict
 
 
 def test_a_chosen_clip_range_is_said(tmp_path):

@@ -12,7 +12,13 @@ from builders import small_policy
 from demonstrator import Demonstrator
 from gspo.analysis.runs import RunsError
 from gspo.cli import compare as command
-from gspo.evaluation.comparison import compared, comparison_table, numbered, read_finished
+from gspo.evaluation.comparison import (
+    Finished,
+    compared,
+    comparison_table,
+    numbered,
+    read_finished,
+)
 from gspo.evaluation.evaluate import load_evaluation_sets
 from gspo.evaluation.resumable import Folder, describe, evaluate_into
 from gspo.rollout.engines.requests import Sampling
@@ -86,6 +92,24 @@ def test_two_evaluations_are_compared_set_by_set(base, trained):
     )
 
 
+def edited(path: Path, set_name: str, **entries) -> Finished:
+    """Read an evaluation whose settings of a set have other entries."""
+    settings = json.loads((path / "settings.json").read_text())
+    settings["sets"][set_name] |= entries
+    (path / "settings.json").write_text(json.dumps(settings))
+    return read_finished(path)
+
+
+def test_other_grading_of_the_same_problems_is_said(base, trained):
+    other = {"outside": {"rewards:score": {"rewards.py": "12ab"}}, "reward.truncated": None}
+    changed = edited(trained, "rated", **other)
+    notes = compared(read_finished(base), changed)["differences"]
+    assert notes[2:] == [
+        f"rated.outside: None against {other['outside']}",
+        "rated.reward.truncated: 0.0 against None",
+    ]
+
+
 def test_an_evaluation_against_itself_is_nothing(base):
     found = compared(read_finished(base), read_finished(base))
     for r in found["sets"].values():
@@ -116,6 +140,9 @@ def test_other_problems_are_refused_by_name(tmp_path, base):
         ValueError, match=r"math_easy: other prompts in .*changed than in .*base: problem"
     ):
         compared(one, changed)
+    answers = edited(tmp_path / "fewer", "math_easy", answers="0123456789")
+    with pytest.raises(ValueError, match=r"math_easy: other answers to .*fewer"):
+        compared(read_finished(evaluated(tmp_path / "seven", Demonstrator(TASK), 7)), answers)
     assert numbered([4]) == "problem 4" and numbered([1, 2]) == "problems 1, 2"
 
 

@@ -23,7 +23,12 @@ def group(*responses: str) -> list[dict]:
     reward.
     """
     rewards = {"correct": 1.0, "ungraded": None}
-    return [{"reward": rewards.get(verdict, 0.0), "verdict": verdict} for verdict in responses]
+    rows = []
+    for verdict in responses:
+        finish_reason = "length" if verdict == "truncated" else "stop"
+        reward = rewards.get(verdict, 0.0)
+        rows.append({"reward": reward, "verdict": verdict, "finish_reason": finish_reason})
+    return rows
 
 
 BASE = [group("correct", "no-answer"), group("wrong", "truncated")]
@@ -42,6 +47,26 @@ def test_numbers_worked_by_hand():
         "both differences are 1/2"
     )
     assert result["format"]["value"] == 5 / 16 and result["correctness"]["value"] == 3 / 16
+
+
+def test_a_response_that_was_cut_off_counts_as_cut_off_whatever_its_verdict():
+    """With reward.truncated=null it is graded like another."""
+    graded = [{"reward": 0.0, "verdict": "wrong", "finish_reason": "length"}]
+    result = compare([group("correct")], [graded])
+    assert result["truncated"] == [0.0, 1.0] and result["found"] == [1.0, 1.0]
+
+
+def test_the_p_of_few_problems_is_exact_for_any_rewards():
+    rng = np.random.default_rng(3)
+    base, trained = ([[row(r)] for r in rng.uniform(size=7)] for _ in range(2))
+    differences = [t[0]["reward"] - b[0]["reward"] for b, t in zip(base, trained, strict=True)]
+    signs = itertools.product((1, -1), repeat=7)
+    extreme = sum(abs(np.dot(s, differences)) >= abs(sum(differences)) - 1e-9 for s in signs)
+    assert compare(base, trained)["gain"]["p"] == extreme / 2**7
+
+
+def row(reward: float) -> dict:
+    return {"reward": float(reward), "verdict": "partial", "finish_reason": "stop"}
 
 
 def random_groups(
@@ -158,7 +183,7 @@ def test_what_earned_something_had_an_answer():
     """A reward function of one's own may give part of the reward to a response that it calls
     malformed.
     """
-    rows = [{"reward": 0.5, "verdict": "malformed"}, {"reward": 0.0, "verdict": "malformed"}]
+    rows = [row(reward) | {"verdict": "malformed"} for reward in (0.5, 0.0)]
     assert answered([rows]).found_P.tolist() == [0.5]
 
 
@@ -266,7 +291,7 @@ def test_the_mean_difference_worked_by_hand():
 
 def verdicts(task, problem: Problem, *responses: str) -> list[tuple[str, bool]]:
     scores = task.score([(problem, text, True) for text in responses])
-    rows = [{"reward": s.reward, "verdict": s.verdict} for s in scores]
+    rows = [row(s.reward) | {"verdict": s.verdict} for s in scores]
     return [(row["verdict"], answered([[row]]).found_P[0] == 1) for row in rows]
 
 
