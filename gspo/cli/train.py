@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gspo.cli.option_files import MULTIRUN, composed, register_options
-from gspo.config.load import chosen_settings
+from gspo.config.load import WRITTEN, chosen_settings
 from gspo.config.own_file import check_own_file
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
@@ -40,7 +40,7 @@ def main() -> None:
     if is_follower():
         silence()
     if under_agent():
-        sys.argv[1:] = own_arguments(sys.argv[1:])
+        sys.argv[1:] = own_arguments(sys.argv[1:], WRITTEN)
     keep_devices()
     # in a sweep with workers, this process waits for them to end their steps
     stop_signal().install(signal.SIGINT)

@@ -71,6 +71,19 @@ def warnings(s: Settings) -> list[str]:
             "and KL are of the whole one, so importance sampling holds for neither exactly; "
             "rollout.keep_mask=true takes all of them over the tokens that could be drawn"
         )
+    total_updates = s.steps * updates
+    decayed = s.optim.warmup_updates + s.optim.decay_updates
+    if total_updates <= s.optim.warmup_updates:
+        lines.append(
+            f"optim.warmup_updates={s.optim.warmup_updates}: the run makes {total_updates} updates, so "
+            "the learning rate never reaches optim.lr"
+        )
+    elif s.optim.decay != "none" and not s.optim.final_lr_factor and decayed < total_updates:
+        lines.append(
+            f"optim.decay_updates={s.optim.decay_updates}: the learning rate is 0 from update {decayed} "
+            f"of {total_updates} on, and those updates change nothing; plan the decay for the whole run "
+            "with optim.decay_updates, or keep some of it with optim.final_lr_factor"
+        )
     late = [step for step in s.profile.steps if step > s.steps]
     if late:
         lines.append(

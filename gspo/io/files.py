@@ -190,6 +190,22 @@ class CreatedFiles:
                 break
 
 
+def step_folders(parent: Path) -> list[Path]:
+    """Return the folders step_000001, step_000002 and so on of a folder, in the order of their
+    steps.
+
+    Unfinished checkpoints have other names.
+    """
+    folders = [path for path in parent.glob("step_*") if step_of(path.name) >= 0]
+    return sorted(folders, key=lambda folder: step_of(folder.name))
+
+
+def step_of(name: str) -> int:
+    """Return the step in the name of a checkpoint's folder, as 8 in step_000008, else -1."""
+    match = re.fullmatch(r"step_(\d{6,12})", name)
+    return int(match[1]) if match else -1
+
+
 @contextmanager
 def errors_of_the_disk(path: Path) -> Generator[None]:
     """Turn errors of the disk inside the block into OSError.

@@ -149,7 +149,8 @@ def check_can_be_written(
             transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             reread = load_tokenizer(folder)
             if weight_bytes <= MAX_TRIAL_BYTES:
-                model.save_pretrained(folder)
+                with errors_of_the_disk(Path(folder)):
+                    model.save_pretrained(folder)
         except OSError:
             raise
         # transformers raises exceptions of many types

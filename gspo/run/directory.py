@@ -40,6 +40,7 @@ from gspo.io.files import (
     refuse_links,
     remove_unfinished,
     replace_text,
+    step_folders,
 )
 from gspo.io.ownership import SIGNATURES, is_own_file, why_not_own
 from gspo.io.rows import read_rows
@@ -186,7 +187,9 @@ class RunDirectory:
             earlier_diff = beginning(self.path / DIFF, MAX_SMALL_FILE_BYTES)
         if (earlier.get("commit"), earlier_diff) == (state["commit"], diff.encode()):
             return []
-        number = 1 + len(list(self.path.glob("code.[0-9]*.json")))
+        records = self.path.glob("code.*.json")
+        numbers = [path.name.split(".")[1] for path in records]
+        number = 1 + max([int(name) for name in numbers if name.isdecimal()], default=0)
         code.rename(code.with_name(f"code.{number}.json"))
         if earlier_diff:
             (self.path / DIFF).rename(self.path / f"code.{number}.diff")
@@ -369,7 +372,7 @@ def settings_and_checkpoint(
                 settings.runs = str(directory.resolve().parents[1])
             return settings, None
     if folder is None or not folder.exists():
-        names = ", ".join(sorted(path.name for path in checkpoints.glob("step_??????")))
+        names = ", ".join(folder.name for folder in step_folders(checkpoints))
         raise SettingError("step", step, f"{run} has no such checkpoint; it has {names or 'none'}")
     problem = damage(folder) if step >= 0 else ""
     if problem:

@@ -29,6 +29,7 @@ from gspo.config.settings import (
 from gspo.data.step_record import StepRecord
 from gspo.data.step_record_files import read_step, recorded_steps
 from gspo.io.errors import SettingError
+from gspo.io.files import step_folders
 from gspo.model.policy import Policy
 from gspo.model.weights import input_embedding
 from gspo.rollout.engines.base import Engine
@@ -118,7 +119,7 @@ def starting_step(run: Path, step: int) -> int:
     start = step - 1
     while start > 0 and not (run / "checkpoints" / f"step_{start:06d}").is_dir():
         if start not in steps:
-            names = sorted(path.name for path in (run / "checkpoints").glob("step_??????"))
+            names = [folder.name for folder in step_folders(run / "checkpoints")]
             raise SettingError(
                 "model",
                 True,

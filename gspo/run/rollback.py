@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspo.config.settings import Settings
-from gspo.io.files import replace_text
+from gspo.io.files import replace_text, step_folders
 from gspo.io.untrusted import is_step, read_json
 from gspo.tracking.tracker import supersede
 from gspo.train.checkpoint_files import damage
@@ -43,7 +43,7 @@ class Rollbacks:
         """Decide at `step` to return to the newest undamaged checkpoint up to step `newest`.
 
         Returns the step of that checkpoint, None if there is none."""
-        for folder in sorted((self.folder / "checkpoints").glob("step_??????"), reverse=True):
+        for folder in reversed(step_folders(self.folder / "checkpoints")):
             target = int(folder.name.removeprefix("step_"))
             if target <= newest and not damage(folder):
                 self._write([*self.entries, {"from": step, "to": target, "moved": False}])

@@ -307,3 +307,13 @@ def _log(x: float) -> float:
 
     A norm or an entropy of exactly 0 is then far from any baseline, but not infinitely far."""
     return math.log(max(x, 1e-12))
+
+
+def gradient_spikes(norms_T: np.ndarray) -> int:
+    """Return how many gradient norms are ten times the usual one.
+
+    That is the median of the norms before, and for the first five, which have too few before them,
+    the median of all."""
+    is_spike_T = SIGNALS["grad_spike"].score(norms_T) > 1
+    is_spike_T[:MIN_WINDOW] = norms_T[:MIN_WINDOW] > 10 * np.median(norms_T)
+    return int(is_spike_T.sum())

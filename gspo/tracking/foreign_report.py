@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo.io.files import replace_text
-from gspo.tracking.collapse import SIGNALS, is_finite, levels
+from gspo.tracking.collapse import SIGNALS, gradient_spikes, is_finite, levels
 from gspo.tracking.curves import Curve, curves
 from gspo.tracking.frameworks.known import definition
 from gspo.tracking.frameworks.table import OTHER, Table
@@ -31,7 +31,6 @@ WITH_PROBE = ("trl",)  # the frameworks whose trainer gspo.probe has a callback 
 OF_GRADIENTS = ("grad_spike", "grad_growth")
 # metrics that a page of our own runs does not draw
 MORE_CURVES = ("clip/sequence_active", "kl/old_k1", "kl/ref_k3")
-SPIKE = 1.0  # log10 of a factor of 10
 MAX_NAME_BYTES = 200  # of a page; file systems allow 255
 
 
@@ -141,14 +140,14 @@ def _gradient_answer(rows: list[dict[str, float]], name: str) -> str:
     if not len(norms):
         return question + "It cannot be judged: no rollout batch has a finite one."
     missing = sum(name in row and not is_finite(row[name]) for row in rows)
-    spikes = int((SIGNALS["grad_spike"].score(norms) > SPIKE).sum())
+    spikes = gradient_spikes(norms)
     zeros = int((norms == 0).sum())
     verdict = "No" if spikes or missing else "Yes"
     if 2 * zeros > len(norms):
         verdict = f"No: no signal, {zeros} of {len(norms)} rows have a norm of 0"
     return (
         f"{question}{verdict} (by {name}: median {np.median(norms):.3g}, largest {norms.max():.3g}; "
-        f"rows with ten times the norm of those before: {spikes}; not finite: {missing})."
+        f"rows with ten times the usual norm: {spikes}; not finite: {missing})."
     )
 
 

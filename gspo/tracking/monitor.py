@@ -26,6 +26,7 @@ from gspo.tracking.collapse import (
     Level,
     best,
     collapse,
+    gradient_spikes,
     is_finite,
     levels,
 )
@@ -311,7 +312,7 @@ def _gradient(rows: list[dict]) -> str:
         return (
             question + f"Unknown: no row has one (updates left out as not finite: {skipped:.0f})."
         )
-    spikes = int((SIGNALS["grad_spike"].score(max_norms) > 1).sum())
+    spikes = gradient_spikes(max_norms)
     zeros = int((norms == 0).sum())
     verdict = "No" if skipped or spikes else "Yes"
     if _silent(rows):
@@ -321,7 +322,7 @@ def _gradient(rows: list[dict]) -> str:
     return (
         f"{question}{verdict} (median {np.median(norms):.3g}, "
         f"largest of an update {max_norms.max():.3g}; "
-        f"steps with ten times the norm of those before: {spikes}; "
+        f"steps with ten times the usual norm: {spikes}; "
         f"updates left out as not finite: {skipped:.0f})."
     )
 

@@ -73,7 +73,8 @@ def page(folder: Path, known_problems: Sequence[str] = ()) -> str:
     events = _read(read_events, folder / "monitor.jsonl", problems) or []
     custom = _read(custom_metrics, folder, problems) or {}
     status = read_status(folder)
-    batch = max((folder / "rollouts").glob("step_*.jsonl"), default=None)
+    batches = (folder / "rollouts").glob("step_*.jsonl")
+    batch = max(batches, key=lambda path: (len(path.name), path.name), default=None)
     subtitle = _subtitle(folder, settings, problems)
     responses = _read(_graded, batch, problems) if batch else None
     values = {

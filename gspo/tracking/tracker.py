@@ -187,7 +187,8 @@ def supersede(run: Path, step: int) -> list[str]:
     later = [row for row in rows if row["step"] > step]
     if files or later or damaged:
         superseded = run / "superseded"
-        target = superseded / str(1 + len(list(superseded.glob("*"))))
+        numbers = [int(path.name) for path in superseded.glob("*") if path.name.isdecimal()]
+        target = superseded / str(1 + max(numbers, default=0))
         target.mkdir(parents=True)
         _write_lines(target / "metrics.jsonl", later)
         if damaged:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,13 +97,19 @@ def under_agent() -> bool:
     return bool(os.environ.get(AGENT[0]))
 
 
-def own_arguments(arguments: list[str]) -> list[str]:
+def own_arguments(arguments: list[str], written: Collection[str]) -> list[str]:
     """Return the arguments of `wandb agent` as they were at the run's first start.
 
     An agent that takes over a run also passes the complete recorded configuration. Its blocks, such
-    as "optim={'lr': ...}", are left out, because the other arguments compose them."""
-    pairs = [argument.partition("=") for argument in arguments]
-    return ["".join(pair) for pair in pairs if "." in pair[0] or not pair[2].startswith("{")]
+    as "optim={'lr': ...}", are left out, because the other arguments compose them. So are settings
+    without a value, as `resume=`, and those that the program has `written`."""
+    own = []
+    for argument in arguments:
+        key, equals_sign, value = argument.partition("=")
+        is_recorded = equals_sign and (not value or value.startswith("{") or key in written)
+        if "." in key or not is_recorded:
+            own.append(argument)
+    return own
 
 
 def chosen_mode(wanted: str) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import wandb
 
-from gspo.io.files import append_to
+from gspo.io.files import append_to, step_folders
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.untrusted import SURROGATES, read_bytes, read_json
 from gspo.tracking.artifacts import Lineage, warn
@@ -274,7 +274,7 @@ class WandbRun:
 
     def checkpoints(self) -> None:
         """Record the complete checkpoints of the run directory as versions of one model."""
-        for folder in sorted(self.folder.glob("checkpoints/step_??????")):
+        for folder in step_folders(self.folder / "checkpoints"):
             self.lineage.record_output(folder, self.folder.resolve().name, MODEL, (folder.name,))
 
     def alert(self, title: str, text: str, fallen: bool) -> None:

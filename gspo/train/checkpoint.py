@@ -31,7 +31,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gspo.algorithm.reward_shaping import RunningMoments
-from gspo.io.files import errors_of_the_disk, removed_on_error, replace_text, sync
+from gspo.io.files import (
+    errors_of_the_disk,
+    removed_on_error,
+    replace_text,
+    step_folders,
+    step_of,
+    sync,
+)
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.value_head import FILE as VALUE_HEAD
@@ -59,6 +66,8 @@ class TrainState:
     rewards: RunningMoments = field(default_factory=RunningMoments)  # of all rewards so far
     # the state of the rollout source, see RolloutSource.state
     source: dict = field(default_factory=dict)
+    # the learning rate of the settings, and the one that a callback has set; None: the same
+    changed_lr: list[float] | None = None
     # the states of the user's callbacks, see Extensions.state
     callbacks: dict = field(default_factory=dict)
 
@@ -199,9 +208,9 @@ class CheckpointWriter:
         sync(self.folder)
         replace_text(self.folder / "latest", folder.name)
         if self.keep:
-            folders = sorted(self.folder.glob("step_??????"))
-            folders = [f for f in folders if f.name <= folder.name]
-            spared_folders = [f for f in folders if f.name <= f"step_{spared:06d}"]
+            folders = step_folders(self.folder)
+            folders = folders[: folders.index(folder) + 1]
+            spared_folders = [f for f in folders if step_of(f.name) <= spared]
             for old in folders[: -self.keep]:
                 if old not in spared_folders[-1:]:
                     shutil.rmtree(old)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspo.io.files import sync
+from gspo.io.files import step_folders, step_of, sync
 from gspo.io.untrusted import is_step, open_plain_file, path_inside, read_bytes, read_json
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ def latest_checkpoint(run: Path) -> Path | None:
     with permission_needed(run):
         if pointer.exists():
             newest = read_bytes(pointer).decode(errors="replace").strip()
-    folders = sorted((run / "checkpoints").glob("step_??????"), reverse=True)
-    folders = [folder for folder in folders if folder.name <= newest] or folders
+    folders = step_folders(run / "checkpoints")[::-1]
+    newest_step = step_of(newest)
+    folders = [folder for folder in folders if step_of(folder.name) <= newest_step] or folders
     problems = []
     for folder in folders:
         problem = damage(folder)

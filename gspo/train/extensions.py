@@ -63,9 +63,10 @@ class CustomMetric(Ranged, key="metrics"):
 class Callback(Ranged, key="callbacks"):
     """The base of a user's code around the steps. All methods are optional.
 
-    `trainer` is the gspo.train.trainer.Trainer. A callback may change it: a new value of
-    `trainer.optim.lr` acts from then on. An exception in a callback ends the run, which then goes
-    on from its last checkpoint.
+    `trainer` is the gspo.train.trainer.Trainer. A callback may change it. A new value of
+    `trainer.optim.lr` acts from then on, and a resumed run keeps it. Any other change must be made
+    again by `before_step` of a resumed run. An exception in a callback ends the run, which then
+    goes on from its last checkpoint.
     """
 
     path: str = ""  # the class, for example my_pkg.extras:StopEarly

@@ -93,6 +93,7 @@ class Trainer:
         self.algorithm = algorithm
         self.reference = reference
         self.optim = optim
+        self.settings_lr = optim.lr  # a callback may set optim.lr
         self.settings = settings
         self.seed = seed
         self.extensions = extensions or Extensions({}, {})
@@ -137,6 +138,10 @@ class Trainer:
         Weights, optimizer and reference must have been loaded before.
         """
         self.state = state
+        if state.changed_lr:
+            recorded_lr, changed_lr = state.changed_lr
+            is_same = recorded_lr == self.settings_lr  # else a rollback has lowered it
+            self.optim.lr = changed_lr if is_same else changed_lr * self.settings_lr / recorded_lr
         self.extensions.load_state(state.callbacks)
         self.source.load_state(state.source, state.step)
         if self.algorithm.kl.needs_reference and state.kl_coef is not None:
@@ -172,6 +177,8 @@ class Trainer:
             metrics = self.train_step(step, rollout) | evaluate(step)
             log(step, metrics, rollout)
             ends = self.extensions.after_step(step, self, metrics) or stop()
+            has_changed_lr = self.optim.lr != self.settings_lr
+            self.state.changed_lr = [self.settings_lr, self.optim.lr] if has_changed_lr else None
             stopping = self.ranks.any(ends)
             is_last = stopping or bool(self.engine_ended) or step == steps
             checkpoint(step, is_last)

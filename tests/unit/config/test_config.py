@@ -1095,6 +1095,13 @@ def test_warnings_name_what_may_not_be_meant():
         )
     )
     assert "advantage=nsr" in line and "objective=reinforce" in line
+    decays = ["optim.decay=linear", "optim.decay_updates=30", "optim.warmup_updates=2"]
+    assert warnings(settings(*decays, "steps=8")) == []
+    (line,) = warnings(settings(*decays, "steps=10"))
+    assert line.startswith("optim.decay_updates=30: the learning rate is 0 from update 32 of 40 on")
+    assert warnings(settings(*decays, "steps=10", "optim.final_lr_factor=.1")) == []
+    (line,) = warnings(settings("optim.warmup_updates=40", "steps=10"))
+    assert line.startswith("optim.warmup_updates=40: the run makes 40 updates")
     (line,) = warnings(settings("rollout.top_p=.9", "rollout.top_k=20"))
     assert line.startswith(
         "rollout.top_p=0.9, rollout.top_k=20: tokens are drawn from the truncated distribution"

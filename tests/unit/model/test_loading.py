@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from architectures import small_model
@@ -137,6 +138,17 @@ def test_what_cannot_be_written_is_said_before_the_first_step(monkeypatch):
     with pytest.raises(
         ValueError, match="its tokenizer gives other tokens once it is written and read again"
     ):
+        check_can_be_written(model, tokenizer)
+
+
+def test_a_full_temporary_folder_is_no_fault_of_the_model(monkeypatch):
+    model, tokenizer = StandIn().make()
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: ... (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*gspo-checkpoint-"):
         check_can_be_written(model, tokenizer)
 
 

@@ -182,11 +182,20 @@ def test_the_report_of_a_run_that_went_wrong():
     series[120] = series[120] | {"optim/grad_norm_max": 99.0, "routing/consistency_layer_1": 0.2}
     text = stability_report(numbered(series)).splitlines()
     assert "No: it collapsed at step 104 (" in text[0] and "peak 0.500 at step 1" in text[0]
-    assert "No (" in text[1] and "largest of an update 99" in text[1] and "before: 1;" in text[1]
+    assert (
+        "No (" in text[1] and "largest of an update 99" in text[1] and "usual norm: 1;" in text[1]
+    )
     assert "finite: 60" in text[1]
     assert "No (" in text[2] and "lowest 0.3000 at step 101" in text[2]
     stopped = stability_report(numbered(series[:124]), "collapsed")
     assert "the monitor ended the run 20 steps into a fall, and it might have recovered" in stopped
+
+
+def test_a_spike_in_the_first_steps_is_one():
+    series = rows(40)
+    series[3] = series[3] | {"optim/grad_norm_max": 99.0}
+    text = stability_report(numbered(series)).splitlines()[1]
+    assert "No (" in text and "usual norm: 1;" in text
 
 
 @pytest.mark.filterwarnings("error")

@@ -119,6 +119,13 @@ def test_supersede_splits_at_the_step(tmp_path):
     assert (tmp_path / "superseded" / "1" / "rollouts_step_000004.jsonl").exists()
 
 
+def test_a_deleted_folder_of_superseded_entries_does_not_stop_the_next(tmp_path):
+    (tmp_path / "superseded" / "2").mkdir(parents=True)  # the user has deleted superseded/1
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 4}\n')
+    supersede(tmp_path, 3)
+    assert (tmp_path / "superseded" / "3" / "metrics.jsonl").exists()
+
+
 def test_supersede_takes_what_is_named_after_a_step_and_nothing_else(tmp_path):
     """An evaluation belongs to the step of its checkpoint; what users put beside stays where it is."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 4}\n')

@@ -13,6 +13,7 @@ import pytest
 
 import forked
 from commands import ROOT, SMALL, command, environment, only_run, train
+from gspo.config.load import WRITTEN
 from gspo.run.rollback import Rollbacks
 from gspo.tracking.wandb_choice import own_arguments
 from recorded_wandb import log, pause, rows, steps
@@ -42,7 +43,11 @@ def test_the_whole_configuration_as_arguments_is_the_first_command_again():
         "_wandb={'t': {'1': [1]}}",
         "threads=0",
     ]
-    assert own_arguments(whole) == [*first, "study=small", "threads=0"]
+    assert own_arguments([*whole, "resume=", "prompt_used=plain"], WRITTEN) == [
+        *first,
+        "study=small",
+        "threads=0",
+    ]
 
 
 @pytest.mark.slow

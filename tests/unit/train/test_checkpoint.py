@@ -93,3 +93,15 @@ def test_what_fails_beside_the_training_is_raised_and_the_last_whole_one_stays(
             time.sleep(0.01)
     assert latest_checkpoint(tmp_path).name == "step_000000"
     writer.close()
+
+
+def test_a_checkpoint_after_a_million_steps_is_the_latest_and_older_ones_are_deleted(tmp_path):
+    t = trainer()
+    writer = CheckpointWriter(tmp_path, t.policy, t.optimizer, 2, "hash")
+    for step in (999_990, 1_000_000, 1_000_010):
+        t.state.step = step
+        writer.save(t.state)
+    writer.close()
+    assert latest_checkpoint(tmp_path).name == "step_1000010"
+    names = {folder.name for folder in (tmp_path / "checkpoints").glob("step_*")}
+    assert names == {"step_1000000", "step_1000010"}

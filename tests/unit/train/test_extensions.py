@@ -2,9 +2,11 @@
 failures, resume.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 
 from gspo.algorithm.objectives import GRPO
@@ -105,6 +107,22 @@ def test_the_state_of_a_callback_is_restored():
         TrainState.from_json({"step": 2, "callbacks": {"halve": {"calls": 5}}, "rewards": {}})
     )
     assert (t.extensions.callbacks["halve"].calls, t.extensions.callbacks["new"].calls) == (5, 0)
+
+
+def test_a_learning_rate_that_a_callback_set_goes_on_in_a_resumed_run():
+    t = trainer(lr=1e-3)
+    t.extensions = Extensions({}, {"halve": Halve()})
+    fit(t, 2)
+    content = json.loads(json.dumps(asdict(t.state)))
+    resumed = trainer(lr=1e-3)
+    resumed.restore(TrainState.from_json(content))
+    assert resumed.optim.lr == t.optim.lr == 2.5e-4
+    after_rollback = trainer(lr=1e-4)  # a rollback has lowered it before
+    after_rollback.restore(TrainState.from_json(content))
+    assert after_rollback.optim.lr == pytest.approx(2.5e-5)
+    again = fit(after_rollback, 3)
+    assert again[-1]["optim/lr"] == pytest.approx(2.5e-5)
+    assert after_rollback.state.changed_lr == [1e-4, after_rollback.optim.lr]
 
 
 @dataclass
