@@ -224,6 +224,17 @@ def arena(numbers: Numbers, folder: Path) -> None:
     for arm, group in runs.groupby("arm"):
         numbers.count(f"arena.runs.{arm}", len(group))
         numbers.count(f"arena.collapsed.{arm}", group["collapsed"].sum())
+    ranking = fig_arena.rank(runs)
+    for (a, b), interval in ranking.comparisons.items():
+        if GSPO in (a, b):
+            rival = a if b == GSPO else b
+            minus_gspo = fig_arena.signed(interval, 1 if rival == a else -1)
+            numbers.add(f"arena.mean.{rival}", minus_gspo, "+.3f", ranking.p[a, b])
+    for arm in ranking.arms:
+        best, worst = ranking.ranks(arm)
+        numbers.count(f"arena.best_rank.{arm}", best)
+        numbers.count(f"arena.worst_rank.{arm}", worst)
+    numbers.count("arena.ranked", len(ranking.arms))
 
 
 def warnings(numbers: Numbers, folder: Path) -> None:

@@ -231,6 +231,9 @@ REGISTERED = {
         *(f"arena.{task}_{cell}.SAPO" for task in ARENA_TASKS for cell in ("edge", "sixteen")),
     ),
     "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
+    "arena.ranking": criterion(
+        "two or three groups", *(f"arena.mean.{arm}" for arm in RIVALS_OF_ARENA), rule="below"
+    ),
 }
 # what the text and the table of the paper's claims say beside these
 CLAIMS = {
@@ -261,6 +264,8 @@ CLAIMS = {
     "claim.bfloat16": criterion("", "F.low.all.reward.GSPO", rule="same"),
     "claim.head": criterion("", "F.low.help.GSPO"),
     "claim.sapo": criterion("", "arena.sums_edge.SAPO"),
+    "claim.stale": criterion("", "arena.mixed_stale.GRPO [clip range 0.2]", rule="below"),
+    "claim.first": criterion("", "arena.mean.GRPO [OPSM]", rule="below"),
     "I.all_cispo": criterion("", "I.all.reward.CISPO", rule="below"),
     "claim.head_first": criterion("", "F.low.help_first.GSPO"),
 }
