@@ -26,7 +26,7 @@ from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.sources.base import Rollout
+from gspo.rollout.sources.base import NothingGraded, Rollout
 from gspo.run.build import evaluation_engine, in_process_engine
 from gspo.run.directory import ROWS, RunDirectory
 from gspo.run.old_records import delete_old_records
@@ -91,7 +91,7 @@ class TrainingLoop:
             self.trainer.fit(
                 self.settings.steps, self.evaluate, self.log, self.checkpoint, self.stop
             )
-        except EngineEnded:
+        except (EngineEnded, NothingGraded):
             self.save_last_step()
             raise
         except Exception as error:  # whatever it is, it is raised again
@@ -260,12 +260,12 @@ class TrainingLoop:
         self.seconds["time/checkpoint_s"] = time.perf_counter() - started
 
     def save_last_step(self) -> None:
-        """Write a checkpoint of the last step after the engine's process has ended.
+        """Write a checkpoint of the last step after the next batch could not be sampled.
 
         None is written if that step has a checkpoint, or if the source lacks batches that older
         weights were to sample."""
         step = self.trainer.state.step
-        with suppress(EngineEnded):
+        with suppress(EngineEnded, NothingGraded):
             if step and step != self.saved:
                 self.checkpoint(step, last=True)
 
@@ -343,7 +343,7 @@ def follow(
         trainer.fit(
             settings.steps, follower.evaluate, lambda *_: None, follower.checkpoint, stop_requested
         )
-    except EngineEnded:
+    except (EngineEnded, NothingGraded):
         follower.save_last_step()
         raise
     finally:
@@ -387,7 +387,7 @@ class Follower:
     def save_last_step(self) -> None:
         """Do this rank's part of `TrainingLoop.save_last_step`."""
         step = self.trainer.state.step
-        with suppress(EngineEnded):
+        with suppress(EngineEnded, NothingGraded):
             if step and step != self.saved:
                 self.checkpoint(step, last=True)
 

@@ -315,3 +315,45 @@ def test_a_rollback_goes_on_from_a_healthy_step_at_a_lower_rate_also_when_killed
         for folder in (run, only_run(folder))
     ]
     assert last[0].read_bytes() == last[1].read_bytes()
+
+
+REWARDS = """
+from pathlib import Path
+
+def score(prompt, response, row):
+    asked = Path("asked")
+    count = int(asked.read_text()) if asked.exists() else 0
+    asked.write_text(str(count + 1))
+    if Path("down").exists() and count >= 80:
+        raise OSError("the server is down")
+    return float("1" in response)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [[], ["rollout.staleness=1", "rollout.overlap=true"]])
+def test_a_server_that_grades_nothing_costs_no_step(ahead, tmp_path):
+    """Between two checkpoints the rewards' server goes down, and comes back."""
+    rows = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "down").touch()
+    options = [
+        o for o in SMALL if not o.startswith(("task=", "evaluation.", "checkpoint.", "cold"))
+    ]
+    options += ["task=rows", "task.train_path=rows.jsonl", "task.reward=rewards:score", *ahead]
+    options += ["reward.truncated=null", "evaluation.every=0", "checkpoint.every=100"]
+    options += ["cold_start.steps=0"]
+    broken = train(tmp_path, *options)
+    assert broken.returncode == 1 and "OSError: the server is down" in broken.stderr
+    rows_before = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    last_step = rows_before[-1]["step"]
+    assert 2 <= last_step <= 5
+    latest = (only_run(tmp_path) / "checkpoints" / "latest").read_text()
+    assert latest == f"step_{last_step:06d}"
+    (tmp_path / "down").unlink()
+    again = train(tmp_path, *options)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"begins after step {last_step} of 12" in again.stdout
+    rows_after = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    assert rows_after[: len(rows_before)] == rows_before and rows_after[-1]["step"] == 12

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,12 @@ from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.cuda_streams import SideThread
 from gspo.rollout.scoring import score
 from gspo.rollout.settings import RolloutSettings
-from gspo.rollout.sources.base import PendingRollouts, Rollout, RolloutSource
+from gspo.rollout.sources.base import (
+    NothingGraded,
+    PendingRollouts,
+    Rollout,
+    RolloutSource,
+)
 from gspo.rollout.sources.on_policy import DynamicSource, OnPolicySource, without_ungraded
 from gspo.rollout.sources.problem_sampler import Sampler
 from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
@@ -202,7 +208,8 @@ class StaleSource:
         for due_step in range(self.sampled + 1, step + self.staleness + 1):
             self._begin(due_step)
         started = time.perf_counter()
-        rollout = _result(self.batches.pop(step))
+        rollout = _result(self.batches[step])
+        del self.batches[step]  # a failed batch stays, so that a checkpoint knows of it
         if self.side_thread:
             rollout.waited_s = self.waited + time.perf_counter() - started
             self.waited = 0.0
@@ -264,10 +271,14 @@ class StaleSource:
     def _finished_batches(self) -> dict[int, Rollout]:
         """Wait for the batch that is being sampled, and return all batches.
 
-        Raises the exception of sampling them: a checkpoint without that batch would have it sampled
-        again from newer weights."""
+        A batch of which nothing could be graded is left out with all later ones. A resumed run
+        samples them again, from newer weights. Raises any other exception of sampling, for the
+        batch would be sampled again from newer weights without need."""
         started = time.perf_counter()
-        finished = {step: _result(rollout) for step, rollout in sorted(self.batches.items())}
+        finished = {}
+        with suppress(NothingGraded):  # the step that needs the batch raises it
+            for step, rollout in sorted(self.batches.items()):
+                finished[step] = _result(rollout)
         self.waited += time.perf_counter() - started
         return finished
 

@@ -85,19 +85,19 @@ class OnPolicySource:
     def next(self, step: int) -> Rollout:
         """Return the scored groups of a step.
 
-        Raises NothingGraded if no response could be graded. Raises EngineEnded if the engine's
-        process has ended, and then restores the source to its state before the call."""
+        Raises NothingGraded if no response could be graded, and EngineEnded if the engine's process
+        has ended. Then the source is in its state before the call."""
         state = self.state()
         pending = self.pending()
         try:
             return self._next(step)
-        except EngineEnded:
+        except (EngineEnded, NothingGraded):
             self.load_state(state, self.policy_step)
             self.restore_pending(pending)
             raise
 
     def _next(self, step: int) -> Rollout:
-        """Do the same as `next`, without restoring the source if the engine's process ends."""
+        """Do the same as `next`, without restoring the source after an exception."""
         rollout = self.sample(step)
         if not rollout.groups:
             raise NothingGraded(f"step {step}: {self.why_ungraded(rollout.ungraded)}")
