@@ -32,6 +32,8 @@ class EngineEstimate:
     read: float  # weights that are read for each token, on one GPU
     # copy of the trainer's weights with a merged LoRA adapter, while the engine samples with them
     merged: float
+    # float32 copies of all weights, from which an overlapped engine gets those of earlier steps
+    copies: float
 
 
 def engine_estimate(
@@ -87,6 +89,11 @@ def engine_estimate(
             cache *= 2  # between two turns, the rows are copied into a new cache
         logits = at_once * text.vocab_size * LOGIT_BYTES
         resident = weights + cache + logits if rollout.overlap else weights
+    copies = 0.0
+    if rollout.overlap:
+        # of each batch that waits to be sampled, and the one that the engine's weights come from
+        count = rollout.staleness + (0 if rollout.shares_weights else 1)
+        copies = float(count * measured.parameters * BYTES["float32"])
     return EngineEstimate(
         weights=weights,
         cache=cache,
@@ -98,4 +105,5 @@ def engine_estimate(
         at_once=at_once,
         read=all_weights / gpus,
         merged=merged,
+        copies=copies,
     )

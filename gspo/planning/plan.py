@@ -29,7 +29,6 @@ from gspo.planning.models import config_of
 from gspo.planning.records import record_bytes
 from gspo.planning.times import (
     exchange_times,
-    launches_of,
     passes_of,
     rollout_times,
     traffic_of,
@@ -124,16 +123,14 @@ def plan(
         head_dtype=getattr(torch, settings.policy.head_dtype),
     )
     measured = earlier.measured if earlier and earlier.work == work else measure(config, work)
-    engine = engine_estimate(settings, config, measured, work, responses, hardware)
+    # a rank samples whole groups, and learns from an even share of the responses
+    sampled_responses = math.ceil(rollout.prompts_per_step / ranks) * rollout.group_size
+    engine = engine_estimate(settings, config, measured, work, sampled_responses, hardware)
     passes = passes_of(settings, work, responses, engine)
     traffic = traffic_of(settings, measured, work, passes)
     times = update_times(config, measured, work, passes, hardware)
     times |= exchange_times(traffic, work, hardware)
-    times |= rollout_times(measured, work, engine, hardware)
-    if rollout.name == "local":
-        waves = math.ceil(engine.rows / engine.at_once)
-        launches = waves * work.response * config.num_hidden_layers
-        times["rollout: kernels launched"] = launches * launches_of(measured).token
+    times |= rollout_times(settings, config, measured, work, engine, hardware)
     return Plan(
         settings=settings,
         hardware=hardware,
@@ -207,6 +204,8 @@ def phases(
     moments = 2.0 if settings.optim.name == "adamw" else EIGHT_BIT_MOMENTS
     always = {"weights": float(measured.weights), "AdamW's moments": moments * measured.trained}
     # with LoRA, the reference policy is the same weights without the adapter
+    if engine.copies:
+        always["copies to sample from"] = engine.copies
     if settings.kl.needs_reference and not settings.policy.lora.rank:
         always["reference policy"] = float(measured.weights)
     training = dict(always)

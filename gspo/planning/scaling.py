@@ -43,7 +43,11 @@ def weak(settings: Settings, points: list[Point], hardware: Hardware, prompt: in
     grown = []
     for p in points:
         prompts = max(round(prompts_per_gpu * p.ranks), 1)
-        rollout = replace(settings.rollout, prompts_per_step=prompts)
+        try:
+            rollout = replace(settings.rollout, prompts_per_step=prompts)
+        except ValueError as error:
+            grown.append(Point(p.ranks, None, str(error)))
+            continue
         grown_settings = replace(settings, rollout=rollout)
         grown.append(point(grown_settings, p.ranks, hardware, prompt, p.plan))
     return grown

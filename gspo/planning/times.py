@@ -146,22 +146,42 @@ def exchange_times(traffic: dict[str, float], work: Work, hardware: Hardware) ->
 
 
 def rollout_times(
-    measured: Measured, work: Work, engine: EngineEstimate, hardware: Hardware
+    settings: Settings,
+    config: PretrainedConfig,
+    measured: Measured,
+    work: Work,
+    engine: EngineEstimate,
+    hardware: Hardware,
 ) -> dict[str, float]:
     """Return the seconds in which a step's responses are sampled.
 
-    For every token, the engine reads the weights and the KV cache. Of an MoE model it reads the
-    experts that the tokens of `at_once` responses can reach.
+    For every sampled token, the engine reads the weights and the KV cache. Of an MoE model it reads
+    the experts that the tokens of `at_once` responses can reach. The prompt, once for its group,
+    and an environment's tokens cost arithmetic alone, for each of them passes in one piece.
     """
+    sampled = sampled_tokens(settings, work)
     waves = math.ceil(engine.rows / engine.at_once)
+    layers = config.num_hidden_layers
     mean_tokens = work.prompt + work.response / 2
     cache = engine.at_once * mean_tokens * engine.per_token / engine.engines
     share = 1.0
     if measured.active:
         share = min(1.0, engine.at_once * measured.active / measured.parameters)
-    nbytes = waves * work.response * (engine.read * share + cache)
+    nbytes = waves * sampled * (engine.read * share + cache)
     times = {"rollout: weights and cache read": nbytes / (hardware.bandwidth * GB * MEMORY)}
     if measured.active:
-        flops = 2.0 * measured.active * engine.rows * work.response / engine.engines
-        times["rollout: arithmetic"] = flops / (hardware.flops * 1e12 * ARITHMETIC)
+        tokens = work.response + work.prompt / work.group
+        flops = 2.0 * measured.active * engine.rows * tokens / engine.engines
+        seconds = flops / (hardware.flops * 1e12 * ARITHMETIC)
+        if settings.rollout.dtype != "bfloat16":
+            seconds *= FLOAT32_SLOWDOWN
+        times["rollout: arithmetic"] = seconds
+    if settings.rollout.name == "local":
+        launches = waves * sampled * layers
+        times["rollout: kernels launched"] = launches * launches_of(measured).token
     return times
+
+
+def sampled_tokens(settings: Settings, work: Work) -> int:
+    """Return the tokens of a response that the policy samples. An environment writes the others."""
+    return min(settings.rollout.longest_limit, work.response)

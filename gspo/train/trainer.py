@@ -221,7 +221,7 @@ class Trainer:
         )
         diagnostics.rollout(rollout, accumulator)
         diagnostics.staleness(rollout, step, accumulator)
-        has_signal = bool(batch.adv_BT.any())
+        has_signal = bool((batch.adv_BT * batch.mask_BT).any())  # truncated responses may be masked
         self.state.without_signal = 0 if has_signal else self.state.without_signal + 1
         accumulator.largest("group/steps_without_signal", self.state.without_signal)
         self.recorder.add_batch(batch, rollout)

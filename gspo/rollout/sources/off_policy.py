@@ -245,6 +245,7 @@ class StaleSource:
 
         The thread calls this."""
         self.inner.engine.policy.load_tensors(weights.items())
+        weights.clear()  # the next step's copy would come beside this one
         self.inner.update(step)
         return self.inner.next(due_step)
 

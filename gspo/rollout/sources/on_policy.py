@@ -237,9 +237,10 @@ class DynamicSource(OnPolicySource):
 
     For example, 2 of a step's 32 groups have all rewards 1. Another round of problems is sampled,
     and its first two groups with different rewards replace them. Up to `refill_rounds` further
-    rounds are sampled. A group that is not replaced stays, although it adds no gradient, so a step
-    always has P groups. If no group needs replacing, this is the plain source. Rewards are compared
-    as the verifier gave them, before any shaping.
+    rounds are sampled. A group that is not replaced stays, although it adds no gradient. A further
+    group with different rewards also takes the place of each group of which nothing could be
+    graded. If no group needs replacing, this is the plain source. Rewards are compared as the
+    verifier gave them, before any shaping.
 
     `Rollout.filtered` has these counts in addition to those of the plain source:
 
@@ -254,10 +255,13 @@ class DynamicSource(OnPolicySource):
         rollout = self.sample_round(step)
         groups = rollout.groups
         to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]
+        graded = {group[0].problem.index for group in groups}
+        missing = len({r.problem.index for r in rollout.ungraded} - graded)
         refills: list[list[ScoredResponse]] = []
         flat: list[list[ScoredResponse]] = []
         rounds = 0
-        while len(refills) < len(to_replace) and rounds < self.settings.refill_rounds:
+        wanted = len(to_replace) + missing
+        while len(refills) < wanted and rounds < self.settings.refill_rounds:
             more = self.sample_round(step, rounds + 1)
             # the step has met every problem of the training set already
             if not more.groups and not more.ungraded:
@@ -272,10 +276,12 @@ class DynamicSource(OnPolicySource):
             for key, count in more.filtered.items():
                 rollout.filtered[key] += count
         replaced = min(len(to_replace), len(refills))
-        surplus = refills[replaced:]
+        added = refills[replaced : replaced + missing]
+        surplus = refills[replaced + missing :]
         for i, group in zip(to_replace[:replaced], refills[:replaced], strict=True):
             flat.append(groups[i])
             groups[i] = group
+        groups += added
         rollout.dropped = flat + surplus
         rollout.filtered |= {
             "zero_variance": len(flat),

@@ -87,6 +87,30 @@ def test_an_episode_holds_what_the_environment_writes_too_as_far_as_there_are_po
     assert most == 2 * 32 * config.max_position_embeddings * of_a_token
 
 
+def test_what_an_environment_writes_is_no_sampling_step():
+    words = ["task=guessing", *SMALL[1:], "rollout.max_new_tokens=80", "task.observation_tokens=10"]
+    one_turn = planned(*words, "task.turns=1", prompt=20)
+    five_turns = planned(*words, "task.turns=5", prompt=20)
+    names = ("rollout: kernels launched", "rollout: arithmetic")
+    launches, arithmetic = ([p.times[name] for p in (one_turn, five_turns)] for name in names)
+    assert launches[0] == launches[1], "80 tokens are sampled in both"
+    written = 4 * (10 + MAX_TEMPLATE_TOKENS)
+    assert arithmetic[1] / arithmetic[0] == pytest.approx((80 + written + 5) / (80 + 5)), (
+        "the prompt of 20 tokens, once for the group of four"
+    )
+
+
+def test_float32_sampling_is_slower_and_a_rank_samples_whole_groups():
+    words = [*SMALL, "rollout.max_new_tokens=80"]
+    times = [
+        planned(*words, f"rollout.dtype={t}", prompt=20).times for t in ("float32", "bfloat16")
+    ]
+    assert times[0]["rollout: arithmetic"] == pytest.approx(8 * times[1]["rollout: arithmetic"])
+    spread = [*words, "parallel.mode=replicate", "rollout.batch_rows=64"]
+    uneven = planned(*spread, "rollout.prompts_per_step=12", "parallel.ranks=8", prompt=20)
+    assert uneven.engine.rows == 8 and uneven.work.scored == 6, "two groups of four on one rank"
+
+
 def test_what_settings_add():
     plain = planned(*SMALL)
     kl = planned(*SMALL, "kl=loss", "kl.coef=0.01")
@@ -122,6 +146,13 @@ def test_what_settings_add():
         > beside["rollout"]["engine's weights"]
         == beside["update"]["weights"]
     )
+    copies = beside["rollout"]["copies to sample from"]
+    assert copies == beside["update"]["weights"], "of the batch that waits to be sampled"
+    rounded = planned(
+        *SMALL, "rollout.staleness=2", "rollout.overlap=true", "rollout.dtype=bfloat16"
+    ).phases
+    assert rounded["rollout"]["copies to sample from"] == 3 * copies
+    assert "copies to sample from" not in plain.phases["rollout"]
     share = planned(*SMALL, "rollout=vllm", "rollout.gpu_memory=0.25")
     assert share.phases["update"]["engine"] == 0.25 * 80 * GB
     assert "engine" not in planned(*SMALL, "rollout=vllm", "rollout.sleep=true").phases["update"]
@@ -456,6 +487,10 @@ def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why()
         )
         == []
     )
+    # the weak run of 8 GPUs has 32 prompts, of a query set of 24
+    query_set = composed_settings([*SHARDS, "rollout.query_set=24"])
+    refused = weak(query_set, strong(query_set, [2, 8], H100, 20), H100, 20)
+    assert refused[1].plan is None and refused[1].refused.startswith("rollout.query_set=24: ")
     with pytest.raises(ValueError, match="less than the 16 processes"):
         strong(composed_settings(SHARDS), [16, 32], H100, 0)
 

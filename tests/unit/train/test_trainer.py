@@ -206,6 +206,17 @@ def test_a_batch_that_nothing_could_grade_ends_the_run_in_words(options):
         t.source.next(3)
 
 
+def test_a_further_group_takes_the_place_of_one_that_could_not_be_graded():
+    settings = RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=10, refill_rounds=3)
+    whole = trainer(rollout=settings).source.next(1)
+    assert whole.filtered["filled"] == 0, "enough further groups have different rewards"
+    lost = {group[0].problem.index for group in whole.groups[:2]}
+    rollout = trainer(rollout=settings, task=Ungraded(*lost)).source.next(1)
+    indices = [group[0].problem.index for group in rollout.groups]
+    assert len(set(indices)) == 8 and not lost & set(indices)
+    assert rollout.filtered["ungraded"] == 8 and rollout.filtered["filled"] == 0
+
+
 def test_a_refill_round_that_nothing_could_grade_fills_no_place():
     settings = RolloutSettings(prompts_per_step=8, group_size=2, max_new_tokens=10, refill_rounds=1)
     t = trainer(rollout=settings, task=Ungraded(*range(REFILL, REFILL + 8)))
