@@ -57,6 +57,7 @@ SEQUENTIAL_STUDIES = {
     "decided.top1": ("critical_rate_decided_top1", DECIDED),
     "K": ("critical_rate_tools", TWO_LOOKS),
     "L": ("larger_model", TWO_LOOKS),
+    "M": ("initial_networks", Design((20, 40))),
 }
 ARENA_TASKS = ("sums", "mixed", "tools")
 ARENA_SETTINGS = ("comfortable", "edge", "sixteen", "stale")

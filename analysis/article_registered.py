@@ -106,6 +106,8 @@ REGISTERED = {
     "L.replay": criterion("undecided", "L.ratio.replay", rule="decided", line=1),
     "L.step": criterion("undecided", "L.ratio.quarter", rule="decided", line=1),
     "L.none": criterion("undecided", "L.ratio.none", rule="decided", line=1),
+    "M.plain": criterion("yes", "M.ratio.plain", rule="decided", line=1),
+    "M.step": criterion("same", "M.ratio.quarter", rule="decided", line=1),
     "B.turn": Criterion(
         "no",
         (
@@ -232,7 +234,7 @@ REGISTERED = {
     ),
     "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
     "arena.ranking": criterion(
-        "two or three groups", *(f"arena.mean.{arm}" for arm in RIVALS_OF_ARENA), rule="below"
+        "2 or 3 groups", *(f"arena.mean.{arm}" for arm in RIVALS_OF_ARENA), rule="below"
     ),
 }
 # what the text and the table of the paper's claims say beside these

@@ -29,6 +29,7 @@ JUDGED_BY = {
     ),
     "GRPO's clip range, .2, was carefully tuned": ("edge.own_range.plain", "claim.tuned"),
     "GSPO withstands larger learning rates than GRPO": ("decided.4.ratio.plain", "decided.plain"),
+    "The same over initial networks": ("M.ratio.plain", "M.plain"),
     "GSPO beats GRPO at an equal step size": ("decided.4.ratio.quarter", "decided.step"),
     "The same at 5.1 M parameters": ("L.ratio.plain", "L.plain"),
     "GSPO withstands larger learning rates with a tool": ("K.ratio.plain", "K.plain"),
