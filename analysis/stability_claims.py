@@ -60,8 +60,9 @@ def stable(data: Data) -> Claim:
         if run.seed in falls:
             first_rewards = run.column("reward/mean").head(START)
             gains.append(run.last_rewards(WINDOW).mean() - first_rewards.mean())
+    gain_text = "-" if np.isnan(gains).any() else f"{np.mean(gains):+.3f}"
     text = (
-        f"end against peak {in_percent(falls)}, end against start {np.mean(gains):+.3f} reward, "
+        f"end against peak {in_percent(falls)}, end against start {gain_text} reward, "
         f"{seeds_text(len(falls))}"
     )
     control_falls = pd.Series(dtype=float)
@@ -85,6 +86,8 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
         if words.startswith("not seen"):
             return words
         return f"points against it ({declined} of {seeds_text(len(falls))} declined by 30 %)"
+    if np.isnan(gains).any():
+        return "undecided (a run has no reward at its end)"
     if np.mean(gains) <= 0:
         return judge(t_interval(gains), 0, "no gain")
     common = falls.index.intersection(control_falls.index)

@@ -73,7 +73,8 @@ def warnings(s: Settings) -> list[str]:
         )
     total_updates = s.steps * updates
     decayed = s.optim.warmup_updates + s.optim.decay_updates
-    if total_updates <= s.optim.warmup_updates:
+    # a trial of a few steps with the default need not be warned
+    if total_updates <= s.optim.warmup_updates and changed(s.optim, "warmup_updates"):
         lines.append(
             f"optim.warmup_updates={s.optim.warmup_updates}: the run makes {total_updates} updates, so "
             "the learning rate never reaches optim.lr"
