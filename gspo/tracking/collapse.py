@@ -312,8 +312,10 @@ def _log(x: float) -> float:
 def gradient_spikes(norms_T: np.ndarray) -> int:
     """Return how many gradient norms are ten times the usual one.
 
-    That is the median of the norms before, and for the first five, which have too few before them,
-    the median of all."""
+    That is the median of the positive norms before, and for the first five, which have too few
+    before them, the median of all positive norms."""
     is_spike_T = SIGNALS["grad_spike"].score(norms_T) > 1
-    is_spike_T[:MIN_WINDOW] = norms_T[:MIN_WINDOW] > 10 * np.median(norms_T)
+    positive = norms_T[norms_T > 0]
+    if len(positive):
+        is_spike_T[:MIN_WINDOW] = norms_T[:MIN_WINDOW] > 10 * np.median(positive)
     return int(is_spike_T.sum())

@@ -255,8 +255,9 @@ class DynamicSource(OnPolicySource):
         rollout = self.sample_round(step)
         groups = rollout.groups
         to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]
-        graded = {group[0].problem.index for group in groups}
-        missing = len({r.problem.index for r in rollout.ungraded} - graded)
+        graded = {(group[0].problem.task, group[0].problem.index) for group in groups}
+        ungraded = {(r.problem.task, r.problem.index) for r in rollout.ungraded}
+        missing = len(ungraded - graded)
         refills: list[list[ScoredResponse]] = []
         flat: list[list[ScoredResponse]] = []
         rounds = 0
