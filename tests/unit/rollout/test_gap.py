@@ -415,9 +415,6 @@ def test_overlap_changes_no_number(dtype):
         metrics = steps(t, 5)
         timeless = [{k: v for k, v in m.items() if not untimed(k)} for m in metrics]
         runs.append((timeless, weights(t)))
-        assert (
-            overlap == (metrics[-1]["time/waited_s"] < metrics[-1]["time/rollout_s"]) or not overlap
-        )
         t.source.close()
     assert [{k: m[k] for k in runs[0][0][0]} for m in runs[1][0]] == [
         {k: m[k] for k in runs[0][0][0]} for m in runs[0][0]
