@@ -92,9 +92,9 @@ def assert_same_sums(ours: list[torch.Tensor], others: list[torch.Tensor]) -> No
     """Gradients, or what depends on them smoothly, that are sums of the same float32 numbers in
     another order.
 
-    Each of some thousand additions rounds by 6e-8 of what has been summed so far: 1e-4 of the
-    tensor's largest entry leaves room for all of them on one side.
+    Each of some thousand additions rounds by 6e-8 of what has been summed so far, which may be a few
+    times the sum: 5e-4 of the tensor's largest entry leaves room for all of them on one side.
     """
     assert len(ours) == len(others)
     for a, b in zip(ours, others, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()) + 1e-9, rtol=0)
+        torch.testing.assert_close(a, b, atol=5e-4 * float(b.abs().max()) + 1e-9, rtol=0)
