@@ -156,13 +156,19 @@ def load(
         lost = "" if FRAMEWORK in run.settings else lost_steps(run)
         if lost:
             notes.append(f"lost: {run.path} has no row of {lost}")
-        rewards = run.column("reward/mean")
-        if len(rewards) and run.last_rewards(WINDOW).empty:
-            notes.append(
-                f"no reward: {run.path} has none after batch {rewards.index[-1]} of {run.last}, so "
-                "means of the last rewards leave it out"
-            )
+        notes += notes_on_rewards(run)
     return Data(runs, notes)
+
+
+def notes_on_rewards(run: Run) -> list[str]:
+    """Return a note if a run's rewards end before the run, as after NaN."""
+    rewards = run.column("reward/mean")
+    if not len(rewards) or len(run.last_rewards(WINDOW)):
+        return []
+    return [
+        f"no reward: {run.path} has none after batch {rewards.index[-1]} of {run.last}, so means of "
+        "the last rewards leave it out"
+    ]
 
 
 def why_no_runs(paths: Sequence[Path | str], notes: Sequence[str]) -> str:
