@@ -163,7 +163,8 @@ def load(
 def notes_on_rewards(run: Run) -> list[str]:
     """Return a note if a run's rewards end before the run, as after NaN."""
     rewards = run.column("reward/mean")
-    if not len(rewards) or len(run.last_rewards(WINDOW)):
+    # nearly all runs have a reward in their last row
+    if not len(rewards) or rewards.index[-1] == run.last or len(run.last_rewards(WINDOW)):
         return []
     return [
         f"no reward: {run.path} has none after batch {rewards.index[-1]} of {run.last}, so means of "
