@@ -81,7 +81,7 @@ def main() -> None:
     if not options.x:
         varied = ", ".join(choosing.varied(data)) or "no setting beside those that make an arm"
         raise RunsError(
-            f"x=: say which setting is on the x axis, as in x=optim.lr; these runs vary {varied}"
+            f"x=: name the setting of the x axis, as in x=optim.lr; these runs vary {varied}"
         )
     numbers = measure(data, options.x, options.by, options.end)
     paths = draw(data, numbers, options.x, options.by, options.out, options, end=options.end)

@@ -328,7 +328,7 @@ def arm_with(base: str, appended: Mapping[str, object]) -> str:
 def differing(runs: Collection[Run | Record]) -> list[str]:
     """Return the settings in which these runs differ, without the settings in NOT_THE_ARM.
 
-    A framework's own setting is unknown, and not another one, where a log does not have it."""
+    If a log lacks a setting of its framework, the setting counts as unknown, not as different."""
     ignored = {*NOT_THE_ARM, *OF_THE_LOG}
     keys = {key for run in runs for key in run.settings if key.split(".")[0] not in ignored}
     if any(run.settings.get("monitor.action") == "rollback" for run in runs):

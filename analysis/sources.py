@@ -108,22 +108,22 @@ def foreign_records(
 ) -> list[Record]:
     """Return the runs of other frameworks: of these logs of W&B, and of the others at a path.
 
-    A log of which nothing can be read is a record without rows, with a note."""
+    An unreadable log becomes a record without rows, with a note."""
     notes: list[str] = []
-    found = []
+    log_records = []
     for file in foreign_search.find_logs(path, run_folders, notes):
         if file.suffix == ".wandb":
             continue
         try:
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
-            found.append(Record(file, {}, pd.DataFrame(), [str(error)]))
+            log_records.append(Record(file, {}, pd.DataFrame(), [str(error)]))
     runs, unreadable = foreign.translated(logs, options)
-    found += [Record(log.path, {}, pd.DataFrame(), log.notes) for log in unreadable]
-    found += [foreign_record(run, about) for run, about in runs]
+    log_records += [Record(log.path, {}, pd.DataFrame(), log.notes) for log in unreadable]
+    log_records += [foreign_record(run, about) for run, about in runs]
     if notes:
-        found.append(Record(path, {}, pd.DataFrame(), notes))
-    return found
+        log_records.append(Record(path, {}, pd.DataFrame(), notes))
+    return log_records
 
 
 def foreign_record(run: ForeignRun, about: foreign.About, id: str = "") -> Record:

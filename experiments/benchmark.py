@@ -164,11 +164,11 @@ def check_prompts(settings: Settings, command: BenchmarkCommand) -> None:
     prompts, count = WORKLOADS[command.workload].resized(command.size).prompts, command.scaling
     if prompts < count:
         raise ValueError(
-            f"scaling={count} with size.prompts={prompts}: say size.prompts={count} or more"
+            f"scaling={count} with size.prompts={prompts}: set size.prompts={count} or more"
         )
     if settings.rollout.prompts_per_step != prompts:
         raise ValueError(
-            f"scaling={count} with set.rollout.prompts_per_step: say size.prompts=N instead"
+            f"scaling={count} with set.rollout.prompts_per_step: set size.prompts=N instead"
         )
 
 

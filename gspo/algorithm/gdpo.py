@@ -36,8 +36,8 @@ class GDPO(GroupAdvantage):
     (NeMo-RL). If these are all equal, the difference is not divided. So in a group of 0, 0, 0, 1,
     the last has z = 1 whatever eps is.
 
-    A group in which all values of a reward are equal has z = 0 for this reward, exactly. Peers
-    divide what rounding leaves of the difference by eps.
+    A group in which all values of a reward are equal has z = 0 for this reward, exactly. Other
+    frameworks divide the rounding error of the difference by eps.
     """
 
     name: str = "gdpo"

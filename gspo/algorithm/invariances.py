@@ -177,7 +177,7 @@ def masked_tokens_do_nothing(objective: Objective) -> CheckResult:
             return CheckResult(
                 name, False, f"{text}; use torch.where with inputs.mask_BT, or masked_mean"
             )
-    return CheckResult(name, True, "what stands outside the mask changes neither loss nor gradient")
+    return CheckResult(name, True, "values outside the mask change neither loss nor gradient")
 
 
 def nan_in_padding_stays_there(objective: Objective) -> CheckResult:
@@ -358,8 +358,8 @@ def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
         )
     else:
         text = (
-            f"the gradient is that of the loss, to {largest_error:.0e}, "
-            "with what the formula detaches held fixed"
+            f"difference quotients of the loss equal its gradient, to {largest_error:.0e}, "
+            "with all detached tensors held constant"
         )
     return CheckResult("finite differences", largest_error <= 1e-5, text)
 
@@ -384,7 +384,7 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
                 False,
                 f"weight_BT is not the factor of A grad log pi: off by {error:.2g}",
             )
-    return CheckResult(name, True, "active_BT and weight_BT tell what the gradient does")
+    return CheckResult(name, True, "active_BT and weight_BT describe the gradient")
 
 
 CHECKS = (

@@ -88,9 +88,9 @@ class M2PO(Correction):
         if not len(square_N):
             return mask_BT
         largest_first = square_N.sort(descending=True, stable=True)
-        # how many values there are from each on
+        # entry n: how many values remain if the n largest leave
         counts_N = torch.arange(len(square_N), 0, -1, device=square_N.device)
-        # the mean from each value on, which falls
+        # entry n: the mean of the values that remain if the n largest leave. It falls with n
         means_N = largest_first.values.flip(0).cumsum(0).flip(0) / counts_N
         remaining = (means_N < self.threshold).sum().clamp(min=1)
         kept_N = torch.zeros_like(square_N, dtype=torch.bool)

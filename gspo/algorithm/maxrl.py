@@ -28,8 +28,8 @@ class MaxRL(GroupAdvantage):
 
     which is log p cut off after G - 1 terms. p is the probability of a correct response. The paper
     reaches G terms: its estimator is the mean score of the correct responses. All implementations
-    subtract the mean score of the group, but not in a group without a correct response, where they
-    give 0. That takes the last term.
+    subtract the mean score of the group, except in a group without a correct response, where they
+    give 0. This removes the last term, so G - 1 terms remain.
 
     - If a share p of the group is correct, a correct response has the advantage (1 - p) / p and a
       wrong one -1. For p = 1/16 that is 15: expect large gradients, or set `clip`.

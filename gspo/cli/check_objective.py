@@ -58,7 +58,7 @@ def chosen(name: str, values: list[str]) -> Objective:
     Raises ValueError for an unknown objective or a wrong setting."""
     if not is_path(name) and name not in BUILT_IN:
         raise ValueError(
-            f"{name}: say MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}"
+            f"{name}: give MODULE:NAME, or a built-in one; the nearest is {nearest(name, BUILT_IN)}"
         )
     kind = BUILT_IN.get(name) or load_class(name, "objective", "objective")
     return to_dataclass(with_values(kind, OmegaConf.from_dotlist(values), "objective"))

@@ -246,7 +246,7 @@ def cut_short(
     for s in sets:
         share = results[s.name]["verdicts"].get("truncated", 0.0)
         if share > MAX_TRUNCATED_SHARE:
-            advice = f"say max_new_tokens={2 * s.limit} or more"
+            advice = f"set max_new_tokens={2 * s.limit} or more"
             if positions and 2 * s.limit >= positions:
                 advice = f"the model has {positions} positions for a prompt and its response"
             warnings.append(

@@ -36,11 +36,11 @@ COMMANDS = {
     ),
     "plan": Command(
         "gspo.cli.plan",
-        "Say what a run needs of its GPUs, and how long a step takes.",
+        "Plan a run before it starts: memory of its GPUs, traffic, time of a step.",
         "parallel.ranks=16 ...",
     ),
     "check": Command(
-        "gspo.cli.check", "Check what this machine computes, and how fast.", "seconds=150"
+        "gspo.cli.check", "Check that this machine computes correctly, and how fast.", "seconds=150"
     ),
     "serve": Command(
         "gspo.cli.serve",
@@ -65,7 +65,7 @@ COMMANDS = {
         "runs/STUDY/A runs/STUDY/B",
     ),
     "sweep-status": Command(
-        "gspo.cli.sweep_status", "Print how far the runs of a sweep are.", STUDY
+        "gspo.cli.sweep_status", "Print the progress of a sweep's runs.", STUDY
     ),
     "view": Command("gspo.cli.view", "Show the curves of runs in the browser, live.", STUDY),
     "dashboard": Command(
@@ -77,7 +77,7 @@ COMMANDS = {
     ),
     "check-objective": Command(
         "gspo.cli.check_objective",
-        "Check a loss of your own by the invariances of ours.",
+        "Check your own loss by the invariances that every objective must satisfy.",
         "my_losses:Mine",
     ),
     "study-report": Command(

@@ -165,7 +165,7 @@ def refuse_folders(words: list[str]) -> None:
         key = word.lstrip("+~").partition("=")[0]
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
             raise ValueError(
-                f"{word}: runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"
+                f"{word}: runs are written to RUNS/STUDY/NAME; set runs=FOLDER or study=NAME"
             )
 
 
@@ -218,7 +218,7 @@ def with_recorded_options(words: list[str]) -> list[str]:
     if not runs:
         return words
     if any(run.strip("'\"") in ("", "null") for run in runs):
-        raise ValueError("resume= has no value: say which run, as in resume=runs/STUDY/RUN")
+        raise ValueError("resume= has no value: name the run, as in resume=runs/STUDY/RUN")
     return list(map(of_any_option, words))
 
 

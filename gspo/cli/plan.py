@@ -138,7 +138,7 @@ def lines_of(plan: Plan) -> list[str]:
     )
     for name, time in plan.times.items():
         lines.append(f"  {name:<32}{seconds(time):>8}  {time / total:4.0%}")
-    lines.append(f"  most goes to {plan.bottleneck}")
+    lines.append(f"  the longest part is {plan.bottleneck}")
     if plan.record_bytes:
         lines += ["", record_text(plan)]
     return lines
@@ -200,7 +200,7 @@ def scaling_table(points: list[Point]) -> list[str]:
     base = smallest(points)
     head = f"{'GPUs':>6}{'responses':>11}{'GB':>6}{'step':>9}"
     head += "".join(f"{prefix:>15}" for prefix in TIME_PREFIXES)
-    lines = [f"{head}{'efficiency':>14}  most goes to"]
+    lines = [f"{head}{'efficiency':>14}  longest part"]
     for point in points:
         plan = point.plan
         if not plan:

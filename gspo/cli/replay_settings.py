@@ -80,7 +80,7 @@ def of_header(header: Header, trust: bool) -> Settings:
                         group,
                         outside,
                         "the record names code from outside this package",
-                        remedy="read that code, then say allow_outside_code=true",
+                        remedy="read that code, then set allow_outside_code=true",
                     )
                 node = class_schema(load_class(outside, group, group), group)
             elif isinstance(name, str) and name in CHOICES[group]:

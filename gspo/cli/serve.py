@@ -57,7 +57,7 @@ def serve() -> None:
             "rollout",
             rollout.name,
             "`gspo serve` starts the server of rollout=vllm_server",
-            remedy="say that",
+            remedy="set rollout=vllm_server",
         )
     # these import PyTorch, which takes seconds
     from gspo.rollout.engines.external import PIECE_BYTES

@@ -117,7 +117,7 @@ def browser(paths: Sequence[str], folder: Path, options: Options) -> None:
         from trackio import SQLiteStorage
     except ImportError:
         raise ValueError(
-            "the page needs trackio: make view, or pip install -e '.[view]'; or say in=terminal"
+            "the page needs trackio: make view, or pip install -e '.[view]'; or set in=terminal"
         ) from None
     page = Page(SQLiteStorage)
     while not page.update(paths, options):
@@ -337,7 +337,7 @@ def terminal(paths: Sequence[str], folder: Path) -> int:
     for path in paths:
         if path.startswith(sources.SERVER):
             raise ValueError(
-                f"{path}: in=terminal shows files; for runs of the server say `wandb leet RUN-URL`"
+                f"{path}: in=terminal shows files; for runs of the server type `wandb leet RUN-URL`"
             )
     newest_folders: dict[Path, Path] = {}  # by the parent of a run's W&B folders, and the run's id
     for path in map(Path, paths):

@@ -47,7 +47,7 @@ def check_objective(s: Settings) -> None:
             mode,
             f"weighs responses by their length, but objective={s.objective.name} has one "
             "ratio per response",
-            remedy="use seq-mean-token-mean, objective=luspo, or say allow_length_weighting=true",
+            remedy="use seq-mean-token-mean, objective=luspo, or set allow_length_weighting=true",
         )
     check_correction(s)
     if s.kl.in_loss and s.kl.weighted and not s.correction.has_rollout_weights:

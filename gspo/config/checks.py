@@ -89,7 +89,7 @@ def check_updates(s: Settings) -> None:
             1,
             f"with policy.old_logprobs={s.policy.old_logprobs}, every ratio is 1, so "
             f"objective={s.objective.name} cannot clip and all objectives are the same",
-            remedy="use more mini-batches, or say allow_on_policy=true",
+            remedy="use more mini-batches, or set allow_on_policy=true",
         )
 
 

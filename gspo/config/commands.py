@@ -87,7 +87,7 @@ class EvaluateCommand(Truncation):
                 "batch_rows",
                 self.batch_rows,
                 f"is not read with rollout={self.rollout.name}",
-                remedy="say rollout.batch_rows=",
+                remedy="set rollout.batch_rows=",
             )
         if self.temperature == 0 and self.k > 1:
             raise SettingError(
@@ -104,14 +104,14 @@ class EvaluateCommand(Truncation):
                 "run",
                 self.run,
                 "a model is given too",
-                remedy="say either run=RUN or model=hf model.path=...",
+                remedy="set either run=RUN or model=hf model.path=...",
             )
         if not self.run and not self.tasks:
             raise SettingError(
                 "benchmark",
                 self.benchmark,
                 "a model has no task of its own",
-                remedy="say benchmark=[...]",
+                remedy="set benchmark=[...]",
             )
 
 
@@ -161,7 +161,7 @@ class BenchmarkCommand(Ranged):
                 "scaling",
                 1,
                 "one process is what the others are compared with",
-                remedy="say scaling=2 or more",
+                remedy="set scaling=2 or more",
             )
         if self.scaling and (
             self.peer != "none" or self.curves or self.threads > 1 or "parallel" in self.set

@@ -85,7 +85,7 @@ def check_values(node: DictConfig, prefix: str = "") -> None:
         if name not in keys:
             raise taken_away(key)
         if OmegaConf.is_missing(node, name):
-            raise SettingError(key, problem="is not given", remedy=f"say {key}=...")
+            raise SettingError(key, problem="is not given", remedy=f"set {key}=...")
         value = node[name]
         if isinstance(value, DictConfig) and holds_settings(value):
             check_values(value, f"{key}.")

@@ -55,10 +55,10 @@ from gspo.train.settings import ParallelSettings
 
 # settings that the program writes, and what the user may say in their place
 WRITTEN = {
-    "options": "say objective=...",
-    "outside": "say objective=MODULE:NAME",
+    "options": "set objective=...",
+    "outside": "set objective=MODULE:NAME",
     "inputs": "leave it out",
-    "prompt_used": "say prompt.format=...",
+    "prompt_used": "set prompt.format=...",
 }
 OUTSIDE = "outside"  # the folder of a run directory that has copies of the outside code's source
 
@@ -169,7 +169,7 @@ def resolve(s: Settings) -> None:
             f"kl.aggregation.{name}",
             getattr(aggregation, name),
             "is not read with kl.aggregation.mode=auto, which takes over trainer.aggregation",
-            remedy="say kl.aggregation.mode=...",
+            remedy="set kl.aggregation.mode=...",
         )
     s.kl.aggregation = s.trainer.aggregation
 
@@ -216,7 +216,7 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
     if code_paths and not (trust or is_own_file(path)):
         raise ValueError(
             f"{path} names code from outside this package ({', '.join(code_paths)}) and {why_not_own()}: "
-            "read that code, then say allow_outside_code=true"
+            "read that code, then set allow_outside_code=true"
         )
     try:
         for group, options in CHOICES.items():
@@ -327,7 +327,7 @@ def refuse_addresses(folder: Path, refused: dict[str, str], consent: str) -> Non
         listed = ", ".join(f"{key}={value}" for key, value in sorted(refused.items()))
         raise ValueError(
             f"{folder / 'settings.yaml'} {why_not_own()}, and it names addresses to which the run's data "
-            f"and responses would go: {listed}. If you want that, say {consent}"
+            f"and responses would go: {listed}. If you want that, set {consent}"
         )
 
 
@@ -406,5 +406,5 @@ def check_change(
             key,
             value,
             f"with resume={folder}, it has settings of its own",
-            remedy=f"say which of them, {key}.NAME=...",
+            remedy=f"set one of them, {key}.NAME=...",
         )

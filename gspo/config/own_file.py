@@ -40,7 +40,7 @@ def check_own_file(hydra: DictConfig | HydraConf) -> None:
             "resume",
             content["resume"],
             f"in {name}.yaml, the other settings of the file would not count",
-            remedy="say resume=RUN on the command line, without -cn",
+            remedy="set resume=RUN on the command line, without -cn",
         )
     defaults = content.get("defaults")
     names = defaults if isinstance(defaults, list) else []

@@ -214,7 +214,7 @@ def part_config(entry: Any, group: str, key: str) -> DictConfig:
         return with_values(load_class(entry, group, key), {"path": entry}, key)
     values = entry
     if not (OmegaConf.is_dict(values) or isinstance(values, dict)):
-        raise SettingError(key, entry, f"say where the class is, {key}=my_pkg.extras:Gap")
+        raise SettingError(key, entry, f"set its module and class, {key}=my_pkg.extras:Gap")
     path = values.get("path")
     if path is None:
         # Hydra has replaced the class by the settings

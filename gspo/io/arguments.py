@@ -236,7 +236,7 @@ def without_dashes(words: Sequence[str], options: Mapping[str, Option]) -> Argum
     else:
         spelling = entry.word(values[0] if values else "...")
     problem = "options have no dashes"
-    return ArgumentsError(words[0], problem=problem, remedy=f"say {spelling}")
+    return ArgumentsError(words[0], problem=problem, remedy=f"set {spelling}")
 
 
 def help_text(

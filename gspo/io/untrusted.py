@@ -169,7 +169,7 @@ def parse_json(text: bytes | str) -> Any:
         value = DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _check_depth(value)
+    check_depth(value)
     return value
 
 
@@ -184,10 +184,11 @@ def _integer(text: str) -> int:
 DECODER = json.JSONDecoder(parse_int=_integer)
 
 
-def _check_depth(value: object) -> None:
-    """Raise ValueError for a value of JSON that is nested too deeply, as check_tree does.
+def check_depth(value: object) -> None:
+    """Raise ValueError for a value of JSON with more than MAX_DEPTH lists and objects in each other.
 
-    The decoder has checked everything else, and this is several times faster."""
+    The bound is the same in every process. Python's own limit on recursion is not: compiling a
+    model raises it. `check_tree` also checks types, and is several times slower."""
     containers: list[Any] = [value] if type(value) in CONTAINER_TYPES else []
     depth = 0
     while any(containers):

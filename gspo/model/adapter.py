@@ -187,7 +187,7 @@ class Adapter:
             base = self.config.base_model_name_or_path or "this model"
             raise ValueError(
                 f"{folder} holds an adapter of other weights than {base} has now (their sums "
-                "differ): give back the model, or the cold start, that the run began with"
+                "differ): restore the model, or the cold start, that the run began with"
             )
         stored = load_file(folder / WEIGHTS)
         tensors = self.tensors()
@@ -268,7 +268,7 @@ def targets(model: transformers.PreTrainedModel, which: str) -> tuple[list[str],
         raise SettingError(
             "policy.lora.targets",
             which,
-            f"{type(model).__name__} has no such layers that are known here",
+            f"{type(model).__name__} has no layers of this kind",
         )
     return linear, stacked_experts
 

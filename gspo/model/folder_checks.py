@@ -120,7 +120,7 @@ def check_generation_config(path: str) -> None:
         content = None
     if not isinstance(content, dict):
         raise SettingError(
-            "model.path", path, f"{GENERATION_CONFIG} is no JSON object", remedy="mend or remove it"
+            "model.path", path, f"{GENERATION_CONFIG} is no JSON object", remedy="fix or remove it"
         )
     stop_ids = content.get("eos_token_id")
     ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]

@@ -158,13 +158,13 @@ def check_can_be_written(
             first_line = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"{name}: a checkpoint of it cannot be written ({type(error).__name__}: "
-                f"{first_line}); mend the model's folder first"
+                f"{first_line}); fix the model's folder first"
             ) from None
     has_same_tokens = reread(SAMPLE_TEXT)["input_ids"] == tokenizer(SAMPLE_TEXT)["input_ids"]
     if not has_same_tokens or reread.chat_template != tokenizer.chat_template:
         raise ValueError(
             f"{name}: its tokenizer gives other tokens once it is written and read again, so a "
-            "checkpoint would not be what was trained; mend the model's folder first"
+            "checkpoint would not be what was trained; fix the model's folder first"
         )
 
 
@@ -285,9 +285,9 @@ def one_line(path: str) -> Generator[None]:
 def positions(config: transformers.PretrainedConfig) -> int | None:
     """Return the maximum number of tokens of prompt and response together, None for no bound.
 
-    LongRoPE (Phi-3's) rotates all rows of a batch by other factors if one of them is longer than
-    the model's first training had it. A row's log-probs would depend on its neighbours, so that
-    length is the bound."""
+    LongRoPE (Phi-3) rotates all rows of a batch by other factors if one row is longer than the
+    original context length. A row's log-probs would then depend on its neighbours, so the original
+    context length is the bound."""
     config = config.get_text_config()
     rotation = getattr(config, "rope_parameters", None) or {}
     if rotation.get("rope_type") == "longrope":

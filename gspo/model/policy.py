@@ -92,7 +92,9 @@ class Policy(PolicyText):
                 use_float32_head(model)
         if checkpointing and not self.network:
             raise SettingError(
-                "policy.checkpointing", True, f"it is not there for {architecture(model)}"
+                "policy.checkpointing",
+                True,
+                f"{architecture(model)} runs in transformers' forward pass, which does not support it",
             )
         self._entropy_has_gradient = False
         # LoRA; None: all weights are trained
@@ -211,15 +213,16 @@ class Policy(PolicyText):
         return output
 
     def lockstep(self, needs_gradient: list[bool]) -> Iterable[tuple[int | None, bool]]:
-        """Yield index and need of a gradient of this rank's micro-batches, in order of computation.
+        """Yield (index, needs_gradient) of this rank's micro-batches in the order of computation.
 
-        If weights are sharded, the order suits all ranks. An index of None stands for `idle`."""
+        If weights are sharded, all ranks yield equally often and in a compatible order. An index of
+        None means that this rank has no micro-batch left and must call `idle`."""
         return self.shards.lockstep(needs_gradient) if self.shards else enumerate(needs_gradient)
 
     def idle(self, batch: TokenBatch, needs_gradient: bool) -> None:
-        """Pass a row through the model to no effect.
+        """Pass one row through the model and discard the result.
 
-        With sharded weights, a pass of another rank needs all ranks."""
+        With sharded weights a pass of any rank needs all ranks, also ranks without rows."""
         with torch.set_grad_enabled(needs_gradient):
             logp_BT = self.forward(batch.rows(torch.tensor([0])), entropy=False).logp_BT
             if needs_gradient:

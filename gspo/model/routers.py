@@ -156,8 +156,8 @@ def check_gate_formula(router: nn.Module) -> None:
         ours_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
     if not torch.allclose(ours_NK, weights_NK, rtol=1e-4, atol=1e-6):
         raise ValueError(
-            f"{type(router).__name__} does not weigh experts by the formula that is known of it: "
-            "it cannot be replayed"
+            f"the weights of {type(router).__name__} differ from its formula in "
+            "gspo.model.routers: it cannot be replayed"
         )
 
 

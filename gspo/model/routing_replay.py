@@ -53,7 +53,7 @@ class Routing:
         self.routers: list[nn.Module] = []
         self.fixed_routers: list[nn.Module] = []
         self.layer_numbers: list[int] = []
-        # the classes of modules that are routers by their name, but are not known here
+        # the classes of modules whose name ends like a router's, but that FORMULAS lacks
         self._unknown: set[str] = set()
         for name, module in model.named_modules():
             class_name = type(module).__name__
@@ -95,7 +95,7 @@ class Routing:
     def parameters(self) -> list[nn.Parameter]:
         """Return the weights of all routers. Raises ValueError if there is no router."""
         if not self.routers:
-            raise ValueError(f"this model has no router that is known here; {self._known()}")
+            raise ValueError(f"this model has no supported router; {self._known()}")
         routers = self.routers + self.fixed_routers
         return [parameter for router in routers for parameter in router.parameters()]
 
@@ -108,10 +108,10 @@ class Routing:
 
     def _known(self) -> str:
         """Return in words which routers are known, and which of the model's are not."""
-        known = f"routing is known of {', '.join(FORMULAS)}"
+        supported = f"supported routers are {', '.join(FORMULAS)}"
         if not self._unknown:
-            return known
-        return f"{known}. This model has {', '.join(sorted(self._unknown))}"
+            return supported
+        return f"{supported}. This model has {', '.join(sorted(self._unknown))}"
 
     def leave_out_of_autocast(self) -> None:
         """Make all routers compute in their weights' precision, in any autocast."""

@@ -155,9 +155,10 @@ def rollout_times(
 ) -> dict[str, float]:
     """Return the seconds in which a step's responses are sampled.
 
-    For every sampled token, the engine reads the weights and the KV cache. Of an MoE model it reads
-    the experts that the tokens of `at_once` responses can reach. The prompt, once for its group,
-    and an environment's tokens cost arithmetic alone, for each of them passes in one piece.
+    For every sampled token, the engine reads the weights and the KV cache. Of an MoE model it
+    reads the experts that the tokens of `at_once` responses can reach. The prompt (once for its
+    group) and the environment's tokens cost arithmetic alone, because each prompt and each
+    observation is computed in a single pass.
     """
     sampled = sampled_tokens(settings, work)
     waves = math.ceil(engine.rows / engine.at_once)

@@ -73,7 +73,7 @@ class RewardFunction(ProcessOwner):
         """Call the function for a whole and a truncated response before a run depends on it.
 
         Return in words why a call failed, "" if none did. Raises ValueError for a mistake that no
-        response can mend, such as a column that the row does not have."""
+        response can fix, such as a column that the row does not have."""
         self.start()
         truncated_response = TRIAL_RESPONSE[: len(TRIAL_RESPONSE) // 2]
         calls: list[RewardCall] = [

@@ -165,7 +165,7 @@ class RewardCaller:
         """Make these calls before a run, and return (is_certain, reason).
 
         `reason` says in words why a call failed, and is "" if none did. `is_certain` says that no
-        response can mend the mistake. Such mistakes are a column that the rows do not have, a name
+        response can fix the mistake. Such mistakes are a column that the rows do not have, a name
         that is not defined, a module that cannot be imported, and a value that is no number. Other
         exceptions may be due to the trial's responses."""
         reason, errors = self._try(calls, seconds)

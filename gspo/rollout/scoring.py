@@ -127,9 +127,10 @@ def pop_scored(unscored: Unscored, grading: Grading) -> ScoredGroups:
 
 
 class Grading:
-    """Scores responses in a thread: those that end while the verifiers are busy are the next batch.
+    """Scores responses in a thread, batch by batch.
 
-    The seconds of scoring are added to `seconds`."""
+    The responses that end while the verifiers are busy form the next batch. The seconds of scoring
+    are added to `seconds`."""
 
     def __init__(self, thread: ThreadPoolExecutor, task: Task, seconds: Seconds):
         self.thread = thread
@@ -199,11 +200,13 @@ def score(
     scored = []
     for response in responses:
         if not isinstance(response, ScoredResponse):
-            verdict = next(scores)
-            if verdict.verdict == "truncated" and not judges_truncated:
-                verdict = verdict.truncated(task.truncated_reward, task.reward_weights)
+            response_score = next(scores)
+            if response_score.verdict == "truncated" and not judges_truncated:
+                response_score = response_score.truncated(
+                    task.truncated_reward, task.reward_weights
+                )
             else:
-                verdict = verdict.weighted(task.reward_weights)
-            response = response.scored(verdict)
+                response_score = response_score.weighted(task.reward_weights)
+            response = response.scored(response_score)
         scored.append(response)
     return scored

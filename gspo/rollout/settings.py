@@ -72,7 +72,7 @@ class ResponseSettings(Truncation, key="rollout"):
                 raise SettingError(
                     "rollout.extend",
                     self.extend,
-                    f"step {step} must be at least 2; max_new_tokens is 1's",
+                    f"step {step} must be at least 2: step 1 has rollout.max_new_tokens",
                 )
             if limit <= previous_limit:
                 raise SettingError(
@@ -319,9 +319,9 @@ def check_engine_alone(settings: RolloutSettings, instead: dict[str, str]) -> No
         if setting.name not in ENGINE_FIELDS and not is_read_by_server:
             remedy = "leave it out"
             if setting.name in instead:
-                remedy = f"say {instead[setting.name]}=..."
+                remedy = f"set {instead[setting.name]}=..."
             elif isinstance(value, bool):  # an option file may have set it
-                remedy = f"say rollout.{setting.name}={str(default).lower()}"
+                remedy = f"set rollout.{setting.name}={str(default).lower()}"
             raise SettingError(
                 f"rollout.{setting.name}", value, "is read in training alone", remedy
             )

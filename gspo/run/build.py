@@ -234,8 +234,8 @@ def check_same_weights(policy: Policy, ranks: Ranks) -> None:
         ]
         if differing:
             raise ValueError(
-                f"rank {rank} has other weights than rank 0, the first in {differing[0]}: "
-                "are the files alike?"
+                f"rank {rank} has other weights than rank 0, the first difference is in "
+                f"{differing[0]}: give all ranks the same model files"
             )
 
 

@@ -75,7 +75,7 @@ def jobs_at_once(job: HydraConf) -> int:
                 "hydra/launcher",
                 "submitit_local",
                 "starts all jobs of a sweep at once",
-                remedy="say how many this machine can hold with hydra.sweeper.max_batch_size=N",
+                remedy="set how many this machine can hold with hydra.sweeper.max_batch_size=N",
             )
         return size
     return 1

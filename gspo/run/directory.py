@@ -196,8 +196,8 @@ class RunDirectory:
         before = f"commit {str(earlier.get('commit'))[:10]}{CHANGED if earlier_diff else ''}"
         now = f"commit {str(state['commit'])[:10]}{CHANGED if diff else ''}"
         return [
-            f"{self.path} was made with other code until now ({before}, see code.{number}.json); it "
-            f"goes on with {now}"
+            f"the code of {self.path} has changed: until now {before} (see code.{number}.json), "
+            f"from now on {now}"
         ]
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
@@ -355,7 +355,7 @@ def settings_and_checkpoint(
         refuse_addresses(directory, refused, f"addresses=[{','.join(refused.values())}]")
     change = source_change(directory, recorded, settings)
     if change:
-        print(f"warning: {change}; what is there now is used", file=sys.stderr)
+        print(f"warning: {change}; the present content is used", file=sys.stderr)
     paths = outside_paths(settings)
     if paths and not is_own:
         print(f"warning: {run}/settings.yaml {why_not_own()}; it reads {paths}", file=sys.stderr)

@@ -58,10 +58,9 @@ class Broken(RuntimeError):
 
 
 class Ended(Broken):
-    """A run lacks something other than the disk: a process has ended, no response can be graded, or
-    a response shows that a setting is wrong.
+    """A run has ended for a reason other than the disk, and the other jobs of a sweep may run.
 
-    The other jobs of a sweep may run."""
+    A process has ended, no response can be graded, or a response shows that a setting is wrong."""
 
 
 class SaidByRankZero(Ended):
@@ -325,7 +324,7 @@ def print_error(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno in DISK:
         run = run_of(error.filename)
         command = f"resume={run}" if run else "the same command"
-        remedy = f"what was written is kept: mend this and go on with {command}"
+        remedy = f"what was written is kept: fix this and continue with {command}"
         say_error(f"error: {escape_line(explain(error))}; {remedy}")
         return 1
     say_error(f"error: {escape_line(explain(error))}")

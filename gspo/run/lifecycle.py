@@ -79,7 +79,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
             peers.dismiss()
     except NothingGraded as error:
         raise Ended(
-            f"{directory.path}: {error}; mend that, and type the same command again"
+            f"{directory.path}: {error}; fix that, and type the same command again"
         ) from None
     except (EngineEnded, RankLost) as error:
         reason = peers.lost[1] if isinstance(error, RankLost) else error
@@ -185,7 +185,7 @@ def end_in_words(
 ) -> Broken | Ended | Failed | None:
     """Return an error that ended a run as one for the user, None if it has a form of its own."""
     if isinstance(error, OSError):
-        message = f"{reason}; what was written is kept: mend this and go on with resume={folder}"
+        message = f"{reason}; what was written is kept: fix this and continue with resume={folder}"
         # other jobs of a sweep would fail by the same disk, but not by another cause
         return Broken(message) if error.errno in DISK else Ended(message)
     message = f"{folder} failed after step {step}: {reason}"
@@ -258,15 +258,14 @@ def model_warnings(policy: Policy) -> list[str]:
     lines = []
     if policy.active_parameters is None:
         lines.append(
-            f"{kind}: how many parameters a token passes through cannot be told: "
-            "there is no compute/flops"
+            f"{kind}: the number of active parameters is unknown, so compute/flops is left out"
         )
     if policy.template_turn_end is not None:
         token = policy.tokenizer.decode([policy.template_turn_end])
         lines.append(
             f"responses end at {token} too: the chat template writes it behind an assistant's "
-            "turn, though neither the tokenizer's end-of-sequence token nor generation_config.json "
-            "is that token"
+            "turn, although it is not the tokenizer's end-of-sequence token, and "
+            "generation_config.json does not name it"
         )
     if not policy.network:
         lines.append(

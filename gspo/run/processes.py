@@ -96,7 +96,7 @@ class Peers:
 
         The rank is -1 if some rank does not answer and none is known to have ended."""
         began = time.monotonic()
-        self.write_note("left", "for want of another rank")
+        self.write_note("left", "because another rank left")
         now = began
         while now < began + LOSS_TIMEOUT:
             for rank, (host, pid) in enumerate(self.processes):
@@ -110,7 +110,9 @@ class Peers:
                 if now <= began + 1 or host != platform.node():
                     continue
                 if not is_alive(pid) and not self.read_note("left", rank):
-                    perhaps = ", perhaps killed by the kernel for want of memory" if rank else ""
+                    perhaps = (
+                        ", perhaps killed by the kernel because memory ran out" if rank else ""
+                    )
                     return rank, f"{name} has ended before its time{perhaps}"
             time.sleep(0.1)
             now = time.monotonic()
@@ -196,7 +198,7 @@ def check_launch(settings: Settings, count: int) -> None:
             "parallel.mode",
             mode,
             f"there are {count} processes",
-            remedy="say parallel.mode=replicate or shard",
+            remedy="set parallel.mode=replicate or shard",
         )
     if mode != "none" and "WORLD_SIZE" not in os.environ:
         raise SettingError("parallel.mode", mode, "there is one process", remedy=START)
@@ -232,7 +234,8 @@ def stay_on_one_machine() -> None:
 def check_agreement(settings: Settings, ranks: Ranks) -> None:
     """Raise ValueError on every rank if some rank has other settings or code than rank 0."""
     content = asdict(settings)
-    del content["tracking"], content["runs"]
+    del content["tracking"]
+    del content["runs"]
     content = json.loads(json.dumps(content, default=str))
     (settings_of_rank_0, code_of_rank_0), *others = ranks.all_gather((content, code_hash()))
     for rank, (other_settings, code) in enumerate(others, start=1):

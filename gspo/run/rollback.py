@@ -36,7 +36,7 @@ class Rollbacks:
                 type(entry.get(key)) is kind for key, kind in kinds.items()
             )
             if not has_kinds or not (is_step(entry["from"]) and is_step(entry["to"])):
-                raise ValueError(f"{self.path} is damaged: it lists what is no rollback")
+                raise ValueError(f"{self.path} is damaged: an entry is not a rollback")
         return entries
 
     def plan(self, step: int, newest: int) -> int | None:

@@ -42,7 +42,8 @@ class SweepConfigs:
     them. Values, as in `optim.lr=1`, are set in a copy, by Hydra's own function."""
 
     def __init__(self, loader: ConfigLoaderImpl, config: DictConfig):
-        self.loader, self.config = loader, config
+        self.loader = loader
+        self.config = config
         # by the choices; unpickling is faster than a deep copy
         self.composed: dict[tuple[str, ...], bytes] = {}
 
@@ -87,7 +88,7 @@ class SweepConfigs:
             )
             raise OtherLauncher(
                 f"the files of the job {groups} choose {chosen}, but one launcher starts all jobs "
-                f"of a sweep, here {of_sweep}: say hydra/launcher=... on the command line"
+                f"of a sweep, here {of_sweep}: set hydra/launcher=... on the command line"
             )
 
 

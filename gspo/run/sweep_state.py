@@ -180,7 +180,8 @@ def _job(folder: Path, plan: dict | None) -> Job:
     step = rows[-1]["step"] if rows else 0
     seconds = [_seconds(row) for row in rows if row.get("time/train_s") is not None]
     if unreadable:
-        state, reason = "failed", unreadable
+        state = "failed"
+        reason = unreadable
     else:
         state, reason = _state(folder, plan or {}, step, steps)
     reward, collapsed = rewards_of(folder / "metrics.jsonl") if rows else (None, None)

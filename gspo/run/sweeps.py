@@ -207,12 +207,12 @@ def is_search(config: DictConfig) -> bool:
 
 # --------------------------------------------------------------------------------------------- plan
 def plan(config: DictConfig) -> list[dict[str, Any]]:
-    """Return the jobs of a sweep.
+    """Return the jobs of a sweep, as the manifest lists them.
 
-    Each has its overrides, and run, folder and steps, or the reason why its settings are wrong. Of
-    several jobs that are the same run, the first with the most steps is made, and the
-    others have its number as `same_as`. Raises OtherLauncher if a job chooses a launcher of its
-    own."""
+    Every job has its overrides. A job with valid settings also has the name of its run, its folder
+    and its steps. Any other job has the reason of the refusal. If several jobs are the same run,
+    only the first of the jobs with the most steps is started, and the others have its number as
+    `same_as`. Raises OtherLauncher if a job chooses a launcher of its own."""
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     overrides_of_jobs = expanded([*params, *config.hydra.overrides.task])
     shared = shared_overrides(overrides_of_jobs)
@@ -367,7 +367,7 @@ def make_private(folder: Path) -> None:
         if others_write or not trusted_owner or stat.S_ISLNK(mode):
             raise ValueError(
                 f"hydra.launcher.submitit_folder: jobs run the pickles that lie in {folder}, and "
-                f"another user could replace them in {path}: chmod go-w {path}, or say "
+                f"another user could replace them in {path}: chmod go-w {path}, or set "
                 "hydra.launcher.submitit_folder=FOLDER/%j with a FOLDER that you alone can write to"
             )
 

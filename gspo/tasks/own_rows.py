@@ -57,7 +57,7 @@ class OwnRows(Benchmark):
             raise SettingError(
                 f"{self.key}.reward",
                 problem="is not given",
-                remedy="say where your function is, my_pkg.rewards:score",
+                remedy="name your function as my_pkg.rewards:score",
             )
         unknown = set(self.columns) - set(COLUMNS)
         if unknown:
@@ -68,7 +68,7 @@ class OwnRows(Benchmark):
             raise SettingError(
                 f"{self.key}.columns.prompt",
                 problem="is not given",
-                remedy="say which column holds the prompt",
+                remedy="name the column that holds the prompt",
             )
         if "/" in self.name or not self.name:
             raise SettingError(

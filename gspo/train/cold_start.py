@@ -1,11 +1,12 @@
 """The cold start: supervised training on demonstrations, before reinforcement learning.
 
 The paper starts from a fine-tuned "cold-start model" (arXiv:2507.18071, section 5.1). Here
-demonstrations contain wrong steps at a set rate. The model learns the format and most of the skill,
-but answers only about half of the problems. The result is a normal model folder, named by the hash
-of everything it depends on. It is trained only once, also if several runs of a sweep need it at the
-same time. All seeds of a study start from it, so it is written as carefully as a checkpoint, with
-checksums and a rename at the end, and checked each time it is used.
+demonstrations contain wrong steps at the rate cold_start.wrong_step_rate. The model learns the
+format and most of the skill, but answers only a part of the problems correctly. The result is a
+normal model folder, named by the hash of everything it depends on. It is trained only once, also if
+several runs of a sweep need it at the same time. All seeds of a study start from it, so it is
+written as carefully as a checkpoint, with checksums and a rename at the end, and checked each time
+it is used.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ WAIT_S = 0.5  # seconds between two looks at a model that another process trains
 # The reward recorded with a cold start is the mean over this many problems.
 CHECKED_PROBLEMS = 512
 MAX_CHECKED_TOKENS = 128  # of each response to these problems
-# of the squared distance from cold_start.log_normalizer, added to nats per token
+# the weight in the loss (nats per token) of the squared distance from cold_start.log_normalizer
 NORMALIZER_WEIGHT = 1e-3
 
 
@@ -214,9 +215,7 @@ def _train(
 
 
 def _squared_distance(policy: Policy, micro: TokenBatch, log_normalizer: float) -> Tensor:
-    """Return the squared distance of log sum exp(logits) from `log_normalizer`.
-
-    It is the sum over the response tokens of a micro-batch."""
+    """Return sum_t (log sum exp(logits_t) - log_normalizer)^2 over the response tokens."""
     micro = micro.to(policy.device)
     logits_BSV = policy.model(
         input_ids=micro.tokens_BS, attention_mask=micro.attention_BS.long()

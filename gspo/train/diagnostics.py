@@ -244,7 +244,9 @@ def update_correction(
 
 
 def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
-    """Measure the mean weight of the responses with more than N/2 and at most N tokens."""
+    """Measure the mean weight of responses by length, as `clip/weight_length_N`.
+
+    The metric is over the responses with more than N/2 and at most N tokens, N = 1, 2, 4, ..."""
     lengths_B = mask_BT.sum(-1)
     weight_B = masked_mean(weight_BT.detach().float(), mask_BT)
     longest = 1

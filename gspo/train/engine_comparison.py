@@ -31,14 +31,14 @@ class EngineComparison:
     def check(self, agreements: list[float]) -> None:
         """Raise RuntimeError if the engine's experts agree too little with the trainer's.
 
-        They then are experts of other tokens or of other weights. `agreements` are the numbers of
-        `self.agreements`, which is empty afterwards.
+        The engine then returned the experts of other tokens, or it has other weights. `agreements`
+        holds the values of `self.agreements` as floats. `self.agreements` is empty afterwards.
         """
         self.agreements.clear()
         for agreement in agreements:
             if agreement < self.routes_floor:
                 raise RuntimeError(
                     f"routing/engine_agreement={agreement:.3f} is below "
-                    f"rollout.routes_floor={self.routes_floor}: the routes that the engine "
-                    "returned are not those of these tokens, or its weights are far from the trainer's"
+                    f"rollout.routes_floor={self.routes_floor}: the engine returned the experts of "
+                    "other tokens, or its weights are far from the trainer's"
                 )

@@ -115,7 +115,7 @@ class Extensions:
                 self.warned.add(name)
                 LOG.info("custom/%s", name, exc_info=True)  # the line in the user's code
                 self.warnings.append(
-                    f"step {trained.step}: custom/{name} is left out where it fails: {problem}"
+                    f"step {trained.step}: custom/{name} failed and is left out: {problem}"
                 )
         return values
 

@@ -68,8 +68,9 @@ class Recorder:
 class StepRecorder(Recorder):
     """The recorder of a run that records steps.
 
-    every    steps from a record to the next; 0: none but the last steps
-    last     also record all other steps; the run's loop deletes all but the last of them
+    every    steps from a record to the next. 0: only `last` decides
+    last     0: record the steps of `every` alone. Otherwise record every step. The run's loop then
+             deletes the records that it does not keep (gspo.run.old_records)
     experts  record the experts of MoE models
     after    also record log-probs after the last update, which takes a pass over all responses
     """
@@ -255,9 +256,10 @@ def to_record(
         engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
 
     def of_rows(name: str) -> ndarray | None:
-        parts = [rows.get((0, row), {}).get(name) for row in range(len(responses))]
-        known = [part for part in parts if part is not None]
-        return np.concatenate(known) if len(known) == len(responses) else None
+        arrays_of_rows = [rows.get((0, row), {}).get(name) for row in range(len(responses))]
+        recorded_arrays = [array for array in arrays_of_rows if array is not None]
+        is_complete = len(recorded_arrays) == len(responses)
+        return np.concatenate(recorded_arrays) if is_complete else None
 
     old_experts = of_rows("old_experts")
     if old_experts is not None:

@@ -88,9 +88,8 @@ def replay(
 ) -> ReplayedStep:
     """Compute the loss of a recorded step.
 
-    recorded_kl          the coefficient of the KL term is the run's, so it has the value that the
-                         run had reached
-    recorded_entropy     the same of the entropy bonus
+    recorded_kl          start with the run's coefficient of the KL term at this step
+    recorded_entropy     start with the run's coefficient of the entropy bonus at this step
     recorded_advantages  take the advantages of the record instead of computing them from rewards
 
     Raises ValueError if the objective needs tensors that the record does not hold."""
@@ -279,7 +278,7 @@ def of_tokens(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
 
 
 def required(x: ndarray, batch: TokenBatch) -> Tensor:
-    """Do the same as `of_tokens` for an array that exists."""
+    """Return an array over all response tokens as a tensor [B, T, ...], 0 at padding."""
     real_BT = batch.attention_BS[:, batch.prompt_width :]
     x_N = torch.from_numpy(x)
     x_BT = torch.zeros((*real_BT.shape, *x.shape[1:]), dtype=x_N.dtype)

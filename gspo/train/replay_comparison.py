@@ -26,9 +26,8 @@ class ResponseWeights:
 
     share: ndarray  # [B], its share of sum |gradient|
     clipped: ndarray  # [B], the share of its trained tokens whose gradient the clip removed
-    log_ratio: (
-        ndarray  # [B], the mean log-ratio of its trained tokens in the last update that had it
-    )
+    # [B], the mean log-ratio of its trained tokens, in the last update that contained it
+    log_ratio: ndarray
 
 
 def response_weights(record: StepRecord, replayed: ReplayedStep) -> ResponseWeights:

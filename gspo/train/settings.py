@@ -37,8 +37,8 @@ class OptimSettings(Ranged, key="optim"):
     name: str = choice("adamw", OPTIMIZERS, metadata=HASHED_IF_CHANGED)
     lr: float = ranged(1e-6, least=0)  # the maximum of the schedule
     warmup_updates: int = ranged(20, least=0)  # updates over which it rises linearly
-    # after the warm-up: none (constant), or over `decay_updates` updates to `final_lr_factor` times
-    # lr, linear or cosine
+    # the learning rate after the warm-up. none: constant. linear, cosine: it falls to
+    # `final_lr_factor` times lr over `decay_updates` updates
     decay: str = choice("none", ("none", "linear", "cosine"), metadata=HASHED_IF_CHANGED)
     decay_updates: int = ranged(0, least=0, metadata=HASHED_IF_CHANGED)
     final_lr_factor: float = ranged(0.0, least=0, most=1, metadata=HASHED_IF_CHANGED)

@@ -166,8 +166,9 @@ class Trainer:
         returns the metrics of held-out problems at steps at which they are due, else nothing.
         `checkpoint(step, last)` writes a checkpoint if it is due, and always after the last step.
 
-        Raises EngineEnded if the engine's process has ended: after the current step if that no
-        longer needs the engine, else with the state of the step before.
+        Raises EngineEnded if the engine's process has ended. If the current step no longer needs
+        the engine, the step is completed and checkpointed first. Otherwise the state is that of
+        the step before.
         """
         if self.state.step == 0:
             log(0, evaluate(0), None)
@@ -272,8 +273,10 @@ class Trainer:
         kl_coef               the coefficient of the KL term
         entropy_coef          the state of the entropy bonus, see EntropyTerm; None without bonus
         rewards               the moments of all rewards before the step
-        starts_at_old_policy  whether the first update's ratios to pi_old are 1 by definition, also
-                              if the objective does not use them: a replay's may
+        starts_at_old_policy  whether the first update begins with the weights of the old policy.
+                              Its ratios to pi_old are then 1 (with policy.old_logprobs=engine up
+                              to the mismatch). The objective does not matter, because the
+                              objective of a replay may be another one
         skips_old_pass        whether the engine's log-probs stand for those of the old policy
         experts               the number of experts of each MoE layer; 0: a dense model
         """
@@ -330,7 +333,8 @@ class Trainer:
             loads_LE = routing.old_loads(local, self.policy, self.ranks)
         splits = local.split_rows(self.settings.micro_batch_size) if local else []
         micros = [local.rows(split_N) for split_N in splits] if local else []
-        # if all advantages are 0 the gradient is exactly 0
+        # A micro-batch whose advantages are all 0 needs no backward pass. If all advantages of the
+        # mini-batch are 0, every micro-batch gets one, so that the gradient is 0 and not None.
         every_row = self.every_row or not batch.adv_BT.any()
         needs_backward = [every_row or bool(micro.adv_BT.any()) for micro in micros]
         with self.policy.cached_casts():

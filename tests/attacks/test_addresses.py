@@ -89,7 +89,7 @@ CASES = [(["rollout=vllm_server", f"rollout.url={ADDRESS}"], "rollout.url"), (OP
 @pytest.mark.parametrize(("words", "key"), CASES, ids=["vllm_server", "openenv"])
 def test_an_address_of_a_strangers_run_is_refused_unless_the_command_gives_it(words, key, tmp_path):
     run = strangers(tmp_path / "run", *words)
-    message = rf"addresses to which .* go: {key}={ADDRESS}\. If you want that, say {key}={ADDRESS}"
+    message = rf"addresses to which .* go: {key}={ADDRESS}\. If you want that, set {key}={ADDRESS}"
     with pytest.raises(ValueError, match=message):
         resumed_settings(run, [f"resume={run}"])
     again = resumed_settings(run, [f"resume={run}", f"{key}={ADDRESS}"])
@@ -107,7 +107,7 @@ def test_an_evaluation_of_a_strangers_run_reaches_no_address_either(tmp_path):
     run = strangers(tmp_path / "run", *OPEN_ENV)
     with pytest.raises(
         ValueError,
-        match=rf"go: task\.url={ADDRESS}\. If you want that, say addresses=\[{ADDRESS}\]",
+        match=rf"go: task\.url={ADDRESS}\. If you want that, set addresses=\[{ADDRESS}\]",
     ):
         settings_and_checkpoint(str(run), 0, False, False)
     assert settings_and_checkpoint(str(run), 0, False, False, [ADDRESS])[1] is None
@@ -247,7 +247,7 @@ def test_who_does_not_know_the_key_gets_neither_prompts_nor_the_key(folders):
     with answering(lambda path, headers: (200, b'{"version": "0.32.0"}')) as (url, asked):
         folder = servers_folder(url, folders)
         key = (folder.path / KEY_FILE).read_text()
-        with refuses("rollout.url", problem="what answers there is not a server"):
+        with refuses("rollout.url", problem="no server that this user started"):
             check_server(VLLMServerRollout(url=url))
         folder.close()
     assert [path for path, _, _ in asked] == [PROOF_PATH]
@@ -298,7 +298,7 @@ def test_a_proof_that_is_passed_on_is_worth_nothing(folders):
             # the same folder is found: its port is that of the stranger, at another address of this
             # machine
             (folder.path / "description.json").write_text(json.dumps({"url": other}))
-            with refuses("rollout.url", problem="it does not know the key in"):
+            with refuses("rollout.url", problem="the server that answers does not know the key in"):
                 check_server(VLLMServerRollout(url=other))
         folder.close()
     assert {path for path, _, _ in asked} == {PROOF_PATH}
@@ -322,7 +322,7 @@ def test_a_server_that_hangs_up_after_its_proof_gets_no_request(folders):
     with answering(answer) as (url, _):
         place = url.removeprefix("http://")
         server = ClosingClient(url, False, key)
-        with pytest.raises(EngineEnded, match="has ended a connection"):
+        with pytest.raises(EngineEnded, match="closed the connection"):
             server.call("/inference/v1/generate", {"token_ids": [1]})
     assert asked == [PROOF_PATH]
 

@@ -187,9 +187,11 @@ def test_the_longest_chain_that_is_parsed_does_not_kill_the_process(tmp_path):
     assert done.returncode == 0
 
 
-def test_a_value_too_deep_is_refused(tmp_path):
+@pytest.mark.parametrize("depth", [52, 700, 5000])
+def test_a_value_too_deep_is_refused(depth, tmp_path):
+    """Also in a process in which the compilation of a model has raised the recursion limit."""
     (tmp_path / "test.jsonl").write_text(
-        f'{{"problem": "p", "answer": "1", "x": {"[" * 700}{"]" * 700}}}'
+        f'{{"problem": "p", "answer": "1", "x": {"[" * depth}{"]" * depth}}}'
     )
     with pytest.raises(ValueError, match=r"line 1.*(too deep|not JSON)"):
         Math500(path=str(tmp_path / "test.jsonl")).size("math500")

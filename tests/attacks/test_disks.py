@@ -117,7 +117,7 @@ def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert (
         "File too large" in done.stderr.splitlines()[-1]
-        and "mend this and go on" in done.stderr.splitlines()[-1]
+        and "fix this and continue" in done.stderr.splitlines()[-1]
     )
 
 
@@ -128,9 +128,11 @@ def test_the_advice_names_the_run(tmp_path, capsys):
         errno.ENOSPC, "No space left on device", str(tmp_path / "run" / "checkpoints" / "x")
     )
     assert print_error(inside) == 1
-    assert capsys.readouterr().err.endswith(f"mend this and go on with resume={tmp_path / 'run'}\n")
+    assert capsys.readouterr().err.endswith(
+        f"fix this and continue with resume={tmp_path / 'run'}\n"
+    )
     assert print_error(OSError(errno.ENOSPC, "No space left on device")) == 1
-    assert capsys.readouterr().err.endswith("mend this and go on with the same command\n")
+    assert capsys.readouterr().err.endswith("fix this and continue with the same command\n")
 
 
 @pytest.mark.slow
@@ -153,7 +155,7 @@ def test_a_sweep_on_a_full_disk_trains_no_cold_start_in_vain(tmp_path, launcher)
         done = forked.run(command, cwd=disk, env=environment())
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
         last = done.stderr.splitlines()[-1]
-        assert "No space left on device" in last and "mend this and go on with" in last
+        assert "No space left on device" in last and "fix this and continue with" in last
         assert "cold start  step" not in done.stdout, "that there is no room was found out first"
         assert not list((disk / "runs" / "cold_starts").glob("*.unfinished"))
         if launcher == "basic":

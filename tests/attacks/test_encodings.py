@@ -84,7 +84,7 @@ def test_every_file_of_ours_is_utf_8_whatever_the_machine_says(folder):
         for path in sorted((ROOT / folder).rglob("*.py"))
         for call in without_encoding(path.read_text(encoding="utf-8"))
     ]
-    assert not found, 'say encoding="utf-8":\n' + "\n".join(found)
+    assert not found, 'set encoding="utf-8":\n' + "\n".join(found)
 
 
 @pytest.mark.slow

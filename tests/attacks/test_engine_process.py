@@ -80,7 +80,7 @@ def test_its_libraries_report_nothing_and_our_environment_stays(start, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number, words", [
-    (signal.SIGKILL, r"the engine \(process \d+\) was killed by SIGKILL, perhaps by the kernel for want of memory"),
+    (signal.SIGKILL, r"the engine \(process \d+\) was killed by SIGKILL, perhaps by the kernel because memory ran out"),
     (signal.SIGTERM, r"was ended by SIGTERM"),
 ])  # fmt: skip
 def test_its_end_is_noticed_while_it_is_waited_for(start, number, words):

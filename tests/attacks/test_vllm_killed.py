@@ -84,8 +84,8 @@ def test_an_engine_that_is_killed_ends_the_run_with_what_is_whole(tmp_path):
     run = only_run(tmp_path)
     step = max(row["step"] for row in read_rows(run / "metrics.jsonl"))
     assert process.returncode == 1 and line == (
-        f"error: vLLM's process (process {engine.pid}) was killed by SIGKILL, perhaps by the kernel for want of "
-        f"memory: `dmesg | grep -i oom` tells; saved up to step_{step:06d}; go on with "
+        f"error: vLLM's process (process {engine.pid}) was killed by SIGKILL, perhaps by the kernel because "
+        f"memory ran out: `dmesg | grep -i oom` tells; saved up to step_{step:06d}; go on with "
         f"resume={run.relative_to(tmp_path)}"
     )
     assert json.loads((run / "status.json").read_text())["how"] == "failed"

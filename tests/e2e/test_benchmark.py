@@ -258,7 +258,7 @@ def test_runs_side_by_side_are_summed():
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({"scaling": 1}, ("scaling", 1, "say scaling=2")),
+        ({"scaling": 1}, ("scaling", 1, "set scaling=2")),
         ({"scaling": 2, "threads": 2}, ("scaling", 2, "chooses threads")),
         ({"scaling": 2, "peer": "trl"}, ("scaling", 2, "chooses")),
         (
@@ -313,8 +313,8 @@ def test_one_command_measures_one_process_beside_two(tmp_path):
     )
     assert all(record["old_logprobs_flops"] for record in found.values()), "all make the old pass"
     for count, word, remedy in (
-        (8, "size.prompts=4", "say size.prompts=8 or more"),
-        (2, "set.rollout.prompts_per_step=8", "say size.prompts=N instead"),
+        (8, "size.prompts=4", "set size.prompts=8 or more"),
+        (2, "set.rollout.prompts_per_step=8", "set size.prompts=N instead"),
     ):
         refused = forked.run([*command[:3], f"scaling={count}", word], cwd=tmp_path)
         assert refused.returncode == 2 and remedy in refused.stderr, refused.stderr

@@ -76,7 +76,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         (["run=x", "benchmark=math", "data=x"], ("data", "x", "is read by none of")),
         (
             ["run=x", "rollout=vllm", "rollout.group_size=4"],
-            ("rollout.group_size", 4, "is read in training alone; say k="),
+            ("rollout.group_size", 4, "is read in training alone; set k="),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.prompts_per_step=4"],
@@ -96,7 +96,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "rollout.sleep=true"],
-            ("rollout.sleep", True, "is read in training alone; say rollout.sleep=false"),
+            ("rollout.sleep", True, "is read in training alone; set rollout.sleep=false"),
         ),
         (
             ["run=x", "rollout=local", "rollout.cuda_graphs=false", "rollout.staleness=1"],
@@ -108,7 +108,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "rollout.routes=true"],
-            ("rollout.routes", True, "is read in training alone; say rollout.routes=false"),
+            ("rollout.routes", True, "is read in training alone; set rollout.routes=false"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.name=local"],
@@ -120,7 +120,7 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "batch_rows=8"],
-            ("batch_rows", 8, "say rollout.batch_rows="),
+            ("batch_rows", 8, "set rollout.batch_rows="),
         ),
     ],
 )
@@ -441,5 +441,5 @@ def test_a_run_is_compared_with_what_it_started_from(tmp_path):
     refused = forked.run([*script, "rollout=local", "rollout.group_size=4"], cwd=tmp_path)
     assert (
         refused.returncode == 2
-        and "rollout.group_size=4: is read in training alone; say samples=" in refused.stderr
+        and "rollout.group_size=4: is read in training alone; set samples=" in refused.stderr
     )

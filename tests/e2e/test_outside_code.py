@@ -88,7 +88,7 @@ def test_a_sweep_over_a_loss_of_ones_own_is_resumed_evaluated_and_drawn(folder):
         and "Traceback" not in done.stderr
     )
     done = evaluate(folder, own)
-    assert done.returncode == 0 and "what is there now is used" in done.stderr
+    assert done.returncode == 0 and "the present content is used" in done.stderr
 
 
 def test_a_callback_ends_a_run_and_its_state_is_resumed(folder):

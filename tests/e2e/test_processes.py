@@ -150,7 +150,7 @@ WRONG = {
     "key": (["lr=1"], "error: lr: there is no such setting; here it is optim.lr"),
     "mode": (
         ["parallel.mode=none"],
-        "error: parallel.mode=none: there are 2 processes; say parallel.mode=replicate or",
+        "error: parallel.mode=none: there are 2 processes; set parallel.mode=replicate or",
     ),
     "device": (["policy.device=cuda:9"], "error: policy.device=cuda:9: cannot be used here: "),
     "one rank": (
@@ -309,7 +309,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
 # ------------------------------------------------------------------------------------------------------------
 # refused
 REFUSED = {
-    "none": ("parallel.mode=none: there are 2 processes; say parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
+    "none": ("parallel.mode=none: there are 2 processes; set parallel.mode=replicate", ["parallel.mode=none"], {}, {}),
     "settings": (
         "rank 1 was started with other settings than rank 0: optim.lr: 0.002 against 0.001",
         [],

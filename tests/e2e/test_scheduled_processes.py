@@ -87,5 +87,5 @@ def test_tasks_without_a_mode_are_refused_by_rank_0(tmp_path):
     done = forked.run(words, cwd=tmp_path, env=environment())
     assert (
         done.returncode == 1
-        and "parallel.mode=none: there are 2 processes; say parallel.mode=replicate" in done.stderr
+        and "parallel.mode=none: there are 2 processes; set parallel.mode=replicate" in done.stderr
     )

@@ -58,7 +58,7 @@ def test_a_launcher_that_a_jobs_file_chooses_is_refused_before_any_job(tmp_path)
         last.startswith("error: the files of the job ")
         and "experiment=with_joblib choose JoblibLauncher" in last
     )
-    assert last.endswith("here BasicLauncher: say hydra/launcher=... on the command line")
+    assert last.endswith("here BasicLauncher: set hydra/launcher=... on the command line")
 
 
 @pytest.mark.slow

@@ -235,6 +235,6 @@ def test_two_ranks_with_a_server_write_what_one_process_writes_and_need_it(tmp_p
     assert [rank.code for rank in ranks] == [2, 2]
     assert f"error: rollout.url={url}: the vLLM server at {url} does not answer: " in ranks[0].err
     assert (
-        "start one by `gspo serve`, with the words of this run" in ranks[0].err
+        "start one with `gspo serve` and the settings of this run" in ranks[0].err
         and "Traceback" not in ranks[0].err
     )

@@ -6,8 +6,9 @@
     off_policy.py  VESPO, CTPO, CTPO-LA, DRO, prime-rl's losses, P3O
 
 An objective returns the loss of every token. Averaging over tokens is a separate choice
-(gspo.algorithm.aggregation). The only difference from the papers: log-ratios are bounded before
-exp (base.RatioObjective).
+(gspo.algorithm.aggregation). The objectives differ from the papers only in bounds on log-ratios
+before exp (base.RatioObjective; VESPO, CTPO and P3O have their authors' bounds). GSPOAllTokens
+contains a known mistake, to measure its effect.
 """
 
 from gspo.algorithm.objectives import off_policy, sequence, token, weighted

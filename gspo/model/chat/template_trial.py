@@ -80,7 +80,7 @@ def check_template(
             path,
             f"its chat template takes more than {CPU_SECONDS} s, {MAX_MEMORY_BYTES >> 30} "
             f"GB or {MAX_CHARS:,} characters for a chat of a few words",
-            remedy="mend or remove chat_template.jinja",
+            remedy="fix or remove chat_template.jinja",
         )
 
 

@@ -108,7 +108,7 @@ class Network:
 
     @contextmanager
     def frozen(self, copy_experts: bool = False) -> Generator[None]:
-        """Make forwards in this context faster. The weights must not change, without gradient.
+        """Make forwards in this context faster. They have no gradient. The weights must not change.
 
         `copy_experts` also copies the experts' weights into a faster layout. This is worth it for
         many forwards."""

@@ -27,7 +27,7 @@ from gspo.rollout.engines.requests import (
 
 T = TypeVar("T")
 Groups = list[list[Response]]
-# so many rows of given tokens pass through the model at once
+# rows of given tokens that pass through the model at once
 SCORED_ROWS = 16
 # called with responses that have ended while others are still being sampled
 OnFinished = Callable[[list[Response]], None]
@@ -164,9 +164,9 @@ class Engine(ABC):
     ) -> None:
         """Sample rows turn by turn, until `reply` returns no more rows.
 
-        `reply` receives the rows of a turn, which are filled, and returns the rows of the next
-        turn. The prefix of a returned row begins with the prefix and the tokens of the same
-        episode's row before. In the first turn each block of `rows_per_prefix` rows has the same
+        `reply` receives the filled rows of a turn, and returns the rows of the next turn. A
+        returned row continues the episode: its prefix begins with the prefix and the tokens of the
+        episode's previous row. In the first turn each block of `rows_per_prefix` rows has the same
         prefix. The request's problems and group size are not read."""
         while self._largest_count(len(rows)):
             for row in rows:

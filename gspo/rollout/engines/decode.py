@@ -171,7 +171,9 @@ class NetworkDecoder:
         return CachedRows(keys, values, lengths)
 
     def restore(self, saved: list[CachedRows], indices: list[int]) -> None:
-        """Replace the cache by saved rows: `indices` count the rows of all of `saved` together."""
+        """Replace the cache by saved rows.
+
+        `indices` are the indices of the rows in the concatenation of all entries of `saved`."""
         saved_lengths = [length for cached in saved for length in cached.lengths]
         lengths = [saved_lengths[i] for i in indices]
         device = self.lengths_R.device

@@ -171,7 +171,7 @@ def how_it_ended(exit_code: int) -> str:
     name = signal.Signals(-exit_code).name
     if -exit_code == signal.SIGKILL:
         return (
-            f"was killed by {name}, perhaps by the kernel for want of memory: "
+            f"was killed by {name}, perhaps by the kernel because memory ran out: "
             "`dmesg | grep -i oom` tells"
         )
     return f"was ended by {name}"

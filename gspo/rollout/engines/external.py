@@ -116,7 +116,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         warn of them."""
         self.wake()
         calls = Calls()
-        # at first all names of the model, at the end those that are missing or do not fit
+        # `_matching` removes the names of tensors that fit, and adds unknown names. Names that are
+        # left at the end are missing or wrong
         wrong_names = set(self.shapes)
         tensors = self._matching(named_tensors, wrong_names)
         if self.folder:

@@ -270,7 +270,7 @@ class TurnCaches:
     def resume(self, rows: list[Row]) -> DecodeOutput:
         """Restore the cache of these rows, feed the rest of their prefixes, and return the output.
 
-        It is the input of the next turn's first token."""
+        The first token of the next turn is drawn from its logits."""
         lengths = [length for cached in self.saved for length in cached.lengths]
         indices = [self.index_of_episode[row.episode_index] for row in rows]
         self.decoder.restore(self.saved, indices)
@@ -294,7 +294,7 @@ class SampledTokens:
         self.keeps_mask = request.sampling.keeps_mask
         num_rows = len(rows)
         max_tokens = max(row.limit for row in rows)
-        # rows whose tokens were written into their Row
+        # whether the tokens of a row were copied into its object in `rows`
         self.filled_R = torch.zeros(num_rows, dtype=torch.bool)
         self.tokens_RT = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self.logp_RT = torch.zeros(num_rows, max_tokens, device=device)
@@ -381,10 +381,11 @@ def draw_kept(
     truncation: Truncation | None,
     keeps_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Do the same as `draw`, and return which tokens were kept too: bool [R, V].
+    """Draw a token per row as `draw` does. Return tokens [R], log-probs [R] and kept tokens.
 
-    That is None without rules of truncation. With `keeps_mask` the log-probs are those of the
-    softmax over the kept tokens. The tokens are the same with and without."""
+    The kept tokens, bool [R, V], are the tokens that could be drawn, None without rules of
+    truncation. With `keeps_mask` the log-probs are of the softmax over the kept tokens. The drawn
+    tokens do not depend on it."""
     logprobs_RV = (logits_RV.float() / (temperature or 1.0)).log_softmax(-1)
     kept_RV = None
     if temperature == 0:

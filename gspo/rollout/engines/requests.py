@@ -94,8 +94,8 @@ class Row:
     problem: Problem
     sample: int
     prefix_ids: list[int]  # the prompt, then the tokens that earlier calls sampled
-    done: int  # how many tokens earlier calls sampled
-    limit: int  # how many tokens this call may add
+    done: int  # the number of the response's tokens before this call
+    limit: int  # the number of tokens that this call may add
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     # pieces [positions fed, L, K], to be concatenated

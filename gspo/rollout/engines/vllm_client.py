@@ -127,7 +127,7 @@ class VLLMServerClient:
                 "key"
             )
         if connection.sock is None:
-            raise EngineEnded(f"{self.name} has ended a connection on which it was to be asked")
+            raise EngineEnded(f"{self.name} closed the connection before the request was sent")
 
     def _read(self, connection: HTTPConnection, path: str, max_bytes: int) -> str:
         """Return the answer to the last request."""

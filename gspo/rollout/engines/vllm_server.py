@@ -27,7 +27,7 @@ from gspo.rollout.engines.vllm_kept import max_returned
 from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
 from gspo.rollout.vllm_settings import VLLMServerRollout
 
-START = "start one by `gspo serve`, with the words of this run"
+START = "start one with `gspo serve` and the settings of this run"
 
 
 class VLLMServerEngine(OutsideEngine[VLLMServerRollout]):
@@ -109,9 +109,9 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
         raise SettingError(
             "rollout.url",
             settings.url,
-            f"the server there was started {'with' if not settings.rules else 'without'} "
-            f"rollout.top_p, top_k or min_p, this run has {settings.rules or 'none of them'}: "
-            "its log-probs would be others than the ratio needs",
+            f"the server was started {'with' if not settings.rules else 'without'} "
+            f"rollout.top_p, top_k or min_p, and this run has {settings.rules or 'none of them'}: "
+            "its log-probs would be of another distribution than the ratio needs",
             remedy=START,
         )
     if settings.keep_mask and max_logprobs < max_returned(settings):
@@ -148,14 +148,14 @@ def find_server(settings: VLLMServerRollout) -> tuple[RunningServer, str]:
                 keyless.send("GET", HEALTH_PATH)
     except EngineEnded as error:
         raise SettingError("rollout.url", settings.url, str(error), START) from None
-    reason = "the folder of one that listens at this port is not to be seen here"
+    reason = "this machine sees no folder of a server that listens at this port"
     if servers:
-        reason = f"it does not know the key in {servers[0].path}"
+        reason = f"the server that answers does not know the key in {servers[0].path}"
     raise SettingError(
         "rollout.url",
         settings.url,
-        f"what answers there is not a server that this user has started by `gspo serve`: {reason}",
-        remedy=f"{START}, and give rollout.folder to both where they run on different machines",
+        f"no server that this user started with `gspo serve` answers at this address: {reason}",
+        remedy=f"{START}, on different machines with the same rollout.folder for both",
     )
 
 

@@ -70,8 +70,8 @@ class ServerFolder(WeightsFolder):
             raise SettingError(
                 "rollout.url",
                 url,
-                "another trainer uses this server; end that one, or start a server of its "
-                "own on another port",
+                "another trainer uses this server; stop that trainer, or start a second server on "
+                "another port",
             ) from None
         except OSError as error:
             raise SettingError(

@@ -273,7 +273,7 @@ class Play:
                 episode.kept = episode.kept.followed_by(KeptTokens.whole_vocabulary(added))
 
     def _settle(self) -> list[Episode]:
-        """Ask for the rewards that were not known at the end, and return these episodes."""
+        """Ask the environments for the rewards of unsettled episodes, and return these episodes."""
         started = time.perf_counter()
         episodes = [episode for episode in self.played if episode.unsettled()]
         for episode, call in begin_calls(episodes, EnvironmentEpisode.begin_to_settle):

@@ -40,7 +40,7 @@ class PartialSource(OnPolicySource):
 
     The source keeps `rollout.in_flight` groups under way. A step has three parts:
 
-    1. The source begins new problems until there are so many groups.
+    1. The source begins new problems until this number of groups is under way.
     2. Every unfinished response gets up to `rollout.token_budget` further tokens under the current
        weights.
     3. The P oldest groups in which every response has ended are trained on. While fewer than P
@@ -65,7 +65,7 @@ class PartialSource(OnPolicySource):
         self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
 
     def sample(self, step: int) -> Rollout:
-        """Continue and begin responses until enough groups have ended, and return those."""
+        """Sample until enough groups have ended, and return the oldest of these groups."""
         rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
         begun = self._begin(self.settings.in_flight - len(self.unfinished), rollout)
         while True:
@@ -101,9 +101,9 @@ class PartialSource(OnPolicySource):
         return begun
 
     def _round(self, begun: list[tuple[int, Problem]], step: int, rollout: Rollout) -> None:
-        """Sample up to `token_budget` tokens of each unfinished response.
+        """Sample up to `token_budget` tokens of each response under way, and score ended responses.
 
-        Then the groups of the problems in `begun` begin."""
+        The unfinished responses are continued first. Then the problems in `begun` are begun."""
         started = time.perf_counter()
         ranks = self.engine.ranks
         sampled: list[Response] = []
@@ -272,9 +272,9 @@ class StaleSource:
     def _finished_batches(self) -> dict[int, Rollout]:
         """Wait for the batch that is being sampled, and return all batches.
 
-        A batch of which nothing could be graded is left out with all later ones. A resumed run
-        samples them again, from newer weights. Raises any other exception of sampling, for the
-        batch would be sampled again from newer weights without need."""
+        If no response of a batch could be graded, this batch and all later batches are left out,
+        and a resumed run samples them again from newer weights. Any other exception of sampling is
+        raised. If it were suppressed, a resumed run would needlessly sample the batch again."""
         started = time.perf_counter()
         finished = {}
         with suppress(NothingGraded):  # the step that needs the batch raises it

@@ -29,7 +29,7 @@ from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs, check_engin
 from gspo.tasks.base import Task
 
 MAX_REASONS = 3  # how many reasons a message names
-# after a load of weights, engine and trainer are compared on so many problems
+# problems on which engine and trainer are compared after a load of weights
 GUARD_PROBLEMS = 2
 
 
@@ -237,10 +237,10 @@ class DynamicSource(OnPolicySource):
 
     For example, 2 of a step's 32 groups have all rewards 1. Another round of problems is sampled,
     and its first two groups with different rewards replace them. Up to `refill_rounds` further
-    rounds are sampled. A group that is not replaced stays, although it adds no gradient. A further
-    group with different rewards also takes the place of each group of which nothing could be
-    graded. If no group needs replacing, this is the plain source. Rewards are compared as the
-    verifier gave them, before any shaping.
+    rounds are sampled. A group that is not replaced stays, although it adds no gradient. Further
+    groups with different rewards also replace groups in which no response could be graded. If no
+    group needs to be replaced, no round is added. Rewards are compared as the verifier gave them,
+    before any shaping.
 
     `Rollout.filtered` has these counts in addition to those of the plain source:
 

@@ -21,11 +21,11 @@ from gspo.rollout.engines.base import Engine, policy_logprobs
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 
-# the guard samples so many responses per problem, each of so many tokens
-GUARD_GROUP_SIZE = 2
+# `check_engine` samples short responses. `check_on_prompts` reads prompts.
+GUARD_GROUP_SIZE = 2  # responses per problem
+GUARD_TOKENS = 8  # tokens of a response
 GUARD_PROMPTS = 4
-GUARD_TOKENS = 8
-GUARD_PROMPT_TOKENS = 128  # of a problem's prompt, that the guard of an evaluation looks at
+GUARD_PROMPT_TOKENS = 128  # the first tokens of a prompt
 # nats: prompts have unlikely tokens, whose log-probs depend more on the precision
 MIN_PROMPT_TOLERANCE = 0.3
 MAX_TOKEN_DIFFERENCE = 1.0  # nats: a larger difference at one token counts as this much

@@ -19,6 +19,7 @@ from typing import Any
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
+from gspo.io.untrusted import check_depth
 from gspo.tasks.adapters.seeded_games import CannotBegin, SeededGames, invalid
 from gspo.tasks.environments.player import readable
 from gspo.tasks.environments.protocol import Environment, Message, Outcome, Position
@@ -57,7 +58,7 @@ class OpenEnv(SeededGames):
             raise SettingError(
                 f"{self.key}.url",
                 self.url,
-                remedy=f"say where the server is, {self.key}.url=http://127.0.0.1:8000",
+                remedy=f"set the address of the server, {self.key}.url=http://127.0.0.1:8000",
             )
         reserved_options = set(RESERVED) & set(self.options)
         if reserved_options:
@@ -147,6 +148,7 @@ class OpenEnvSession(Environment):
             return {**self.task.values, self.task.action: text.strip()}
         try:
             action = json.loads(text)
+            check_depth(action)
         except (ValueError, RecursionError):
             action = None
         if not isinstance(action, dict):

@@ -84,7 +84,7 @@ class TextGames(SeededGames, key="task"):
             raise SettingError(
                 f"{self.key}.id",
                 self.id,
-                remedy=f"to import {module} say {self.key}.env={module}:FUNCTION",
+                remedy=f"to import {module} set {self.key}.env={module}:FUNCTION",
             )
         if len({name.casefold() for name in self.actions}) < len(self.actions):
             raise SettingError(

@@ -75,7 +75,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
             raise SettingError(
                 f"{self.key}.taskset",
                 problem="is not given",
-                remedy=f"say which taskset, {self.key}.taskset=my_game",
+                remedy=f"name the taskset, {self.key}.taskset=my_game",
             )
         # the library writes names as my-game, or OWNER/my-game on the hub
         module = self.taskset.removesuffix(f":{EXPORTS}").rpartition("/")[2]

@@ -55,7 +55,8 @@ from gspo.tasks.environments.protocol import (
     SampledTurn,
 )
 
-SECONDS_BETWEEN_LOOKS = 0.02  # at the trace of a group's member, which nobody announces as ended
+# In a group the library does not report that one agent has ended, so the agent's trace is polled.
+SECONDS_BETWEEN_LOOKS = 0.02
 
 
 class VfEpisode(Environment):

@@ -181,7 +181,8 @@ class Loaded:
             return Play(self, self.tasks[task], 1)
         play = self.plays.get(group)
         if play is None:
-            play = self.plays[group] = Play(self, self.tasks[task], group_size)
+            play = Play(self, self.tasks[task], group_size)
+            self.plays[group] = play
         play.joined += 1
         if play.joined == group_size:  # the same samples may be played again
             del self.plays[group]

@@ -11,6 +11,7 @@ import verifiers.v1 as vf
 from verifiers.v1.types import ToolCall, content_text
 
 from gspo.data.samples import LARGEST_REWARD
+from gspo.io.untrusted import check_depth
 from gspo.tasks.environments.player import MAX_MEASURES, RESERVED_MEASURES
 from gspo.tasks.environments.protocol import END_OF_THOUGHTS, SampledTurn
 
@@ -120,6 +121,7 @@ def message_with_calls(text: str, turn: int) -> tuple[vf.AssistantMessage, bool]
 def tool_call(text: str, call_id: str) -> ToolCall:
     """Return the call in a JSON text. Raises ValueError or RecursionError if it is malformed."""
     call = json.loads(text)
+    check_depth(call)
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a call needs a name, and an object of arguments")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo.io.errors import RowError
+from gspo.io.untrusted import check_depth
 
 NO_DEFAULT = object()
 MAX_RATING = 10_000  # the best of all people have 4,000
@@ -81,12 +82,12 @@ def checked(where: str, values: dict[str, Any]) -> DataRow:
     row = DataRow(where, values)
     for key, value in values.items():
         try:
-            is_writable = writable(key) and writable(value)
-        except RecursionError:
-            raise row.wrong(key, "is too deep: lists in lists in lists") from None
-        if not is_writable:
+            check_depth(value)
+        except ValueError:
+            raise row.wrong(key, "is nested too deeply") from None
+        if not (writable(key) and writable(value)):
             raise row.wrong(
-                key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): mend its text"
+                key, "holds half a character (a lone surrogate, \\ud800 to \\udfff): fix its text"
             )
     return row
 

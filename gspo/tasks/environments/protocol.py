@@ -63,7 +63,7 @@ class Outcome:
     rewards: dict[str, float] = field(default_factory=dict)
 
 
-# Reasoning models write their thoughts before this mark. Calls of tools before it are no calls.
+# Reasoning models write their thoughts before this mark. A tool call before it is ignored.
 END_OF_THOUGHTS = "</think>"
 
 
@@ -112,10 +112,10 @@ class Environment(ABC):
     def settle(self, turn: SampledTurn | None) -> Outcome | Awaitable[Outcome]:
         """Return the outcome of an episode whose reward is not known when it ends.
 
-        It is called if `settles` is true, after all episodes of the group have ended, for an
-        episode that was cut off and for one with a `deferred` outcome. Its reward, measures and
-        named rewards are added to those of the turns. `turn` is the turn at which the episode was
-        cut off, if `act` has not had it."""
+        It is called after all episodes of the group have ended: for every episode whose last
+        outcome is `deferred`, and, if `settles` is true, for every episode that was cut off. The
+        reward, the measures and the named rewards of the outcome are added to the episode's.
+        `turn` is the turn at which the episode was cut off, None if `act` has received it."""
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:

@@ -325,7 +325,7 @@ def test_exit_code_1_if_an_entry_is_out_of_tolerance(tmp_path, capsys):
     [
         ("vectors", "there is no such option; the nearest is"),
         ("folder=x", "there is no such option; the nearest is"),
-        ("--vectors", "options have no dashes; say vectors=..."),
+        ("--vectors", "options have no dashes; set vectors=..."),
     ],
 )
 def test_a_mistyped_option_is_one_line(word, message, capsys):

@@ -143,7 +143,7 @@ def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
     )
     assert (
         compare(tmp_path, "--where", "optim.lr=7").stderr
-        == "error: --where: options have no dashes; say where.optim.lr=7\n"
+        == "error: --where: options have no dashes; set where.optim.lr=7\n"
     )
 
 

@@ -150,7 +150,7 @@ def test_everything_is_written_for_a_bug_report(monkeypatch, capsys, tmp_path):
         (["device=tpu"], "error: device=tpu: cannot be used here: "),
         (["seconds=0"], "error: seconds=0.0: must be a finite number above 0"),
         (["seconds=soon"], "error: seconds=soon: must be a number"),
-        (["--seconds", "9"], "error: --seconds: options have no dashes; say seconds=9"),
+        (["--seconds", "9"], "error: --seconds: options have no dashes; set seconds=9"),
         (["jsno=x"], "error: jsno=x: there is no such option; the nearest is json="),
         (["json=/dev/null/check.json"], "error: json=/dev/null/check.json: cannot be written: "),
     ],

@@ -192,7 +192,7 @@ def test_metrics_and_callbacks_have_names_and_settings():
             "metrics.a: no class is given; write metrics.a.path=my_pkg.extras:Gap beside metrics.a.t",
         ),
         ("metrics.a.path=3", "metrics.a.path=3: name it as MODULE:NAME"),
-        ("metrics.a=3", "metrics.a=3: say where the class is, metrics.a=my_pkg.extras:Gap"),
+        ("metrics.a=3", "metrics.a=3: set its module and class, metrics.a=my_pkg.extras:Gap"),
         (
             "metrics.a.path=own_package.extras:Long metrics.a.tokens=many",
             "metrics.a.tokens=many: must be a whole number",
@@ -370,7 +370,7 @@ def test_code_that_another_users_run_names_is_not_imported_without_consent(
         path.write_text(f"import pathlib\npathlib.Path('imported').touch()\n{path.read_text()}")
     user_code.forget()
     with pytest.raises(
-        ValueError, match=r"names code from outside this package .*say allow_outside_code=true"
+        ValueError, match=r"names code from outside this package .*set allow_outside_code=true"
     ):
         read_settings(folder)
     with pytest.raises(ValueError, match="allow_outside_code=true"):

@@ -86,7 +86,7 @@ def test_what_a_file_says_counts_or_is_refused(tmp_path, content, overrides, ref
     [
         (["objective=_ctpo"], "objective=_ctpo: is a schema; leave out the _"),
         (["+inputs.model=abc"], "is written by the program; leave it out"),
-        (["prompt_used=chat"], "is written by the program; say prompt.format=..."),
+        (["prompt_used=chat"], "is written by the program; set prompt.format=..."),
         (["~optim.lr"], "~optim.lr: a setting cannot be taken away"),
         (["objective=plain"], "its option file does not say which settings it has; begin it with"),
         (["objective=wide/deep"], ""),

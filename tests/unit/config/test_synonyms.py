@@ -154,7 +154,7 @@ def test_a_setting_with_dashes_is_refused_with_the_word_that_is_meant(word, answ
 )
 def test_hydras_folders_are_refused_with_ours(word):
     with pytest.raises(
-        ValueError, match=r"runs are written to RUNS/STUDY/NAME; say runs=FOLDER or study=NAME"
+        ValueError, match=r"runs are written to RUNS/STUDY/NAME; set runs=FOLDER or study=NAME"
     ):
         refuse_folders([word])
     refuse_folders(["hydra/launcher=basic", "hydra.launcher.n_jobs=2", "runs=x"])
@@ -200,7 +200,7 @@ def test_every_option_that_is_answered_is_one(group, theirs, ours):
         ("rollout.stop=x", "rollout.stop=x: must be a list, as rollout.stop=[x]"),
         ("profile.steps=3", "profile.steps=3: must be a list, as profile.steps=[3]"),
         ("optim.lr.x=5", "optim.lr.x: there is no such setting: optim.lr has no parts"),
-        ("resume=", "resume= has no value: say which run, as in resume=runs/STUDY/RUN"),
+        ("resume=", "resume= has no value: name the run, as in resume=runs/STUDY/RUN"),
         ("-m", "-m is an option of gspo train: this command reads KEY=VALUE only"),
     ],
 )

@@ -12,7 +12,7 @@ from gspo.io.errors import RowError, SettingError
     [
         (SettingError("a.b", 1, "is too small", remedy="use 2"), "a.b=1: is too small; use 2"),
         (SettingError("a.b", problem="is not given"), "a.b: is not given"),
-        (SettingError("a.b", True, remedy="say a.b=false"), "a.b=true: say a.b=false"),
+        (SettingError("a.b", True, remedy="set a.b=false"), "a.b=true: set a.b=false"),
         (SettingError("a.b", None, "is empty"), "a.b=null: is empty"),
         (SettingError("a.b", "", "is empty"), "a.b='': is empty"),
         (SettingError("a.b", "x/y:z", "is wrong"), "a.b=x/y:z: is wrong"),

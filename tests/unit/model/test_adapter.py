@@ -347,7 +347,7 @@ def test_what_is_adapted():
     assert targets(model, "all") == (attention, targets(model, "experts")[1])
     dense = small_policy(DENSE).model
     assert len(targets(dense, "all")[0]) == 2 * 7
-    with refuses("policy.lora.targets", "experts", "Qwen3ForCausalLM has no such"):
+    with refuses("policy.lora.targets", "experts", "Qwen3ForCausalLM has no layers of this kind"):
         targets(dense, "experts")
 
 

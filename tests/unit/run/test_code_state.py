@@ -56,10 +56,10 @@ def test_a_run_that_goes_on_with_other_code_says_so_and_keeps_the_record_of_both
 
     assert start("a" * 40, "") == [] and start("a" * 40, "") == []
     (changed,) = start("a" * 40, "+x")
-    assert "commit aaaaaaaaaa, see code.1.json" in changed
-    assert changed.endswith("it goes on with commit aaaaaaaaaa and uncommitted changes")
+    assert "commit aaaaaaaaaa (see code.1.json)" in changed
+    assert changed.endswith("from now on commit aaaaaaaaaa and uncommitted changes")
     (committed,) = start("b" * 40, "")
-    assert "(commit aaaaaaaaaa and uncommitted changes, see code.2.json)" in committed
+    assert "commit aaaaaaaaaa and uncommitted changes (see code.2.json)" in committed
     assert (tmp_path / "code.2.diff").read_text() == "+x"
     assert not (tmp_path / "code.1.diff").exists() and not (tmp_path / "code.diff").exists()
     # what another user wrote there

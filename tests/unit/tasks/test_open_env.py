@@ -23,8 +23,8 @@ needs_openenv = pytest.mark.environments
 @pytest.mark.parametrize(
     "settings, refusal",
     [
-        ({}, ("task.url", "", "say where the server is")),
-        ({"url": "127.0.0.1:8000"}, ("task.url", ANY, "say where")),
+        ({}, ("task.url", "", "set the address of the server")),
+        ({"url": "127.0.0.1:8000"}, ("task.url", ANY, "set the address")),
         ({"url": URL, "options": {"seed": 3}}, ("task.options.seed", ANY, "set by the harness")),
         (
             {"url": URL, "action": "a", "values": {"a": 1}},

@@ -138,7 +138,7 @@ def test_arrays_and_mappings_are_shown_as_json():
         ),
         (
             {"id": "text_games:Doors-v0"},
-            ("task.id", "text_games:Doors-v0", "to import text_games say"),
+            ("task.id", "text_games:Doors-v0", "to import text_games set"),
         ),
         (
             {"env": "text_games:Doors", "shows": "ansi"},

@@ -46,8 +46,8 @@ def test_a_metric_is_measured_on_the_trained_batch_and_a_failing_one_is_left_out
         assert -10 < metrics["custom/old"] < 0
         assert "custom/bad" not in metrics and "custom/far" not in metrics
     assert t.extensions.warnings == [
-        "step 1: custom/bad is left out where it fails: KeyError: 'nothing'",
-        "step 1: custom/far is left out where it fails: it is inf",
+        "step 1: custom/bad failed and is left out: KeyError: 'nothing'",
+        "step 1: custom/far failed and is left out: it is inf",
     ]
 
 

@@ -175,5 +175,5 @@ def test_a_dense_model_has_no_router(key, value):
 def test_a_frozen_router_has_no_learning_rate_and_no_loss():
     with refuses("optim.router_lr_factor", 2.0, "is not read with"):
         settings("policy.freeze_router=true", "optim.router_lr_factor=2")
-    with pytest.raises(ValueError, match="this model has no router that is known here"):
+    with pytest.raises(ValueError, match="this model has no supported router"):
         parameter_groups(small_policy(TinyDense(hidden=32, layers=2, heads=2, width=48)), 1.0, True)
