@@ -67,7 +67,7 @@ def answering(answer):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked
     finally:
@@ -340,6 +340,7 @@ def refusal(content, ask=lambda server: server.call("/x")) -> str:
     return str(caught.value).replace(url, "ADDRESS")
 
 
+@pytest.mark.slow
 def test_answers_of_something_else_are_one_line(monkeypatch):
     no_json = "the vLLM server at ADDRESS answers /x with something that is no JSON: "
     assert refusal(b"<html>\x1b[2J") == no_json + r"'<html>\x1b[2J'"

@@ -357,6 +357,7 @@ def refused(folder: Path, **columns: pa.Array) -> str:
     return str(caught.value).partition("as Parquet: ")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pa.bool_(), pa.int8()], ids=str)
 def test_a_parquet_file_of_a_kilobyte_does_not_fill_the_memory(tmp_path, kind):
     """A list of nulls takes a few bytes in the file."""

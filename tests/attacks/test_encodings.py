@@ -127,6 +127,7 @@ def test_a_run_under_an_ascii_locale_ends_as_any_other(tmp_path):
         assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
+@pytest.mark.slow
 def test_what_the_terminal_cannot_show_is_printed_as_an_escape(tmp_path):
     code = r"from gspo.run.entry_point import command_line; command_line(lambda: print('advantage \u03b2 \u2192 1 \udcff'))"
     for locale in (ASCII, {"PYTHONIOENCODING": "latin-1"}, {"PYTHONIOENCODING": "utf-8"}):

@@ -96,6 +96,7 @@ def test_its_end_is_noticed_while_it_is_waited_for(start, number, words):
         engine.ask("echo", b"")
 
 
+@pytest.mark.slow
 def test_its_end_is_noticed_while_it_is_not_waited_for_and_in_the_middle_of_a_message(start):
     engine = start()
     engine.process.send_signal(signal.SIGSTOP)  # so that the message fills the socket

@@ -107,6 +107,7 @@ def test_an_odd_configuration_is_refused_in_one_line(folder, odd):
         load(str(folder))
 
 
+@pytest.mark.slow
 def test_no_library_reports_anything_whatever_the_environment_says():
     script = """
 import gspo.cli.train, os
@@ -307,6 +308,7 @@ TEMPLATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_chat_template_that_hangs_or_fills_the_memory_is_refused(folder, template, monkeypatch):
     monkeypatch.setattr(template_trial, "CPU_SECONDS", 1)

@@ -180,6 +180,7 @@ def test_tables_are_staged_in_the_run_directory_and_cleared(tmp_path):
     assert files(home) == []
 
 
+@pytest.mark.slow
 def test_a_run_directory_does_not_say_where_the_key_goes(tmp_path):
     """W&B reads ./wandb/settings of the folder that it is started in."""
     (tmp_path / "wandb").mkdir()

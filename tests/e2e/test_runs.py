@@ -86,6 +86,7 @@ def test_a_run_directory_holds_everything(straight):
     assert "step 12/12" in (straight / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_steps_are_profiled_into_a_trace_and_a_table(straight, tmp_path):
     shutil.copytree(straight.parents[1] / "cold_starts", tmp_path / "runs" / "cold_starts")
     done = train(tmp_path, *SMALL, "steps=3", "profile.steps=[2,9]")

@@ -74,6 +74,7 @@ def test_a_command_that_needs_it_says_so(tmp_path, words):
     )
 
 
+@pytest.mark.slow
 def test_neither_a_run_nor_an_evaluation_imports_it_before_it_is_used():
     script = "import sys, gspo.run.loop, gspo.run.lifecycle, gspo.cli.evaluation_job; print('wandb' in sys.modules)"
     done = subprocess.run(

@@ -382,7 +382,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving():
     server = Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
         yield server
     finally:

@@ -48,6 +48,7 @@ def compose_sweep(name: str, folder: Path, overrides: list[str]) -> dict[str, st
         return dict(compose(name, overrides=plain, return_hydra_config=True).hydra.sweeper.params)
 
 
+@pytest.mark.slow
 def test_the_study_is_27_different_runs_with_all_arms_of_a_seed_first():
     (command,) = box.commands("study", OUT, False)
     planned = jobs(command.words)
@@ -116,6 +117,7 @@ def test_every_wheel_is_pinned():
     assert set(box.CARRIED) | set(box.PEER) | set(box.FROM_SOURCE) <= box.pinned_versions().keys()
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended_and_its_output_kept(tmp_path):
     script = "import time; print('begun', flush=True); time.sleep(600)"
     command = box.Command("slow", ("-c", script), 2.0)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import forked
 from recorded_runs import COLLAPSED, HEALTHY, write
 
@@ -122,6 +124,7 @@ def test_options_of_runs_are_refused_with_evaluations(tmp_path):
     assert done.returncode == 2 and "where.* and all= are about runs" in done.stderr
 
 
+@pytest.mark.slow
 def test_some_runs_have_a_line_each_and_can_be_chosen_by_a_setting(tmp_path):
     for seed in range(3):
         for lr in (1e-4, 0.5):

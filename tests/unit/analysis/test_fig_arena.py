@@ -55,6 +55,7 @@ def measured(folder, *settings: str):
     return fig_arena.measure(load.load([folder / cell for cell in CELLS]), settings)
 
 
+@pytest.mark.slow
 def test_pairs_and_verdicts(arena):
     numbers = measured(arena)
     assert list(dict.fromkeys(numbers["cell"])) == ["sums edge", "sums stale", "tools edge"]
@@ -69,6 +70,7 @@ def test_pairs_and_verdicts(arena):
     assert {verdicts[cell, "CISPO"] for cell in numbers["cell"]} == {"same"}
 
 
+@pytest.mark.slow
 def test_the_ranking_has_ties(arena):
     ranking = fig_arena.rank(measured(arena))
     mean = sum(CELLS.values()) / len(CELLS)
@@ -86,6 +88,7 @@ def squeezed(line: str) -> str:
     return " ".join(line.split())
 
 
+@pytest.mark.slow
 def test_an_arm_that_misses_a_cell_is_not_ranked(arena):
     for seed in SEEDS:
         write_in(arena, "arena_sums_edge", "gmpo", [0.9] * 50, seed)
@@ -106,6 +109,7 @@ def test_the_mean_over_cells_by_hand():
     assert (interval.low, interval.high) == pytest.approx((2 - half, 2 + half))
 
 
+@pytest.mark.slow
 def test_a_sequential_design_sets_the_level(arena):
     numbers = measured(arena)
     differences = fig_arena.paired(numbers, "GSPO", Design((10, 20)))
@@ -126,6 +130,7 @@ def test_a_sequential_design_sets_the_level(arena):
         fig_arena.paired(numbers, "GSPO", Design((12, 20)))
 
 
+@pytest.mark.slow
 def test_ranges_and_corrections_make_arms(arena):
     for cell in CELLS:
         for seed in SEEDS:
@@ -134,6 +139,7 @@ def test_ranges_and_corrections_make_arms(arena):
     assert {"GRPO [clip range 0.2]", "GRPO [clip range 0.05]", "GSPO"} <= arms
 
 
+@pytest.mark.slow
 def test_what_is_refused(arena):
     with pytest.raises(RunsError, match="DAPO"):
         fig_arena.paired(measured(arena), "DAPO")
@@ -142,6 +148,7 @@ def test_what_is_refused(arena):
         measured(arena)
 
 
+@pytest.mark.slow
 def test_an_arm_has_one_setting_and_may_have_its_own_old_policy(arena):
     for cell in CELLS:
         for seed in SEEDS:
@@ -152,6 +159,7 @@ def test_an_arm_has_one_setting_and_may_have_its_own_old_policy(arena):
         measured(arena)
 
 
+@pytest.mark.slow
 def test_settings_outside_a_group_and_their_usual_values_leave_names_plain(arena):
     assert fig_arena.groups_of(["correction.name", "steps"]) == ["correction.", "steps"]
     for cell in CELLS:

@@ -192,6 +192,7 @@ def arms_of(folder, rate: float, gain: dict[str, float]):
     return load.load([folder])
 
 
+@pytest.mark.slow
 def test_the_contrast_names_the_rates_and_finds_the_difference_where_it_is(tmp_path):
     calm = arms_of(tmp_path / "calm", 2e-4, dict.fromkeys(load.ARMS[:3], 0.2))
     edge = arms_of(tmp_path / "edge", 8e-4, dict(zip(load.ARMS[:3], (0.3, 0.2, 0.1), strict=True)))
@@ -325,6 +326,7 @@ def test_gspo_is_not_taken_from_a_study_of_another_rate(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_summary_has_the_recorded_studies_by_name(tmp_path):
     effect, narrow = effect_and_range(tmp_path)
     text = "\n".join(reproduce.summary(effect, [], [], [narrow], [effect]))

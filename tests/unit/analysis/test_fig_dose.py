@@ -96,6 +96,7 @@ def figure_options(folder, **changes) -> fig_dose.Options:
     return fig_dose.Options(**(chosen | {"formats": ("png",)} | changes))
 
 
+@pytest.mark.slow
 def test_it_draws(study, tmp_path):
     data = load.load([study])
     numbers = doses.measure(data, DOSE, METRIC, ARMS)
@@ -144,6 +145,7 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
     assert doses.order(numbers) == ["bfloat16, 60.0", "10.0", "fp8, 1.0"]
 
 
+@pytest.mark.slow
 def test_runs_that_cannot_be_told_apart_are_refused(study):
     with pytest.raises(
         load.RunsError,
@@ -167,6 +169,7 @@ def test_runs_that_cannot_be_told_apart_are_refused(study):
         doses.measure(load.load([study]), DOSE, METRIC, ARMS)
 
 
+@pytest.mark.slow
 def test_another_outcome_than_the_reward(study):
     """A held-out score that only the last row has is compared at the end, paired by seed."""
     for path in study.glob("*/metrics.jsonl"):
@@ -187,6 +190,7 @@ def test_another_outcome_than_the_reward(study):
     assert "eval/math/avg@4, last fifth" in head and "reward" not in head
 
 
+@pytest.mark.slow
 def test_null_is_a_dose_and_an_absent_objective_is_refused(study, monkeypatch):
     for seed in SEEDS:
         run_of(study, "grpo", None, seed, 0.2)

@@ -614,6 +614,7 @@ def test_slime_in_one_file(tmp_path):
     assert slime.rows[0]["optim/grad_norm"] == 1.5
 
 
+@pytest.mark.slow
 def test_runs_of_ours_and_of_another_framework_side_by_side(tmp_path, capsys, monkeypatch):
     write(tmp_path / "ours" / "gspo-seed0", "gspo", HEALTHY)
     theirs = two_runs(tmp_path / "theirs") / "a"

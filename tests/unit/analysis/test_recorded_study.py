@@ -26,6 +26,7 @@ def study(tmp_path):
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 def test_the_verdicts_are_those_of_the_runs(study, tmp_path):
     data = load.load([study])
     recorded_study.write(data, tmp_path / "study.parquet", ["*"])

@@ -111,6 +111,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "name"), PAIRS)
 def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
     studies, tmp_path, monkeypatch, shape, name
@@ -132,6 +133,7 @@ def test_no_text_covers_another_or_the_figure_says_what_it_cannot_show(
     assert not empty, "a panel has nothing in it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", ["edge_rate", "effect"])
 @pytest.mark.parametrize("name", daily_but(FIGURES, "stability", "clipping"))
 def test_the_gallery_has_no_empty_panel_and_no_text_over_another(
@@ -256,6 +258,7 @@ COMMANDS = {  # a figure's words after its name: a shape of a study, or files of
 MAY_REFUSE = ("sweep over three", "sweep of twelve arms", "clip range of a sweep", "dose")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     daily_but(COMMANDS, "sweep over two", "contrast of two", "contrast of the effect"),

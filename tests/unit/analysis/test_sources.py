@@ -61,6 +61,7 @@ def test_directory_and_offline_files_are_the_same_run(recorded, wandb_folder):
     assert single.rows["step"].max() == 25
 
 
+@pytest.mark.slow
 def test_a_copy_that_followed_links_is_not_read_twice(recorded, tmp_path):
     shutil.copytree(recorded / "wandb", tmp_path / "followed", symlinks=False)
     assert (tmp_path / "followed" / "latest-run").is_dir() and not (

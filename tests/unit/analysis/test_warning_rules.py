@@ -211,6 +211,7 @@ def test_a_lookalike_is_a_metric_of_the_framework_with_another_definition():
             assert warning_logs.mark(table, metric) == warning_logs.OTHER, (framework, metric)
 
 
+@pytest.mark.slow
 def test_the_tables_and_the_figure_of_few_runs(tmp_path):
     rng = np.random.default_rng(0)
     runs = []

@@ -34,6 +34,7 @@ def test_a_dump_does_not_tell_which_responses_were_truncated(word):
         notes("advantage=rloo", word, keeps_advantages=False)
 
 
+@pytest.mark.slow
 def test_what_acts_is_accepted_and_a_presets_other_settings_are_noted():
     assert notes("objective=gspo", keeps_advantages=True) == []
     assert notes("advantage=rloo", "reward.clip=1", keeps_advantages=False) == []

@@ -56,6 +56,7 @@ finally:
 MOST_MODULES = 1000  # with Hydra and numpy 600 to 800 are loaded; with PyTorch some 2,500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     daily_but(

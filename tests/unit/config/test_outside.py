@@ -325,6 +325,7 @@ def run(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_recorded_settings_are_the_same_again_and_may_be_resumed(run):
     again = read_settings(run)
     assert (

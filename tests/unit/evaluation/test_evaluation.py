@@ -88,6 +88,7 @@ def test_the_numbers_of_earlier_runs_have_not_changed():
     assert len(groups) == 5 * 24 and all(lookup(name) for name in metrics)
 
 
+@pytest.mark.slow
 def test_the_random_numbers_of_earlier_runs_have_not_changed():
     task, engine = Mixture(), LocalEngine(small_policy())
     settings = EvaluationSettings(problems=3, samples=2)

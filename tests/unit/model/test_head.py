@@ -58,15 +58,18 @@ def test_the_logits_are_as_large_as_those_of_public_models():
     assert 20 < largest.mean() < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["float32 product", "three bfloat16 products"])
 def test_a_float32_head_carries_a_clip_range_of_3e_4(split):
     assert errors(torch.float32, split).abs().max() < TENTH_OF_THE_RANGE
 
 
+@pytest.mark.slow
 def test_a_bfloat16_head_does_not_carry_it():
     assert errors(torch.bfloat16, False).square().mean().sqrt() > 3e-4
 
 
+@pytest.mark.slow
 def test_inputs_rounded_to_bfloat16_do_not_carry_it_either_even_if_the_sums_are_float32(
     monkeypatch,
 ):

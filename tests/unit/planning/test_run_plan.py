@@ -111,6 +111,7 @@ def test_float32_sampling_is_slower_and_a_rank_samples_whole_groups():
     assert uneven.engine.rows == 8 and uneven.work.scored == 6, "two groups of four on one rank"
 
 
+@pytest.mark.slow
 def test_what_settings_add():
     plain = planned(*SMALL)
     kl = planned(*SMALL, "kl=loss", "kl.coef=0.01")
@@ -286,6 +287,7 @@ def test_an_advice_is_tried_before_it_is_given():
     assert advice(planned(*words, *least, gpu=hopeless))[1].startswith("There is no setting")
 
 
+@pytest.mark.slow
 def test_no_advice_is_a_setting_that_another_setting_forbids():
     words = [*WIDE, "policy.checkpointing=true"]
     weights = planned(*words, prompt=8).phases["update"]["weights"]
@@ -458,6 +460,7 @@ def test_a_step_that_grows_with_the_gpus_takes_as_long_and_one_that_is_shared_ou
     assert rollouts == pytest.approx(rollouts[:1] * 3)
 
 
+@pytest.mark.slow
 def test_gpus_that_hold_no_run_are_no_base_and_a_plan_that_is_refused_says_why():
     points = strong(composed_settings(SHARDS), [2, 8, 16], H100, 20)
     assert (

@@ -160,6 +160,7 @@ def test_half_precision_is_refused():
         ratio_statistics(zeros_BT, zeros_BT, torch.ones(2, 2))
 
 
+@pytest.mark.slow
 def test_the_probe_needs_torch_alone():
     code = (
         "import sys, gspo.probe; heavy = {'transformers', 'hydra', 'omegaconf', 'wandb', 'trl'};"

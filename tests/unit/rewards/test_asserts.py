@@ -148,6 +148,7 @@ def not_stopped(grader, records):
     ]
 
 
+@pytest.mark.slow
 def test_wrong_programs_fail(grader):
     assert not_stopped(grader, RECORDS) == []
     for entry, _, prelude, lines in LINES[:-1]:
@@ -227,6 +228,7 @@ VERDICTS = [  # program, test, verdict
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_verdicts(grader):
     grades = grader.grade([check(code, test) for code, test, _ in VERDICTS])
     for (code, test, expected), grade in zip(VERDICTS, grades, strict=True):

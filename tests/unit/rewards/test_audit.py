@@ -58,6 +58,7 @@ def write(path, rows):
     return path
 
 
+@pytest.mark.slow
 def test_own_pairs_and_programs(tmp_path):
     write(tmp_path / "pairs.jsonl", PAIRS), write(tmp_path / "programs.jsonl", PROGRAMS)
     done = audit(tmp_path, "pairs=pairs.jsonl", "programs=programs.jsonl", "json=out.json")

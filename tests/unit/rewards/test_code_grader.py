@@ -138,6 +138,7 @@ STDIN = [  # program that should double a number, verdicts
 ]
 
 
+@pytest.mark.slow
 def test_stdin_verdicts(grader):
     grades = grader.grade([stdin(code, ("1", "2\n"), ("4\n", "8")) for code, _ in STDIN])
     for (code, expected), grade in zip(STDIN, grades, strict=True):
@@ -248,6 +249,7 @@ def test_details_are_short_and_can_be_written(grader):
         assert grade.verdict == "runtime-error" and len(grade.detail.encode()) < 2000, grade
 
 
+@pytest.mark.slow
 def test_a_program_may_print_noise_and_hang_later(grader):
     code = "def f(x):\n print('noise')\n while x > 1: pass\n return x"
     grade = grader.grade([function(code, ((1,), 1), ((2,), 2), ((3,), 3))])[0]

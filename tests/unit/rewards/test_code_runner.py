@@ -87,12 +87,14 @@ PROGRAMS = [  # program, input, output, why, code
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_programs_end_as_python_would_end_them(runner):
     results = run(runner, *[program[:2] for program in PROGRAMS])
     for (code, _, *expected), (output, ended) in zip(PROGRAMS, results, strict=True):
         assert [output, ended.why, ended.code] == expected, code
 
 
+@pytest.mark.slow
 def test_waiting_is_told_from_computing(runner):
     (_, waits), (_, computes) = run(
         runner, ("import time; time.sleep(60)", ""), ("while True: pass", "")
@@ -117,6 +119,7 @@ def test_long_inputs_and_outputs(runner):
     assert ended.why == "output-limit" and len(flood) == LIMITS.output_bytes
 
 
+@pytest.mark.slow
 def test_deep_recursion_is_an_ordinary_end(runner):
     deep = "class A:\n def __repr__(self): return repr(self)\nimport sys\nsys.setrecursionlimit(10**9)\nrepr(A())"
     for _, ended in run(
@@ -187,6 +190,7 @@ def test_servers_start_late_restart_when_killed_and_leave_no_process():
     runner.close()
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_server_killed_mid_way_is_a_sandbox_error_and_its_program_dies_with_it():
     with CodeRunner(Limits(cpu_seconds=5, wall_seconds=20)) as runner:

@@ -99,6 +99,7 @@ def refused(error: int, work) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_filter_allows_and_refuses_by_number_and_argument():
     parent = os.getpid()
     assert filtered(lambda: 0) == 0

@@ -110,6 +110,7 @@ def test_poisons_in_a_row_leave_a_working_verifier(verifier, count):
     assert verifier.verify([(r"\boxed{7\sqrt{2}}", r"\sqrt{98}")])[0].verdict == "correct"
 
 
+@pytest.mark.slow
 def test_rewritten_golds_are_accepted(verifier):
     pairs = gold_rewrites()
     found = verifier.verify(boxed(pairs))

@@ -122,6 +122,7 @@ def test_a_checker_that_fails_says_nothing_about_the_program(grader):
     assert verdict(grader, "print(3, 4)", case) == "sandbox-error"
 
 
+@pytest.mark.slow
 def test_a_checker_that_takes_too_long_says_nothing_about_the_program(grader):
     """It may only take longer for this right output than for the expected one."""
     checker = "def check(input, expected, output):\n    while output != expected:\n        pass\n"

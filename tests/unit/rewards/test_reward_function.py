@@ -40,6 +40,7 @@ def ask(function, *responses):
     return function(["prompt"] * len(responses), list(responses), [ROW] * len(responses))
 
 
+@pytest.mark.slow
 def test_numbers_of_one_response_of_a_batch_and_of_async_calls(function):
     assert [s.reward for s in ask(function("digits"), "12ab", "")] == [0.5, 0.0]
     assert [s.reward for s in ask(function("batch"), "x", "xyz")] == [4.0, 6.0]

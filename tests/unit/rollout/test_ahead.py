@@ -85,6 +85,7 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
     assert set(seen) | {group[0].problem.index for _, group in source.unfinished} >= set(range(24))
 
 
+@pytest.mark.slow
 def test_segments_keep_the_log_probs_and_the_step_of_the_weights_that_sampled_them():
     t = gap_trainer(lr=3e-2, old="behaviour", routes=True, **SIZES)
     before, cut = [], 0

@@ -362,6 +362,7 @@ def test_a_dense_model_has_nothing_to_replay():
 # --- older weights
 
 
+@pytest.mark.slow
 def test_with_staleness_only_the_sampling_policys_log_probs_let_it_reach_the_clip():
     found = {}
     for old in ("step_start", "behaviour", "engine"):
@@ -495,6 +496,7 @@ def trained(t, last: int):
         yield rollout
 
 
+@pytest.mark.slow
 def test_the_time_that_a_checkpoint_waits_for_a_batch_is_counted():
     class Slow(FirstCharacter):
         def score(self, answers):

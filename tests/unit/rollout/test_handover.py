@@ -187,6 +187,7 @@ def test_nan_is_an_error_and_an_engine_that_cannot_score_is_left_alone(rounds, m
     assert shared.check(1) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"staleness": 1}, {"staleness": 1, "overlap": True}], ids=str)
 def test_a_trainer_reports_the_share_and_samples_the_same_responses(more, monkeypatch):
     with_check = steps(gap_trainer(lr=1e-2, dtype="bfloat16", **more), 3)

@@ -156,6 +156,7 @@ CUT = {
 }
 
 
+@pytest.mark.slow
 def test_cut_responses_keep_the_lists_of_every_segment_and_a_checkpoint_all_of_them(tmp_path):
     policy = small_policy()
     source = make_source(

@@ -774,6 +774,7 @@ def test_a_prompt_is_encoded_once_for_its_group_and_refused_for_its_characters_o
             )
 
 
+@pytest.mark.slow
 def test_every_environment_is_closed_once_whatever_happens():
     counts, lock = [], threading.Lock()
 
@@ -799,6 +800,7 @@ def test_every_environment_is_closed_once_whatever_happens():
     closed(12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["step", "close"])
 def test_environments_that_do_not_close_are_waited_for_together_and_not_for_long(hangs, caplog):
     released, closed = threading.Event(), []
@@ -847,6 +849,7 @@ class Few(Scripted):
         return self.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_environments_that_share_something_wait_for_each_other_outside_of_their_time(most):
     running = set()
@@ -884,6 +887,7 @@ def test_environments_that_share_something_wait_for_each_other_outside_of_their_
     assert seconds.environments >= 3 * 0.15 * 12 / most
 
 
+@pytest.mark.slow
 def test_those_that_hang_do_not_keep_the_others_from_their_turn():
     released = threading.Event()
 
@@ -916,6 +920,7 @@ class Sleepers(PythonTool):
         return game
 
 
+@pytest.mark.slow
 def test_code_that_sleeps_ends_by_the_sandboxs_limits_and_fails_no_episode():
     task = Sleepers(turns=2, cpu_seconds=0.2, wall_seconds=0.5, step_seconds=2.5, replays=0)
     task.ready()

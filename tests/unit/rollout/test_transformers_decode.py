@@ -76,6 +76,7 @@ def test_engine_and_trainer_compute_what_each_row_gives_alone(kind):
         )
 
 
+@pytest.mark.slow
 def test_both_decoders_draw_the_same_tokens(monkeypatch):
     """Routing is recorded alike too. Rounding may send one draw, or a few tokens to an expert, the
     other way.

@@ -5,9 +5,12 @@ import signal
 import threading
 import time
 
+import pytest
+
 from gspo.run.entry_point import STOP_MARKER, StopSignal
 
 
+@pytest.mark.slow
 def test_workers_learn_of_a_stop_that_reached_their_launcher_alone(monkeypatch):
     monkeypatch.setenv(STOP_MARKER, "")
     launcher = StopSignal()

@@ -47,6 +47,7 @@ def sweep():
         yield config, GlobalHydra.instance().config_loader()
 
 
+@pytest.mark.slow
 def test_they_are_what_hydra_composes_for_each_job_alone(sweep):
     config, loader = sweep
     configs = SweepConfigs(loader, config)

@@ -118,6 +118,7 @@ def test_an_environment_without_length_is_made_once():
     assert len(made) == 1
 
 
+@pytest.mark.slow
 def test_closes_are_waited_for_at_the_same_time_each_until_its_deadline():
     released = threading.Event()
 
@@ -201,6 +202,7 @@ for hang in (lambda: time.sleep(1000), forever, blocking, in_a_thread):
 """
 
 
+@pytest.mark.slow
 def test_calls_that_hang_do_not_keep_the_process_from_ending():
     ended = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60

@@ -286,6 +286,7 @@ def test_answers_are_judged_strictly():
     assert verdict(task, problem, "#17", ended=False) == "truncated"
 
 
+@pytest.mark.slow
 def test_programs_are_judged_by_what_they_return(mixture):
     problem = Problem(
         "code", 0, "#times 2\ndef f(x):\n", [((value,), 2 * value) for value in range(4)]

@@ -71,6 +71,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 def test_all_terms_together_do_not_depend_on_the_micro_batch_size():
     results = []
     for size in (1, 5, 32):
@@ -89,6 +90,7 @@ def test_all_terms_together_do_not_depend_on_the_micro_batch_size():
             assert metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
 
 
+@pytest.mark.slow
 def test_kl_in_the_loss_pulls_the_policy_back_to_the_reference():
     """Without any reward signal the policy, moved away from the reference, comes back to it;
     without KL it stays.

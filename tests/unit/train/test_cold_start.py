@@ -61,6 +61,7 @@ def mean_log_normalizer(folder: Path) -> float:
     return float(logits_BSV[:, batch.prompt_width - 1 : -1].logsumexp(-1)[batch.mask_BT].mean())
 
 
+@pytest.mark.slow
 def test_logits_become_as_large_as_asked_for(tmp_path, monkeypatch):
     """With a heavier weight than in use, under which it would take a thousand steps."""
     monkeypatch.setattr(module, "NORMALIZER_WEIGHT", 1.0)
@@ -70,6 +71,7 @@ def test_logits_become_as_large_as_asked_for(tmp_path, monkeypatch):
     assert abs(reached - 12) < 0.5 * abs(free - 12), (free, reached)
 
 
+@pytest.mark.slow
 def test_it_learns_is_cached_and_depends_on_its_settings(tmp_path):
     reports = []
     folder = cold_start(MODEL, TASK, SETTINGS, tmp_path, lambda *r: reports.append(r))
@@ -114,6 +116,7 @@ def test_who_waits_for_another_run_s_cold_start_can_stop_waiting(tmp_path, monke
     assert waits[0] == 0 < waits[1] < waits[2]
 
 
+@pytest.mark.slow
 def test_demonstrations_follow_the_run_s_prompts(tmp_path):
     """A model with a chat template is cold-started on what reinforcement learning prompts it with."""
     settings, kinds = ColdStartSettings(steps=1, batch_size=4), {}
@@ -143,6 +146,7 @@ def test_two_that_want_it_at_once_make_it_once(tmp_path):
     assert len(made) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_normalizer", [None, 25.0])
 def test_the_micro_batch_does_not_change_what_is_learned(tmp_path, monkeypatch, log_normalizer):
     monkeypatch.setattr(module, "NORMALIZER_WEIGHT", 1.0)

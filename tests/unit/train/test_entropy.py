@@ -127,6 +127,7 @@ def test_its_gradient_does_not_depend_on_the_micro_batches_and_goes_through_chec
             torch.testing.assert_close(a, b, atol=2e-5 * float(b.abs().max()) + 1e-9, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_entropy_rises_with_a_bonus_and_is_held_at_a_target():
     free, raised = (
         steps(trainer(GSPO(), lr=3e-3, entropy_coef=coef), 6)[-1]["policy/entropy"]

@@ -111,6 +111,7 @@ def test_an_adapter_learns_a_task():
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15
 
 
+@pytest.mark.slow
 def test_an_update_costs_a_pass_less_than_one_of_all_weights():
     lora, dense = (
         steps(trainer(GSPO(), lora=lora), 1)[0]["compute/flops"] for lora in (LORA, None)

@@ -186,6 +186,7 @@ def check_alike(
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     daily_but(
@@ -380,6 +381,7 @@ def probed(make, ranks: Ranks, engine_ranks: Ranks) -> dict[str, float]:
 SIGNALS = ("optim/gradient_signal", "optim/gradient_noise", "optim/snr", "optim/snr_cosine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", daily_but(["p3o", "m2po", "gspo"], "p3o"))
 def test_ranks_measure_the_signal_of_one_process(case):
     make = of_case(case)

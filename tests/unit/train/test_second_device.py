@@ -90,6 +90,7 @@ with simulated.Observer() as observer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [EVERY_CHANGE, pytest.param(ONCE_A_DAY, marks=pytest.mark.daily)],
