@@ -12,6 +12,7 @@ import torch
 from gspo.checking import kernels, machine, speed, training
 from gspo.checking.bench import Bench
 from gspo.checking.report import FAIL, SKIP, Finding, Findings
+from gspo.io.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ def findings(bench: Bench, checks: tuple[Check, ...]) -> Findings:
             )
         except Exception as error:
             # An unknown machine can fail in any way, and the user needs to see it.
-            first_line = (str(error).splitlines() or [""])[0]
             yield Finding(
                 FAIL,
                 check.name,
-                f"{type(error).__name__}: {first_line}"[:150],
+                f"{type(error).__name__}: {first_line(error)}"[:150],
                 detail=traceback.format_exc(),
             )
         finally:

@@ -29,7 +29,7 @@ from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings, dot
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
 from gspo.data.step_record import Header
 from gspo.io.arguments import NO_SUCH_OPTION, nearest
-from gspo.io.errors import SettingError
+from gspo.io.errors import SettingError, first_line
 
 OWN_OPTIONS = ("step", "model", "old_model", "page", "responses", "out", "allow_outside_code")
 GROUPS = ("objective", "advantage", "kl", "correction")
@@ -93,7 +93,7 @@ def of_header(header: Header, trust: bool) -> Settings:
     try:
         return to_dataclass(with_outside_parts(merged(config, content)))
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"the record's settings are unknown here: {reason}") from None
 
 

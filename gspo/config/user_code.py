@@ -33,7 +33,7 @@ from gspo.config.refusals import NO_SUCH_SETTING, wrong_type
 from gspo.config.schema import Names, merged, schema
 from gspo.config.settings import CHOICES
 from gspo.io.arguments import nearest
-from gspo.io.errors import SettingError
+from gspo.io.errors import SettingError, first_line
 from gspo.io.ranges import fields_with
 from gspo.io.user_code import EXAMPLE, import_object, is_path, sources
 from gspo.tasks.base import Task
@@ -175,7 +175,7 @@ def class_schema(kind: type[DataclassInstance], key: str) -> DictConfig:
         node = schema(kind)
     except (OmegaConfBaseException, NameError, TypeError) as error:
         raise SettingError(
-            key, class_path(kind), f"its fields cannot be settings: {str(error).splitlines()[0]}"
+            key, class_path(kind), f"its fields cannot be settings: {first_line(error)}"
         ) from None
     if "name" in node:
         node.name = option_name(kind)
@@ -246,7 +246,7 @@ def with_values(kind: type[DataclassInstance], values: Any, key: str) -> DictCon
         return merged(node, values)
     except OmegaConfBaseException as error:
         mistake = wrong_type(error, f"{key}.")
-        raise mistake or SettingError(key, problem=str(error).splitlines()[0]) from None
+        raise mistake or SettingError(key, problem=first_line(error)) from None
 
 
 # -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo.distributed.signed_objects import sign_objects
+from gspo.io.errors import first_line
 
 T = TypeVar("T")
 BUCKET_NUMEL = 2**24  # elements of an all-reduce of gradients
@@ -188,8 +189,7 @@ class DistributedRanks(Ranks):
 
 def rank_lost(error: RuntimeError) -> RankLost:
     """Return RankLost with the first line of a collective's error."""
-    first_line = str(error).splitlines()[0]
-    return RankLost(first_line)
+    return RankLost(first_line(error))
 
 
 @contextmanager

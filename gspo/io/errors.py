@@ -9,6 +9,12 @@ NOT_GIVEN: Any = ...  # the value of a setting that has none; it unpickles as it
 PLAIN_WORD = re.compile(r"[\w.:/+@-]+")  # a text that a command line takes without quotes
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type if it has no text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
 class SettingError(ValueError):
     """A refusal of a setting.
 

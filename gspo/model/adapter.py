@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gspo.data.seeding import seed_for
-from gspo.io.errors import SettingError
+from gspo.io.errors import SettingError, first_line
 from gspo.io.files import errors_of_the_disk
 from gspo.model.forward.layers import Wrapper
 from gspo.model.forward.low_rank import NAME, is_wrapped
 from gspo.model.forward.padded_forward import (
     PROBE_LENGTHS,
-    first_line,
     logits_of_row,
     probe_rows,
 )
@@ -217,7 +216,7 @@ def check_adapted_forward(model: transformers.PreTrainedModel) -> None:
         raise SettingError(
             "policy.lora",
             problem=f"the forward of {architecture(model)} fails with an adapter "
-            f"({type(error).__name__}: {first_line(error)})",
+            f"({type(error).__name__}: {first_line(error)[:200]})",
         ) from None
 
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from gspo.io.errors import SettingError
+from gspo.io.errors import SettingError, first_line
 from gspo.io.files import errors_of_the_disk
 from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
@@ -155,10 +155,9 @@ def check_can_be_written(
             raise
         # transformers raises exceptions of many types
         except Exception as error:
-            first_line = str(error).strip().partition("\n")[0]
             raise ValueError(
                 f"{name}: a checkpoint of it cannot be written ({type(error).__name__}: "
-                f"{first_line}); fix the model's folder first"
+                f"{first_line(error)}); fix the model's folder first"
             ) from None
     has_same_tokens = reread(SAMPLE_TEXT)["input_ids"] == tokenizer(SAMPLE_TEXT)["input_ids"]
     if not has_same_tokens or reread.chat_template != tokenizer.chat_template:
@@ -271,14 +270,15 @@ def one_line(path: str) -> Generator[None]:
                 "its weights are pickles (pytorch_model.bin), which are never read",
                 remedy="convert them to safetensors",
             ) from None
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         if is_folder:
-            raise SettingError("model.path", path, f"cannot be loaded: {lines[0]}") from None
+            raise SettingError(
+                "model.path", path, f"cannot be loaded: {first_line(error)}"
+            ) from None
         raise SettingError(
             "model.path",
             path,
             "cannot be loaded: there is no such folder here, and no model of this name "
-            f"from the hub: {lines[0]}{nearest_model(path)}",
+            f"from the hub: {first_line(error)}{nearest_model(path)}",
         ) from None
 
 

@@ -15,7 +15,7 @@ import torch
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks
 from gspo.evaluation.resumable import fingerprint
-from gspo.io.errors import SettingError
+from gspo.io.errors import SettingError, first_line
 from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
 from gspo.model.settings import POSITIONS, HFModel
@@ -261,6 +261,6 @@ def usable_device(device: str, key: str) -> str:
         torch.zeros(1, device=device).item()
     # a device unknown to torch, absent hardware, a build without it, or no free memory
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise SettingError(key, device, f"cannot be used here: {reason}") from None
     return device

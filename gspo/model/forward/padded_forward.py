@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from gspo.data.batch import TokenBatch
+from gspo.io.errors import first_line
 from gspo.model.forward.network import PROBE_TOLERANCE
 from gspo.model.sharding.dtensors import architecture
 from gspo.model.weights import input_embedding
@@ -115,7 +116,7 @@ def padding_side(model: transformers.PreTrainedModel) -> Side:
         alone = [logits_of_row(model, row) for row in rows]
     # a forward that does not fit its configuration raises exceptions of many types
     except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise ValueError(
             f"{architecture(model)} cannot be used: its forward fails ({reason})"
         ) from None
@@ -149,11 +150,6 @@ def padding_side(model: transformers.PreTrainedModel) -> Side:
         f"those of the row alone, and they differ by {' and '.join(differences)}, as a share of "
         "the largest logit"
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message, cut to a readable length."""
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def probe_rows(model: transformers.PreTrainedModel, lengths: tuple[int, ...]) -> list[list[int]]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gspo.data.batch import to_device
+from gspo.io.errors import first_line
 
 MAX_HEAD_DIM = 256  # of FlashAttention-2
 # the maximum error of the operator in the trial, relative to the largest number
@@ -199,7 +200,7 @@ def varlen_problem(
     try:
         computed = _with_gradients(operator, [q_QHD, k_UJD, v_UJD], slope_QHD)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return f"refuses: {str(error).splitlines()[0]}"
+        return f"refuses: {first_line(error)}"
     differences = []
     for ours, exact in zip(computed, expected, strict=True):
         difference = (ours - exact).abs().max() / exact.abs().max()

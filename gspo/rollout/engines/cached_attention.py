@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gspo.io.errors import first_line
 from gspo.model.forward.variable_lengths import is_flash_attention_size
 
 MAX_RELATIVE_ERROR = 0.05  # of FlashAttention in bfloat16, beside float64
@@ -134,7 +135,7 @@ def why_not(
     try:
         computed_RHD = flash_attention(*inputs, filled)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return f"FlashAttention refuses counts of keys: {str(error).splitlines()[0]}"
+        return f"FlashAttention refuses counts of keys: {first_line(error)}"
     difference = (computed_RHD.cpu().double() - expected_RHD).abs().max()
     relative_error = float(difference / expected_RHD.abs().max())
     if relative_error < MAX_RELATIVE_ERROR:  # False for NaN

@@ -18,6 +18,7 @@ import sys
 import torch
 from torch import Tensor
 
+from gspo.io.errors import first_line
 from gspo.model.forward.network import Network
 from gspo.model.forward.packing import attention
 from gspo.rollout.engines.cached_attention import (
@@ -115,7 +116,7 @@ class StaticDecoder(NetworkDecoder):
         except RuntimeError as error:
             self.records = False
             torch.cuda.synchronize()
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             if reason not in _reported:
                 _reported.add(reason)
                 print(

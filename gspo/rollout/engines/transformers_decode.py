@@ -23,10 +23,10 @@ import transformers
 from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 
+from gspo.io.errors import first_line
 from gspo.model.forward.network import PROBE_TOLERANCE
 from gspo.model.forward.padded_forward import (
     at_columns,
-    first_line,
     forward_arguments,
     largest_difference,
     logits_of_row,
@@ -85,7 +85,7 @@ def disagreement(policy: Policy) -> str:
     except Exception as error:
         return (
             "it cannot be driven as `generate` drives others "
-            f"({type(error).__name__}: {first_line(error)})"
+            f"({type(error).__name__}: {first_line(error)[:200]})"
         )
     decoded = [torch.stack(rows) for rows in logits]
     rows_at_each_token = torch.tensor([2, 2, 1, 1, 1], device=model.device)
