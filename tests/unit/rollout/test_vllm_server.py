@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_one_line(server):
             (
                 policy,
                 settings(nowhere),
-                ("rollout.url", nowhere, "refused; start one by `gspo serve`"),
+                ("rollout.url", nowhere, "refused; start one with `gspo serve`"),
             ),
         ]:
             with refuses(*refusal):
