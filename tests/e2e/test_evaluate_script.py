@@ -80,15 +80,15 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         ),
         (
             ["run=x", "rollout=vllm", "rollout.prompts_per_step=4"],
-            ("rollout.prompts_per_step", 4, "is read in training alone; say"),
+            ("rollout.prompts_per_step", 4, "is read in training alone; set"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.max_new_tokens=9"],
-            ("rollout.max_new_tokens", 9, "is read in training alone; say"),
+            ("rollout.max_new_tokens", 9, "is read in training alone; set"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.temperature=0.5"],
-            ("rollout.temperature", 0.5, "is read in training alone; say"),
+            ("rollout.temperature", 0.5, "is read in training alone; set"),
         ),
         (
             ["run=x", "rollout=vllm", "rollout.staleness=1"],
