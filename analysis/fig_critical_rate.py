@@ -1,4 +1,4 @@
-"""Critical learning rate: how much further can GSPO be pushed than GRPO, and why?
+"""Critical learning rate: how much higher is GSPO's than GRPO's, and why?
 
     gspo figure critical-rate analysis/data/critical_rate.parquet
 

@@ -153,9 +153,9 @@ def decision(rate_ratio: RateRatio, names: tuple[str, str], design: Design, marg
     p = rate_ratio.p
     a, b = names
     if p < interval.level and interval.low > 1:
-        return f"{a} can be pushed further"
+        return f"{a} has the higher critical rate"
     if p < interval.level and interval.high < 1:
-        return f"{b} can be pushed further"
+        return f"{b} has the higher critical rate"
     within = interval.low > 1 / (1 + margin) and interval.high < 1 + margin
     if margin and within and rate_ratio.measured:
         return f"the same within {100 * margin:g} %"

@@ -72,8 +72,8 @@ def test_verdicts_use_the_level_of_the_look():
 @pytest.mark.parametrize(
     ("low", "high", "p", "seeds", "words"),
     [
-        (1.01, 1.2, 0.001, 20, "A can be pushed further"),
-        (0.8, 0.99, 0.001, 20, "B can be pushed further"),
+        (1.01, 1.2, 0.001, 20, "A has the higher critical rate"),
+        (0.8, 0.99, 0.001, 20, "B has the higher critical rate"),
         (1.01, 1.2, 0.02, 20, "go on to 30 seeds"),  # p is above the level
         (0.95, 1.09, 0.5, 20, "the same within 10 %"),
         (0.90, 1.09, 0.5, 20, "go on to 30 seeds"),  # 1 / 1.1 is .909
