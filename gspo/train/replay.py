@@ -114,13 +114,13 @@ def replay(
     if knows_engine and not skips_old_pass and not engine_is_old:
         comparison.measure(old_batch, accumulator)
     if recorded_advantages:
-        adv_BT = required(record.advantages, old_batch)
+        adv_BT = unflattened(record.advantages, old_batch)
         batch = old_batch.with_advantages(adv_BT)
         diagnostics.advantages(adv_BT, batch.mask_BT, accumulator)
     else:
         batch, _ = add_advantages(
             old_batch,
-            of_tokens(record.old_values, old_batch),
+            unflattened_or_none(record.old_values, old_batch),
             rollout,
             algorithm=algorithm,
             kl_coefficient=coefficient.value,
@@ -239,7 +239,7 @@ def to_rollout_batch(record: StepRecord, rollout: Rollout) -> RolloutBatch:
 
     The mask has all tokens that the policy wrote, as before the trainer leaves responses out."""
     batch = pack(rollout.responses, pad_id=0)
-    sampled_BT = required(record.sampled, batch)
+    sampled_BT = unflattened(record.sampled, batch)
     return replace(batch, mask_BT=sampled_BT, sampled_BT=sampled_BT.clone())
 
 
@@ -251,8 +251,8 @@ def add_old_policy(
     accumulator: MetricAccumulator,
 ) -> OldPolicyBatch:
     """Add the recorded results of the passes before the updates, as OldPolicyPass does."""
-    old_logp_BT = batch.engine_logp_BT if engine_is_old else required(record.old_logp, batch)
-    ref_logp_BT = of_tokens(record.ref_logp, batch)
+    old_logp_BT = batch.engine_logp_BT if engine_is_old else unflattened(record.old_logp, batch)
+    ref_logp_BT = unflattened_or_none(record.ref_logp, batch)
     if ref_logp_BT is not None:
         diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
     correction_BT = None
@@ -266,18 +266,18 @@ def add_old_policy(
         experts_BSLK[batch.attention_BS] = torch.from_numpy(record.old_experts).short()
     sum_pi_squared_BT = None
     if algorithm.advantage.needs_sum_pi_squared:
-        sum_pi_squared_BT = of_tokens(record.sum_pi_squared, batch)
+        sum_pi_squared_BT = unflattened_or_none(record.sum_pi_squared, batch)
     return batch.with_old_policy(
         old_logp_BT, experts_BSLK, ref_logp_BT, correction_BT, sum_pi_squared_BT
     )
 
 
-def of_tokens(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
+def unflattened_or_none(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
     """Return an array over the response tokens of all rows as a tensor [B, T, ...], 0 at padding."""
-    return None if x is None else required(x, batch)
+    return None if x is None else unflattened(x, batch)
 
 
-def required(x: ndarray, batch: TokenBatch) -> Tensor:
+def unflattened(x: ndarray, batch: TokenBatch) -> Tensor:
     """Return an array over all response tokens as a tensor [B, T, ...], 0 at padding."""
     real_BT = batch.attention_BS[:, batch.prompt_width :]
     x_N = torch.from_numpy(x)
@@ -294,15 +294,15 @@ def flat(x_BT: Tensor, batch: TokenBatch) -> ndarray:
 
 def recorded_output(update: RecordedUpdate, minibatch: TrainBatch) -> PolicyOutput:
     """Return the recorded results of an update's forward pass, as leaves of a new graph."""
-    logp_BT = required(update.logp, minibatch).requires_grad_()
-    entropy_BT = of_tokens(update.entropy, minibatch)
-    values_BT = of_tokens(update.values, minibatch)
+    logp_BT = unflattened(update.logp, minibatch).requires_grad_()
+    entropy_BT = unflattened_or_none(update.entropy, minibatch)
+    values_BT = unflattened_or_none(update.values, minibatch)
     for leaf_BT in (entropy_BT, values_BT):
         if leaf_BT is not None:
             leaf_BT.requires_grad_()
     experts_BSLK = None
     if update.experts is not None:
-        experts_BTLK = required(update.experts, minibatch).short()
+        experts_BTLK = unflattened(update.experts, minibatch).short()
         shape = (*minibatch.tokens_BS.shape, *experts_BTLK.shape[2:])
         experts_BSLK = torch.full(shape, NOT_RECORDED, dtype=torch.int16)
         # the position before a token predicts it
