@@ -145,17 +145,17 @@ def add_routing(
     num_experts: int,
     accumulator: MetricAccumulator,
     *,
-    minibatch: int = 2,
+    update_number: int = 2,
     old_response_BS: Tensor | None = None,
 ) -> None:
     """Add the routing of a forward pass to the metrics of a step.
 
-    `minibatch` counts the updates of the step from 1. Consistency is not measured in the first,
+    `update_number` counts the updates of the step from 1. Consistency is not measured in the first,
     which begins with the old policy.
     """
     experts_NLK = predicting_experts(experts_BSLK, response_BS)
     accumulator.expert_loads(count_choices(experts_NLK, num_experts))
-    if minibatch == 1 or old_experts_BSLK is None:
+    if update_number == 1 or old_experts_BSLK is None:
         return
     if old_response_BS is None:
         old_response_BS = response_BS
@@ -168,7 +168,7 @@ def add_routing(
             "passes must hold the same rows in the same order"
         )
     same_NL = consistency(experts_NLK, old_experts_NLK)
-    measure_consistency(same_NL, minibatch, accumulator)
+    measure_consistency(same_NL, update_number, accumulator)
 
 
 def predicting_experts(experts_BSLK: Tensor, response_BS: Tensor) -> Tensor:

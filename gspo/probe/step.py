@@ -24,7 +24,7 @@ class StepProbe:
     more than these log-probs, see gspo.probe.logprobs.
 
         probe = StepProbe(GSPO(clip_low=3e-4, clip_high=4e-4))
-        probe.add_logprobs(logp, old_logp, advantages, mask, minibatch=1)   # each micro-batch
+        probe.add_logprobs(logp, old_logp, advantages, mask, update_number=1)   # each micro-batch
         probe.result()
     """
 
@@ -49,13 +49,13 @@ class StepProbe:
         advantages: Tensor,
         mask_BT: Tensor,
         *,
-        minibatch: int,
+        update_number: int,
     ) -> None:
         """Add the log-probs of a micro-batch, see gspo.probe.logprobs.
 
-        `minibatch` counts the updates of the step from 1. In the first the current policy is the
-        old policy, so its distance from ratio 1 is rounding. If `old_logp_BT` is None there was no
-        pass under the old policy: all ratios are 1, and no rounding is measured.
+        `update_number` counts the updates of the step from 1. In the first the current policy is
+        the old policy, so its distance from ratio 1 is rounding. If `old_logp_BT` is None there was
+        no pass under the old policy: all ratios are 1, and no rounding is measured.
         """
         has_old_pass = old_logp_BT is not None
         if old_logp_BT is None:
@@ -66,8 +66,8 @@ class StepProbe:
         if self.objective:
             bound = self.objective.log_ratio_bound
             outputs = self.objective(inputs)
-            diagnostics.clips(outputs, inputs, minibatch, self._accumulator)
-            if minibatch == 1 and has_old_pass:
+            diagnostics.clips(outputs, inputs, update_number, self._accumulator)
+            if update_number == 1 and has_old_pass:
                 diagnostics.rounding_floor(self.objective, inputs, self._accumulator)
         add_ratios(inputs, bound, self._accumulator)
 
@@ -79,7 +79,7 @@ class StepProbe:
         response_BS: Tensor,
         num_experts: int,
         *,
-        minibatch: int,
+        update_number: int,
         old_response_BS: Tensor | None = None,
     ) -> None:
         """Add the experts of a micro-batch, see gspo.probe.routing.
@@ -92,7 +92,7 @@ class StepProbe:
             response_BS,
             num_experts,
             self._accumulator,
-            minibatch=minibatch,
+            update_number=update_number,
             old_response_BS=old_response_BS,
         )
 

@@ -113,7 +113,7 @@ class ProbedGRPOTrainer(GRPOTrainer):
 
     def _measure(self, inputs: dict[str, Any], current: Pass) -> None:
         """Add a micro-batch to the metrics of the rollout batch."""
-        minibatch = 1 + self.state.global_step - self._first_update
+        update_number = 1 + self.state.global_step - self._first_update
         mask_BT = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask_BT = mask_BT * inputs["tool_mask"]
@@ -122,7 +122,7 @@ class ProbedGRPOTrainer(GRPOTrainer):
         if old_logp_BT is not None:
             old_logp_BT = old_logp_BT.float()
         self._step_probe.add_logprobs(
-            logp_BT, old_logp_BT, inputs["advantages"], mask_BT, minibatch=minibatch
+            logp_BT, old_logp_BT, inputs["advantages"], mask_BT, update_number=update_number
         )
         if self._routing and current.experts_BSLK is not None:
             no_response_BS = torch.zeros_like(inputs["prompt_mask"])
@@ -132,7 +132,7 @@ class ProbedGRPOTrainer(GRPOTrainer):
                 inputs.get(OLD_EXPERTS),
                 response_BS,
                 self._routing.num_experts,
-                minibatch=minibatch,
+                update_number=update_number,
             )
 
 

@@ -262,7 +262,7 @@ def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAcc
 def clips(
     outputs: LossOutputs,
     inputs: LossInputs,
-    minibatch: int,
+    update_number: int,
     accumulator: MetricAccumulator,
     choice_BT: Tensor | None = None,
 ) -> None:
@@ -290,7 +290,7 @@ def clips(
             clipped = torch.where(selected_BT, clipped_BT, False).sum()
             accumulator.mean(f"clip/token_{kind}{sign}", clipped, tokens)
             if not sign:
-                accumulator.mean(f"clip/token_{kind}_minibatch_{minibatch}", clipped, tokens)
+                accumulator.mean(f"clip/token_{kind}_minibatch_{update_number}", clipped, tokens)
             accumulator.mean(f"clip/sequence_{kind}{sign}", share_B.sum(), sequences)
     tokens = mask_BT.sum()
     accumulator.token_mean("clip/log_ratio_bounded", outputs.bounded_BT, mask_BT, tokens)

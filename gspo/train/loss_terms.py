@@ -39,7 +39,7 @@ class TermInputs:
     output: PolicyOutput  # the result of the forward pass over the micro-batch
     batch: TrainBatch  # the micro-batch
     totals: Totals  # the counts of the whole optimizer step
-    minibatch: int  # the number of the update in its step, from 1
+    update_number: int  # in its step, counted from 1
     accumulator: MetricAccumulator
     outputs: LossOutputs | None = None  # the objective's, which PolicyTerm adds
     statistic: Tensor | None = None  # Objective.statistic of the whole mini-batch
@@ -78,7 +78,7 @@ class PolicyTerm(Term):
             outputs = replace(outputs, weight_BT=weight_BT)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, tensors, inputs.minibatch, accumulator, batch.choice_BT)
+            diagnostics.clips(outputs, tensors, inputs.update_number, accumulator, batch.choice_BT)
             if self.objective.weighs_by_length:
                 diagnostics.weights_by_length(outputs.weight_BT, batch.mask_BT, accumulator)
         loss_BT = outputs.loss_BT

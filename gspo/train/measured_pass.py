@@ -65,20 +65,20 @@ def start_at_old_policy(
 def measure_pass(
     output: PolicyOutput,
     micro: TrainBatch,
-    minibatch: int,
+    update_number: int,
     objective: Objective,
     experts: int,
     accumulator: MetricAccumulator,
 ) -> None:
     """Measure ratios, entropy and routing of an update's forward pass.
 
-    `minibatch` counts from 1, and `experts` is the number of experts of each MoE layer.
+    `update_number` counts from 1, and `experts` is the number of experts of each MoE layer.
     """
     diagnostics.ratios(output.logp_BT, micro, objective.log_ratio_bound, accumulator)
     if output.entropy_BT is not None:
         diagnostics.entropy(output.entropy_BT, micro, accumulator)
     routing.measure_update(
-        output.experts_BSLK, micro.experts_BSLK, micro, experts, minibatch, accumulator
+        output.experts_BSLK, micro.experts_BSLK, micro, experts, update_number, accumulator
     )
 
 

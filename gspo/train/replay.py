@@ -134,27 +134,31 @@ def replay(
     experts = int(state.get("experts", 0))
     terms = loss_terms(algorithm, replace(settings, router_aux_loss_coef=0.0), coefficient, entropy)
     updates = []
-    for number, update in enumerate(record.updates, start=1):
+    for update_number, update in enumerate(record.updates, start=1):
         minibatch = batch.rows(torch.from_numpy(update.rows).long())
         minibatch = measured_pass.reduce_minibatch(minibatch, algorithm.correction, accumulator)
         output = recorded_output(update, minibatch)
-        is_old = number == 1 and starts_at_old
+        is_at_old_policy = update_number == 1 and starts_at_old
         statistic = None
         if objective.needs_statistic:
-            has_ratio_1 = is_old and not engine_is_old
+            has_ratio_1 = is_at_old_policy and not engine_is_old
             logp_BT = minibatch.old_logp_BT if has_ratio_1 else output.logp_BT
             statistic = objective.statistic(
                 loss_inputs(replace(output, logp_BT=logp_BT), minibatch)
             )
-        if is_old:
+        if is_at_old_policy:
             minibatch = measured_pass.start_at_old_policy(
                 output, minibatch, objective, engine_is_old, statistic, accumulator
             )
         totals = Totals.of(minibatch.mask_BT)
-        inputs = TermInputs(output, minibatch, totals, number, accumulator, statistic=statistic)
+        inputs = TermInputs(
+            output, minibatch, totals, update_number, accumulator, statistic=statistic
+        )
         updates.append(replay_update(update, inputs, terms))
-        measured_pass.measure_pass(output, minibatch, number, objective, experts, accumulator)
-        if knows_engine and skips_old_pass and number == 1:
+        measured_pass.measure_pass(
+            output, minibatch, update_number, objective, experts, accumulator
+        )
+        if knows_engine and skips_old_pass and update_number == 1:
             measured_pass.compare_with_engine(output, minibatch, comparison, accumulator)
         if entropy:
             entropy.end_update(totals, Ranks())

@@ -82,29 +82,31 @@ def measure_update(
     old_experts_BSLK: Tensor | None,
     batch: TokenBatch,
     num_experts: int,
-    minibatch: int,
+    update_number: int,
     accumulator: MetricAccumulator,
 ) -> None:
     """Measure the loads of the experts, and the agreement of the routers with the step's start.
 
-    `minibatch` counts from 1. The agreement of the first mini-batch is left out, because its
+    `update_number` counts from 1. The agreement of the first mini-batch is left out, because its
     routing is the routing at the start itself. Dense models have no experts to measure.
     """
     if experts_BSLK is None or old_experts_BSLK is None:
         return
     counts_LE = expert_counts(experts_BSLK, batch, num_experts)
     accumulator.expert_loads(counts_LE)
-    if minibatch == 1:
+    if update_number == 1:
         return
     same_NL = token_consistency(experts_BSLK, old_experts_BSLK, batch)
-    measure_consistency(same_NL, minibatch, accumulator)
+    measure_consistency(same_NL, update_number, accumulator)
 
 
-def measure_consistency(same_NL: Tensor, minibatch: int, accumulator: MetricAccumulator) -> None:
+def measure_consistency(
+    same_NL: Tensor, update_number: int, accumulator: MetricAccumulator
+) -> None:
     """Measure the consistency of tokens in the update of a mini-batch, by layer too."""
     changed_NL = same_NL < 1
     accumulator.mean_of("routing/consistency", same_NL)
-    accumulator.mean_of(f"routing/consistency_minibatch_{minibatch}", same_NL)
+    accumulator.mean_of(f"routing/consistency_minibatch_{update_number}", same_NL)
     accumulator.mean_of("routing/changed_any_layer", changed_NL.any(-1))
     for layer, same_N in enumerate(same_NL.unbind(1)):
         accumulator.mean_of(f"routing/consistency_layer_{layer}", same_N)

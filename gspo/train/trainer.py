@@ -128,7 +128,7 @@ class Trainer:
         if self.entropy:
             policy.enable_entropy_gradient()
         self.terms = loss_terms(algorithm, settings, self.coefficient, self.entropy)
-        self.every_row = any(term.needs_every_row for term in self.terms)
+        self.needs_every_row = any(term.needs_every_row for term in self.terms)
         groups = parameter_groups(policy, optim.router_lr_factor, policy_settings.freeze_router)
         self.optimizer = make_optimizer(groups, optim)
 
@@ -300,34 +300,36 @@ class Trainer:
         accumulator: MetricAccumulator,
     ) -> None:
         """Take an optimizer step on each mini-batch, which is given by its rows in the batch."""
-        for number, rows_N in enumerate(minibatches, start=1):
+        for update_number, rows_N in enumerate(minibatches, start=1):
             minibatch = batch.rows(rows_N)
             is_local_B = torch.isin(rows_N, local_rows_N)
-            self.recorder.begin_update(number, rows_N[is_local_B])
-            self.update(minibatch, is_local_B, number, accumulator)
+            self.recorder.begin_update(update_number, rows_N[is_local_B])
+            self.update(minibatch, is_local_B, update_number, accumulator)
         self.recorder.end_updates(local_rows_N, self.settings.micro_batch_size)
 
     def update(
         self,
-        batch: TrainBatch,
+        minibatch: TrainBatch,
         is_local_B: Tensor,
-        minibatch: int,
+        update_number: int,
         accumulator: MetricAccumulator,
     ) -> None:
         """Take an optimizer step on a mini-batch, with the loss of the local rows of each rank.
 
         The loss is normalised by the counts of the whole mini-batch, over all ranks."""
-        batch = reduce_minibatch(batch, self.algorithm.correction, accumulator)
-        totals = Totals.of(batch.mask_BT)
+        minibatch = reduce_minibatch(minibatch, self.algorithm.correction, accumulator)
+        totals = Totals.of(minibatch.mask_BT)
         objective = self.algorithm.objective
-        is_old = minibatch == 1 and self.starts_at_old_policy
+        is_at_old_policy = update_number == 1 and self.starts_at_old_policy
         engine_is_old = self.policy_settings.old_logprobs == "engine"
-        has_ratio_1 = minibatch == 1 and self.first_ratios_are_1
-        statistic = self.old_policy.statistic(objective, batch, is_local_B, self.ranks, has_ratio_1)
+        has_ratio_1 = update_number == 1 and self.first_ratios_are_1
+        statistic = self.old_policy.statistic(
+            objective, minibatch, is_local_B, self.ranks, has_ratio_1
+        )
         experts = self.policy.routing.experts
-        local = batch
+        local = minibatch
         if not is_local_B.all():
-            local = batch.rows(is_local_B) if is_local_B.any() else None
+            local = minibatch.rows(is_local_B) if is_local_B.any() else None
         loads_LE = None
         if self.settings.router_aux_loss_coef:
             loads_LE = routing.old_loads(local, self.policy, self.ranks)
@@ -335,33 +337,33 @@ class Trainer:
         micros = [local.rows(split_N) for split_N in splits] if local else []
         # A micro-batch whose advantages are all 0 needs no backward pass. If all advantages of the
         # mini-batch are 0, every micro-batch gets one, so that the gradient is 0 and not None.
-        every_row = self.every_row or not batch.adv_BT.any()
-        needs_backward = [every_row or bool(micro.adv_BT.any()) for micro in micros]
+        needs_every_row = self.needs_every_row or not minibatch.adv_BT.any()
+        needs_backward = [needs_every_row or bool(micro.adv_BT.any()) for micro in micros]
         with self.policy.cached_casts():
             for i, learns in self.policy.lockstep(needs_backward):
                 if i is None:
-                    self.policy.idle(batch, learns)
+                    self.policy.idle(minibatch, learns)
                     continue
                 micro = micros[i].to(self.policy.device)
                 with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
                     output = self.policy.forward(micros[i])
-                    if is_old:
+                    if is_at_old_policy:
                         micro = start_at_old_policy(
                             output, micro, objective, engine_is_old, statistic, accumulator
                         )
                     loss = torch.zeros((), device=self.policy.device)
                     inputs = TermInputs(
-                        output, micro, totals, minibatch, accumulator, statistic=statistic
+                        output, micro, totals, update_number, accumulator, statistic=statistic
                     )
                     for term in self.terms:
                         loss = loss + term(inputs)
                     if learns:
                         loss.backward()
-                share = len(micro) / len(batch)
+                share = len(micro) / len(minibatch)
                 accumulator.mean("optim/loss", loss.detach(), share)
                 with accumulator.timed("time/diagnostics_s"):
-                    measure_pass(output, micro, minibatch, objective, experts, accumulator)
-                    if self.old_policy.is_skipped and minibatch == 1:
+                    measure_pass(output, micro, update_number, objective, experts, accumulator)
+                    if self.old_policy.is_skipped and update_number == 1:
                         compare_with_engine(output, micro, self.old_policy.comparison, accumulator)
                 self.recorder.add_pass(splits[i], inputs)
         if self.entropy:

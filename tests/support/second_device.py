@@ -97,9 +97,9 @@ class Phases:
         old = trainer.old_policy.add
         step = trainer.train_step
 
-        def one_update(batch, own, minibatch, accumulator):
-            name = "first mini-batch" if minibatch == 1 else "a later mini-batch"
-            return self.within(name, update, batch, own, minibatch, accumulator)
+        def one_update(minibatch, own, update_number, accumulator):
+            name = "first mini-batch" if update_number == 1 else "a later mini-batch"
+            return self.within(name, update, minibatch, own, update_number, accumulator)
 
         trainer.update = one_update
         trainer.old_policy.add = lambda *words: self.within("pass for the old policy", old, *words)

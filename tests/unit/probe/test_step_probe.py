@@ -35,7 +35,11 @@ def test_the_numbers_are_our_trainers(objective):
     response_BS = response_mask(batch)
     for rows in (slice(0, 4), slice(4, 5), slice(5, None)):
         step.add_logprobs(
-            logp_BT[rows], old_logp_BT[rows], batch.adv_BT[rows], batch.mask_BT[rows], minibatch=2
+            logp_BT[rows],
+            old_logp_BT[rows],
+            batch.adv_BT[rows],
+            batch.mask_BT[rows],
+            update_number=2,
         )
         # the passes differ in their padding
         step.add_routing(
@@ -43,7 +47,7 @@ def test_the_numbers_are_our_trainers(objective):
             old_experts_BSLK[rows],
             torch.nn.functional.pad(response_BS[rows], (3, 2)),
             probe.num_experts,
-            minibatch=2,
+            update_number=2,
             old_response_BS=response_BS[rows],
         )
     measured = step.result()
@@ -93,15 +97,15 @@ def test_the_first_update_measures_the_rounding_if_there_was_an_old_pass():
     advantages = torch.ones(1)
     step = StepProbe(GSPO())
     assert step.is_empty
-    step.add_logprobs(logp_BT + 1e-6, logp_BT, advantages, mask_BT, minibatch=1)
+    step.add_logprobs(logp_BT + 1e-6, logp_BT, advantages, mask_BT, update_number=1)
     assert step.result()["ratio/floor_sequence_abs"] == pytest.approx(1e-6)
     step = StepProbe(GSPO())
-    step.add_logprobs(logp_BT, None, advantages, mask_BT, minibatch=1)
+    step.add_logprobs(logp_BT, None, advantages, mask_BT, update_number=1)
     metrics = step.result()
     assert metrics["ratio/token_mean"] == 1 and metrics["clip/token_active"] == 0
     assert "ratio/floor_sequence_abs" not in metrics
     step = StepProbe(None)
-    step.add_logprobs(logp_BT, None, advantages, mask_BT, minibatch=1)
+    step.add_logprobs(logp_BT, None, advantages, mask_BT, update_number=1)
     assert not any(name.startswith("clip/") for name in step.result())
 
 
