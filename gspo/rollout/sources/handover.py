@@ -153,22 +153,22 @@ class HandoverCheck:
 
     `record` stores tokens and their log-probs, once. `check` follows every load of weights.
 
-    `rounds` says how the engine's numbers differ from the trainer's. "nothing": both compute in
-    float32, and a single stale tensor is an error. "bfloat16": the engine's weights and activations
-    are rounded to bfloat16, and an engine that lacks a large part of an update is an error.
-    "otherwise": the numbers are measured, and only NaN is an error.
+    `engine_rounding` says what rounds in the engine and not in the trainer. "nothing": both compute
+    in float32, and a single stale tensor is an error. "bfloat16": the engine's weights and
+    activations are rounded to bfloat16, and an engine that lacks a large part of an update is an
+    error. "otherwise": the numbers are measured, and only NaN is an error.
     """
 
-    def __init__(self, engine: Engine, rounds: str):
+    def __init__(self, engine: Engine, engine_rounding: str):
         self.engine = engine
-        self.rounds = rounds
+        self.engine_rounding = engine_rounding
         self.prompts: list[list[int]] = []
         self.responses: list[list[int]] = []
-        self.rounding = 0.0  # |engine - trainer| of a noisy sequence after the last load
+        self.noisy_gap = 0.0  # |engine - trainer| of a noisy sequence after the last load
         self.trainer_N = torch.empty(0)
         self.engine_N = torch.empty(0)
         self.sequence_N = torch.empty(0)
-        self.is_done = False  # whether `record` was called
+        self.is_recorded = False  # whether `record` was called, or a checkpoint had tokens
         # the metrics of the last load, which a resumed run logs again
         self.metrics: dict[str, float] = {}
         # the tokens are those of a checkpoint, and their log-probs have to be computed
@@ -179,9 +179,9 @@ class HandoverCheck:
 
         The first response of each group comes first. All ranks record the same responses. Later
         calls do nothing, and neither does a call for an engine that shares the policy's tensors."""
-        if self.is_done or self.engine.shares_weights:
+        if self.is_recorded or self.engine.shares_weights:
             return
-        self.is_done = True
+        self.is_recorded = True
         by_sample = sorted((i, n) for n, group in enumerate(groups) for i in range(len(group)))
         responses = [groups[n][i] for i, n in by_sample[:MAX_SEQUENCES]]
         prompts = [r.prompt_ids[-MAX_PROMPT_TOKENS:] for r in responses]
@@ -211,7 +211,7 @@ class HandoverCheck:
         self.trainer_N, self.engine_N = logprobs
         lengths_Q = torch.tensor([len(response) for response in self.responses])
         self.sequence_N = torch.arange(len(lengths_Q)).repeat_interleave(lengths_Q)
-        self.rounding = sequence_gap(*logprobs, self.sequence_N, NOISY)
+        self.noisy_gap = sequence_gap(*logprobs, self.sequence_N, NOISY)
         return True
 
     def state(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class HandoverCheck:
             self.prompts = state["prompts"]
             self.responses = state["responses"]
             self.metrics = state["metrics"]
-            self.is_done = True
+            self.is_recorded = True
             self.is_restored = True
 
     def check(self, step: int) -> dict[str, float]:
@@ -267,7 +267,7 @@ class HandoverCheck:
         fault = self.fault(change, residual)
         self.trainer_N = trainer_N
         self.engine_N = engine_N
-        self.rounding = sequence_gap(trainer_N, engine_N, self.sequence_N, NOISY)
+        self.noisy_gap = sequence_gap(trainer_N, engine_N, self.sequence_N, NOISY)
         numbers = (change.slope, change.slope_stderr, change.trainer_change, change.residual)
         ranks = self.engine.ranks
         changes = [LogprobChange(*values) for values in ranks.all_gather(numbers)]
@@ -292,8 +292,8 @@ class HandoverCheck:
         `residual` is |y - x| of a quiet sequence."""
         if math.isnan(residual):
             return "a log-prob is NaN"
-        if self.rounds == "nothing":
-            limit = ROUNDING_FACTOR * self.rounding + MIN_ROUNDING
+        if self.engine_rounding == "nothing":
+            limit = ROUNDING_FACTOR * self.noisy_gap + MIN_ROUNDING
             if residual > limit:
                 return (
                     f"the changes of its log-probs differ from the trainer's by {residual:.2g} "
@@ -301,9 +301,9 @@ class HandoverCheck:
                 )
         is_measurable = (
             len(self.prompts) >= MIN_SEQUENCES
-            and change.trainer_change > MIN_CHANGE * self.rounding
+            and change.trainer_change > MIN_CHANGE * self.noisy_gap
         )
-        if self.rounds == "bfloat16" and is_measurable:
+        if self.engine_rounding == "bfloat16" and is_measurable:
             highest = change.slope + STANDARD_ERRORS * change.slope_stderr
             if change.slope < MAX_SLOPE and highest < 1:
                 return (
@@ -321,7 +321,7 @@ class HandoverCheck:
             return None
         policy = self.engine.policy
         rounding: AbstractContextManager[None] = nullcontext()
-        if self.rounds == "bfloat16":
+        if self.engine_rounding == "bfloat16":
             rounding = rounded_to_bfloat16(policy.model)
         with rounding:
             trainer_logprobs = policy_logprobs(policy, self.prompts, self.responses)

@@ -64,7 +64,7 @@ class OnPolicySource:
         # the step after which the trainer had the weights that the engine has now
         self.policy_step = 0
         self.synced: dict[str, float] = {}  # metrics of loading those weights into the engine
-        self.handover = HandoverCheck(engine, rounds(engine, settings))
+        self.handover = HandoverCheck(engine, engine_rounding(engine, settings))
         max_prompt_tokens, limited_by = longest_prompt(engine, settings)
         self.problems = TrainingProblems(
             task,
@@ -221,8 +221,8 @@ class OnPolicySource:
         self.engine.close()
 
 
-def rounds(engine: Engine, settings: RolloutSettings) -> str:
-    """Return how the engine's numbers differ from the trainer's, in the words of HandoverCheck."""
+def engine_rounding(engine: Engine, settings: RolloutSettings) -> str:
+    """Return what rounds in the engine and not in the trainer, in the words of HandoverCheck."""
     policy = engine.policy
     if policy.precision != torch.float32 or settings.quantization != "none":
         return "otherwise"
@@ -255,42 +255,52 @@ class DynamicSource(OnPolicySource):
         rollout = self.sample_round(step)
         groups = rollout.groups
         to_replace = [i for i, group in enumerate(groups) if not has_signal(group)]
-        graded = {(group[0].problem.task, group[0].problem.index) for group in groups}
-        ungraded = {(r.problem.task, r.problem.index) for r in rollout.ungraded}
-        missing = len(ungraded - graded)
-        refills: list[list[ScoredResponse]] = []
-        flat: list[list[ScoredResponse]] = []
-        rounds = 0
-        wanted = len(to_replace) + missing
-        while len(refills) < wanted and rounds < self.settings.refill_rounds:
-            more = self.sample_round(step, rounds + 1)
+        num_missing = count_ungraded_groups(rollout)
+        num_needed = len(to_replace) + num_missing
+        varied_groups: list[list[ScoredResponse]] = []  # of refill rounds
+        equal_groups: list[list[ScoredResponse]] = []  # dropped, because their rewards are equal
+        refill_rounds = 0
+        while len(varied_groups) < num_needed and refill_rounds < self.settings.refill_rounds:
+            refill = self.sample_round(step, refill_rounds + 1)
             # the step has met every problem of the training set already
-            if not more.groups and not more.ungraded:
+            if not refill.groups and not refill.ungraded:
                 break
-            rounds += 1
-            refills += [group for group in more.groups if has_signal(group)]
-            flat += [group for group in more.groups if not has_signal(group)]
-            rollout.ungraded += more.ungraded
-            rollout.rollout_s += more.rollout_s
-            rollout.score_s += more.score_s
-            rollout.environment_s += more.environment_s
-            for key, count in more.filtered.items():
-                rollout.filtered[key] += count
-        replaced = min(len(to_replace), len(refills))
-        added = refills[replaced : replaced + missing]
-        surplus = refills[replaced + missing :]
-        for i, group in zip(to_replace[:replaced], refills[:replaced], strict=True):
-            flat.append(groups[i])
+            refill_rounds += 1
+            varied_groups += [group for group in refill.groups if has_signal(group)]
+            equal_groups += [group for group in refill.groups if not has_signal(group)]
+            add_round(rollout, refill)
+        num_replaced = min(len(to_replace), len(varied_groups))
+        for i, group in zip(to_replace, varied_groups, strict=False):
+            equal_groups.append(groups[i])
             groups[i] = group
-        groups += added
-        rollout.dropped = flat + surplus
+        unused_groups = varied_groups[num_replaced:]
+        groups += unused_groups[:num_missing]
+        surplus = unused_groups[num_missing:]
+        rollout.dropped = equal_groups + surplus
         rollout.filtered |= {
-            "zero_variance": len(flat),
+            "zero_variance": len(equal_groups),
             "surplus": len(surplus),
-            "filled": len(to_replace) - replaced,
-            "refill_rounds": rounds,
+            "filled": len(to_replace) - num_replaced,
+            "refill_rounds": refill_rounds,
         }
         return rollout
+
+
+def count_ungraded_groups(rollout: Rollout) -> int:
+    """Return the number of groups in which no response could be graded."""
+    graded = {(group[0].problem.task, group[0].problem.index) for group in rollout.groups}
+    ungraded = {(r.problem.task, r.problem.index) for r in rollout.ungraded}
+    return len(ungraded - graded)
+
+
+def add_round(rollout: Rollout, refill: Rollout) -> None:
+    """Add the seconds, the counts and the ungraded responses of a refill round to a step's."""
+    rollout.ungraded += refill.ungraded
+    rollout.rollout_s += refill.rollout_s
+    rollout.score_s += refill.score_s
+    rollout.environment_s += refill.environment_s
+    for key, count in refill.filtered.items():
+        rollout.filtered[key] += count
 
 
 def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | None, str]:

@@ -157,10 +157,12 @@ def test_an_update_that_rounding_removes_is_no_fault():
     assert check.check(1) == {}, "rounded as the engine's, the weights have not changed"
 
 
-@pytest.mark.parametrize("rounds", ["nothing", "bfloat16", "otherwise"])
-def test_nan_is_an_error_and_an_engine_that_cannot_score_is_left_alone(rounds, monkeypatch):
+@pytest.mark.parametrize("engine_rounding", ["nothing", "bfloat16", "otherwise"])
+def test_nan_is_an_error_and_an_engine_that_cannot_score_is_left_alone(
+    engine_rounding, monkeypatch
+):
     engine = CopyingEngine(small_policy())
-    check = HandoverCheck(engine, rounds)
+    check = HandoverCheck(engine, engine_rounding)
     groups = rollout(engine)
     assert check.check(0) == {}, "nothing is recorded yet"
     check.record(groups)
@@ -178,11 +180,11 @@ def test_nan_is_an_error_and_an_engine_that_cannot_score_is_left_alone(rounds, m
         with pytest.raises(RuntimeError, match="a log-prob is NaN"):
             check.check(1)
     monkeypatch.setattr(engine, "logprobs_of", lambda *_: None)
-    silent = HandoverCheck(engine, rounds)
+    silent = HandoverCheck(engine, engine_rounding)
     silent.record(groups)
     assert silent.check(1) == {}
     sharing = LocalEngine(engine.policy)
-    shared = HandoverCheck(sharing, rounds)
+    shared = HandoverCheck(sharing, engine_rounding)
     shared.record(groups)
     assert shared.check(1) == {}
 

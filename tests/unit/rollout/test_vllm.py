@@ -378,14 +378,16 @@ def test_a_sync_must_clear_the_prefix_cache(engines, name, monkeypatch):
     assert_in_step(engine)
 
 
-def handed_over(engine: VLLMEngine, rounds: str) -> HandoverCheck:
+def handed_over(engine: VLLMEngine, engine_rounding: str) -> HandoverCheck:
     """The check after an update whose weights have all arrived."""
-    check = HandoverCheck(engine, rounds)
+    check = HandoverCheck(engine, engine_rounding)
     check.record([[r] for r in run(engine, Sampling(1.0, 40), group_size=6)])
     perturb(engine.policy, 2e-3, 20)
     engine.load_weights(engine.policy.named_tensors())
     metrics = check.check(1)
-    assert abs(metrics["mismatch/sync_slope"] - 1) < (0.001 if rounds == "nothing" else 0.3)
+    assert abs(metrics["mismatch/sync_slope"] - 1) < (
+        0.001 if engine_rounding == "nothing" else 0.3
+    )
     perturb(engine.policy, 2e-3, 21)
     return check
 
