@@ -49,9 +49,9 @@ class QuerySet:
     number: int = 0  # how many query sets came before
     first_step: int = 1  # the first step that uses this set
 
-    def epoch_and_batch(self, step: int, count: int) -> tuple[int, int]:
-        """Return a step's epoch over the set, and its batch of `count` problems, both from 0."""
-        return divmod(step - self.first_step, self.size // count)
+    def epoch_and_batch(self, step: int, prompts_per_step: int) -> tuple[int, int]:
+        """Return a step's epoch over the set, and its batch, both from 0."""
+        return divmod(step - self.first_step, self.size // prompts_per_step)
 
 
 class Sampler(Protocol):
@@ -69,12 +69,12 @@ class Sampler(Protocol):
         self,
         seed: int,
         step: int,
-        count: int,
+        prompts_per_step: int,
         query_set: QuerySet,
         pass_rates: Mapping[int, float],
         refill: int = 0,
     ) -> list[int]:
-        """Return the positions of `count` problems for a refill round. A pure function.
+        """Return the positions of `prompts_per_step` problems for a refill round. A pure function.
 
         Round 0 is the step's own batch."""
         ...
@@ -99,19 +99,20 @@ class Uniform:
         self,
         seed: int,
         step: int,
-        count: int,
+        prompts_per_step: int,
         query_set: QuerySet,
         pass_rates: Mapping[int, float],
         refill: int = 0,
     ) -> list[int]:
-        """Return the positions of `count` problems for a refill round."""
+        """Return the positions of `prompts_per_step` problems for a refill round."""
         if not query_set.size:
-            first = refill * REFILL + count * (step - 1)
-            return list(range(first, first + count))
-        epoch, batch = query_set.epoch_and_batch(step, count)
+            first = refill * REFILL + prompts_per_step * (step - 1)
+            return list(range(first, first + prompts_per_step))
+        epoch, batch = query_set.epoch_and_batch(step, prompts_per_step)
         order = permutation(query_set.size, seed, "problems", query_set.number, epoch).tolist()
-        batch = (batch + refill) % (query_set.size // count)
-        return [query_set.start + i for i in order[batch * count : (batch + 1) * count]]
+        batch = (batch + refill) % (query_set.size // prompts_per_step)
+        begin = batch * prompts_per_step
+        return [query_set.start + i for i in order[begin : begin + prompts_per_step]]
 
 
 @dataclass
@@ -156,14 +157,14 @@ class Grouped(Ranged, key="sampler"):
         self,
         seed: int,
         step: int,
-        count: int,
+        prompts_per_step: int,
         query_set: QuerySet,
         pass_rates: Mapping[int, float],
         refill: int = 0,
     ) -> list[int]:
-        """Return the positions of `count` problems for a refill round."""
-        epoch, batch = query_set.epoch_and_batch(step, count)
-        batches = query_set.size // count
+        """Return the positions of `prompts_per_step` problems for a refill round."""
+        epoch, batch = query_set.epoch_and_batch(step, prompts_per_step)
+        batches = query_set.size // prompts_per_step
         order = permutation(query_set.size, seed, "problems", query_set.number, epoch).tolist()
         positions = [query_set.start + i for i in order]
         # sorting is stable: equal keys stay in the order of the permutation
@@ -173,7 +174,8 @@ class Grouped(Ranged, key="sampler"):
         elif self.order == "hard_first":
             batch = batches - 1 - batch
         batch = (batch + refill) % batches
-        return positions[batch * count : (batch + 1) * count]
+        begin = batch * prompts_per_step
+        return positions[begin : begin + prompts_per_step]
 
     def _sort_key(self, position: int, query_set: QuerySet, pass_rates: Mapping[int, float]) -> Any:
         """Return the sort key of a problem. The easiest problem has the smallest key."""
@@ -197,7 +199,7 @@ class TrainingProblems:
     task: Task
     seed: int
     sampler: Sampler
-    count: int  # problems per step and round
+    prompts_per_step: int  # problems of a step, and of a refill round
     query_set_size: int = 0  # 0: the whole stream
     refresh_every: int = 0  # steps after which the next query set takes over; 0: never
     max_prompt_tokens: int | None = None
@@ -224,11 +226,11 @@ class TrainingProblems:
             return self._refill_of_epoch(step, refill, training_set_size)
         query_set = self.query_set(step)
         if self.sampler.reads_pass_rates and refill == 0:
-            _, batch = query_set.epoch_and_batch(step, self.count)
+            _, batch = query_set.epoch_and_batch(step, self.prompts_per_step)
             if batch == 0:
                 self._begin_epoch(query_set)
         positions = self.sampler.choose(
-            self.seed, step, self.count, query_set, self.epoch_rates, refill
+            self.seed, step, self.prompts_per_step, query_set, self.epoch_rates, refill
         )
         return [self.problem(position) for position in positions]
 
@@ -249,18 +251,18 @@ class TrainingProblems:
 
         They are the next problems of the step's epoch, cyclically, that the step has not met yet
         and whose prompts fit. There are fewer, or none, if the epoch has no more of them."""
-        epoch = self.count * (step - 1) // size
+        epoch = self.prompts_per_step * (step - 1) // size
         met = {problem.prompt for problem in self.take(step)}
         refills: list[Problem] = []
         for offset in range(size):
-            position = epoch * size + (self.count * step + offset) % size
+            position = epoch * size + (self.prompts_per_step * step + offset) % size
             problem = self.task.problem(self.seed, "train", position)
             if problem.prompt not in met and self._fits(problem):
                 met.add(problem.prompt)
                 refills.append(problem)
-                if len(refills) == refill * self.count:
+                if len(refills) == refill * self.prompts_per_step:
                     break
-        return refills[(refill - 1) * self.count :]
+        return refills[(refill - 1) * self.prompts_per_step :]
 
     def query_set(self, step: int) -> QuerySet:
         """Return the query set of a step."""

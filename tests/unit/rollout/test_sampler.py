@@ -44,12 +44,17 @@ def query_set(size: int = 24, number: int = 0, first_step: int = 1) -> QuerySet:
 
 
 def epoch(
-    sampler, seed: int = 1, rates: dict | None = None, first: int = 1, count: int = 4, **options
+    sampler,
+    seed: int = 1,
+    rates: dict | None = None,
+    first: int = 1,
+    prompts_per_step: int = 4,
+    **options,
 ) -> list[list]:
     """The batches of the epoch that begins at step `first`."""
     chosen = query_set(**options)
-    steps = range(first, first + chosen.size // count)
-    return [sampler.choose(seed, step, count, chosen, rates or {}) for step in steps]
+    steps = range(first, first + chosen.size // prompts_per_step)
+    return [sampler.choose(seed, step, prompts_per_step, chosen, rates or {}) for step in steps]
 
 
 def group(problem: Problem, rewards: list[float]) -> list[ScoredResponse]:
@@ -62,9 +67,11 @@ def group(problem: Problem, rewards: list[float]) -> list[ScoredResponse]:
     ]
 
 
-def stream(sampler=None, task=None, count: int = 4, size: int = 24, **options) -> TrainingProblems:
+def stream(
+    sampler=None, task=None, prompts_per_step: int = 4, size: int = 24, **options
+) -> TrainingProblems:
     return TrainingProblems(
-        task or ChainArithmetic(), 7, sampler or Uniform(), count, size, **options
+        task or ChainArithmetic(), 7, sampler or Uniform(), prompts_per_step, size, **options
     )
 
 
@@ -141,8 +148,8 @@ def test_refill_rounds_of_a_step_see_different_problems(sampler):
 @pytest.mark.parametrize("count", [512, 100, 97])
 def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more(count, limit):
     """Whatever the step's place in its epoch, also across the border of two epochs."""
-    problems = stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit)
-    own = stream(task=Finite(count), count=16, size=0, max_prompt_tokens=limit)
+    problems = stream(task=Finite(count), prompts_per_step=16, size=0, max_prompt_tokens=limit)
+    own = stream(task=Finite(count), prompts_per_step=16, size=0, max_prompt_tokens=limit)
     everything = prompts([Finite(count).problem(7, "train", i) for i in range(count)])
     usable = {prompt for prompt in everything if len(prompt) <= (limit or 99)}
     for step in (1, 2, 5, 6, 7, 32, 33):
@@ -153,7 +160,7 @@ def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more
         unused = usable - set(prompts(rounds[0]))
         assert set(more) <= unused and len(more) == min(11 * 16, len(unused))
         assert rounds[3] == stream(
-            task=Finite(count), count=16, size=0, max_prompt_tokens=limit
+            task=Finite(count), prompts_per_step=16, size=0, max_prompt_tokens=limit
         ).take(step, 3)
     random_numbers = {problems.revisits(refill) for refill in (1, 2)}
     assert random_numbers == {True} and not problems.revisits(0), (
@@ -162,7 +169,7 @@ def test_refill_rounds_of_a_finite_set_take_its_unused_problems_and_then_no_more
 
 
 def test_query_sets_of_a_finite_set_hold_no_problem_twice():
-    problems = stream(task=Finite(100), count=8, size=40, refresh_every=5)
+    problems = stream(task=Finite(100), prompts_per_step=8, size=40, refresh_every=5)
     for number in range(6):
         steps = range(5 * number + 1, 5 * number + 6)
         assert len({p for step in steps for p in prompts(problems.take(step))}) == 40
@@ -191,14 +198,14 @@ def test_batches_hold_like_problems():
 
 
 def test_a_real_mixture_is_grouped_by_task():
-    problems = stream(Grouped(by="task"), Mixture(), count=8, size=64)
+    problems = stream(Grouped(by="task"), Mixture(), prompts_per_step=8, size=64)
     kinds = [{problem.task for problem in problems.take(step)} for step in range(1, 9)]
     assert sum(len(kind) == 2 for kind in kinds) <= 1 and {"math"} in kinds and {"code"} in kinds
 
 
 def test_orders_of_difficulty_and_length():
     rates = {0: 1.0, 1: 0.0, 2: 0.25, 3: 0.75, 4: 0.9, 5: 0.1, 6: 0.8}  # 7 is not seen yet: 0.5
-    options = dict(rates=rates, count=2, size=8)
+    options = dict(rates=rates, prompts_per_step=2, size=8)
     easy = epoch(Grouped(order="easy_first"), **options)
     assert easy == [[0, 4], [6, 3], [7, 2], [5, 1]]
     assert epoch(Grouped(order="hard_first"), **options) == easy[::-1]

@@ -299,7 +299,7 @@ def test_training_is_epochs_of_permutations_by_seed(gsm8k):
 
 def test_refill_rounds_of_a_step_meet_other_problems(gsm8k):
     task = GSM8K(path=str(gsm8k))
-    problems = TrainingProblems(task, seed=5, sampler=Uniform(), count=4)
+    problems = TrainingProblems(task, seed=5, sampler=Uniform(), prompts_per_step=4)
     # the epochs have 25 problems: the batches of steps 7 and 13 lie on a border
     for step in (1, 2, 5, 6, 7, 13):
         own, *more = [
