@@ -165,7 +165,7 @@ def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> No
     accumulator.mean("staleness/mean", total_age, tokens_by_age.total())
     accumulator.largest("staleness/max", max(tokens_by_age))
     accumulator.mean("staleness/segments", segment_count, len(responses))
-    accumulator.mean("staleness/in_flight", rollout.in_flight)
+    accumulator.mean("staleness/in_flight", rollout.num_unfinished)
 
 
 def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:

@@ -37,7 +37,7 @@ class Rollout:
     # seconds the trainer waited for a batch that was sampled beside the training
     waited_s: float | None = None
     # responses that were cut at the token budget and will be continued at later steps
-    in_flight: int = 0
+    num_unfinished: int = 0
     environment_s: float = 0.0  # seconds of `rollout_s` that the engine waited for environments
     # metrics of the last load of weights into the engine
     synced: dict[str, float] = field(default_factory=dict)

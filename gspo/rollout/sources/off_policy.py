@@ -67,7 +67,7 @@ class PartialSource(OnPolicySource):
     def sample(self, step: int) -> Rollout:
         """Sample until enough groups have ended, and return the oldest of these groups."""
         rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
-        begun = self._begin(self.settings.in_flight - len(self.unfinished), rollout)
+        begun = self._draw_problems(self.settings.in_flight - len(self.unfinished), rollout)
         while True:
             self._round(begun, step, rollout)
             begun = []
@@ -80,13 +80,13 @@ class PartialSource(OnPolicySource):
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
         rollout.filtered["ungraded"] = len(rollout.ungraded)
-        rollout.in_flight = sum(
+        rollout.num_unfinished = sum(
             r.finish_reason == "budget" for _, group in self.unfinished for r in group
         )
         self.problems.record(rollout.groups)
         return rollout
 
-    def _begin(self, count: int, rollout: Rollout) -> list[tuple[int, Problem]]:
+    def _draw_problems(self, count: int, rollout: Rollout) -> list[tuple[int, Problem]]:
         """Return the next `count` problems, each with the number of its draw."""
         begun = []
         for _ in range(count):
@@ -206,7 +206,7 @@ class StaleSource:
         """Return the scored groups of a step. Raises the exception of sampling them."""
         # `update` may have begun some of them already
         for due_step in range(self.sampled + 1, step + self.staleness + 1):
-            self._begin(due_step)
+            self._begin_batch(due_step)
         started = time.perf_counter()
         rollout = _result(self.batches[step])
         del self.batches[step]  # a failed batch stays, so that a checkpoint knows of it
@@ -232,7 +232,7 @@ class StaleSource:
         """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
         self.inner.check(step)
 
-    def _begin(self, due_step: int) -> None:
+    def _begin_batch(self, due_step: int) -> None:
         """Sample the batch of a step, or let the thread begin to."""
         if self.side_thread:
             self.batches[due_step] = self.side_thread.submit(partial(self.inner.next, due_step))

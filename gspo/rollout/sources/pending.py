@@ -23,7 +23,7 @@ from gspo.rollout.sources.base import PendingRollouts, Rollout
 
 # the arrays of a response; `kept_counts` and `kept_ids` are those of Response.kept
 ARRAYS = ("logprobs", "experts", "old_logprobs", "old_experts", "kept_counts", "kept_ids")
-# fields of Rollout other than its responses
+# fields of Rollout other than its responses; `num_unfinished` has the key "in_flight"
 NUMBERS = (
     "rollout_s",
     "score_s",
@@ -31,7 +31,6 @@ NUMBERS = (
     "filtered",
     "behaviour_s",
     "waited_s",
-    "in_flight",
     "environment_s",
     "synced",
 )
@@ -79,6 +78,7 @@ def save_pending(pending: PendingRollouts, folder: Path) -> None:
     rollouts = {}
     for step, rollout in pending.rollouts.items():
         rollouts[step] = {key: getattr(rollout, key) for key in NUMBERS}
+        rollouts[step]["in_flight"] = rollout.num_unfinished
         rollouts[step]["groups"] = [[as_json(r) for r in group] for group in rollout.groups]
         rollouts[step]["dropped"] = [[as_json(r) for r in group] for group in rollout.dropped]
         rollouts[step]["ungraded"] = [as_json(r) for r in rollout.ungraded]
@@ -139,6 +139,7 @@ def load_pending(folder: Path, problem: Callable[[int], Problem]) -> PendingRoll
         groups = [[scored_response(r) for r in group] for group in rollout.pop("groups")]
         dropped = [[scored_response(r) for r in group] for group in rollout.pop("dropped")]
         ungraded = [scored_response(r) for r in rollout.pop("ungraded")]
+        rollout["num_unfinished"] = rollout.pop("in_flight", 0)
         rollouts[int(step)] = Rollout(groups, dropped=dropped, ungraded=ungraded, **rollout)
     unfinished = [(draw, [response(r) for r in group]) for draw, group in content["groups"]]
     return PendingRollouts(rollouts, unfinished)

@@ -135,10 +135,10 @@ def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     for step, rollout in pending.rollouts.items():
         other = back.rollouts[step]
         assert all(same(a, b) for a, b in zip(rollout.responses, other.responses, strict=True))
-        assert (rollout.filtered, rollout.limit, rollout.in_flight) == (
+        assert (rollout.filtered, rollout.limit, rollout.num_unfinished) == (
             other.filtered,
             other.limit,
-            other.in_flight,
+            other.num_unfinished,
         )
     for (draw, group), (other_draw, other) in zip(pending.groups, back.groups, strict=True):
         assert draw == other_draw and all(same(a, b) for a, b in zip(group, other, strict=True))
