@@ -35,7 +35,7 @@ class Decoder(Protocol):
     """A decoder of many rows: it reads tokens, and returns the logits of each row's next token."""
 
     # ended rows are dropped when at most this share of the rows is unfinished
-    live_share: float
+    max_unfinished_share: float
 
     def prefill(self, prompts: list[list[int]], group_size: int) -> DecodeOutput:
         """Feed the prompts, give each of them `group_size` rows, and return the first output."""
@@ -55,7 +55,7 @@ class NetworkDecoder:
 
     Its log-probs equal the log-probs of the model's own forward, up to rounding."""
 
-    live_share = 0.9
+    max_unfinished_share = 0.9
 
     def __init__(self, network: Network):
         self.network = network

@@ -182,24 +182,26 @@ class LocalEngine(Engine):
         limits_R = to_device(torch.tensor([row.limit for row in rows]), device)
         uniforms = row_uniforms(rows, max_tokens, request.random_key)
         uniforms_RT = to_device(torch.from_numpy(uniforms), device)
-        detectors = [row.watch(self.policy, sampling) for row in rows] if sampling.stop else []
+        detectors = []
+        if sampling.stop:
+            detectors = [row.stop_detector(self.policy, sampling) for row in rows]
         # stop strings are read on the CPU after each token
         tokens_per_check = TOKENS_PER_CHECK if runs_ahead(device) and not detectors else 1
         # The indices of the rows in the decoder's cache, on the CPU and on the device. Some of
         # these rows may have ended.
         indices_R = torch.arange(len(rows))
-        live_R = to_device(indices_R, device)
-        unfinished_R = torch.ones_like(live_R, dtype=torch.bool)
+        cached_rows_R = to_device(indices_R, device)
+        unfinished_R = torch.ones_like(cached_rows_R, dtype=torch.bool)
         logits_RV, experts = first
         for t in range(max_tokens):
-            uniform_R = uniforms_RT[live_R, t]
+            uniform_R = uniforms_RT[cached_rows_R, t]
             tokens_R, logp_R, kept_RV = draw_kept(
                 logits_RV, uniform_R, sampling.temperature, sampling, sampling.keeps_mask
             )
-            sampled.add(t, live_R, unfinished_R, tokens_R, logp_R, experts)
+            sampled.add(t, cached_rows_R, unfinished_R, tokens_R, logp_R, experts)
             if kept_RV is not None and sampling.keeps_mask:
                 sampled.kept.add(t, indices_R, kept_RV)
-            is_below_limit_R = t + 1 < limits_R[live_R]
+            is_below_limit_R = t + 1 < limits_R[cached_rows_R]
             unfinished_R &= ~torch.isin(tokens_R, stop_ids) & is_below_limit_R
             if (t + 1) % tokens_per_check and t + 1 < max_tokens:
                 logits_RV, experts = decoder.step(tokens_R)
@@ -211,7 +213,7 @@ class LocalEngine(Engine):
                 unfinished = unfinished & ~torch.tensor(stopped)
                 unfinished_R = to_device(unfinished, device)
             num_unfinished = int(unfinished.sum())
-            drops_rows = num_unfinished <= decoder.live_share * len(live_R)
+            drops_rows = num_unfinished <= decoder.max_unfinished_share * len(cached_rows_R)
             if caches and drops_rows:
                 caches.save(indices_R, ~unfinished, sampled.lengths_R)
             if num_unfinished == 0:
@@ -221,7 +223,7 @@ class LocalEngine(Engine):
                 indices_R = indices_R[positions]
                 positions = to_device(positions, device)
                 decoder.keep(positions)
-                live_R = live_R[positions]
+                cached_rows_R = cached_rows_R[positions]
                 unfinished_R = unfinished_R[positions]
                 tokens_R = tokens_R[positions]
                 yield indices_R
@@ -305,18 +307,19 @@ class SampledTokens:
     def add(
         self,
         t: int,
-        live_R: Tensor,
+        cached_rows_R: Tensor,
         unfinished_R: Tensor,
         tokens_R: Tensor,
         logp_R: Tensor,
         experts: Tensor | None,
     ) -> None:
-        """Store the t-th token of the live rows. Only unfinished rows become longer.
+        """Store the t-th token of the cached rows. Only unfinished rows become longer.
 
-        `experts` are the experts of the pass that predicted the token, None without MoE layers."""
-        self.tokens_RT[live_R, t] = tokens_R
-        self.logp_RT[live_R, t] = logp_R
-        self.lengths_R[live_R] += unfinished_R
+        `cached_rows_R` are the indices of the rows in the decoder's cache, and `experts` the experts
+        of the pass that predicted the token, None without MoE layers."""
+        self.tokens_RT[cached_rows_R, t] = tokens_R
+        self.logp_RT[cached_rows_R, t] = logp_R
+        self.lengths_R[cached_rows_R] += unfinished_R
         if not self.record_experts or experts is None:
             return
         experts = experts.to(torch.int16)
@@ -324,7 +327,7 @@ class SampledTokens:
             shape = (*self.tokens_RT.shape, *experts.shape[2:])
             self.experts = SampledExperts(experts, experts.new_empty(shape))
         else:
-            self.experts.response_RTLK[live_R, t - 1] = experts[:, 0]
+            self.experts.response_RTLK[cached_rows_R, t - 1] = experts[:, 0]
 
     def fill_ended_rows(self, unfinished: Tensor) -> list[int]:
         """Fill the rows that have ended and were not filled before, and return their indices.

@@ -106,7 +106,7 @@ class Row:
     # whether this call samples a turn of its own: then a stop string lies within the turn
     begins_turn: bool = False
 
-    def watch(self, policy: Policy, sampling: Sampling) -> StopStringDetector:
+    def stop_detector(self, policy: Policy, sampling: Sampling) -> StopStringDetector:
         """Return a detector of stop strings that has read the tokens of earlier calls."""
         earlier_tokens = 0 if self.begins_turn else self.done
         earlier_ids = self.prefix_ids[len(self.prefix_ids) - earlier_tokens :]
@@ -121,15 +121,15 @@ class Row:
             return True
         if not sampling.stop:
             return False
-        watch = self.watch(policy, sampling)
-        watch.read(earlier_ids)
-        return watch.completes(last_id)
+        detector = self.stop_detector(policy, sampling)
+        detector.read(earlier_ids)
+        return detector.completes(last_id)
 
     def cut_at_stop(self, policy: Policy, sampling: Sampling) -> None:
         """Remove the tokens after the token that completes the first stop string."""
-        watch = self.watch(policy, sampling)
+        detector = self.stop_detector(policy, sampling)
         for count, token in enumerate(self.token_ids, start=1):
-            if watch.completes(token):
+            if detector.completes(token):
                 self.token_ids = self.token_ids[:count]
                 self.logprobs = self.logprobs[:count]
                 if self.kept is not None:

@@ -41,7 +41,7 @@ class StaticDecoder(NetworkDecoder):
     # Rows that have ended are dropped late. For another number of rows the graph is captured again,
     # which takes as long as about ten tokens. An ended row costs little beside the weights, which
     # are read once for all rows.
-    live_share = 0.5
+    max_unfinished_share = 0.5
 
     def __init__(self, network: Network, new_tokens: int, records: bool):
         super().__init__(network)

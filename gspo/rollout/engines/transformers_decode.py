@@ -105,7 +105,7 @@ def disagreement(policy: Policy) -> str:
 class TransformersDecoder:
     """The base class of both decoders through a model's own forward."""
 
-    live_share = NetworkDecoder.live_share
+    max_unfinished_share = NetworkDecoder.max_unfinished_share
 
     def __init__(self, policy: Policy):
         self.model = policy.model

@@ -90,8 +90,8 @@ def test_it_ends_where_the_whole_text_first_holds_a_string(make):
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += [rng.choice(specials)] if rng.random() < 0.1 else []
             ids += [rng.randrange(len(tokenizer))] if rng.random() < 0.1 else []
-        watch = StopStringDetector(tokenizer, set(tokenizer.all_special_ids), strings)
-        ours = next((n for n, token in enumerate(ids, start=1) if watch.completes(token)), None)
+        detector = StopStringDetector(tokenizer, set(tokenizer.all_special_ids), strings)
+        ours = next((n for n, token in enumerate(ids, start=1) if detector.completes(token)), None)
         assert ours == first_end(tokenizer, ids, strings), (seed, ids)
         found.add(ours)
     assert len(found) > 8 and None in found, "the case should hold ends at many places, and none"
@@ -177,8 +177,8 @@ def test_a_special_token_is_a_stop_by_its_id_and_is_refused_within_other_text():
     tokenizer = byte_tokenizer()
     ids = tokenizer("a<|tool|>b")["input_ids"]
     end = tokenizer.eos_token_id
-    watch = StopStringDetector(tokenizer, {end}, ["<|tool|>"])
-    assert [watch.completes(token) for token in ids[:2]] == [False, True], "it has a text"
+    detector = StopStringDetector(tokenizer, {end}, ["<|tool|>"])
+    assert [detector.completes(token) for token in ids[:2]] == [False, True], "it has a text"
     assert not any(
         StopStringDetector(tokenizer, {end, ids[1]}, ["<|tool|>"]).completes(token) for token in ids
     )
