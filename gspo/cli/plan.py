@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from gspo.cli.option_files import composed_settings, refuse_dashes
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
-from gspo.planning.hardware import GB, KNOWN, RESERVE, hardware
+from gspo.planning.hardware import GB, GPUS, RESERVE, hardware
 from gspo.run.entry_point import command_line
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Options:
 
     hardware: str = option(
         "h100",
-        f"the kind of GPU ({', '.join(KNOWN)}), or one with other numbers in GB and GB/s: "
+        f"the kind of GPU ({', '.join(GPUS)}), or one with other numbers in GB and GB/s: "
         "h100,memory=94,network=25",
     )
     prompt_tokens: int = option(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, try_to_load_from_cache
 
 from gspo.io.errors import SettingError
-from gspo.model.public_models import KNOWN
+from gspo.model.public_models import PUBLIC_MODELS
 
 TIMEOUT_SECONDS = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
@@ -69,10 +69,10 @@ def nearest_model(path: str) -> str:
     with suppress(OSError):
         folders = Path(path).parent.glob("*")
         siblings = [str(folder) for folder in folders if os.path.isfile(folder / "config.json")]
-    suggestions = get_close_matches(path, siblings, 2) or get_close_matches(path, KNOWN, 2)
+    suggestions = get_close_matches(path, siblings, 2) or get_close_matches(path, PUBLIC_MODELS, 2)
     if not suggestions:
         start = Path(path).name.lower()
-        for name in KNOWN:
+        for name in PUBLIC_MODELS:
             model_name = name.rpartition("/")[2].lower()
             if model_name.startswith(start) and len(suggestions) < 2:
                 suggestions.append(name)

@@ -73,7 +73,7 @@ OLMOE_1B_7B = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-KNOWN: dict[str, Model] = {
+PUBLIC_MODELS: dict[str, Model] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32),
@@ -86,12 +86,12 @@ KNOWN: dict[str, Model] = {
 
 def _same_shapes(name: str, public_name: str, positions: int | None = None) -> None:
     """Add a model that has the shapes of another, and perhaps another number of positions."""
-    model_class, numbers = KNOWN[public_name]
+    model_class, numbers = PUBLIC_MODELS[public_name]
     own = {"max_position_embeddings": positions} if positions else {}
-    KNOWN[name] = (model_class, numbers | own)
+    PUBLIC_MODELS[name] = (model_class, numbers | own)
 
 
-for name in [name for name in KNOWN if name.startswith("Qwen/Qwen3")]:
+for name in [name for name in PUBLIC_MODELS if name.startswith("Qwen/Qwen3")]:
     _same_shapes(f"{name}-Base", name, positions=32768)
 for kind, kind_positions in (("Coder-", 32768), ("Math-", 4096)):
     _same_shapes(f"Qwen/Qwen2.5-{kind}1.5B", "Qwen/Qwen2.5-1.5B", kind_positions)
@@ -105,7 +105,7 @@ def known_config(name: str) -> PretrainedConfig:
     """Return the configuration of a public model, with its architecture."""
     import transformers
 
-    model_class, numbers = KNOWN[name]
+    model_class, numbers = PUBLIC_MODELS[name]
     return with_architecture(getattr(transformers, f"{model_class}Config")(**numbers))
 
 

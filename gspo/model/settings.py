@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo.io.errors import SettingError
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
-from gspo.model.public_models import KNOWN
+from gspo.model.public_models import PUBLIC_MODELS
 
 if TYPE_CHECKING:
     from gspo.model.weights import Loaded
@@ -185,13 +185,13 @@ class StandIn(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path not in KNOWN:
+        if self.path not in PUBLIC_MODELS:
             raise SettingError(
                 "model.path",
                 self.path,
-                f"with model=stand_in, it can stand in for {', '.join(KNOWN)}",
+                f"with model=stand_in, it can stand in for {', '.join(PUBLIC_MODELS)}",
             )
-        is_dense = "num_experts" not in KNOWN[self.path][1]
+        is_dense = "num_experts" not in PUBLIC_MODELS[self.path][1]
         if is_dense and self.experts != StandIn.experts:
             raise SettingError("model.experts", self.experts, f"{self.path} has no experts")
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:

@@ -32,7 +32,7 @@ class Hardware:
         return self.link if gpus <= self.per_machine else self.network
 
 
-KNOWN = {
+GPUS = {
     h.name: h
     for h in (
         Hardware("h200", 141, 989, 4800, 450, 50, 8),
@@ -73,11 +73,11 @@ def hardware(text: str) -> Hardware:
     Raises ValueError for an unknown kind and for a wrong number.
     """
     name, *changes = text.split(",")
-    if name not in KNOWN:
+    if name not in GPUS:
         raise SettingError(
             "hardware",
             name,
-            remedy=f"choose one of {', '.join(KNOWN)}; the nearest is {nearest(name, KNOWN)}",
+            remedy=f"choose one of {', '.join(GPUS)}; the nearest is {nearest(name, GPUS)}",
         )
     keys = [field.name for field in fields(Hardware) if field.name != "name"]
     numbers: dict[str, float] = {}
@@ -91,4 +91,4 @@ def hardware(text: str) -> Hardware:
             raise SettingError("hardware", text, f"{key}={value} must be a number") from None
         if not 0 < numbers[key] < float("inf"):
             raise SettingError("hardware", text, f"{key}={value} must be a number above 0")
-    return replace(KNOWN[name], **numbers)
+    return replace(GPUS[name], **numbers)

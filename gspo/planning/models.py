@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from gspo.model.loading import load_config, one_line
-from gspo.model.public_models import KNOWN, known_config, with_architecture
+from gspo.model.public_models import PUBLIC_MODELS, known_config, with_architecture
 from gspo.model.settings import ModelSettings
 
 
@@ -19,7 +19,7 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
     source = model.source()
     if not source:
         return with_architecture(model.make()[0].config)
-    if source in KNOWN:
+    if source in PUBLIC_MODELS:
         config = known_config(source)
         config._attn_implementation = model.attention
         return config

@@ -12,7 +12,7 @@ from jinja2 import BaseLoader, Environment
 from gspo.model.chat.chat_formats import END_OF_TEXT, IM_END, QWEN_SYSTEM, chat_format
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
-from gspo.model.public_models import KNOWN, known_config
+from gspo.model.public_models import PUBLIC_MODELS, known_config
 from gspo.model.settings import StandIn
 from refusals import refuses
 
@@ -26,7 +26,7 @@ def rendered(name: str, prompts: PromptFormat | None = None, text="1+1?") -> str
     return policy.rendered(policy.encode_prompt(text))
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
 def test_it_is_of_the_class_and_shape_of_the_public_model(name):
     """Small in all sizes; the same in what the arithmetic depends on."""
     model, tokenizer = StandIn(path=name, hidden=48, layers=3, heads=4).make()
@@ -143,7 +143,7 @@ def test_heads_of_any_number_share_keys_evenly():
 
 
 def test_models_of_the_same_shapes_have_positions_of_their_own():
-    positions = {name: known_config(name).max_position_embeddings for name in KNOWN}
+    positions = {name: known_config(name).max_position_embeddings for name in PUBLIC_MODELS}
     assert positions["Qwen/Qwen2.5-1.5B"] == 131072
     assert positions["Qwen/Qwen2.5-1.5B-Instruct"] == 32768
     assert positions["Qwen/Qwen2.5-Math-1.5B"] == 4096
