@@ -89,7 +89,7 @@ class EnvironmentEpisode(Episode):
     score: Score | None = None  # None until it ends
     settles: bool = False  # whether the environment's `settle` is called after a cut
     deferred: bool = False  # whether the environment's `settle` gives the reward
-    heard: int = 0  # the number of the policy's turns that the environment has answered
+    answered_turns: int = 0  # the number of the policy's turns that the environment has answered
     is_closed: bool = False  # whether its environment has been told to close
 
     def __post_init__(self):
@@ -141,13 +141,13 @@ class EnvironmentEpisode(Episode):
     def begin_to_answer(self) -> Call:
         """Let the environment begin to answer the last turn."""
         call = self.player.begin("act", self.last_turn())
-        self.heard += 1
+        self.answered_turns += 1
         return call
 
     def begin_to_settle(self) -> Call:
         """Let the environment begin to give the reward of an episode that has ended."""
-        was_heard = self.heard == len(self.policy_turns)
-        return self.player.begin("settle", None if was_heard else self.last_turn())
+        was_answered = self.answered_turns == len(self.policy_turns)
+        return self.player.begin("settle", None if was_answered else self.last_turn())
 
     def settle(self, outcome: Outcome) -> None:
         """Add the reward that the environment gives after the end of the group."""
@@ -203,7 +203,7 @@ class EnvironmentEpisode(Episode):
         appended to `closing`."""
         player = self.new_player()
         calls: list[tuple[str, Problem | SampledTurn]] = [("reset", self.problem)]
-        calls += [("act", turn) for turn in self.sampled_turns()[: self.heard]]
+        calls += [("act", turn) for turn in self.sampled_turns()[: self.answered_turns]]
         try:
             # the last turn may have no answer
             for call, answer in zip(calls, self.player.answers, strict=False):

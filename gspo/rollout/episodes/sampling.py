@@ -74,7 +74,7 @@ class Play:
         self.tasks = task.environments()  # by `Problem.task`
         self.reward_weights = task.reward_weights
         self.episodes: list[Episode] = []
-        self.played: list[EnvironmentEpisode] = []  # the episodes of environments
+        self.environment_episodes: list[EnvironmentEpisode] = []
         # read once: the property goes through the whole configuration of the model
         self.positions = engine.positions
         self.conversations: dict[str, Conversation] = {}  # by the chat role of observations
@@ -116,7 +116,9 @@ class Play:
         Their resources outside this process, such as containers, would outlive it otherwise."""
         started = time.perf_counter()
         closing = list(self.closing)
-        closing += [episode.close() for episode in self.played if not episode.is_closed]
+        closing += [
+            episode.close() for episode in self.environment_episodes if not episode.is_closed
+        ]
         not_closed = all_closed(closing)
         if not_closed:
             log.warning(
@@ -132,7 +134,9 @@ class Play:
                 self._add_episode(problem, sample)
         started = time.perf_counter()
         texts: dict[int, str] = {}
-        for episode, call in begin_calls(self.played, EnvironmentEpisode.begin_to_reset):
+        for episode, call in begin_calls(
+            self.environment_episodes, EnvironmentEpisode.begin_to_reset
+        ):
             try:
                 beginning = episode.player.finish(call)
                 episode.role = beginning.role
@@ -164,7 +168,7 @@ class Play:
             reward_weights=self.reward_weights,
         )
         self.episodes.append(episode)
-        self.played.append(episode)
+        self.environment_episodes.append(episode)
 
     def _limit(self, episode: Episode) -> int:
         """Return how many tokens the policy may still write in an episode."""
@@ -275,7 +279,7 @@ class Play:
     def _settle(self) -> list[Episode]:
         """Ask the environments for the rewards of unsettled episodes, and return these episodes."""
         started = time.perf_counter()
-        episodes = [episode for episode in self.played if episode.unsettled()]
+        episodes = [episode for episode in self.environment_episodes if episode.unsettled()]
         for episode, call in begin_calls(episodes, EnvironmentEpisode.begin_to_settle):
             episode.deferred = False
             episode.settles = False
@@ -289,7 +293,7 @@ class Play:
     def _replay(self) -> None:
         """Play some episodes a second time with the same turns, and note differing answers."""
         replays_left: dict[str, int] = {}  # by task
-        for episode in self.played:
+        for episode in self.environment_episodes:
             name = episode.problem.task
             if episode.finish_reason == ENVIRONMENT or len(episode.player.answers) < 2:
                 continue

@@ -31,8 +31,8 @@ from verifiers.v1.types import FinishReason, TurnTokens, Usage
 from gspo.data.problems import Problem
 from gspo.tasks.adapters.vf_serving import (
     MODEL,
+    LibraryEpisode,
     Loaded,
-    Play,
     Request,
     Seat,
     event_loop,
@@ -69,7 +69,7 @@ class VfEpisode(Environment):
         self.task = task  # the index of its task
         self.position = position
         self.in_group = False  # whether all samples of the group are one episode of the library
-        self.play: Play | None = None
+        self.episode: LibraryEpisode | None = None
         self.seat = Seat()
         self.request: Request | None = None  # waits for the policy's turn
         self.messages: list[Any] = []  # of the last request
@@ -131,20 +131,20 @@ class VfEpisode(Environment):
 
     def close(self) -> None:
         """End the episode, if it has not ended. The environment then cleans up."""
-        if self.play is not None:
-            on_loop(self.play.cancel())
+        if self.episode is not None:
+            on_loop(self.episode.cancel())
 
     async def _start(self, loaded: Loaded) -> None:
-        self.play = loaded.join(self.task, self.position[:-1], self.group_size)
+        self.episode = loaded.join(self.task, self.position[:-1], self.group_size)
         # the same sample has the same seat again in a resumed run
-        self.seat = self.play.seats[int(self.position[-1]) if self.in_group else 0]
-        await self.play.start()
+        self.seat = self.episode.seats[int(self.position[-1]) if self.in_group else 0]
+        await self.episode.start()
         await self._next_request()
 
     async def _next_request(self) -> None:
         """Wait for the next request, which is None if the seat's agent or the episode ends."""
-        assert self.play is not None and self.play.run is not None
-        run = self.play.run
+        assert self.episode is not None and self.episode.run is not None
+        run = self.episode.run
         request = asyncio.ensure_future(self.seat.requests.get())
         while not request.done() and not run.done() and not self._agent_has_ended():
             await asyncio.wait(
@@ -195,8 +195,8 @@ class VfEpisode(Environment):
 
         Raises RuntimeError if the episode is not ok, because its traces are unusable: such a trace
         has the reward 0. Raises it as well if the tokens of the trace are not the policy's."""
-        assert self.play is not None
-        on_loop(self.play.end())
+        assert self.episode is not None
+        on_loop(self.episode.end())
         trace = self.seat.trace
         if trace is None:
             raise RuntimeError("the environment began no trace for this sample")

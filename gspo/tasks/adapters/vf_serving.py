@@ -105,7 +105,7 @@ class Seat:
     trace: vf.Trace | None = None  # None until the library has begun it
 
 
-class Play:
+class LibraryEpisode:
     """An episode of the library, in which one or more samples of a group have a seat each."""
 
     def __init__(self, loaded: Loaded, task: vf.Task, size: int):
@@ -139,9 +139,9 @@ class Play:
         if self.run is not None:
             self.run.cancel()
             await asyncio.wait({self.run})
-        plays = self.loaded.plays
-        for group in [group for group, play in plays.items() if play is self]:
-            del plays[group]
+        open_episodes = self.loaded.open_episodes
+        for group in [group for group, episode in open_episodes.items() if episode is self]:
+            del open_episodes[group]
         for seat in self.seats:
             if seat.trace is not None:
                 self.loaded.client.seats.pop(seat.trace.id, None)
@@ -173,20 +173,21 @@ class Loaded:
     group: bool
     client: EngineClient = field(default_factory=EngineClient)
     client_config: EngineClientConfig = field(default_factory=EngineClientConfig)
-    plays: dict[Position, Play] = field(default_factory=dict)  # that other samples may join
+    # by group: the episodes that other samples may join
+    open_episodes: dict[Position, LibraryEpisode] = field(default_factory=dict)
 
-    def join(self, task: int, group: Position, group_size: int) -> Play:
+    def join(self, task: int, group: Position, group_size: int) -> LibraryEpisode:
         """Return the episode that a sample of a group joins. Runs on the event loop."""
         if not self.group:
-            return Play(self, self.tasks[task], 1)
-        play = self.plays.get(group)
-        if play is None:
-            play = Play(self, self.tasks[task], group_size)
-            self.plays[group] = play
-        play.joined += 1
-        if play.joined == group_size:  # the same samples may be played again
-            del self.plays[group]
-        return play
+            return LibraryEpisode(self, self.tasks[task], 1)
+        episode = self.open_episodes.get(group)
+        if episode is None:
+            episode = LibraryEpisode(self, self.tasks[task], group_size)
+            self.open_episodes[group] = episode
+        episode.joined += 1
+        if episode.joined == group_size:  # the same samples may be played again
+            del self.open_episodes[group]
+        return episode
 
     async def serve(self) -> None:
         """Begin to serve episodes, until the process ends."""
