@@ -28,7 +28,7 @@ from gspo.distributed.ranks import RankLost
 from gspo.model.settings import HFModel
 from gspo.run.code_state import code_state
 from gspo.run.entry_point import Ended, command_line, one_line
-from gspo.run.launched import as_rank, is_follower, launched, silence
+from gspo.run.launched import as_rank, is_follower, process_count, silence
 from gspo.run.policies import starting_model_folder
 from gspo.run.processes import Peers, join
 from gspo.tracking.tracker import Progress
@@ -49,7 +49,7 @@ def main(config: DictConfig) -> None:
     command: BenchmarkCommand = to_dataclass(config)
     if command.workload not in WORKLOADS:
         raise ValueError(f"workload={command.workload!r}: choose one of {', '.join(WORKLOADS)}")
-    if launched() > 1 and (command.curves or command.scaling or command.peer != "none"):
+    if process_count() > 1 and (command.curves or command.scaling or command.peer != "none"):
         raise ValueError("curves, scaling and peer start their own processes: leave torchrun away")
     if command.curves:
         draw_curves(command)

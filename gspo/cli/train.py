@@ -21,7 +21,7 @@ from gspo.config.own_file import check_own_file
 from gspo.run.devices import keep_devices, take_share
 from gspo.run.directory import RunDirectory
 from gspo.run.entry_point import Stopped, command_line, one_line, stop_signal
-from gspo.run.launched import as_rank, is_follower, join_scheduler, launched, silence
+from gspo.run.launched import as_rank, is_follower, join_scheduler, process_count, silence
 from gspo.run.sweep_state import forecast
 from gspo.run.sweeps import taken_by_another_job
 from gspo.tracking.wandb_choice import own_arguments, under_agent
@@ -45,7 +45,7 @@ def main() -> None:
     # in a sweep with workers, this process waits for them to end their steps
     stop_signal().install(signal.SIGINT)
     register_options()
-    command = composed("train", job) if launched() == 1 else one_run
+    command = composed("train", job) if process_count() == 1 else one_run
     as_rank(lambda: command_line(command, CONTINUES))
 
 
@@ -72,7 +72,7 @@ def job(config: DictConfig) -> float:
     if other_job:
         print(f"job {hydra.job.num} is {other_job}: nothing is left to do")
         return math.nan
-    if launched() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
+    if process_count() > 1 and hydra.mode == RunMode.MULTIRUN and not scheduled:
         raise ValueError(SWEEP)
     # These imports take seconds. Help, refusals and dry runs do without them.
     import_module("gspo.tracking.preload")

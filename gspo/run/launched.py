@@ -23,10 +23,10 @@ from pathlib import Path
 # torchrun names a file in which each rank may write why it failed
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # beside the folders of these files: the rank that prints an error makes this file
-SAID = "said"
+ERROR_PRINTED_FILE = "said"
 
 
-def launched() -> int:
+def process_count() -> int:
     """Return how many processes this run was started as."""
     count = os.environ.get("WORLD_SIZE", "1")
     return int(count) if count.isdecimal() else 1
@@ -34,13 +34,14 @@ def launched() -> int:
 
 def is_follower() -> bool:
     """Return whether this process is a rank other than 0, which writes nothing and is silent."""
-    return launched() > 1 and os.environ.get("RANK", "0") != "0"
+    return process_count() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 def join_scheduler() -> bool:
     """Make the tasks of a job of submitit the ranks of one run, and return whether they are.
 
-    A job has several tasks with `hydra.launcher.tasks_per_node=8`. Call this before `launched`."""
+    A job has several tasks with `hydra.launcher.tasks_per_node=8`. Call this before
+    `process_count`."""
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return False
     from submitit import JobEnvironment
@@ -64,7 +65,7 @@ def say_error(text: str, is_more: bool = False) -> None:
 
     The first rank that knows the error prints it. Rank 0 prints it too if it knows more (`is_more`)
     than a rank before it."""
-    if launched() == 1:
+    if process_count() == 1:
         print(text, file=sys.stderr)
         return
     is_first = claims_first_error()
@@ -87,7 +88,7 @@ def claims_first_error() -> bool:
     if ERROR_FILE not in os.environ:
         return not is_follower() or os.environ.get("LOCAL_RANK") == "0"
     try:
-        (Path(os.environ[ERROR_FILE]).parents[1] / SAID).touch(exist_ok=False)
+        (Path(os.environ[ERROR_FILE]).parents[1] / ERROR_PRINTED_FILE).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -97,7 +98,7 @@ def claims_first_error() -> bool:
 
 def as_rank(main: Callable[[], None]) -> None:
     """Call an entry point, and end this process afterwards if there are several ranks."""
-    if launched() == 1:
+    if process_count() == 1:
         main()
         return
     try:

@@ -34,7 +34,7 @@ from gspo.config.settings import Settings, first_difference
 from gspo.distributed.ranks import DistributedRanks, RankLost, Ranks
 from gspo.io.errors import SettingError
 from gspo.run.entry_point import Ended, explain, stop_signal
-from gspo.run.launched import launched
+from gspo.run.launched import process_count
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START = (
@@ -153,7 +153,7 @@ def join(settings: Settings) -> Peers:
 
     Raises ValueError if the environment and parallel.mode do not fit each other, or if the ranks
     were started with different settings or different code."""
-    count = launched()
+    count = process_count()
     check_launch(settings, count)
     if count == 1:
         return Peers(Ranks())
