@@ -74,10 +74,10 @@ class TrainingLoop:
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
         # all of the monitor's state is a function of the rows, and so are its events
         replace_text(folder / EVENTS, as_lines(events))
-        self.saved = trainer.state.step  # the last step that has a checkpoint
+        self.last_saved_step = trainer.state.step  # the last step with a checkpoint
         # why the monitor ends the run: "collapsed", "rolled back", or "" if it does not
         self.ending = ""
-        self.target = -1  # the step that a rollback returns to
+        self.rollback_step = -1  # the step that a rollback returns to, -1 without rollback
         self.seconds: dict[str, float] = {}  # time metrics for the next row
         self.warned: set[str] = set()  # subjects that the user was warned of
 
@@ -213,15 +213,15 @@ class TrainingLoop:
         rollbacks = self.directory.rollbacks()
         if monitor.action == "rollback" and len(rollbacks.entries) < monitor.rollbacks:
             self.writer.wait()
-            target = rollbacks.plan(step, self.last_healthy_step())
-            if target is None:
+            rollback_step = rollbacks.plan(step, self.last_healthy_step())
+            if rollback_step is None:
                 self.ending = "collapsed"
-                self.target = -1
+                self.rollback_step = -1
                 self.warn(step, "no checkpoint of a healthy step is left")
             else:
                 self.ending = "rolled back"
-                self.target = target
-                self.warn(step, f"going back to step {target}")
+                self.rollback_step = rollback_step
+                self.warn(step, f"going back to step {rollback_step}")
         elif monitor.action != "warn":
             self.ending = "collapsed"
 
@@ -254,7 +254,7 @@ class TrainingLoop:
         self.writer.save(
             trainer.state, refreshed_reference(trainer, self.settings), pending, self.step_to_keep()
         )
-        self.saved = step
+        self.last_saved_step = step
         if last:
             self.writer.wait()
         self.seconds["time/checkpoint_s"] = time.perf_counter() - started
@@ -266,7 +266,7 @@ class TrainingLoop:
         weights were to sample."""
         step = self.trainer.state.step
         with suppress(EngineEnded, NothingGraded):
-            if step and step != self.saved:
+            if step and step != self.last_saved_step:
                 self.checkpoint(step, last=True)
 
     def step_to_keep(self) -> int:
@@ -275,7 +275,7 @@ class TrainingLoop:
         If that step has no checkpoint, the newest checkpoint before it is kept."""
         if self.settings.monitor.action != "rollback":
             return -1
-        return self.target if self.target >= 0 else self.last_healthy_step()
+        return self.rollback_step if self.rollback_step >= 0 else self.last_healthy_step()
 
     def stop(self) -> bool:
         """Return whether the run ends after this step."""
@@ -361,7 +361,7 @@ class Follower:
         self.settings = settings
         self.engine = evaluation_engine(trainer, settings)
         self.writer = checkpoint_writer(run, trainer, settings) if trainer.policy.shards else None
-        self.saved = trainer.state.step
+        self.last_saved_step = trainer.state.step
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return held-out metrics at the steps at which they are due, else nothing."""
@@ -378,7 +378,7 @@ class Follower:
         # rank 0 waits for the batches that are being sampled, which takes this rank's thread too
         if last:
             self.trainer.source.pending()
-        self.saved = step
+        self.last_saved_step = step
         if self.writer:
             self.writer.save(self.trainer.state, refreshed_reference(self.trainer, self.settings))
             if last:
@@ -388,7 +388,7 @@ class Follower:
         """Do this rank's part of `TrainingLoop.save_last_step`."""
         step = self.trainer.state.step
         with suppress(EngineEnded, NothingGraded):
-            if step and step != self.saved:
+            if step and step != self.last_saved_step:
                 self.checkpoint(step, last=True)
 
     def close(self) -> None:

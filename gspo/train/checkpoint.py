@@ -89,7 +89,7 @@ class Snapshot:
     state: str  # the content of state.json
     value_head: dict[str, Tensor] | None
     reference: dict[str, Tensor] | None
-    spared: int  # the newest checkpoint up to this step is not deleted
+    kept_step: int  # the newest checkpoint up to this step is not deleted
 
 
 class CheckpointWriter:
@@ -127,13 +127,13 @@ class CheckpointWriter:
         state: TrainState,
         reference: Policy | None = None,
         pending: PendingRollouts | None = None,
-        spared: int = -1,
+        kept_step: int = -1,
     ) -> None:
         """Copy weights, optimizer state, counters and the settings' hash, and begin to write them.
 
         `reference` is the reference policy if it has changed since the run's start, `pending` the
         responses that wait for later steps. Besides the `keep` newest checkpoints, the newest
-        checkpoint up to step `spared` is kept.
+        checkpoint up to step `kept_step` is kept.
         """
         self.wait()
         unfinished = self._unfinished(state.step)
@@ -148,7 +148,7 @@ class CheckpointWriter:
             state=self._state_json(state),
             value_head=copies(head.state_dict()) if head else None,
             reference=copies(reference.model.state_dict()) if reference else None,
-            spared=spared,
+            kept_step=kept_step,
         )
         self.writing = self.thread.submit(self._write, snapshot, unfinished)
 
@@ -177,7 +177,7 @@ class CheckpointWriter:
         end."""
         with removed_on_error(unfinished):
             self._write_snapshot(snapshot, unfinished)
-        self._finish(unfinished, snapshot.spared)
+        self._finish(unfinished, snapshot.kept_step)
 
     def _write_snapshot(self, snapshot: Snapshot, unfinished: Path) -> None:
         """Write the files of a checkpoint, with their checksums."""
@@ -196,10 +196,10 @@ class CheckpointWriter:
         (unfinished / "state.json").write_text(snapshot.state, encoding="utf-8")
         seal(unfinished)
 
-    def _finish(self, unfinished: Path, spared: int) -> None:
+    def _finish(self, unfinished: Path, kept_step: int) -> None:
         """Rename a whole folder, and delete old checkpoints.
 
-        The `keep` newest are kept, and the newest up to step `spared`.
+        The `keep` newest are kept, and the newest up to step `kept_step`.
         """
         folder = unfinished.with_suffix("")
         if folder.exists():
@@ -210,9 +210,9 @@ class CheckpointWriter:
         if self.keep:
             folders = step_folders(self.folder)
             folders = folders[: folders.index(folder) + 1]
-            spared_folders = [f for f in folders if step_of(f.name) <= spared]
+            up_to_kept_step = [f for f in folders if step_of(f.name) <= kept_step]
             for old in folders[: -self.keep]:
-                if old not in spared_folders[-1:]:
+                if old not in up_to_kept_step[-1:]:
                     shutil.rmtree(old)
 
     def check(self) -> None:

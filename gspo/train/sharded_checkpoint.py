@@ -37,7 +37,7 @@ class Shard:
     value_head: dict[str, Tensor] | None
     reference: tuple[Files, dict] | None
     optimizer: Future
-    spared: int
+    kept_step: int
 
 
 class ShardedCheckpointWriter(CheckpointWriter):
@@ -66,7 +66,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
         state: TrainState,
         reference: Policy | None = None,
         pending: PendingRollouts | None = None,
-        spared: int = -1,
+        kept_step: int = -1,
     ) -> None:
         self.wait()
         unfinished = self._unfinished(state.step)
@@ -82,7 +82,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
             value_head=copies(head.state_dict()) if head else None,
             reference=local_files(reference.model, self.ranks) if reference else None,
             optimizer=begin_writing(self.policy, self.optimizer, unfinished, self.dcp_ranks),
-            spared=spared,
+            kept_step=kept_step,
         )
         self.writing = self.thread.submit(self._write_shard, shard, unfinished)
 
@@ -117,7 +117,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
             for other in checksums_of_ranks:
                 checksums |= other
             seal(unfinished, checksums)
-            self._finish(unfinished, shard.spared)
+            self._finish(unfinished, shard.kept_step)
         ranks.all_gather(None)  # the checkpoint is whole for all
 
     def _write_files(self, shard: Shard, unfinished: Path) -> None:
