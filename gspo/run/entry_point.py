@@ -42,7 +42,7 @@ from gspo.run.launched import say_error
 STOP_MARKER = "GSPO_STOP_MARKER"  # the variable with the path of a sweep's file for its workers
 COLLAPSED = 4  # the exit code of a run that the monitor ended
 # The error numbers of a disk that is full, over quota, broken or read-only.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class Failed(RuntimeError):
@@ -239,7 +239,7 @@ def one_line(job: Callable[[DictConfig], float | None]) -> Callable[[DictConfig]
 
 
 # the failure of the disk that ended a job of the sweep in this process
-_DISK: list[Exception] = []
+_disk_failures: list[Exception] = []
 
 
 def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) -> JobResult:
@@ -248,14 +248,14 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
     Errors do not leave this function, because Hydra would start no further jobs after an error.
     Only a failure of the disk does: the other jobs would fail as well, and their reasons could not
     be written."""
-    if _DISK:
-        raise _DISK[0]
+    if _disk_failures:
+        raise _disk_failures[0]
     try:
         score = job(config)
     except Exception as error:
         broken = isinstance(error, Broken) and not isinstance(error, Ended)
-        if broken or (isinstance(error, OSError) and error.errno in DISK):
-            _DISK.append(error)
+        if broken or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+            _disk_failures.append(error)
             raise
         if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
             traceback.print_exc()
@@ -321,7 +321,7 @@ def print_error(error: BaseException) -> int:
     if isinstance(error, Broken | EngineEnded):
         say_error(f"error: {escape_line(error)}", is_more=True)
         return 1
-    if isinstance(error, OSError) and error.errno in DISK:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         run = run_of(error.filename)
         command = f"resume={run}" if run else "the same command"
         remedy = f"what was written is kept: fix this and continue with {command}"

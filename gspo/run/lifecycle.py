@@ -22,7 +22,7 @@ from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, print_sandbox_layers
 from gspo.run.directory import ROWS, RunDirectory, has_reached
 from gspo.run.entry_point import (
-    DISK,
+    DISK_ERRORS,
     Broken,
     Collapsed,
     Ended,
@@ -187,7 +187,7 @@ def end_in_words(
     if isinstance(error, OSError):
         message = f"{reason}; what was written is kept: fix this and continue with resume={folder}"
         # other jobs of a sweep would fail by the same disk, but not by another cause
-        return Broken(message) if error.errno in DISK else Ended(message)
+        return Broken(message) if error.errno in DISK_ERRORS else Ended(message)
     message = f"{folder} failed after step {step}: {reason}"
     # a wrong setting that only a response can show, such as reward.weights of other names
     if isinstance(error, SettingError):

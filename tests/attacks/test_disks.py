@@ -20,7 +20,7 @@ from gspo.io.files import CreatedFiles, errors_of_the_disk
 from gspo.model.loading import save
 from gspo.model.settings import TinyMoE
 from gspo.run.directory import exclusive, settings_and_checkpoint
-from gspo.run.entry_point import DISK, print_error
+from gspo.run.entry_point import DISK_ERRORS, print_error
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.train.checkpoint import CheckpointWriter
 from gspo.train.checkpoint_files import damage, latest_checkpoint
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_of_the_disk_whichever_file_i
         writer.save(t.state)
         with pytest.raises(OSError, match="No space left") as full:
             writer.wait()
-        assert full.value.errno in DISK and latest_checkpoint(disk).name == "step_000000"
+        assert full.value.errno in DISK_ERRORS and latest_checkpoint(disk).name == "step_000000"
         assert not list(disk.rglob("*.unfinished")), "the room is needed to record the run's end"
         writer.close()
 

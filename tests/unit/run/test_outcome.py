@@ -49,11 +49,11 @@ def test_a_job_of_a_sweep_returns_its_score_or_why_it_has_none(in_sweep):
 
 
 def test_only_a_failure_of_the_disk_ends_a_sweep(in_sweep, monkeypatch):
-    monkeypatch.setattr(entry_point, "_DISK", [])
+    monkeypatch.setattr(entry_point, "_disk_failures", [])
     missing = raising(FileNotFoundError(errno.ENOENT, "no such file"))(OmegaConf.create({}))
     assert "no such file" in missing.unfinished["reason"]
     for error in (OSError(errno.ENOSPC, "full"), Broken("full")):
-        monkeypatch.setattr(entry_point, "_DISK", [])
+        monkeypatch.setattr(entry_point, "_disk_failures", [])
         with pytest.raises(type(error)):
             raising(error)(OmegaConf.create({}))
         with pytest.raises(type(error)):  # the jobs that follow do not begin
