@@ -69,7 +69,7 @@ def engine_against_trainer(bench: Bench) -> Findings:
             scored = policy.score(batch, 16)
             batch = batch.with_old_results(scored.logp_BT, scored.experts_BSLK)
             accumulator = MetricAccumulator()
-            diagnostics.mismatch(batch, accumulator)
+            diagnostics.measure_mismatch(batch, accumulator)
             experts = batch.experts_BSLK
             engine_experts = batch.engine_experts_BSLK
             if experts is not None and engine_experts is not None:  # a sparse model has both
@@ -268,7 +268,7 @@ def vllm_engine(bench: Bench) -> Findings:
             with torch.no_grad():
                 scored = policy.score(batch, 16)
             batch = batch.with_old_results(scored.logp_BT, None)
-            diagnostics.mismatch(batch, accumulator)
+            diagnostics.measure_mismatch(batch, accumulator)
             metrics = accumulator.result()
             yield at_most(name, metrics["mismatch/logp_abs"], 1e-3, "nats")
             with torch.no_grad():

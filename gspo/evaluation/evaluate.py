@@ -141,7 +141,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     A number can be None. Ungraded responses are counted, and no other number includes them. pass@k
     and maj@k are computed for every k of `ks`. With named rewards a response is right if each of them
     is 1, while avg@k is the mean of their weighted sums. maj@k is None without any answer to vote for. Elo is
-    None if a problem has no rating. "episodes" has the numbers of gspo.tracking.episodes. It is
+    None if a problem has no rating. "episodes" has the metrics of gspo.tracking.episodes. It is
     missing if no response is an episode of several turns.
     """
     responses = list(chain.from_iterable(groups))
@@ -184,9 +184,9 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     }
     if graded and None not in ratings:
         result["elo"] = _elo(np.array(ratings), rights_PK)
-    episode_numbers = episodes.numbers(responses)
-    if episode_numbers:
-        result["episodes"] = episode_numbers
+    episode_metrics = episodes.episode_metrics(responses)
+    if episode_metrics:
+        result["episodes"] = episode_metrics
     return without_nan(result)
 
 

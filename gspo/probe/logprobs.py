@@ -39,7 +39,7 @@ def clip_shares(
     check_objective(objective)
     accumulator = MetricAccumulator()
     inputs = loss_inputs(logp_BT, old_logp_BT, advantages, mask_BT)
-    diagnostics.clips(objective(inputs), inputs, 1, accumulator)
+    diagnostics.measure_clips(objective(inputs), inputs, 1, accumulator)
     metrics = accumulator.result()
     return {name: value for name, value in metrics.items() if "_minibatch_" not in name}
 
@@ -62,7 +62,7 @@ def rounding_floor(
     """Return ratio/floor_* of two passes through the same weights, whose ratios should be 1."""
     accumulator = MetricAccumulator()
     inputs = loss_inputs(logp_BT, old_logp_BT, None, mask_BT)
-    diagnostics.rounding_floor(objective, inputs, accumulator)
+    diagnostics.measure_rounding_floor(objective, inputs, accumulator)
     return accumulator.result()
 
 
@@ -123,4 +123,6 @@ def add_ratios(inputs: LossInputs, log_ratio_bound: float, accumulator: MetricAc
         old_logp_BT=inputs.old_logp_BT,
         adv_BT=inputs.adv_BT,
     )
-    diagnostics.ratios(inputs.logp_BT, batch, log_ratio_bound, accumulator, has_groups=False)
+    diagnostics.measure_ratios(
+        inputs.logp_BT, batch, log_ratio_bound, accumulator, has_groups=False
+    )

@@ -66,9 +66,9 @@ class StepProbe:
         if self.objective:
             bound = self.objective.log_ratio_bound
             outputs = self.objective(inputs)
-            diagnostics.clips(outputs, inputs, update_number, self._accumulator)
+            diagnostics.measure_clips(outputs, inputs, update_number, self._accumulator)
             if update_number == 1 and has_old_pass:
-                diagnostics.rounding_floor(self.objective, inputs, self._accumulator)
+                diagnostics.measure_rounding_floor(self.objective, inputs, self._accumulator)
         add_ratios(inputs, bound, self._accumulator)
 
     @torch.no_grad()

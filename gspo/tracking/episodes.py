@@ -23,7 +23,7 @@ MAX_VERDICTS = (
 )
 
 
-def numbers(rows: list[dict]) -> dict[str, float]:
+def episode_metrics(rows: list[dict]) -> dict[str, float]:
     """Compute the metrics of the episodes among the rows of a batch, by name.
 
     turns, turns_max     number of the policy's turns: mean and largest
@@ -77,7 +77,7 @@ def count(row: dict) -> int:
     return sum(turn["author"] == POLICY for turn in row["turns"])
 
 
-def few(verdicts: Counter[str]) -> Counter[str]:
+def most_frequent(verdicts: Counter[str]) -> Counter[str]:
     """Return the counts of a task's 20 most frequent verdicts, and of all others as "other".
 
     Each verdict makes a metric of its own, so their number is limited. Equally frequent verdicts

@@ -40,7 +40,7 @@ class MetricAccumulator:
         self._moments: dict[str, Rows] = defaultdict(list)
         self._extremes: dict[str, Rows] = defaultdict(list)
         self._grouped: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
-        self._rows: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
+        self._row_weights: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
         self._smallest: set[str] = set()  # the names of `smallest`
         self._seconds: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
@@ -96,7 +96,7 @@ class MetricAccumulator:
         weight_BT = torch.where(mask_BT, weight_BT.detach(), 0.0)
         squares_B = torch.linalg.vecdot(weight_BT, weight_BT)
         row = (groups_B, mask_BT.sum(-1), weight_BT.sum(-1), squares_B)
-        self._rows[f"{family}/ess_*{suffix}"].append(row)
+        self._row_weights[f"{family}/ess_*{suffix}"].append(row)
 
     def largest(self, name: str, value: Number) -> None:
         """Add a value to the metric that is the largest of the step."""
@@ -135,7 +135,7 @@ class MetricAccumulator:
         """
         ranks = ranks or Ranks()
         self._read()
-        self._add_rows()
+        self._add_row_weights()
         local_sums = {name: _column_sums(rows) for name, rows in self._sums.items()}
         local_moments = {name: _column_sums(rows) for name, rows in self._moments.items()}
         local_groups = {name: _group_sums(parts) for name, parts in self._grouped.items()}
@@ -209,9 +209,9 @@ class MetricAccumulator:
         for row_list in row_lists:
             row_list[:] = [tuple(map(read, row)) for row in row_list]
 
-    def _add_rows(self) -> None:
+    def _add_row_weights(self) -> None:
         """Add the rows of `row_weights`, which are on the CPU, to the effective sample sizes."""
-        for name, calls in self._rows.items():
+        for name, calls in self._row_weights.items():
             for groups_B, counts_B, sums_B, squares_B in calls:
                 has_tokens_B = counts_B > 0
                 total = float(sums_B.double().sum())
@@ -221,14 +221,14 @@ class MetricAccumulator:
                 means_N = (sums_B.double() / counts_B)[has_tokens_B]
                 self.ess(name.replace("*", "sequence"), means_N)
                 self.group_ess(name.replace("*", "group"), groups_B[has_tokens_B], means_N)
-        self._rows.clear()
+        self._row_weights.clear()
 
     def _calls_on_gpu(self) -> list[tuple[list[tuple[Tensor, ...]], int]]:
         """Return the list and the index in it of each call that left vectors on a GPU.
 
         The vectors of a call have the same length."""
         calls = []
-        for parts in (*self._grouped.values(), *self._rows.values()):
+        for parts in (*self._grouped.values(), *self._row_weights.values()):
             for i, vectors in enumerate(parts):
                 if vectors[0].device.type != "cpu":
                     calls.append((parts, i))

@@ -132,12 +132,12 @@ def assign_credit(
         for name, value in variance_proxies(adv64_BT, credit).items():
             accumulator.mean(f"advantage/{name}", value)
     adv_BT = adv64_BT.float()
-    diagnostics.advantages(adv_BT, mask_BT, accumulator)
+    diagnostics.measure_advantages(adv_BT, mask_BT, accumulator)
     critic = None
     if algorithm.advantage.needs_values and values_BT is not None:
         returns_BT = algorithm.advantage.returns(credit)
         critic = Critic(values_BT, returns_BT.float())
-        diagnostics.explained_variance(critic, mask_BT, accumulator)
+        diagnostics.measure_explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
 
 

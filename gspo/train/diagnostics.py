@@ -26,7 +26,7 @@ from gspo.algorithm.objectives.base import LOG_RATIO_FLOOR
 from gspo.data.batch import Critic, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.masked import masked_mean
 from gspo.data.samples import ScoredResponse, all_same, is_right
-from gspo.tracking.episodes import few, numbers
+from gspo.tracking.episodes import episode_metrics, most_frequent
 from gspo.train.accumulator import MetricAccumulator
 
 if TYPE_CHECKING:
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from gspo.rollout.sources.base import Rollout
 
 
-def rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
+def measure_rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
     """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
     groups = rollout.sampled
-    rewards(groups, accumulator)
+    measure_rewards(groups, accumulator)
     responses = list(chain.from_iterable(groups))
-    lengths(responses, accumulator)
-    kept_tokens(rollout.responses, accumulator)
-    episodes(responses + rollout.ungraded, accumulator)
+    measure_lengths(responses, accumulator)
+    measure_kept_tokens(rollout.responses, accumulator)
+    measure_episodes(responses + rollout.ungraded, accumulator)
     accumulator.largest("length/limit", rollout.limit)
     for reason, count in rollout.filtered.items():
         accumulator.mean(f"filter/{reason}", count)
 
 
-def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) -> None:
+def measure_rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) -> None:
     """Measure rewards and verdicts by task, and the share of groups without a learning signal."""
     for group in groups:
         rewards_of_group = [r.reward for r in group]
@@ -65,12 +65,12 @@ def rewards(groups: list[list[ScoredResponse]], accumulator: MetricAccumulator) 
         of_task = [r for r in responses if r.problem.task == task]
         total = sum(r.reward for r in of_task)
         accumulator.mean(f"reward/{task}", total, len(of_task))
-        verdicts = few(Counter(r.score.verdict for r in of_task))
+        verdicts = most_frequent(Counter(r.score.verdict for r in of_task))
         for verdict, count in sorted(verdicts.items()):
             accumulator.mean(f"verdict/{task}_{verdict}", count, len(responses))
 
 
-def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
+def measure_lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure the lengths, truncation and repetition of the responses."""
     lengths_B = torch.tensor([r.length for r in responses]).double()
     accumulator.mean_of("length/mean", lengths_B)
@@ -81,7 +81,7 @@ def lengths(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> 
     accumulator.mean("length/repetition", repeated, len(responses))
 
 
-def kept_tokens(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
+def measure_kept_tokens(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure how many tokens could be drawn, at the positions at which some were excluded.
 
     Responses have no kept tokens without rollout.keep_mask."""
@@ -96,7 +96,7 @@ def kept_tokens(responses: list[ScoredResponse], accumulator: MetricAccumulator)
         accumulator.mean_of("sampling/kept_one", counts_N == 1)
 
 
-def episodes(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
+def measure_episodes(responses: list[ScoredResponse], accumulator: MetricAccumulator) -> None:
     """Measure the episodes among a step's responses, by gspo.tracking.episodes.
 
     Ungraded responses are measured too."""
@@ -110,7 +110,7 @@ def episodes(responses: list[ScoredResponse], accumulator: MetricAccumulator) ->
         }
         for r in responses
     ]
-    for name, value in numbers(rows).items():
+    for name, value in episode_metrics(rows).items():
         accumulator.mean(f"episode/{name}", value)
 
 
@@ -130,7 +130,7 @@ def repetition(token_ids: list[int], n: int = 4) -> float:
     return 1 - len(distinct) / count
 
 
-def advantages(adv_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+def measure_advantages(adv_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
     """Measure the mean, the std and the largest absolute value of response tokens' advantages."""
     adv_N = adv_BT[mask_BT].double()
     if len(adv_N):
@@ -139,7 +139,7 @@ def advantages(adv_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) 
         accumulator.largest("advantage/abs_max", adv_N.abs().max())
 
 
-def reference(
+def measure_reference_kl(
     old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator
 ) -> None:
     """Estimate KL(pi_old || pi_ref) by k1 and by k3, on the tokens that pi_old sampled."""
@@ -150,7 +150,7 @@ def reference(
         accumulator.token_mean(f"kl/ref_{estimator}", kl_BT, mask_BT, tokens)
 
 
-def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
+def measure_staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> None:
     """Measure the age of the weights that sampled each token, in steps, and count the segments."""
     responses = rollout.responses
     tokens_by_age: Counter[int] = Counter()
@@ -168,7 +168,7 @@ def staleness(rollout: Rollout, step: int, accumulator: MetricAccumulator) -> No
     accumulator.mean("staleness/in_flight", rollout.num_unfinished)
 
 
-def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
+def measure_mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
     """Measure the gap between the trainer's old policy pi and the engine's policy mu.
 
     It is measured on the tokens that mu sampled. With l = log pi - log mu, k1 = mean(-l) estimates
@@ -203,7 +203,7 @@ def mismatch(batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         accumulator.ess(f"mismatch/weight_{level}_ess", weight_N)
 
 
-def correction(
+def measure_correction(
     correction_BT: Tensor,
     old_logp_BT: Tensor,
     batch: RolloutBatch,
@@ -217,10 +217,10 @@ def correction(
     accumulator.row_weights("mismatch", "", batch.prompts_B, weight_BT, mask_BT)
     accumulator.row_weights("mismatch", "_used", batch.prompts_B, correction_BT, mask_BT)
     accumulator.mean_of("mismatch/corrected_mean", correction_BT[mask_BT])
-    masked(correction_BT != 0, mask_BT, batch.choice_BT, accumulator)
+    measure_masked(correction_BT != 0, mask_BT, batch.choice_BT, accumulator)
 
 
-def masked(
+def measure_masked(
     kept_BT: Tensor, mask_BT: Tensor, choice_BT: Tensor, accumulator: MetricAccumulator
 ) -> None:
     """Measure the tokens and the whole responses that a correction leaves out.
@@ -235,15 +235,17 @@ def masked(
     accumulator.mean("mismatch/sequence_masked", removed_B.sum(), has_tokens_B.sum())
 
 
-def update_correction(
+def measure_update_correction(
     weights_BT: Tensor, mask_BT: Tensor, choice_BT: Tensor, accumulator: MetricAccumulator
 ) -> None:
     """Measure a correction's weights in an update: their mean, and what gets the weight 0."""
     accumulator.token_mean("mismatch/corrected_mean", weights_BT, mask_BT, mask_BT.sum())
-    masked(weights_BT != 0, mask_BT, choice_BT, accumulator)
+    measure_masked(weights_BT != 0, mask_BT, choice_BT, accumulator)
 
 
-def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+def measure_weights_by_length(
+    weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAccumulator
+) -> None:
     """Measure the mean weight of responses by length, as `clip/weight_length_N`.
 
     The metric is over the responses with more than N/2 and at most N tokens, N = 1, 2, 4, ..."""
@@ -259,7 +261,7 @@ def weights_by_length(weight_BT: Tensor, mask_BT: Tensor, accumulator: MetricAcc
         longest *= 2
 
 
-def clips(
+def measure_clips(
     outputs: LossOutputs,
     inputs: LossInputs,
     update_number: int,
@@ -299,7 +301,7 @@ def clips(
         accumulator.token_mean("clip/token_dual", outputs.dual_BT, mask_BT, tokens)
 
 
-def rounding_floor(
+def measure_rounding_floor(
     objective: Objective, inputs: LossInputs, accumulator: MetricAccumulator
 ) -> None:
     """Measure the distance of a step's first ratios from 1.
@@ -322,7 +324,7 @@ def rounding_floor(
         accumulator.mean("ratio/floor_of_range", distance / clip_range, sequences)
 
 
-def values(
+def measure_values(
     values_BT: Tensor, critic: Critic, mask_BT: Tensor, clip: float, accumulator: MetricAccumulator
 ) -> None:
     """Measure the critic's squared error, and the share of values that moved beyond `clip`."""
@@ -333,7 +335,9 @@ def values(
     accumulator.token_mean("value/clipped", change_BT.abs() > clip, mask_BT, tokens)
 
 
-def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccumulator) -> None:
+def measure_explained_variance(
+    critic: Critic, mask_BT: Tensor, accumulator: MetricAccumulator
+) -> None:
     """Measure 1 - var(R - V) / var(R), with the critic's values V at the start of the step.
 
     1 means a perfect critic, 0 a critic that knows no more than the mean return.
@@ -346,7 +350,7 @@ def explained_variance(critic: Critic, mask_BT: Tensor, accumulator: MetricAccum
         accumulator.mean("value/explained_variance", 1 - unexplained)
 
 
-def ratios(
+def measure_ratios(
     logp_BT: Tensor,
     batch: TrainBatch,
     bound: float,
@@ -382,7 +386,7 @@ def ratios(
     accumulator.mean_of("kl/old_k3", kl_estimate(-log_N, "k3", bound=-lowest))
 
 
-def entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
+def measure_entropy(entropy_BT: Tensor, batch: TokenBatch, accumulator: MetricAccumulator) -> None:
     """Measure the mean entropy of the policy over response tokens, in nats."""
     mask_BT = batch.mask_BT
     accumulator.token_mean("policy/entropy", entropy_BT, mask_BT, mask_BT.sum())

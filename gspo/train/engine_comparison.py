@@ -21,7 +21,7 @@ class EngineComparison:
 
     def measure(self, batch: OldPolicyBatch, accumulator: MetricAccumulator) -> None:
         """Measure the mismatch of log-probs, and the agreement of the experts if both are known."""
-        diagnostics.mismatch(batch, accumulator)
+        diagnostics.measure_mismatch(batch, accumulator)
         if batch.engine_experts_BSLK is not None and batch.experts_BSLK is not None:
             agreement = routing.engine_agreement(
                 batch.experts_BSLK, batch.engine_experts_BSLK, batch, accumulator

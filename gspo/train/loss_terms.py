@@ -78,9 +78,11 @@ class PolicyTerm(Term):
             outputs = replace(outputs, weight_BT=weight_BT)
         inputs.outputs = outputs
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-            diagnostics.clips(outputs, tensors, inputs.update_number, accumulator, batch.choice_BT)
+            diagnostics.measure_clips(
+                outputs, tensors, inputs.update_number, accumulator, batch.choice_BT
+            )
             if self.objective.weighs_by_length:
-                diagnostics.weights_by_length(outputs.weight_BT, batch.mask_BT, accumulator)
+                diagnostics.measure_weights_by_length(outputs.weight_BT, batch.mask_BT, accumulator)
         loss_BT = outputs.loss_BT
         used_BT = outputs.weight_BT.detach().float()
         if not self.objective.includes_correction:
@@ -91,7 +93,7 @@ class PolicyTerm(Term):
             loss_BT = loss_BT * weights_BT
             used_BT = used_BT * weights_BT
             with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
-                diagnostics.update_correction(
+                diagnostics.measure_update_correction(
                     weights_BT, batch.mask_BT, batch.choice_BT, accumulator
                 )
         with torch.no_grad(), accumulator.timed("time/diagnostics_s"):
@@ -157,7 +159,7 @@ class ValueTerm(Term):
         mask_BT = inputs.batch.mask_BT
         clip = self.settings.value_clip
         with torch.no_grad():
-            diagnostics.values(values_BT, critic, mask_BT, clip, inputs.accumulator)
+            diagnostics.measure_values(values_BT, critic, mask_BT, clip, inputs.accumulator)
         values_BT = torch.where(mask_BT, values_BT, 0.0)
         old_values_BT = torch.where(mask_BT, critic.old_values_BT, 0.0)
         returns_BT = torch.where(mask_BT, critic.returns_BT, 0.0)

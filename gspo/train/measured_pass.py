@@ -32,7 +32,7 @@ def reduce_minibatch(
         return minibatch
     mask_BT = minibatch.mask_BT
     reduced_BT = correction.reduced_mask(minibatch.old_logp_BT, minibatch.engine_logp_BT, mask_BT)
-    diagnostics.masked(reduced_BT, mask_BT, minibatch.choice_BT, accumulator)
+    diagnostics.measure_masked(reduced_BT, mask_BT, minibatch.choice_BT, accumulator)
     return replace(minibatch, mask_BT=reduced_BT)
 
 
@@ -55,7 +55,7 @@ def start_at_old_policy(
     mini-batch.
     """
     inputs = replace(loss_inputs(output, micro), statistic=statistic)
-    diagnostics.rounding_floor(objective, inputs, accumulator)
+    diagnostics.measure_rounding_floor(objective, inputs, accumulator)
     if engine_is_old:
         return micro
     return micro.with_old_results(output.logp_BT.detach(), micro.experts_BSLK)
@@ -74,9 +74,9 @@ def measure_pass(
 
     `update_number` counts from 1, and `experts` is the number of experts of each MoE layer.
     """
-    diagnostics.ratios(output.logp_BT, micro, objective.log_ratio_bound, accumulator)
+    diagnostics.measure_ratios(output.logp_BT, micro, objective.log_ratio_bound, accumulator)
     if output.entropy_BT is not None:
-        diagnostics.entropy(output.entropy_BT, micro, accumulator)
+        diagnostics.measure_entropy(output.entropy_BT, micro, accumulator)
     routing.measure_update(
         output.experts_BSLK, micro.experts_BSLK, micro, experts, update_number, accumulator
     )

@@ -125,11 +125,11 @@ class OldPolicyPass:
         if self.reference:
             # with r3 this pass replays the engine's experts, as all passes do
             ref_logp_BT = self.score(self.reference, batch, local_rows_N, ranks).logp_BT
-            diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
+            diagnostics.measure_reference_kl(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
         correction_BT = None
         if self.correction.has_rollout_weights:
             correction_BT = self.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-            diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
+            diagnostics.measure_correction(correction_BT, old_logp_BT, batch, accumulator)
         if replay == "r2":
             batch = replace(batch, replay_BSLK=experts_BSLK)
         old_batch = batch.with_old_policy(

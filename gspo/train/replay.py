@@ -116,7 +116,7 @@ def replay(
     if recorded_advantages:
         adv_BT = unflattened(record.advantages, old_batch)
         batch = old_batch.with_advantages(adv_BT)
-        diagnostics.advantages(adv_BT, batch.mask_BT, accumulator)
+        diagnostics.measure_advantages(adv_BT, batch.mask_BT, accumulator)
     else:
         batch, _ = add_advantages(
             old_batch,
@@ -258,11 +258,11 @@ def add_old_policy(
     old_logp_BT = batch.engine_logp_BT if engine_is_old else unflattened(record.old_logp, batch)
     ref_logp_BT = unflattened_or_none(record.ref_logp, batch)
     if ref_logp_BT is not None:
-        diagnostics.reference(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
+        diagnostics.measure_reference_kl(old_logp_BT, ref_logp_BT, batch.mask_BT, accumulator)
     correction_BT = None
     if algorithm.correction.has_rollout_weights:
         correction_BT = algorithm.correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-        diagnostics.correction(correction_BT, old_logp_BT, batch, accumulator)
+        diagnostics.measure_correction(correction_BT, old_logp_BT, batch, accumulator)
     experts_BSLK = None
     if record.old_experts is not None:
         shape = (*batch.attention_BS.shape, *record.old_experts.shape[1:])

@@ -220,8 +220,8 @@ class Trainer:
             running=self.state.rewards,
             accumulator=accumulator,
         )
-        diagnostics.rollout(rollout, accumulator)
-        diagnostics.staleness(rollout, step, accumulator)
+        diagnostics.measure_rollout(rollout, accumulator)
+        diagnostics.measure_staleness(rollout, step, accumulator)
         has_signal = bool((batch.adv_BT * batch.mask_BT).any())  # truncated responses may be masked
         self.state.without_signal = 0 if has_signal else self.state.without_signal + 1
         accumulator.largest("group/steps_without_signal", self.state.without_signal)

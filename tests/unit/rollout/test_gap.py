@@ -34,7 +34,7 @@ from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
 from gspo.rollout.sources.sampler_logprobs import check_engine, check_on_prompts
 from gspo.train.accumulator import MetricAccumulator
-from gspo.train.diagnostics import mismatch
+from gspo.train.diagnostics import measure_mismatch
 from gspo.train.routing import engine_agreement
 from trainers import FirstCharacter, flat, gap_trainer, steps, trainer, weights
 
@@ -230,7 +230,7 @@ def test_the_gap_by_hand(moe):
     assert batch.mask_BT.sum() == 4
     log = torch.tensor([[0.1, -0.3], [1.0, 0.0]])
     accumulator = MetricAccumulator()
-    mismatch(batch.with_old_policy(batch.engine_logp_BT + log), accumulator)
+    measure_mismatch(batch.with_old_policy(batch.engine_logp_BT + log), accumulator)
     metrics = accumulator.result()
     expected = {
         "mismatch/k1": -0.8 / 4,
@@ -316,7 +316,7 @@ def test_with_a_rounded_engine_r3_removes_the_routing_part_of_the_gap():
         batch = replace(batch, replay_BSLK=engine_routing if replay == "r3" else None)
         scored = policy.score(batch, 64)
         accumulator = MetricAccumulator()
-        mismatch(batch.with_old_policy(scored.logp_BT), accumulator)
+        measure_mismatch(batch.with_old_policy(scored.logp_BT), accumulator)
         if replay == "none":
             share = engine_agreement(scored.experts_BSLK, engine_routing, batch, accumulator)
         gaps[replay] = accumulator.result()

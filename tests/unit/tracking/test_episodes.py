@@ -16,8 +16,8 @@ from gspo.tracking.episodes import (
     FINISHES,
     MAX_COUNTED_TURNS,
     conversation,
-    few,
-    numbers,
+    episode_metrics,
+    most_frequent,
     readable,
     turns_of,
 )
@@ -65,9 +65,13 @@ def test_numbers_by_hand():
         "finish_context": 0,
         "finish_environment": 2 / 5,
     }
-    assert numbers([*EPISODES, failed, PLAIN, never_begun, PLAIN]) == pytest.approx(expected)
-    assert numbers([PLAIN, PLAIN | {"turns": [], "measures": {}}]) == numbers([]) == {}
-    assert numbers([PLAIN, never_begun]) == {
+    assert episode_metrics([*EPISODES, failed, PLAIN, never_begun, PLAIN]) == pytest.approx(
+        expected
+    )
+    assert (
+        episode_metrics([PLAIN, PLAIN | {"turns": [], "measures": {}}]) == episode_metrics([]) == {}
+    )
+    assert episode_metrics([PLAIN, never_begun]) == {
         f"finish_{reason}": float(reason == "environment") for reason in FINISHES
     }
 
@@ -78,24 +82,32 @@ def test_episodes_without_room_for_a_turn_are_counted():
     """
     no_room = {"reward": None, "finish_reason": "context", "length": 0}
     plain = {"reward": 0.0, "finish_reason": "context", "length": 3}
-    found = numbers([*EPISODES, no_room, plain])
+    found = episode_metrics([*EPISODES, no_room, plain])
     assert found["finish_context"] == found["finish_stop"] == 1 / 4
     assert found | {"finish_context": 0} == pytest.approx(
-        numbers(EPISODES) | {f"finish_{reason}": 1 / 4 for reason in ("stop", "turns", "length")}
+        episode_metrics(EPISODES)
+        | {f"finish_{reason}": 1 / 4 for reason in ("stop", "turns", "length")}
     )
-    assert numbers([plain]) == {} and numbers([no_room])["finish_context"] == 1
+    assert episode_metrics([plain]) == {} and episode_metrics([no_room])["finish_context"] == 1
 
 
 def test_the_rarest_of_many_verdicts_go_together():
     many = Counter({f"v{n:02}": 1 for n in range(24)} | {"won": 5, "v23": 2})
-    assert few(many) == {"won": 5, "v23": 2, **{f"v{n:02}": 1 for n in range(18)}, "other": 5}
+    assert most_frequent(many) == {
+        "won": 5,
+        "v23": 2,
+        **{f"v{n:02}": 1 for n in range(18)},
+        "other": 5,
+    }
     some = Counter({f"v{n}": 1 for n in range(20)})
-    assert few(some) == some and few(Counter()) == {}
-    assert few(many | {"other": 3})["other"] == 3 + 6, "one that is called so is among them"
+    assert most_frequent(some) == some and most_frequent(Counter()) == {}
+    assert most_frequent(many | {"other": 3})["other"] == 3 + 6, (
+        "one that is called so is among them"
+    )
 
 
 def test_rewards_of_many_turns_go_together():
-    found = numbers(
+    found = episode_metrics(
         [
             episode(n / 100, "stop", [1] * n, [1] * (n - 1))
             for n in (MAX_COUNTED_TURNS, MAX_COUNTED_TURNS + 1, MAX_COUNTED_TURNS + 3)
@@ -112,7 +124,7 @@ def test_rewards_of_many_turns_go_together():
 
 
 def test_an_environment_cannot_measure_under_a_name_of_ours():
-    for name in numbers(EPISODES).keys() - {"tool_calls", "tool_errors"}:
+    for name in episode_metrics(EPISODES).keys() - {"tool_calls", "tool_errors"}:
         assert RESERVED_MEASURES.fullmatch(name)
         assert "every episode has a number of this name" in fault_of(Outcome(measures={name: 1}))
     assert not fault_of(

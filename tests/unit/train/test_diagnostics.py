@@ -48,7 +48,7 @@ def test_clip_fractions_by_hand():
     )
     packed = batch([1.0, -1.0], [[1, 1, 1, 1], [1, 1, 0, 0]])
     accumulator = MetricAccumulator()
-    diagnostics.clips(
+    diagnostics.measure_clips(
         outputs, LossInputs(weight, weight, packed.adv_BT, packed.mask_BT), 3, accumulator
     )
     result = accumulator.result()
@@ -75,7 +75,7 @@ def test_weights_by_length_by_hand():
     lengths = torch.tensor([1, 2, 3, 4, 5])
     mask = torch.arange(5) < lengths[:, None]
     weight = torch.tensor([1.0, 2.0, 3.0, 5.0, 7.0])[:, None].expand(5, 5)
-    diagnostics.weights_by_length(torch.where(mask, weight, math.nan), mask, accumulator)
+    diagnostics.measure_weights_by_length(torch.where(mask, weight, math.nan), mask, accumulator)
     assert accumulator.result() == {
         "clip/weight_length_1": 1.0,
         "clip/weight_length_2": 2.0,
@@ -88,7 +88,7 @@ def test_ratios_and_kl_by_hand():
     a, b, c = math.log(2), math.log(0.5), math.log(1.5)
     logp = torch.tensor([[a, b], [c, math.nan]])
     accumulator = MetricAccumulator()
-    diagnostics.ratios(logp, batch([1.0, 1.0], [[1, 1], [1, 0]]), 20.0, accumulator)
+    diagnostics.measure_ratios(logp, batch([1.0, 1.0], [[1, 1], [1, 0]]), 20.0, accumulator)
     result = accumulator.result()
     assert result["ratio/token_mean"] == pytest.approx((2 + 0.5 + 1.5) / 3)
     assert (result["ratio/token_min"], result["ratio/token_max"]) == pytest.approx((0.5, 2))
@@ -106,7 +106,7 @@ def test_mismatch_by_hand():
     b = batch([0.0], [[1, 1, 0]], old=[[-1.0, -2.0, -9.0]])
     b.engine_logp_BT = torch.tensor([[-1.0, -2.1, 0.0]])
     accumulator = MetricAccumulator()
-    diagnostics.mismatch(b, accumulator)
+    diagnostics.measure_mismatch(b, accumulator)
     assert accumulator.result()["mismatch/logp_abs_max"] == pytest.approx(0.1, rel=1e-4)
     assert accumulator.result()["mismatch/k3"] == pytest.approx((math.exp(0.1) - 1.1) / 2, rel=1e-3)
 
@@ -135,7 +135,7 @@ def test_drop_rates_of_corrections_before_the_updates_by_hand(correction, tokens
     b.engine_logp_BT = engine_BT
     accumulator = MetricAccumulator()
     correction_BT = correction(old_BT, engine_BT, b.mask_BT)
-    diagnostics.correction(correction_BT, old_BT, b, accumulator)
+    diagnostics.measure_correction(correction_BT, old_BT, b, accumulator)
     found = accumulator.result()
     assert found["mismatch/masked"] == pytest.approx(tokens)
     assert found["mismatch/sequence_masked"] == pytest.approx(responses)
@@ -148,8 +148,8 @@ def test_extremes_are_reported_as_they_are():
     b = batch([1.0], [[1, 1]], old=[[-60.1, -1.0]])
     b.engine_logp_BT = torch.tensor([[-0.1, -1.0]])
     accumulator = MetricAccumulator()
-    diagnostics.mismatch(b, accumulator)
-    diagnostics.ratios(torch.tensor([[-90.1, -1.0]]), b, 10.0, accumulator)
+    diagnostics.measure_mismatch(b, accumulator)
+    diagnostics.measure_ratios(torch.tensor([[-90.1, -1.0]]), b, 10.0, accumulator)
     assert accumulator.result()["mismatch/logp_abs_max"] == pytest.approx(60.0)
     assert accumulator.result()["mismatch/k3"] == pytest.approx((math.exp(-20) + 19) / 2)
     assert accumulator.result()["ratio/sequence_min"] == pytest.approx(
@@ -196,8 +196,8 @@ def test_rewards_and_lengths_by_hand():
         [respond(0, 10, "length", verdict="truncated"), respond(0, 10, verdict="wrong")],
     ]
     accumulator = MetricAccumulator()
-    diagnostics.rewards(groups, accumulator)
-    diagnostics.lengths([r for g in groups for r in g], accumulator)
+    diagnostics.measure_rewards(groups, accumulator)
+    diagnostics.measure_lengths([r for g in groups for r in g], accumulator)
     result = accumulator.result()
     assert result["reward/mean"] == pytest.approx(3 / 6)
     assert result["reward/math"] == pytest.approx(1 / 4) and result["reward/code"] == 1
@@ -216,7 +216,7 @@ def test_rewards_and_lengths_by_hand():
 def test_an_environment_cannot_make_a_metric_with_every_response():
     groups = [[respond(0, 2, task="game", verdict=f"v{i}-{j}") for j in range(8)] for i in range(8)]
     accumulator = MetricAccumulator()
-    diagnostics.rewards([*groups, [respond(1, 2)] * 4], accumulator)
+    diagnostics.measure_rewards([*groups, [respond(1, 2)] * 4], accumulator)
     shares = {
         name: value for name, value in accumulator.result().items() if name.startswith("verdict/")
     }
@@ -229,7 +229,7 @@ def test_episodes_without_room_are_measured():
     full.score, played.turns = Score(None, "no-room"), [Turn("policy", 1, "")]
     accumulator = MetricAccumulator()
     sampled = Rollout([[played]], 0, 0, 10, ungraded=[full, respond(0, 5, "context")])
-    diagnostics.rollout(sampled, accumulator)
+    diagnostics.measure_rollout(sampled, accumulator)
     found = accumulator.result()
     assert found["episode/finish_context"] == found["episode/finish_stop"] == 1 / 2
 
@@ -261,7 +261,7 @@ def test_episodes_are_measured_where_there_are_some():
         ),
     ):
         accumulator = MetricAccumulator()
-        diagnostics.rollout(Rollout(groups, 0, 0, 10, ungraded=ungraded), accumulator)
+        diagnostics.measure_rollout(Rollout(groups, 0, 0, 10, ungraded=ungraded), accumulator)
         found = {
             name: value
             for name, value in accumulator.result().items()
@@ -272,7 +272,7 @@ def test_episodes_are_measured_where_there_are_some():
 
 def test_entropy_weighs_tokens():
     accumulator = MetricAccumulator()
-    diagnostics.entropy(
+    diagnostics.measure_entropy(
         torch.tensor([[1.0, 2.0], [6.0, math.nan]]),
         batch([0.0, 0.0], [[1, 1], [1, 0]]),
         accumulator,

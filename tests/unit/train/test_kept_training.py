@@ -109,7 +109,7 @@ def test_clip_fractions_are_over_tokens_with_a_choice():
     shares = []
     for choice_BT in (None, torch.tensor([[False, True, True, False]])):
         accumulator = MetricAccumulator()
-        diagnostics.clips(outputs, inputs, 1, accumulator, choice_BT)
+        diagnostics.measure_clips(outputs, inputs, 1, accumulator, choice_BT)
         row = accumulator.result()
         shares.append([row["clip/token_active"], row["clip/sequence_active"]])
     assert shares == [[0.25, 0.25], [0.5, 0.5]]
@@ -136,7 +136,7 @@ def batch_with_choices() -> TrainBatch:
 def before_the_updates(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
     correction = Rejection(high=1.2)
     weight_BT = correction(batch.old_logp_BT, batch.engine_logp_BT, batch.mask_BT)
-    diagnostics.correction(weight_BT, batch.old_logp_BT, batch, accumulator)
+    diagnostics.measure_correction(weight_BT, batch.old_logp_BT, batch, accumulator)
 
 
 def on_the_mini_batch(batch: TrainBatch, accumulator: MetricAccumulator) -> None:
