@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from gspo.algorithm.advantages import Credit
+from gspo.algorithm.kl import KL
 from gspo.algorithm.otb import variance_proxies
-from gspo.algorithm.reward_shaping import RunningMoments
+from gspo.algorithm.reward_shaping import RewardShaping, RunningMoments
 from gspo.data.batch import Critic, OldPolicyBatch, TrainBatch
-from gspo.data.pack import pack_turns
+from gspo.data.pack import EpisodeTurns, pack_turns
 from gspo.data.samples import ScoredResponse, named_rewards_of, rewards_of
 from gspo.rollout.episodes.episode import CUT
 from gspo.rollout.sources.base import Rollout
@@ -82,33 +83,14 @@ def assign_credit(
     all rewards so far.
     """
     mask_BT = batch.mask_BT
-    rewards: list[float] = []
-    sizes: list[int] = []
-    for group in rollout.groups:
-        rewards += rewards_of(group)
-        sizes.append(len(group))
-    rewards_B = torch.tensor(rewards).double()
-    groups_B = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-
-    lengths_B = mask_BT.sum(-1)
-    penalty_B = algorithm.reward.overlong(lengths_B, rollout.limit).double()
-    accumulator.mean_of("reward/overlong_penalty", penalty_B)
-    last_rewards_B = algorithm.reward(rewards_B + penalty_B, groups_B, running)
-    token_rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    group_sizes = torch.tensor([len(group) for group in rollout.groups])
+    groups_B = torch.arange(len(group_sizes)).repeat_interleave(group_sizes)
     turns = pack_turns(rollout.responses, batch)
-    if algorithm.reward.turns == "each" and turns is not None:
-        token_rewards_BT = turns.rewards_BT
-        last_rewards_B = penalty_B
-    rows_B = torch.arange(len(batch))
-    columns_B = last_token(mask_BT)
-    token_rewards_BT[rows_B, columns_B] += last_rewards_B
+    token_rewards_BT = token_rewards(
+        batch, rollout, groups_B, turns, algorithm.reward, running, accumulator
+    )
     if algorithm.kl.in_reward:
-        if batch.ref_logp_BT is None:
-            raise ValueError("KL in the reward needs log-probs of the reference policy")
-        old_logp_BT = batch.old_logp_BT.double()
-        ref_logp_BT = batch.ref_logp_BT.double()
-        kl_BT = algorithm.kl.estimate(old_logp_BT, ref_logp_BT, mask_BT)
-        token_rewards_BT = token_rewards_BT - kl_coefficient * kl_BT
+        token_rewards_BT = token_rewards_BT - kl_penalty(batch, algorithm.kl, kl_coefficient)
         token_rewards_BT = torch.where(mask_BT, token_rewards_BT, 0.0)
 
     credit = Credit(
@@ -139,6 +121,43 @@ def assign_credit(
         critic = Critic(values_BT, returns_BT.float())
         diagnostics.measure_explained_variance(critic, mask_BT, accumulator)
     return batch.with_advantages(adv_BT, critic)
+
+
+def token_rewards(
+    batch: OldPolicyBatch,
+    rollout: Rollout,
+    groups_B: Tensor,
+    turns: EpisodeTurns | None,
+    shaping: RewardShaping,
+    running: RunningMoments,
+    accumulator: MetricAccumulator,
+) -> Tensor:
+    """Return the shaped reward of every token: float64 [B, T].
+
+    The last token of a response has its reward and its overlong penalty. With reward.turns=each the
+    last token of every turn has the turn's own reward."""
+    lengths_B = batch.mask_BT.sum(-1)
+    penalty_B = shaping.overlong(lengths_B, rollout.limit).double()
+    accumulator.mean_of("reward/overlong_penalty", penalty_B)
+    rewards = [reward for group in rollout.groups for reward in rewards_of(group)]
+    rewards_B = torch.tensor(rewards).double()
+    last_rewards_B = shaping(rewards_B + penalty_B, groups_B, running)
+    token_rewards_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
+    if shaping.turns == "each" and turns is not None:
+        token_rewards_BT = turns.rewards_BT
+        last_rewards_B = penalty_B
+    rows_B = torch.arange(len(batch))
+    token_rewards_BT[rows_B, last_token(batch.mask_BT)] += last_rewards_B
+    return token_rewards_BT
+
+
+def kl_penalty(batch: OldPolicyBatch, kl: KL, kl_coefficient: float) -> Tensor:
+    """Return the penalty for the KL of every token to the reference policy: float64 [B, T]."""
+    if batch.ref_logp_BT is None:
+        raise ValueError("KL in the reward needs log-probs of the reference policy")
+    old_logp_BT = batch.old_logp_BT.double()
+    ref_logp_BT = batch.ref_logp_BT.double()
+    return kl_coefficient * kl.estimate(old_logp_BT, ref_logp_BT, batch.mask_BT)
 
 
 def named_rewards(rollout: Rollout, names: list[str]) -> Tensor | None:

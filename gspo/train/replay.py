@@ -28,7 +28,8 @@ from torch import Tensor
 
 from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.entropy import EntropyCoefficient
-from gspo.algorithm.kl import KLCoefficient
+from gspo.algorithm.kl import KL, KLCoefficient
+from gspo.algorithm.objectives import Objective
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import NOT_RECORDED, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.kept_tokens import KeptTokens
@@ -93,26 +94,27 @@ def replay(
     recorded_advantages  take the advantages of the record instead of computing them from rewards
 
     Raises ValueError if the objective needs tensors that the record does not hold."""
-    accumulator = MetricAccumulator()
-    engine_is_old = policy_settings.old_logprobs == "engine"
     check_record(record, algorithm, settings, policy_settings.old_logprobs)
     check_advantages(record, algorithm, recorded_advantages)
+    accumulator = MetricAccumulator()
     state = record.header.state
-    coefficient = KLCoefficient(algorithm.kl)
-    if recorded_kl and algorithm.kl.needs_reference and state.get("kl_coef") is not None:
-        coefficient.value = float(state["kl_coef"])
+    coefficient = kl_coefficient(record, algorithm.kl, recorded_kl)
     entropy = entropy_term(record, settings, recorded_entropy)
 
+    # responses, and their log-probs under the old policy
     groups = groups_of(record, algorithm.reward.weights)
     rollout = Rollout(groups, rollout_s=0.0, score_s=0.0, limit=record.header.limit)
     rollout_batch = to_rollout_batch(record, rollout)
-    comparison = EngineComparison(routes_floor=0.0)
-    skips_old_pass = bool(state.get("skips_old_pass"))
+    engine_is_old = policy_settings.old_logprobs == "engine"
     old_batch = add_old_policy(record, rollout_batch, algorithm, engine_is_old, accumulator)
+    comparison = EngineComparison(routes_floor=0.0)
     # a dump of texts has no log-probs of the engine
     knows_engine = not np.isnan(record.engine_logp).all()
+    skips_old_pass = bool(state.get("skips_old_pass"))
     if knows_engine and not skips_old_pass and not engine_is_old:
         comparison.measure(old_batch, accumulator)
+
+    # advantages
     if recorded_advantages:
         adv_BT = unflattened(record.advantages, old_batch)
         batch = old_batch.with_advantages(adv_BT)
@@ -129,8 +131,9 @@ def replay(
             accumulator=accumulator,
         )
 
+    # one update per mini-batch
     objective = algorithm.objective
-    starts_at_old = state.get("starts_at_old_policy") and objective.ratio_to == "old"
+    starts_at_old = bool(state.get("starts_at_old_policy")) and objective.ratio_to == "old"
     experts = int(state.get("experts", 0))
     terms = loss_terms(algorithm, replace(settings, router_aux_loss_coef=0.0), coefficient, entropy)
     updates = []
@@ -139,13 +142,8 @@ def replay(
         minibatch = measured_pass.reduce_minibatch(minibatch, algorithm.correction, accumulator)
         output = recorded_output(update, minibatch)
         is_at_old_policy = update_number == 1 and starts_at_old
-        statistic = None
-        if objective.needs_statistic:
-            has_ratio_1 = is_at_old_policy and not engine_is_old
-            logp_BT = minibatch.old_logp_BT if has_ratio_1 else output.logp_BT
-            statistic = objective.statistic(
-                loss_inputs(replace(output, logp_BT=logp_BT), minibatch)
-            )
+        has_ratio_1 = is_at_old_policy and not engine_is_old
+        statistic = minibatch_statistic(objective, output, minibatch, has_ratio_1)
         if is_at_old_policy:
             minibatch = measured_pass.start_at_old_policy(
                 output, minibatch, objective, engine_is_old, statistic, accumulator
@@ -167,10 +165,19 @@ def replay(
     return ReplayedStep(metrics, updates, flat(batch.adv_BT, batch), flat(batch.mask_BT, batch))
 
 
+def kl_coefficient(record: StepRecord, kl: KL, is_recorded: bool) -> KLCoefficient:
+    """Return the coefficient of the KL term, with the run's value at this step if `is_recorded`."""
+    coefficient = KLCoefficient(kl)
+    recorded = record.header.state.get("kl_coef")
+    if is_recorded and kl.needs_reference and recorded is not None:
+        coefficient.value = float(recorded)
+    return coefficient
+
+
 def entropy_term(
     record: StepRecord, settings: TrainerSettings, is_recorded: bool
 ) -> EntropyTerm | None:
-    """Return the entropy bonus, with the coefficient that the run had reached if it is the run's."""
+    """Return the entropy bonus, with the run's coefficient at this step if `is_recorded`."""
     coefficient: EntropyCoefficient | None = settings.entropy_coefficient()
     if not coefficient:
         return None
@@ -316,6 +323,16 @@ def recorded_output(update: RecordedUpdate, minibatch: TrainBatch) -> PolicyOutp
 
 # --------------------------------------------------------------------------------------------------
 # the update
+def minibatch_statistic(
+    objective: Objective, output: PolicyOutput, minibatch: TrainBatch, has_ratio_1: bool
+) -> Tensor | None:
+    """Return the number that the objective's loss depends on, as OldPolicyPass.statistic does."""
+    if not objective.needs_statistic:
+        return None
+    logp_BT = minibatch.old_logp_BT if has_ratio_1 else output.logp_BT
+    return objective.statistic(loss_inputs(replace(output, logp_BT=logp_BT), minibatch))
+
+
 def replay_update(
     update: RecordedUpdate, inputs: TermInputs, terms: Sequence[Term]
 ) -> ReplayedUpdate:
