@@ -236,24 +236,11 @@ def to_record(
     """Return the record of a step, with the passes of the rows of all ranks."""
     responses = [r for group in groups for r in group]
     group_sizes = [len(group) for group in groups]
-    header.tasks = [r.problem.task for r in responses]
-    header.finish_reasons = [r.finish_reason for r in responses]
-    header.verdicts = [r.score.verdict for r in responses]
-    header.turns = {
-        str(row): [[turn.author, turn.tokens, turn.reward] for turn in r.turns]
-        for row, r in enumerate(responses)
-        if r.turns
-    }
-    names = list(responses[0].score.rewards)
-    header.named_rewards = {name: [r.score.rewards[name] for r in responses] for name in names}
+    describe_responses(header, responses)
     real_BT = batch.attention_BS[:, batch.prompt_width :]
 
     def of_tokens(x_BT: Tensor | None) -> ndarray | None:
         return None if x_BT is None else x_BT[real_BT].numpy()
-
-    engine_experts = None
-    if batch.engine_experts_BSLK is not None and with_experts:
-        engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
 
     def of_rows(name: str) -> ndarray | None:
         arrays_of_rows = [rows.get((0, row), {}).get(name) for row in range(len(responses))]
@@ -261,6 +248,9 @@ def to_record(
         is_complete = len(recorded_arrays) == len(responses)
         return np.concatenate(recorded_arrays) if is_complete else None
 
+    engine_experts = None
+    if batch.engine_experts_BSLK is not None and with_experts:
+        engine_experts = smallest_experts(batch.engine_experts_BSLK[batch.attention_BS].numpy())
     old_experts = of_rows("old_experts")
     if old_experts is not None:
         old_experts = smallest_experts(old_experts)
@@ -298,6 +288,18 @@ def to_record(
         kept_counts=kept_counts,
         kept_ids=kept_ids,
     )
+
+
+def describe_responses(header: Header, responses: Sequence[ScoredResponse]) -> None:
+    """Fill the fields of a header that describe the responses, row by row."""
+    header.tasks = [r.problem.task for r in responses]
+    header.finish_reasons = [r.finish_reason for r in responses]
+    header.verdicts = [r.score.verdict for r in responses]
+    for row, r in enumerate(responses):
+        if r.turns:
+            header.turns[str(row)] = [[turn.author, turn.tokens, turn.reward] for turn in r.turns]
+    for name in responses[0].score.rewards:
+        header.named_rewards[name] = [r.score.rewards[name] for r in responses]
 
 
 def updates_of(rows: RowArrays) -> list[RecordedUpdate]:
