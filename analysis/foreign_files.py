@@ -141,14 +141,15 @@ def _drop_empty_cells(log: Log) -> None:
     empty = sum(value is None for record in log.records for value in record.values())
     if not empty:
         return
-    log.records = [
-        {name: value for name, value in record.items() if value is not None}
-        for record in log.records
-    ]
+    log.records = [_without_nulls(record) for record in log.records]
     log.notes.append(
         f"its records all have the same names, so {empty} nulls mean no number. An export may also "
         "have written null for numbers that were not finite"
     )
+
+
+def _without_nulls(record: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: value for name, value in record.items() if value is not None}
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[bytes]:

@@ -425,11 +425,11 @@ def describe(data: Data, arms: Sequence[str]) -> str:
     unexpected = [key for key in unexpected if key != FRAMEWORK]  # the arm's name has it
     # a log of another framework does not state most of our settings
     ours = [run for run in runs if FRAMEWORK not in run.settings]
-    stated = [
-        key
-        for key in unexpected
-        if len(recorded_values([run for run in runs if key in run.settings], key)) > 1
-    ]
+    stated = []
+    for key in unexpected:
+        stating = [run for run in runs if key in run.settings]
+        if len(recorded_values(stating, key)) > 1:
+            stated.append(key)
     if len(ours) in (0, len(runs)):
         stated = unexpected
     if stated:

@@ -133,11 +133,8 @@ def differing(runs: list[Run]) -> list[str]:
     ignored = ["tracking", "runs", "resume", "on_existing"]
     if not any(LOG in run.appended for run in runs):
         ignored.append(LOG)
-    return [
-        key
-        for key in keys
-        if key.split(".")[0] not in ignored and len({setting(run, key) for run in runs}) > 1
-    ]
+    keys = [key for key in keys if key.split(".")[0] not in ignored]
+    return [key for key in keys if len({setting(run, key) for run in runs}) > 1]
 
 
 def distinguishing_settings(runs: list[Run]) -> dict[str, str]:

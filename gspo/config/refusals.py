@@ -111,11 +111,11 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
 
 def options_with(group: str, name: str) -> list[str]:
     """Return the options of a group that have a setting, as `group=option`."""
-    return [
-        f"{group}={option}"
-        for option, kind in CHOICES.get(group, {}).items()
-        if name in {field.name for field in fields(kind)}
-    ]
+    options = []
+    for option, kind in CHOICES.get(group, {}).items():
+        if name in [field.name for field in fields(kind)]:
+            options.append(f"{group}={option}")
+    return options
 
 
 def as_typed(key: str) -> str:
@@ -187,11 +187,10 @@ def plain_words(error: BaseException) -> str:
 
 def of_a_group(class_name: str, value: str) -> str:
     """Say how a file chooses an option, for a value in the place of settings of this class."""
-    groups = [
-        group
-        for group, kinds in CHOICES.items()
-        if class_name in {kind.__name__ for kind in kinds.values()}
-    ]
+    groups = []
+    for group, kinds in CHOICES.items():
+        if class_name in [kind.__name__ for kind in kinds.values()]:
+            groups.append(group)
     group = groups[0] if groups else "GROUP"
     return (
         f"{group}: {value}: it has settings of its own; a file chooses it under `defaults:`, as "

@@ -240,11 +240,12 @@ class VLLMServerClient:
             finish_reason = choice["finish_reason"]
             token_ids = choice["token_ids"]
             content = choice["logprobs"]["content"]
-            logprobs = [token["logprob"] for token in content]
-            finite_ids = [
-                [top["token_id"] for top in token["top_logprobs"] if top["logprob"] > EXCLUDED]
-                for token in content
-            ]
+            logprobs = []
+            finite_ids = []
+            for token in content:
+                logprobs.append(token["logprob"])
+                kept = [top for top in token["top_logprobs"] if top["logprob"] > EXCLUDED]
+                finite_ids.append([top["token_id"] for top in kept])
             routed_experts = choice["routed_experts"]
             experts = decode_experts(routed_experts) if routed_experts else None
         except (KeyError, TypeError, ValueError) as error:

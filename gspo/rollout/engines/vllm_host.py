@@ -82,12 +82,11 @@ class LLMHost:
         outputs = self.llm.generate(inputs, SamplingParams(**PROMPT_LOGPROBS), use_tqdm=False)
         if self.routes and self.on_cpu:
             self.llm.collective_rpc("pop_routes")  # nobody asks for the experts of these requests
-        return [
-            [of_token[token].logprob for of_token, token in zip(by_token[1:], ids[1:], strict=True)]
-            for by_token, ids in zip(
-                [output.prompt_logprobs for output in outputs], sequences, strict=True
-            )
-        ]
+        logprobs = []
+        for sequence, output in zip(sequences, outputs, strict=True):
+            positions = zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+            logprobs.append([of_token[token].logprob for token, of_token in positions])
+        return logprobs
 
     def add(
         self, request_ids: list[str], prompts: list[list[int]], params: list[dict[str, Any]]
@@ -175,13 +174,13 @@ def to_completion(output: Any, experts: np.ndarray | None) -> Completion:
     """Return the only completion of vLLM's RequestOutput."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
-    logprobs_of_positions: list[Any] = completion.logprobs or []
-    positions = zip(logprobs_of_positions, token_ids, strict=True)
-    logprobs = [logprob_of_token[token].logprob for logprob_of_token, token in positions]
-    finite_ids = [
-        [token for token, logprob in of_token.items() if logprob.logprob > -math.inf]
-        for of_token in logprobs_of_positions
-    ]
+    logprobs = []
+    finite_ids = []
+    for token, logprob_of_token in zip(token_ids, completion.logprobs or [], strict=True):
+        logprobs.append(logprob_of_token[token].logprob)
+        finite_ids.append(
+            [i for i, logprob in logprob_of_token.items() if logprob.logprob > -math.inf]
+        )
     return Completion(token_ids, logprobs, experts, str(completion.finish_reason), finite_ids)
 
 
