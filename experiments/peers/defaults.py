@@ -62,7 +62,7 @@ PEERS = {
         "outside, summed over padding (may exceed 1); `clipfrac` as the loss is aggregated",
     ),
     "OpenRLHF": (
-        "token, 0.2; gspo with vLLM correction: the ratio is to the sampling policy",
+        "token, 0.2; gspo with vLLM correction: the ratio is to the behaviour policy",
         "gspo: seq-mean-token-mean whatever is set",
         "responses with tokens; n_i + 1e-8",
         "ppo: ±20; gspo: none",

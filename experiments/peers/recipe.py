@@ -59,7 +59,7 @@ class PolicyLoss:
     objective: Objective
     aggregation: Aggregation
     kl: KLInLoss | None = None
-    correction: Correction | None = None  # corrects from the sampling policy to the old one
+    correction: Correction | None = None  # corrects from the behaviour policy to the old one
     weights: str = ""  # the input that holds the weights of a correction, instead of `correction`
     # computes the peer's other outputs
     outputs: Callable[[Evaluation, Entry], dict[str, Values]] | None = None

@@ -77,7 +77,7 @@ def check_correction(s: Settings) -> None:
         raise SettingError(
             "correction",
             correction.name,
-            f"with objective={objective.name}, its ratio is to the sampling policy already",
+            f"with objective={objective.name}, its ratio is to the behaviour policy already",
         )
     joint_ratio = objective.sequence_level or objective.joint_ratio
     if correction.acts == "minibatch" and joint_ratio:

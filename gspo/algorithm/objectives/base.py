@@ -232,6 +232,6 @@ def required_engine_logp(inputs: LossInputs, group: str, name: str) -> Tensor:
     """
     if inputs.engine_logp_BT is None:
         raise SettingError(
-            group, name, "compares with the sampling policy: engine_logp_BT is missing"
+            group, name, "compares with the behaviour policy: engine_logp_BT is missing"
         )
     return inputs.engine_logp_BT.detach()

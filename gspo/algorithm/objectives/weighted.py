@@ -123,7 +123,7 @@ class MiniRL(Weighted):
         M_it = 0 if (A_it > 0 and w_it > 1 + clip_high) or (A_it < 0 and w_it < 1 - clip_low)
                1 otherwise
 
-    The paper's weight is pi / mu, with the sampling policy mu. It equals w_it pi_old / mu, and
+    The paper's weight is pi / mu, with the behaviour policy mu. It equals w_it pi_old / mu, and
     `correction=tis` supplies pi_old / mu, truncated at 5.
     """
 
@@ -147,7 +147,7 @@ class DPPO(RatioObjective):
         M_it = 0 if (A_it > 0 and pi - mu > delta) or (A_it < 0 and mu - pi > delta)
                1 otherwise
 
-    pi and mu are probabilities of the sampled token. mu is the sampling policy, and the engine
+    pi and mu are probabilities of the sampled token. mu is the behaviour policy, and the engine
     reports its log-probs. The mask depends on a difference of probabilities, not on their ratio.
     """
 
