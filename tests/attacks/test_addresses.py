@@ -192,10 +192,7 @@ def test_a_strangers_server_gets_no_prompt_and_no_file_is_written(tmp_path):
         assert refused.returncode == 2 and f"rollout.url={url}" in refused.stderr, refused.stderr
         assert not asked
         consented = train(tmp_path, f"resume={run}", f"rollout.url={url}")
-        assert (
-            consented.returncode == 2
-            and "no server that this user started" in consented.stderr
-        )
+        assert consented.returncode == 2 and "no server that this user started" in consented.stderr
         assert [path for path, _, _ in asked] == ["/health"]
     assert precious.read_bytes() == b"precious" and os.listdir(mine) == ["weights.safetensors"]
 
