@@ -315,8 +315,8 @@ class SampledTokens:
     ) -> None:
         """Store the t-th token of the cached rows. Only unfinished rows become longer.
 
-        `cached_rows_R` are the indices of the rows in the decoder's cache, and `experts` the experts
-        of the pass that predicted the token, None without MoE layers."""
+        `cached_rows_R` are the indices of the rows in the decoder's cache. `experts` are the
+        experts of the pass that predicted the token, None without MoE layers."""
         self.tokens_RT[cached_rows_R, t] = tokens_R
         self.logp_RT[cached_rows_R, t] = logp_R
         self.lengths_R[cached_rows_R] += unfinished_R
