@@ -74,18 +74,26 @@ def verdict(
 
 
 def without_collapsed(data: Data, arms: tuple[str, str]) -> str:
-    """Return "undecided" with the first run that is not compared because it collapsed, else ""."""
+    """Return "undecided" with the runs that are not compared because they collapsed, else ""."""
     return undecided_without(data.left_out(*arms))
 
 
 def undecided_without(left_out: Sequence[Run]) -> str:
-    """Return "undecided" with the first of these runs that ended when it collapsed, else ""."""
+    """Return "undecided" with the names of these runs that ended when they collapsed, else ""."""
+    seeds: dict[str, list[int]] = {}
     for run in left_out:
         if run.collapsed is not None and not run.finished:
-            return (
-                f"undecided (left out, for it ended when it collapsed: {run.arm}, seed {run.seed})"
-            )
-    return ""
+            seeds.setdefault(run.arm, []).append(run.seed)
+    if not seeds:
+        return ""
+    names = [f"{arm}, {seed_names(of_arm)}" for arm, of_arm in seeds.items()]
+    return f"undecided (left out, because these runs collapsed and ended: {'; '.join(names)})"
+
+
+def seed_names(seeds: Sequence[int]) -> str:
+    """Return the names of some seeds, as in "seed 1" or "seeds 1, 4"."""
+    names = ", ".join(map(str, sorted(seeds)))
+    return f"seed {names}" if len(seeds) == 1 else f"seeds {names}"
 
 
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:
@@ -105,7 +113,8 @@ def last_half(data: Data, a: str, b: str) -> tuple[Interval, str]:
     a_TS, b_TS = last_halves(data, a, b)
     interval = paired_difference(a_TS, b_TS)
     text = f"{interval.text('+.3f')} over batches {a_TS.index[0]} to {a_TS.index[-1]}"
-    if interval.seeds > 1:
+    # without the collapsed runs, p would be of seeds that were chosen by the outcome
+    if interval.seeds > 1 and not without_collapsed(data, (a, b)):
         text += f" (exact sign-flip p = {interval.p():.2g})"
     a_table, b_table = data.paired("compute/flops", a, b)
     a_flops = a_table.max().mean()

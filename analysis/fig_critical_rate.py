@@ -161,10 +161,10 @@ def table(numbers: pd.DataFrame) -> list[str]:
     rows = [[*head, "collapsed", "KL of an update"]]
     for (arm, rate), runs in numbers.groupby(["arm", "rate"]):
         row = [arm, f"{rate:g}", len(runs)]
-        row.append(f"{runs['start'].mean():.3f}")
+        row.append(number(runs["start"].mean(), ".3f"))
         row.append(t_interval(runs["end"]).text())
         row.append(collapsed_count(runs))
-        row.append(f"{runs['kl'].mean():.2g}")
+        row.append(number(runs["kl"].mean(), ".2g"))
         rows.append(row)
     return markdown_table(rows)
 

@@ -61,8 +61,9 @@ def main() -> None:
         raise RunsError(f"the figure is of one file, and {len(options.paths)} are given")
     path = Path(options.paths[0])
     if not path.is_file():
+        problem = "is a folder, not the benchmark's file" if path.is_dir() else "is not there"
         raise RunsError(
-            f"{path} is not there; make it with `python experiments/benchmark.py curves=true`"
+            f"{path} {problem}; make one with `python experiments/benchmark.py curves=true`"
         )
     try:
         records = json.loads(path.read_text(encoding="utf-8"))["points"]

@@ -40,9 +40,9 @@ PARTS = 5  # the start and the end of a run are the first and the last fifth of 
 def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
     """Return the runs that have finished or collapsed; raise RunsError if a run lacks a setting."""
     runs = [run for run in data.runs if run.settled]
+    if not runs:
+        raise RunsError("no run has finished or collapsed")
     for key in settings:
-        if not runs:
-            raise RunsError(f"no finished run has a setting {key}")
         if any(key not in run.settings for run in runs):
             raise RunsError(f"not all runs have a setting {key}")
     return runs

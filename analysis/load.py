@@ -372,12 +372,12 @@ def not_compared(data: Data, arms: tuple[str, ...]) -> str:
     seeds = data.seeds(*arms)
     texts = []
     for run in data.left_out(*arms):
-        if run.collapsed is not None:
-            reason = f"{run.last} of {run.planned} batches, collapsed at step {run.collapsed}"
-        elif not run.finished:
+        if not run.finished:
             reason = f"{run.last} of {run.planned} batches"
+            if run.collapsed is not None:
+                reason += f", collapsed at step {run.collapsed}"
         elif run.seed in seeds:
-            reason = "its other run is unfinished"
+            reason = "its other run did not finish"
         else:
             reason = "no run of that seed to compare with"
         texts.append(f"{run.arm}, seed {run.seed} ({reason})")

@@ -97,6 +97,12 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
         return "undecided (a reward that is never positive has no decline from its peak)"
     if control_falls[common].mean() < MIN_DECLINE:
         declined = int((control_falls[common] >= MIN_DECLINE).sum())
+        elsewhere = int((control_falls >= MIN_DECLINE).sum())
+        if not declined and elsewhere:
+            return (
+                f"undecided (the control does not decline on the {seeds_text(len(common))} that "
+                f"both have; it declines on {elsewhere} other)"
+            )
         if not declined:
             return "undecided (the control does not decline either: nothing here is unstable)"
         return (

@@ -104,6 +104,13 @@ def differences(data: Data, baseline: str) -> list[Block]:
         if reason is not None:
             remarks.append(f"{arm} is not compared with {rival}: {reason}")
             continue
+        undecided = claims.without_collapsed(data, (arm, rival))
+        if undecided:
+            remarks.append(
+                f"{arm} is not compared with {rival}: {undecided}. The other seeds are no fair "
+                "sample of the arm"
+            )
+            continue
         a_TS, b_TS = claims.last_halves(data, arm, rival)
         interval = paired_difference(a_TS, b_TS)
         p = interval.p_text()

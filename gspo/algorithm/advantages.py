@@ -87,6 +87,16 @@ class Advantage(Ranged, key="advantage"):
         """
         mask_BT = credit.mask_BT
         adv = self.estimate(credit)
+        batch_size, num_tokens = mask_BT.shape
+        shapes = [(batch_size,), (batch_size, 1), (batch_size, num_tokens)]
+        if not isinstance(adv, torch.Tensor) or tuple(adv.shape) not in shapes:
+            returned = list(adv.shape) if isinstance(adv, torch.Tensor) else type(adv).__name__
+            raise SettingError(
+                "advantage",
+                self.name,
+                f"its estimate() must return a tensor of shape [{batch_size}] or "
+                f"[{batch_size}, {num_tokens}], and returned {returned}",
+            )
         adv_BT = adv if adv.ndim == 2 else adv.unsqueeze(-1)
         adv_BT = torch.where(mask_BT, adv_BT, 0.0)
         has_tokens_B = mask_BT.any(-1)

@@ -354,7 +354,9 @@ def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
     if largest_error > 1e-5:
         text = (
             "the gradient is not that of the loss: "
-            f"difference quotients are off by {largest_error:.2g} of its size"
+            f"difference quotients are off by {largest_error:.2g} of its size. Only results of "
+            "`detach` are held constant, so write a stop-gradient as x.detach(), not as x.data or "
+            "with torch.no_grad()"
         )
     else:
         text = (

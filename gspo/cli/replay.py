@@ -229,24 +229,29 @@ def check_dump_settings(
 
     A dump tells neither why a response ended nor how long it could be. If its advantages are kept,
     rewards are not read. Raises ValueError for such a setting on the command line."""
-    unread = ["trainer.mask_truncated", "reward.overlong_cache"]
-    reason = "a dump does not tell which responses were truncated"
-    remedy = "leave it out"
+    of_truncation = ["trainer.mask_truncated", "reward.overlong_cache"]
+    truncation_reason = "a dump does not tell which responses were truncated"
+    of_rewards: list[str] = []
+    reward_reason = "the advantages of the dump are kept, so this would change nothing"
+    reward_remedy = "leave it out, or compute the advantages anew with advantage=..."
     if keeps_advantages:
-        unread = ["trainer.mask_truncated", "reward", "advantage"]
-        reason = "the advantages of the dump are kept, so this would change nothing"
-        remedy = "leave it out, or compute the advantages anew with advantage=..."
+        of_rewards = ["reward", "advantage"]
         if settings.kl.in_reward:
-            raise SettingError("kl", settings.kl.name, reason, remedy=remedy)
+            raise SettingError("kl", settings.kl.name, reward_reason, remedy=reward_remedy)
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
-        if replay_settings.is_among(key, unread):
-            raise SettingError(key, value, reason, remedy=remedy)
+        if replay_settings.is_among(key, of_truncation):
+            raise SettingError(key, value, truncation_reason, remedy="leave it out")
+        if replay_settings.is_among(key, of_rewards):
+            raise SettingError(key, value, reward_reason, remedy=reward_remedy)
+    notes = []
     preset_keys = replay_settings.keys_of_preset(overrides)
-    from_preset = [key for key in preset_keys if replay_settings.is_among(key, unread)]
-    if not from_preset:
-        return []
-    return [f"the preset also sets {', '.join(from_preset)}: {reason}"]
+    for unread, reason in ((of_truncation, truncation_reason), (of_rewards, reward_reason)):
+        from_preset = [key for key in preset_keys if replay_settings.is_among(key, unread)]
+        preset_keys = [key for key in preset_keys if key not in from_preset]
+        if from_preset:
+            notes.append(f"the preset also sets {', '.join(from_preset)}: {reason}")
+    return notes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,8 +349,13 @@ def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | N
         farthest = ""
         if agreed.largest_name:
             farthest = f" (largest relative difference {agreed.largest:.1e}, {agreed.largest_name})"
-        return [f"the replay equals the run in all {agreed.compared} metrics{farthest}"]
-    lines = [f"the replay differs from the run in {counted(len(agreed.differing), 'metric')}:"]
+        return [
+            f"the replay from the record alone equals the run in all {agreed.compared} "
+            f"metrics{farthest}"
+        ]
+    lines = [
+        f"the replay from the record alone differs from the run in {counted(len(agreed.differing), 'metric')}:"
+    ]
     for name, value, recorded in agreed.differing[:MAX_CAUSES]:
         lines.append(f"  {name}: {value:.6g} here, {recorded:.6g} in the run")
     return lines

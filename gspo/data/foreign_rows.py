@@ -34,6 +34,7 @@ class Row:
     reward: float  # NaN: unknown
     task: str
     in_loss: bool  # False: the row's reward counts for the baseline of its group alone
+    named_rewards: dict[str, float] = field(default_factory=dict)  # the parts of `reward`
 
 
 @dataclass
@@ -71,6 +72,8 @@ def to_record(dump: Dump, result: Rows, notes: list[str]) -> StepRecord:
     header.tasks = [row.task for row in rows]
     header.finish_reasons = [UNKNOWN for _ in rows]
     header.verdicts = [UNKNOWN for _ in rows]
+    for name in rows[0].named_rewards:
+        header.named_rewards[name] = [row.named_rewards[name] for row in rows]
     header.turns = {str(i): _turns(row) for i, row in enumerate(rows) if not row.trained.all()}
     engine_logp = np.concatenate([row.engine_logp for row in rows])
     token_ids = []

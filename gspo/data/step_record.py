@@ -38,6 +38,7 @@ DUAL = 8
 
 # of Header.state, see gspo.train.trainer.Trainer.loss_state
 STATE_TYPES: dict[str, Any] = {
+    "lr": float,
     "kl_coef": float | str | None,  # a name such as "inf" if it is not finite
     "entropy_coef": list[float | None] | None,
     "rewards": dict[str, float],

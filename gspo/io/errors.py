@@ -10,8 +10,17 @@ PLAIN_WORD = re.compile(r"[\w.:/+@-]+")  # a text that a command line takes with
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or the name of its type if it has no text."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    """Return the first line of an error's text, or the name of its type if it has no text.
+
+    A first line that ends with a colon is joined with the next one. A KeyError's text is a key
+    alone, so its type comes first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{type(error).__name__}: {lines[0]}"
+    if lines[0].endswith(":") and len(lines) > 1:
+        return f"{lines[0]} {lines[1]}"
     return lines[0]
 
 

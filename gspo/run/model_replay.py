@@ -43,6 +43,7 @@ from gspo.tasks.base import Task
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.checkpoint import load_optimizer
 from gspo.train.replay import groups_of
+from gspo.train.settings import OptimSettings
 from gspo.train.trainer import Trainer
 
 
@@ -150,7 +151,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
     for between in range(start + 1, step):
         record = read_step(run, between)
         check_fits(record, policy)
-        trainer.optim = rollbacks.optim_of(between, settings)
+        trainer.optim = recorded_optim(record, rollbacks, settings)
         trainer.train_step(between, recorded_rollout(record, settings))
     if loss_parts(changed) != loss_parts(settings):
         other = replace(settings)
@@ -170,9 +171,19 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         trainer = other_trainer
     record = read_step(run, step)
     check_fits(record, policy)
-    trainer.optim = rollbacks.optim_of(step, settings)
+    trainer.optim = recorded_optim(record, rollbacks, settings)
     metrics = trainer.train_step(step, recorded_rollout(record, changed))
     return ModelReplay(metrics, trainer.first_gradient or [])
+
+
+def recorded_optim(record: StepRecord, rollbacks: Rollbacks, settings: Settings) -> OptimSettings:
+    """Return the optimizer's settings at a recorded step.
+
+    Rollbacks and callbacks change the learning rate. Older records lack it, and then only the
+    rollbacks are known."""
+    optim = rollbacks.optim_of(record.header.step, settings)
+    lr = record.header.state.get("lr")
+    return optim if lr is None else replace(optim, lr=lr)
 
 
 def check_fits(record: StepRecord, policy: Policy) -> None:

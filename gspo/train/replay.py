@@ -210,7 +210,7 @@ def groups_of(record: StepRecord, weights: dict[str, float]) -> list[list[Scored
         score = Score(float(record.rewards[row]), header.verdicts[row], rewards=named_rewards)
         # `reward.truncated` is not weighted, but an episode that was cut off has its own rewards
         if named_rewards and (turns or score.verdict != "truncated"):
-            score = score.weighted(weights)
+            score = score.weighted(weights or None)
         response = ScoredResponse(
             problem=Problem(header.tasks[row], int(record.problems[row]), "", None),
             sample=int(record.samples[row]),

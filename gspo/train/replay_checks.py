@@ -77,7 +77,8 @@ def check_record(
             settings.entropy_coef,
             "needs the entropy of every token, which this record does not hold",
         )
-    if record.header.source != "gspo" and algorithm.correction.name != "none":
+    is_dump = record.header.source != "gspo"
+    if is_dump and algorithm.correction.name != "none" and algorithm.correction.compares_old:
         raise SettingError(
             "correction",
             algorithm.correction.name,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ class TextRow:
     response: str
     reward: float
     advantage: float
+    named_rewards: dict[str, float] = field(default_factory=dict)  # by reward function
 
 
 def score_dump(
@@ -92,6 +94,13 @@ def score_dump(
     else:
         old_logp = _scored(old_policy, batch, micro_batch_size)
         notes.append(TWO_POLICIES_NOTE)
+    if scored_texts[0].named_rewards:
+        names = list(scored_texts[0].named_rewards)
+        weights = ", ".join(f"{name}: 1" for name in names)
+        notes.append(
+            f"The reward is the sum of the columns {', '.join(names)}. If one of them is no reward, "
+            f"give it the weight 0 in 'reward.weights={{{weights}}}'."
+        )
     if all(math.isnan(text.advantage) for text in scored_texts):
         notes.append(NO_ADVANTAGE_NOTE)
 
@@ -109,6 +118,7 @@ def score_dump(
             reward=text.reward,
             task=dump.framework,
             in_loss=True,
+            named_rewards=text.named_rewards,
         )
         rows.rows.append(row)
     record = to_record(dump, rows, notes)
@@ -175,22 +185,32 @@ def _verl_rows(dump: Dump) -> Iterator[TextRow]:
 
 
 def _trl_rows(dump: Dump) -> Iterator[TextRow]:
-    """Yield the rows of TRL's dump. The reward is the sum over the reward functions.
+    """Yield the rows of TRL's dump. The reward is the sum over all columns of floats.
 
-    A function that does not apply to a row has NaN or null. All weights count as 1."""
-    for file in dump.files:
-        for row in file_rows(file):
-            advantage = row.get("advantage", int, float, default=math.nan)
-            rewards = [
-                float(value)
-                for name, value in row.values.items()
-                if name not in TRL_OTHER_COLUMNS and isinstance(value, float)
-            ]
-            rewards = [reward for reward in rewards if not math.isnan(reward)]
-            reward = sum(rewards) if rewards else math.nan
-            prompt = row.get("prompt", str)
-            response = row.get("completion", str)
-            yield TextRow(prompt, response, reward, float(advantage))
+    They are the reward functions' and, which the file does not tell apart, those of `log_extra`.
+    A function that does not apply to a row has NaN or null, which counts as 0. With several such
+    columns the rewards have their names."""
+    all_rows = chain.from_iterable(file_rows(file) for file in dump.files)
+    rows = list(islice(all_rows, MAX_ROWS + 1))
+    names: list[str] = []
+    for row in rows:
+        for name, value in row.values.items():
+            if name not in TRL_OTHER_COLUMNS and isinstance(value, float) and name not in names:
+                names.append(name)
+    for row in rows:
+        advantage = row.get("advantage", int, float, default=math.nan)
+        rewards = {}
+        for name in names:
+            value = row.values.get(name)
+            if isinstance(value, float) and not math.isnan(value):
+                rewards[name] = value
+        reward = sum(rewards.values()) if rewards else math.nan
+        named_rewards = {}
+        if len(names) > 1 and rewards:
+            named_rewards = {name: rewards.get(name, 0.0) for name in names}
+        prompt = row.get("prompt", str)
+        response = row.get("completion", str)
+        yield TextRow(prompt, response, reward, float(advantage), named_rewards)
 
 
 def _readable(text: str) -> str:

@@ -270,6 +270,7 @@ class Trainer:
     def loss_state(self) -> dict[str, Any]:
         """Return the numbers beside settings that the loss of the next step depends on.
 
+        lr                    the learning rate after the warm-up, which a callback may have changed
         kl_coef               the coefficient of the KL term
         entropy_coef          the state of the entropy bonus, see EntropyTerm; None without bonus
         rewards               the moments of all rewards before the step
@@ -281,6 +282,7 @@ class Trainer:
         experts               the number of experts of each MoE layer; 0: a dense model
         """
         return {
+            "lr": self.optim.lr,
             "kl_coef": self.coefficient.value,
             "entropy_coef": self.entropy.state() if self.entropy else None,
             "rewards": asdict(self.state.rewards),

@@ -72,7 +72,7 @@ def test_the_runs_own_objective_gives_its_metrics(run, replay):
         code, text, errors = replay(run, f"step={step}")
         assert code == 0 and not errors
         assert f"step {step} of {run}, 16 responses" in text
-        assert "the replay equals the run in all " in text
+        assert "the replay from the record alone equals the run in all " in text
         assert int(text.split("equals the run in all ")[1].split()[0]) > 60
 
 
@@ -211,7 +211,7 @@ def test_a_record_by_itself(run, replay, tmp_path):
     path = tmp_path / "step.safetensors"
     shutil.copy(record_file(run, 9), path)
     code, text, _ = replay(path, "objective=grpo")
-    assert code == 0 and "the replay equals the run in all " in text
+    assert code == 0 and "the replay from the record alone equals the run in all " in text
     assert "name its run" in replay(path, "model=true")[2]
     assert "is the record of a single step" in replay(path, "step=9")[2]
     header = json.loads(json.dumps(vars(read_record(path).header)))

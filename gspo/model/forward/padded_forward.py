@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -110,6 +112,28 @@ def padding_side(model: transformers.PreTrainedModel) -> Side:
 
     Raises ValueError if padding changes the logits on both sides, if tokens see later tokens, or if
     the forward fails."""
+    with no_vector_of_zeros(model):
+        return probed_padding_side(model)
+
+
+@contextmanager
+def no_vector_of_zeros(model: transformers.PreTrainedModel) -> Generator[None]:
+    """Fill every vector of parameters that is all 0 while the context lasts.
+
+    An untrained bias of 0 hides a padded position that reaches a row's own tokens, as in
+    RecurrentGemma with padding on the left: the first update would change that."""
+    filled = [p for p in model.parameters() if p.ndim == 1 and not p.any()]
+    for parameter in filled:
+        parameter.copy_(torch.linspace(0.01, 0.05, len(parameter)))
+    try:
+        yield
+    finally:
+        for parameter in filled:
+            parameter.zero_()
+
+
+def probed_padding_side(model: transformers.PreTrainedModel) -> Side:
+    """Return the padding side for the model's present weights, see `padding_side`."""
     tolerance = PROBE_TOLERANCE[model.dtype]
     rows = probe_rows(model, PROBE_LENGTHS)
     try:

@@ -371,3 +371,24 @@ def test_gae_without_values_and_bases_without_formula_are_refused():
     for base in (Advantage("base"), GroupAdvantage("base")):
         with pytest.raises(TypeError, match="base"):
             base(credit([[1.0]], [[1]]))
+
+
+@pytest.mark.parametrize(
+    ("estimate", "returned"),
+    [
+        (lambda credit: credit.token_rewards_BT.sum(-1).mean(0, keepdim=True), r"[1]"),
+        (lambda credit: credit.token_rewards_BT.T, r"[2, 3]"),
+        (lambda credit: credit.token_rewards_BT.sum(), "[]"),
+        (lambda credit: [1.0, 2.0, 3.0], "list"),
+    ],
+)
+def test_an_estimator_of_ones_own_with_a_wrong_shape_is_refused_by_name(estimate, returned):
+    """A single number for all responses would otherwise be broadcast without a word."""
+
+    mine = Advantage(name="mine")
+    mine.estimate = estimate
+    with refuses("advantage", "mine", f"of shape [3] or [3, 2], and returned {returned}"):
+        mine(credit([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], [[1, 1], [1, 1], [1, 0]]))
+    for right in (lambda c: c.token_rewards_BT.sum(-1), lambda c: c.token_rewards_BT):
+        mine.estimate = right
+        assert mine(credit([[1.0, 0.0]], [[1, 1]])).shape == (1, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo.analysis import claims, doses, fig_contrast, load, reproduce
+from gspo.analysis import claims, doses, fig_contrast, load, reproduce, study_parts
 from gspo.analysis.verdicts import direction
 from recorded_runs import COLLAPSED, HEALTHY, write
 
@@ -49,7 +49,9 @@ def test_the_clipped_shares_of_the_other_seeds_show_nothing(tmp_path):
     write_arm(tmp_path, "gspo")
     write_arm(tmp_path, "grpo", range(1, 3))
     verdict = claims.clipping(load.load([tmp_path])).verdict
-    assert verdict == "undecided (left out, for it ended when it collapsed: GRPO, seed 1)"
+    assert (
+        verdict == "undecided (left out, because these runs collapsed and ended: GRPO, seeds 1, 2)"
+    )
 
 
 def test_a_gain_between_studies_has_no_interval(tmp_path):
@@ -61,7 +63,10 @@ def test_a_gain_between_studies_has_no_interval(tmp_path):
     assert gains["GSPO"].mean == pytest.approx(0)
     assert math.isnan(gains["GRPO"].mean)
     line = next(x for x in fig_contrast.table([first, second]) if "- |" in x and "| GRPO " in x)
-    assert "undecided (left out, for it ended when it collapsed: GRPO, seed 1)" in line
+    assert (
+        "undecided (left out, because these runs collapsed and ended: GRPO, seeds 1, 2, 3, 4)"
+        in line
+    )
     # seeds that one of the studies lacks are not compared, so their collapse is no reason
     second.runs = [run for run in second.runs if run.seed > 4]
     gains = fig_contrast.between(first, load.Data(second.runs))
@@ -91,3 +96,23 @@ def test_an_outcome_that_was_not_measured_any_more_decides_nothing(tmp_path):
     numbers = doses.measure(data, ["optim.lr"], "clip/token_active", [])
     (pair,) = doses.compared(numbers, "GRPO")[0].values()
     assert [interval.seeds for _, _, interval in doses.intervals(pair)] == [8, 8]
+
+
+def test_the_report_of_a_study_compares_no_survivors(tmp_path):
+    """Without the collapsed seeds GRPO may lie above GSPO, with an interval that leaves 0 out."""
+    write_arm(tmp_path, "gspo")
+    write_arm(tmp_path, "grpo", COLLAPSED_SEEDS)
+    blocks = study_parts.differences(load.load([tmp_path]), "")
+    (remarks,) = blocks
+    (line,) = remarks.texts
+    assert line.startswith("GSPO is not compared with GRPO: undecided (left out, because these")
+    assert "GRPO, seeds 1, 2, 3, 4" in line and "no fair sample" in line
+
+
+def test_a_survivors_p_is_not_stated(tmp_path):
+    write_arm(tmp_path, "gspo")
+    write_arm(tmp_path, "grpo", COLLAPSED_SEEDS)
+    _, text = claims.last_half(load.load([tmp_path]), "GSPO", "GRPO")
+    assert "p =" not in text and "GSPO, seed 1 (its other run did not finish)" in text
+    _, text = claims.last_half(load.load([tmp_path]), "GSPO", "GSPO")
+    assert "p =" in text

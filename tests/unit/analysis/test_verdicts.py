@@ -56,7 +56,7 @@ def test_a_finished_seed_without_a_partner_is_left_out_and_named(tmp_path):
     assert found.startswith(THREE)
     assert "GSPO, seed 5 (no run of that seed to compare with)" in found
     assert (
-        "GSPO, seed 6 (its other run is unfinished); GRPO + Routing Replay (R2), seed 6 (7 of 20 batches)"
+        "GSPO, seed 6 (its other run did not finish); GRPO + Routing Replay (R2), seed 6 (7 of 20 batches)"
         in found
     )
 
@@ -73,7 +73,8 @@ def test_a_run_that_ended_when_it_collapsed_is_not_silently_left_out(tmp_path):
     write(tmp_path, GRPO_R2, 4, [0.6] * 15 + [0.0] * 25, steps=80)
     claim = claims.reward(load.load([tmp_path]))
     assert (
-        claim.verdict == f"undecided (left out, for it ended when it collapsed: {GRPO_R2}, seed 4)"
+        claim.verdict
+        == f"undecided (left out, because these runs collapsed and ended: {GRPO_R2}, seed 4)"
     )
     assert "collapsed at step" in claim.finding
 
@@ -304,6 +305,11 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
         == "undecided (the control does not decline either: nothing here is unstable)"
     )
     assert verdict("broken") == "seen (interval over 6 seeds, above 0; exact p = 0.031)"
+    write(tmp_path / "elsewhere", GRPO, 1, good)
+    write(tmp_path / "elsewhere", GRPO, 7, bad)
+    assert verdict("elsewhere") == (
+        "undecided (the control does not decline on the 1 seed that both have; it declines on 1 other)"
+    )
     for seed in range(1, 7):
         write(tmp_path / "some", GRPO, seed, bad if seed == 1 else good)
         write(tmp_path / "negative", GRPO, seed, [-r for r in good])

@@ -19,7 +19,6 @@ def notes(*words: str, keeps_advantages: bool) -> list[str]:
     ("word", "key", "value"),
     [
         ("reward.clip=1", "reward.clip", "1"),
-        ("trainer.mask_truncated=true", "trainer.mask_truncated", "true"),
         ("kl=reward", "kl", "reward"),
     ],
 )
@@ -28,10 +27,11 @@ def test_with_the_dumps_advantages_no_reward_is_read(word, key, value):
         notes("objective=gspo", word, keeps_advantages=True)
 
 
+@pytest.mark.parametrize("keeps_advantages", [False, True])
 @pytest.mark.parametrize("word", ["reward.overlong_cache=50", "trainer.mask_truncated=true"])
-def test_a_dump_does_not_tell_which_responses_were_truncated(word):
+def test_a_dump_does_not_tell_which_responses_were_truncated(word, keeps_advantages):
     with refuses(word.partition("=")[0], problem="does not tell which responses were truncated"):
-        notes("advantage=rloo", word, keeps_advantages=False)
+        notes("objective=gspo", word, keeps_advantages=keeps_advantages)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from gspo.io.errors import RowError, SettingError
+from gspo.io.errors import RowError, SettingError, first_line
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,18 @@ def test_the_file_that_has_the_setting_comes_first():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == "run/settings.yaml: a.b=1: is too small"
     assert (again.key, again.value, again.problem, again.remedy) == ("a.b", 1, "is too small", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (NotImplementedError(), "NotImplementedError"),
+        (ValueError("\n  \n"), "ValueError"),
+        (ValueError("it failed:\n    ValueError: 24 is odd\n"), "it failed: ValueError: 24 is odd"),
+        (ValueError("nothing follows:"), "nothing follows:"),
+        (KeyError("foo"), "KeyError: 'foo'"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_what_is_wrong(error, line):
+    assert first_line(error) == line

@@ -187,6 +187,15 @@ def test_a_model_that_padding_changes_on_either_side_is_refused():
         padding_side(other)
 
 
+def test_biases_of_0_do_not_hide_that_padding_reaches_other_tokens():
+    """In RecurrentGemma, padding on the left reaches the row's tokens through biases."""
+    model = small_model("recurrent_gemma")
+    biases = [p for name, p in model.named_parameters() if name.endswith("linear_out.bias")]
+    assert biases and not any(bias.any() for bias in biases)
+    assert padding_side(model) == "right"
+    assert not any(bias.any() for bias in biases), "the weights are as they were"
+
+
 def test_a_forward_that_fails_is_one_line():
     model = small_model("gpt2")
     model.transformer.wpe = torch.nn.Embedding(4, 64)  # fewer positions than the configuration says

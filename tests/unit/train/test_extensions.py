@@ -9,8 +9,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from composing import settings as composed
 from gspo.algorithm.objectives import GRPO
 from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs
+from gspo.data.step_record import Header, StepRecord
+from gspo.run.model_replay import recorded_optim
+from gspo.run.rollback import Rollbacks
 from gspo.train.checkpoint import TrainState
 from gspo.train.extensions import Callback, CustomMetric, Extensions
 from trainers import steps, trainer, weights
@@ -123,6 +127,18 @@ def test_a_learning_rate_that_a_callback_set_goes_on_in_a_resumed_run():
     again = fit(after_rollback, 3)
     assert again[-1]["optim/lr"] == pytest.approx(2.5e-5)
     assert after_rollback.state.changed_lr == [1e-4, after_rollback.optim.lr]
+
+
+def test_a_record_has_the_learning_rate_that_a_callback_set(tmp_path):
+    t = trainer(lr=1e-3)
+    t.extensions = Extensions({}, {"halve": Halve()})
+    fit(t, 1)
+    record = StepRecord.__new__(StepRecord)
+    record.header = Header(step=1, state=t.loss_state())
+    settings = composed("optim.lr=1e-3")
+    assert recorded_optim(record, Rollbacks(tmp_path), settings).lr == 5e-4
+    del record.header.state["lr"]  # an older record
+    assert recorded_optim(record, Rollbacks(tmp_path), settings).lr == 1e-3
 
 
 @dataclass

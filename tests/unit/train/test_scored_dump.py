@@ -15,7 +15,7 @@ from gspo.algorithm.objectives import GSPO
 from gspo.data.step_record_files import read_record, write_record
 from gspo.io.errors import SettingError
 from gspo.io.untrusted import Unreadable
-from gspo.train.replay import replay
+from gspo.train.replay import groups_of, replay
 from gspo.train.scored_dump import score_dump
 from gspo.train.settings import Algorithm, PolicySettings, TrainerSettings
 
@@ -110,6 +110,16 @@ def test_trl_s_texts_are_scored(tmp_path, policy):
     tokens = [0.7] * 2 + [-0.7] * 2 + [-0.7] * 2 + [0.7]
     assert record.advantages.tolist() == pytest.approx(tokens)
     replay(record, ALGORITHM, SETTINGS, PolicySettings(), recorded_advantages=True)
+
+
+def test_a_column_of_trl_that_is_no_reward_is_named_and_can_be_left_out(tmp_path, policy):
+    """TRL writes the columns of `log_extra` beside the rewards, in the same table."""
+    record = score_dump(trl_dump(tmp_path), 7, policy, None)
+    assert any("the columns accuracy_reward, format_reward" in n for n in record.header.notes)
+    assert record.header.named_rewards["format_reward"] == [0.5, 0.5, 0.0, 0.5]
+    assert [[r.reward for r in group] for group in groups_of(record, {})] == [[1.5, 0.5], [0, 1.5]]
+    weights = {"accuracy_reward": 1.0, "format_reward": 0.0}
+    assert [[r.reward for r in group] for group in groups_of(record, weights)] == [[1, 0], [0, 1]]
 
 
 @pytest.mark.parametrize(
