@@ -33,6 +33,7 @@ from gspo.analysis.foreign_search import (
     FILE_LOGGER,
     HISTORY,
     LINES,
+    MAX_STATE_BYTES,
     TRAINER_STATE,
     WANDB,
     content_of,
@@ -46,7 +47,6 @@ from gspo.tracking.frameworks.translate import Log
 
 # numbers that are not finite, as W&B's server and some writers of JSON spell them
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-MAX_STATE_BYTES = 256 << 20
 MAX_DAMAGE_NAMED = 10  # damaged places of a file that notes name
 
 

@@ -49,6 +49,7 @@ OTHER_BEGINNINGS = {
     b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
 }
 
+MAX_STATE_BYTES = 256 << 20
 FIRST_BYTES = 1 << 20  # in which the kind of a file shows
 FIRST_CONSOLE_BYTES = 64 << 20  # a console has much before its first step
 MAX_FOLDER_ENTRIES = 100_000
@@ -227,7 +228,8 @@ def about_files(log: Path) -> list[Path]:
 def _newest_state(files: list[Path], notes: list[str]) -> Path:
     """Return the state with the most steps: each checkpoint holds the history up to it.
 
-    A note names a state that was written later."""
+    If it is damaged, the state with the most readable rows is returned. A note names a state that
+    was written later."""
 
     def steps(file: Path) -> int:
         matched = CHECKPOINT.fullmatch(file.parent.name)
@@ -239,6 +241,11 @@ def _newest_state(files: list[Path], notes: list[str]) -> Path:
 
     # of equal ones the outermost
     most_steps = max(files, key=lambda file: (steps(file), -len(file.parts)))
+    if len(files) > 1 and not _state_rows(most_steps)[1]:
+        readable = max(files, key=lambda file: (_state_rows(file), steps(file)))
+        if readable != most_steps:
+            notes.append(f"{most_steps} is damaged, so {readable} is read")
+            return readable
     last_written = max(files, key=lambda file: file.stat().st_mtime)
     if steps(last_written) < steps(most_steps):
         notes.append(
@@ -246,6 +253,20 @@ def _newest_state(files: list[Path], notes: list[str]) -> Path:
             "if another run wrote it, name it alone"
         )
     return most_steps
+
+
+def _state_rows(file: Path) -> tuple[int, bool]:
+    """Return the number of readable rows of a trainer state, and whether the file is whole."""
+    try:
+        content = untrusted.read_bytes(file, MAX_STATE_BYTES)
+    except (OSError, untrusted.Unreadable):
+        return 0, False
+    try:
+        state = untrusted.parse_json(content)
+    except ValueError:
+        return sum(1 for _ in objects_of_a_cut_list(content.decode(errors="replace"))), False
+    history = state.get(HISTORY) if isinstance(state, dict) else state
+    return (len(history), True) if isinstance(history, list) else (0, False)
 
 
 def content_of(path: Path) -> str:

@@ -17,7 +17,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,8 +132,11 @@ def translate(
     columns = Columns(table, log.path)
     for record in log.records:
         columns.add(record)
-    by_batch = _in_batches(columns, updates)
     notes = [*log.notes, *columns.notes(), *_disproved(names, table, framework)]
+    if _begins_at_0(columns):
+        notes.append("its training begins at step 0, which counts as the first")
+        columns.axes = {name: replace(axis, first=0) for name, axis in columns.axes.items()}
+    by_batch = _in_batches(columns, updates)
     relations: dict[str, Entry] = {}
     rows = _rows(by_batch, table, objective, relations, notes)
     _add_largest_norms(rows, columns, table, objective, updates, relations)
@@ -166,6 +169,16 @@ def translate(
         run.planned = steps
     run.notes += _notes(run, table, columns.counts)
     return run
+
+
+def _begins_at_0(columns: Columns) -> bool:
+    """Return whether a training step is numbered 0 where the table has 1 as the first.
+
+    The gradient norm tells it: an evaluation before the first update is at step 0 too. prime-rl's
+    steps began at 0 before 2026."""
+    norm = columns.table.gradient_norm
+    axis = columns.axes.get(norm)
+    return axis is not None and axis.first == 1 and 0 in columns.values[norm]
 
 
 def _disproved(names: set[str], table: Table, framework: str) -> list[str]:
@@ -308,14 +321,13 @@ def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int, table
     """Return the median distance of two successive rows of training.
 
     The framework's gradient norm is in every such row. The reward is not, if a batch has several
-    updates. With a single row, the log says it."""
+    updates. The log may say of how many steps a row is the mean, which need not be whole batches."""
     steps = [int(row["step"]) for row in rows if table.gradient_norm in row]
     if not steps:
         steps = [int(row["step"]) for row in rows if REWARD in row]
     distances = [later - step for step, later in pairwise(steps)]
-    if distances:
-        return statistics.median_low(distances)
-    return max(log.steps_per_row // max(updates, 1), 1)
+    stated = max(math.ceil(log.steps_per_row / max(updates, 1)), 1)
+    return max(statistics.median_low(distances), stated) if distances else stated
 
 
 # ------------------------------------------------------------------------------------------------

@@ -115,6 +115,42 @@ def test_the_state_with_the_most_steps_counts_and_not_the_outermost(tmp_path):
     assert "checkpoint-90" in note and "checkpoint-50" in note and "name it alone" in note
 
 
+def test_a_damaged_newest_state_does_not_hide_an_intact_older_one(tmp_path):
+    rows = [trl_row(step) for step in range(1, 16)]
+    write_state(tmp_path / "checkpoint-10" / "trainer_state.json", rows[:10])
+    newest = tmp_path / "checkpoint-15" / "trainer_state.json"
+    write_state(newest, rows)
+    whole = newest.read_text()
+    for cut, expected in ((0.3, 10), (whole.index("[") + 1, 10), (0.9, 13)):
+        end = cut if isinstance(cut, int) else int(cut * len(whole))
+        newest.write_text(whole[:end])
+        run = read_foreign(tmp_path)
+        assert len(run.rows) == expected, cut
+        if expected == 10:
+            assert run.planned == 100
+            assert any("checkpoint-15" in note and "is damaged, so" in note for note in run.notes)
+
+
+def test_training_that_begins_at_step_0_loses_no_row(tmp_path):
+    """prime-rl's steps began at 0. An evaluation before the first update is no such step."""
+    rows = [row for step in range(4) for row in prime_rl_rows(step)]
+    run = read_foreign(write_lines(tmp_path / "zero.jsonl", rows))
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    assert any("begins at step 0, which counts as the first" in note for note in run.notes)
+    run = read_foreign(write_lines(tmp_path / "one.jsonl", [{"step": 0, "eval/x": 1.0}, *rows[2:]]))
+    assert [row["step"] for row in run.rows if "optim/grad_norm" in row] == [1, 2, 3]
+
+
+def test_rows_that_are_means_over_parts_of_batches_lose_no_batch(tmp_path):
+    rows = [trl_row(step) for step in range(5, 65, 5)]
+    write_state(tmp_path / "trainer_state.json", rows)
+    content = json.loads((tmp_path / "trainer_state.json").read_text()) | {"logging_steps": 5}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(content))
+    run = read_foreign(tmp_path / "trainer_state.json", updates_per_batch=4)
+    assert run.batches_per_row == 2
+    assert not any(note.startswith("lost") for note in run.notes)
+
+
 def test_an_export_with_nulls_has_the_rows_of_the_log_itself(tmp_path):
     """pandas writes null where a record lacks a column's name."""
     for name, records in (
