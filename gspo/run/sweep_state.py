@@ -334,5 +334,7 @@ def forecast(planned: list[dict]) -> str:
         others = f"those not {' or '.join(skipped)} are started"
     elif len(planned) == 1:
         others = "it is started"
+    if any(plan.get("uncomposed") for plan in planned):
+        others = "none is started, because Hydra composes all jobs before the first"
     number = counted(len(planned), "job")
     return "\n".join([*lines, f"{number}: {states}; without dry_run=true {others}"])

@@ -92,6 +92,12 @@ class WriteManifest(Callback):
             print(forecast(planned) if planned else no_plan)
             sys.exit(0)
         for number, job in enumerate(planned):
+            if job.get("uncomposed"):
+                raise ValueError(
+                    f"{job['reason']} (job {number} of {len(planned)}); no job was started, "
+                    "because Hydra composes all of them before the first"
+                )
+        for number, job in enumerate(planned):
             if "same_as" in job:
                 overrides = as_typed(own_overrides(planned, number))
                 print(f"job {number} ({overrides}) is {same_run(planned, number)}: it is run once")
@@ -251,11 +257,15 @@ def planned_job(
 ) -> dict[str, Any]:
     """Return a job as the manifest lists it: overrides, and run, folder and steps.
 
-    If its settings are wrong, it has the reason instead. `config` returns its composed
-    configuration. `own` are the overrides that not all jobs of the sweep have."""
+    If its settings are wrong, it has the reason instead, and `uncomposed` if already Hydra refuses
+    them. `config` returns its composed configuration. `own` are the overrides that not all jobs of the sweep have."""
     job: dict[str, Any] = {"overrides": overrides}
     try:
-        settings = _settings(config(), overrides)
+        composed = config()
+    except USER_ERRORS as error:
+        return job | {"run": " ".join(overrides), "reason": explain(error), "uncomposed": True}
+    try:
+        settings = _settings(composed, overrides)
     except USER_ERRORS as error:
         return job | {"run": " ".join(overrides), "reason": explain(error)}
     vary(settings, list(own))

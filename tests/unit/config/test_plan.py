@@ -83,6 +83,29 @@ def test_a_dry_run_of_a_sweep_prints_its_jobs_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("values", "refusal"),
+    [
+        ("optim.lr=1e-4,abc", "optim.lr=abc: must be a number"),
+        ("objective=grpo,gspoo", "objective=gspoo: there is no such option; the nearest is gspo"),
+    ],
+)
+def test_a_value_that_hydra_refuses_is_a_line_before_anything_is_written(tmp_path, values, refusal):
+    """Hydra composes all jobs before the first. A dry run must promise nothing else."""
+    sweep = [*TRAIN, "-m", "experiment=micro_moe", "study=s", values]
+    done = forked.run([*sweep, "dry_run=true"], cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(
+        "2 jobs: 1 missing, 1 wrong; without dry_run=true none is started"
+    )
+    done = forked.run(sweep, cwd=tmp_path, env=environment())
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {refusal}") and done.stderr.count("\n") == 1
+    assert "(job 1 of 2); no job was started" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["two_jobs", "basic"])
 def test_two_presets_that_are_one_run_are_run_once_and_it_is_said(tmp_path, launcher):
     small = [o for o in SMALL if not o.startswith(("study=", "steps="))]
