@@ -86,6 +86,7 @@ def strangers(folder: Path, *words: str) -> Path:
 CASES = [(["rollout=vllm_server", f"rollout.url={ADDRESS}"], "rollout.url"), (OPEN_ENV, "task.url")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "key"), CASES, ids=["vllm_server", "openenv"])
 def test_an_address_of_a_strangers_run_is_refused_unless_the_command_gives_it(words, key, tmp_path):
     run = strangers(tmp_path / "run", *words)

@@ -292,6 +292,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
         list(file_rows(tmp_path / "test.jsonl.gz"))
 
 
+@pytest.mark.slow
 def test_parquet_that_repeats_a_long_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(records_file, "MAX_BYTES", 1 << 22)
     table = pa.table(

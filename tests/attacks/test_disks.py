@@ -162,6 +162,7 @@ def test_a_sweep_on_a_full_disk_trains_no_cold_start_in_vain(tmp_path, launcher)
             assert len(list(disk.glob("runs/small/*-seed*"))) == 1, "later jobs were not begun"
 
 
+@pytest.mark.slow
 def test_a_ready_cold_start_on_a_read_only_disk_is_used(tmp_path):
     with mounted(tmp_path / "disk", "4m") as disk:
         folder = cold_start(MODEL, TASK, SETTINGS, disk, lambda *_: None)

@@ -125,6 +125,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_an_answer_that_was_given_up(start):
     engine = start()
 

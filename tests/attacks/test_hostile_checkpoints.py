@@ -129,6 +129,7 @@ def test_a_name_of_megabytes_in_a_manifest_is_no_job(tmp_path):
     assert len(table(jobs(tmp_path))) < 1_000_000
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_whole(real, tmp_path):
     run = copied(real, tmp_path, lambda _: None)
     assert damage(run / STEP) is None and latest_checkpoint(run) == run / STEP

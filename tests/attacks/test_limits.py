@@ -86,6 +86,7 @@ def test_a_run_in_a_folder_whose_name_is_not_utf_8(tmp_path):
     assert called(run, "sample", "run=.").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_whose_name_is_not_utf_8_is_refused(tmp_path):
     code = "from gspo.run.entry_point import command_line; command_line(lambda: print('it runs'))"
     there = os.environ | {

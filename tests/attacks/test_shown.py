@@ -227,6 +227,7 @@ command_line(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "code"), [("ValueError", 2), ("RuntimeError", 1)])
 def test_a_real_terminal_sees_no_escape_of_ours_but_the_bar(error, code):
     """Errors of the user and of the program, warnings, tqdm's bar, in a pseudo-terminal."""

@@ -170,6 +170,7 @@ def test_a_full_disk_loses_nothing_that_was_computed(straight, tmp_path):
         subprocess.run(["umount", str(disk)], check=False)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
     done = train(tmp_path, *SMALL)

@@ -59,6 +59,7 @@ def test_a_model_of_ones_own_runs_with_the_papers_clip_range_and_a_real_models_s
     assert settings("rollout=vllm", *HF).rollout.max_new_tokens == 4096
 
 
+@pytest.mark.slow
 def test_sizes_stand_below_experiment_preset_and_command_line():
     tiny = settings("experiment=tiny_moe", "model=hf", "model.path=x")
     assert (tiny.rollout.prompts_per_step, tiny.rollout.max_new_tokens, tiny.optim.lr) == (

@@ -65,6 +65,7 @@ def test_a_run_trains_where_wandb_is_missing_and_another_mode_is_refused_in_one_
     assert not list(tmp_path.glob("more/*/*/metrics.jsonl")), "before anything is written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["dashboard", "publish=false"]])
 def test_a_command_that_needs_it_says_so(tmp_path, words):
     refused = gspo(tmp_path, MISSING, *words)

@@ -84,6 +84,7 @@ def test_the_model_of_the_study_has_27_million_parameters_of_which_5_are_active(
     assert 5.0e6 < model.layers * (attention + model.experts_per_token * expert) < 5.5e6
 
 
+@pytest.mark.slow
 def test_the_miniature_of_the_study_and_its_further_settings_compose():
     (command,) = box.commands("study", OUT, True, ("steps=3",))
     planned = [composed(job) for job in jobs(command.words)]

@@ -8,6 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LEVELS = {
     "cli": 9,
@@ -130,6 +132,7 @@ def test_no_module_imports_one_that_imports_it():
     assert set(TopologicalSorter(needs).static_order()) == MODULES.keys()
 
 
+@pytest.mark.slow
 def test_no_module_of_analysis_imports_one_that_imports_it():
     modules = {
         f"gspo.analysis.{path.stem}": imports(path) for path in (ROOT / "analysis").glob("*.py")

@@ -63,6 +63,7 @@ def test_effects_that_are_there_are_seen(paper_like):
     assert all(verdict.startswith("seen") for verdict in found.values()), found
 
 
+@pytest.mark.slow
 def test_of_five_seeds_the_same_effects_only_point(paper_like):
     found = verdicts(load.load([file for file in paper_like.iterdir() if "seed6" not in file.name]))
     assert len(found) == 8
@@ -71,6 +72,7 @@ def test_of_five_seeds_the_same_effects_only_point(paper_like):
     ), found
 
 
+@pytest.mark.slow
 def test_equal_arms_are_the_same_or_undecided(equal):
     for claim in (claims.reward(equal), claims.held_out(equal)):
         assert claim.verdict.startswith("the same within ±0.03 (interval over 6 seeds"), claim
@@ -86,6 +88,7 @@ def test_reaching_the_level_of_a_collapsed_rival_is_no_efficiency(tmp_path):
     assert claims.cheaper(data).verdict == "undecided (the rival ends no higher than it starts)"
 
 
+@pytest.mark.slow
 def test_the_opposite_is_reported_as_not_seen(below):
     for claim in (
         claims.reward(below),
@@ -100,6 +103,7 @@ def test_the_opposite_is_reported_as_not_seen(below):
     assert claims.replay_helps(below).verdict.startswith("the same within ±0.03")
 
 
+@pytest.mark.slow
 def test_clipping_verdicts(tmp_path, monkeypatch):
     for share, verdict in (
         (0.15, "seen"),

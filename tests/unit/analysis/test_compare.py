@@ -48,6 +48,7 @@ def test_settings_that_differ_and_what_the_runs_did(tmp_path):
     assert "entropy" not in cells, "nobody reported it"
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_at_its_end_has_no_last_reward(tmp_path):
     """The log of a run that diverged holds rewards that are no number."""
     diverged = [0.4] * 50 + [None] * 40
@@ -72,6 +73,7 @@ def test_a_score_stands_with_its_95_percent_interval(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_one_run_or_none_is_one_line(tmp_path):
     run = write(tmp_path, "gspo", HEALTHY)
     for paths in ([run], [tmp_path / "nowhere", run]):
@@ -92,6 +94,7 @@ def test_a_named_folder_without_runs_is_said(tmp_path):
     assert f"note: left out: {tmp_path / 'empty'}, it holds no run" in done.stdout
 
 
+@pytest.mark.slow
 def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     runs = [write(tmp_path, "gspo", HEALTHY, seed=seed) for seed in range(7)]
     runs += [write(tmp_path, "grpo", COLLAPSED, seed=seed, optim__lr=0.5) for seed in range(6)]
@@ -111,6 +114,7 @@ def test_many_runs_are_summarised_by_groups_of_seeds(tmp_path):
     assert f"[1] {runs[0]}" in compare(*runs, "all=true").stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_many_runs_without_groups_have_a_line_each(tmp_path):
     runs = [write(tmp_path, "gspo", HEALTHY, optim__lr=1e-4 * k) for k in range(1, 14)]
     lines = compare(*runs).stdout.splitlines()

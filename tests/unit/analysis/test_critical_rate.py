@@ -106,6 +106,7 @@ def test_the_ratio_has_its_interval_and_p():
     )
 
 
+@pytest.mark.slow
 def test_a_level_for_which_the_draws_are_too_few_gives_no_interval():
     counts = drawn((8e-4, 4e-4), 8.0, 10, np.random.default_rng(3))
     value, p = ratio(counts, 0, 1, level=1.5e-5)

@@ -169,6 +169,7 @@ def test_settings_outside_a_group_and_their_usual_values_leave_names_plain(arena
     assert "GSPO" in set(measured(arena / "new", "policy.precision")["arm"])
 
 
+@pytest.mark.slow
 def test_the_panels_of_a_row_share_their_axis_and_each_has_its_numbers(arena, monkeypatch):
     figures = []
     monkeypatch.setattr(fig_arena.style, "save", lambda figure, *_: figures.append(figure) or [])

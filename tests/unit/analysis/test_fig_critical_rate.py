@@ -46,6 +46,7 @@ def rate_of(run) -> float:
     return yaml.safe_load((run / "settings.yaml").read_text())["optim"]["lr"]
 
 
+@pytest.mark.slow
 def test_what_is_counted(study):
     numbers = fig_critical_rate.measure(load.load([study]))
     assert sorted(numbers["arm"].unique()) == ["GRPO [clip range 0.05]", PAPERS, "GSPO"]
@@ -86,6 +87,7 @@ def settled(arm: str, seeds, collapsed: dict[float, int]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.slow
 def test_runs_of_an_arm_that_differ_in_more_than_the_rate_are_refused(study):
     runs = study.parent / "more"
     write(runs, "grpo", HEALTHY, 5, objective__clip_high=0.9)
@@ -153,6 +155,7 @@ def test_the_script_draws_and_prints(study, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_one_rate_has_differences_and_no_critical_rate(study, tmp_path):
     data = load.load([run for run in study.iterdir() if rate_of(run) == 4e-4])
     numbers = fig_critical_rate.measure(data)
@@ -292,6 +295,7 @@ def effect_and_range(folder):
     return [load.load([folder / name]) for name in ("effect", "range")]
 
 
+@pytest.mark.slow
 def test_a_study_without_gspo_shows_that_of_the_first_and_what_its_arm_gains(tmp_path):
     effect, narrow = effect_and_range(tmp_path)
     assert narrow.arms == [load.GRPO_R2]
@@ -314,6 +318,7 @@ def test_a_study_without_gspo_shows_that_of_the_first_and_what_its_arm_gains(tmp
     )
 
 
+@pytest.mark.slow
 def test_gspo_is_not_taken_from_a_study_of_another_rate(tmp_path):
     effect, _ = effect_and_range(tmp_path)
     other = arms_of(tmp_path / "other", 8e-4, {load.GRPO_R2: 0.2})

@@ -48,6 +48,7 @@ def study(tmp_path):
     return tmp_path / "runs"
 
 
+@pytest.mark.slow
 def test_arms_doses_and_pairs(study):
     numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS)
     assert doses.order(numbers) == [1.0, 10.0, 60.0]
@@ -77,6 +78,7 @@ def test_arms_doses_and_pairs(study):
     assert sum("6 of 6" in line for line in fig_dose.table(numbers, DOSE, METRIC)) == 2
 
 
+@pytest.mark.slow
 def test_objectives_can_be_set_beside_another_and_the_table_can_show_more(study):
     numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS, ["optim/lr"])
     objectives, _ = doses.compared(numbers, "GSPO")
@@ -107,6 +109,7 @@ def test_it_draws(study, tmp_path):
     assert fig_dose.draw(data, alone, "GRPO", None, options) == [path], "without pairs too"
 
 
+@pytest.mark.slow
 def test_a_row_per_arm_shows_each_dose_minus_the_reference(study, tmp_path, monkeypatch):
     data = load.load([study])
     numbers = doses.measure(data, DOSE, METRIC, ARMS)
@@ -136,6 +139,7 @@ def test_a_row_per_arm_shows_each_dose_minus_the_reference(study, tmp_path, monk
         fig_dose.draw_rows_by_dose(data, numbers, alone, figure_options(tmp_path))
 
 
+@pytest.mark.slow
 def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
     names = {1.0: "fp8", 10.0: "none", 60.0: "bfloat16"}
     data = load.load([study])
@@ -202,6 +206,7 @@ def test_null_is_a_dose_and_an_absent_objective_is_refused(study, monkeypatch):
         fig_dose.main()
 
 
+@pytest.mark.slow
 def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
     numbers = doses.measure(load.load([study]), DOSE, METRIC, ARMS)
     design = Design((6, 12))
@@ -219,6 +224,7 @@ def test_doses_are_compared_with_a_reference_at_the_level_of_the_look(study):
         doses.dose_differences(numbers, Design((7, 12)))
 
 
+@pytest.mark.slow
 def test_an_objective_with_two_ranges_is_two_objectives(study):
     """Study I: GRPO is in at the paper's range and at a quarter of it, in every precision."""
     folder = study.parent / "two"

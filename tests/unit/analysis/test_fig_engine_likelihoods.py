@@ -104,6 +104,7 @@ def cells(lines: list[str]) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
+@pytest.mark.slow
 def test_the_effect_is_paired_by_seed(whole):
     interval, seeds = fig.effect(read(whole), "bfloat16", "GSPO", "R3")
     assert seeds.to_dict() == pytest.approx(LOSS["gspo"])
@@ -126,6 +127,7 @@ def test_the_difference_of_differences(whole):
     assert p == 0.25
 
 
+@pytest.mark.slow
 def test_the_table_has_the_known_numbers(whole):
     table = cells(fig.arm_table(read(whole)))
     assert len(table) == 16
@@ -287,6 +289,7 @@ def test_the_program_prints_and_draws(whole, tmp_path, capsys, monkeypatch):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".pdf", ".png"]
 
 
+@pytest.mark.slow
 def test_the_figure_shows_the_arms_where_their_numbers_are(whole, tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(fig.style, "save", lambda *args: shown.append(args) or [])

@@ -169,6 +169,7 @@ def test_formats_width_and_caption(folder, tmp_path):
     assert whole.shape[1] == alone.shape[1] == 7 * 160 and whole.shape[0] > alone.shape[0] + 50
 
 
+@pytest.mark.slow
 def test_seeds_smoothing_and_the_logarithmic_axis(folder, drawn):
     data = load.load([folder])
     for view in (FigureOptions(), FigureOptions(seeds=True), FigureOptions(smooth=0, log_x=True)):
@@ -312,6 +313,7 @@ def test_bars_and_bands_are_95_percent_and_said_to_be(folder, drawn):
     assert [bar[1, 1] - bar[0, 1] for bar in bars] == pytest.approx([2 * 1.96 * 0.02] * len(bars))
 
 
+@pytest.mark.slow
 def test_every_axis_has_a_label(folder, drawn):
     assert not [
         metric.name for metric in METRICS if metric.unit in ("1", "") and metric.name != "custom/*"

@@ -72,6 +72,7 @@ def test_load_runs(trl, ours):
         notebooks.load_runs(ours, objective="gspo")
 
 
+@pytest.mark.slow
 def test_compare_and_curves(trl, ours, tmp_path, monkeypatch, capsys):
     words = [ours, trl, "objective=grpo", "updates_per_batch=3"]
     code, out, _ = called(compare.main, monkeypatch, capsys, *words)

@@ -106,6 +106,7 @@ def test_a_table_of_an_arm_or_metric_that_nobody_knows_is_no_table_of_nan(record
     )
 
 
+@pytest.mark.slow
 def test_it_is_imported_from_anywhere_and_needs_no_torch(recorded, tmp_path):
     (tmp_path / "load.py").write_text("raise RuntimeError('a module of the user')")
     code = f"""

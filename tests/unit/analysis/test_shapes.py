@@ -212,6 +212,7 @@ def test_arms_with_settings_are_in_the_order_of_their_numbers(studies):
     ]
 
 
+@pytest.mark.slow
 def test_every_arm_of_the_curves_has_a_look_of_its_own(studies):
     from gspo.analysis.arm_styles import arm_styles
 

@@ -120,6 +120,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_read(tmp_path):
             assert record.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [

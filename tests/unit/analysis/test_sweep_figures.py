@@ -283,6 +283,7 @@ def test_curves_of_any_study(learning_rates, tmp_path, capsys):
             fig_curves.draw(data, tmp_path, metrics=metrics)
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_of_lost_batches_and_draws_runs_that_recorded_the_reward_alone(
     tmp_path, monkeypatch, capsys
 ):

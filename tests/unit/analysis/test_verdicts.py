@@ -107,6 +107,7 @@ def test_ratio_is_over_the_batches_that_both_arms_have():
 
 # -----------------------------------------------------------------------------------------------------
 # efficiency
+@pytest.mark.slow
 def test_one_lost_row_leaves_the_efficiency_as_it_was(tmp_path):
     """Rewards on straight lines, so that what a seed lost is known: t and 2t, seed 2 higher by 5;
     as worked out by hand in test_analysis_stats.py the ratio is 40 / 23 batches."""
@@ -125,6 +126,7 @@ def test_one_lost_row_leaves_the_efficiency_as_it_was(tmp_path):
     assert "like for like, 1.74" in claims.cheaper(load.load([tmp_path])).finding
 
 
+@pytest.mark.slow
 def test_seeds_that_do_not_reach_the_level_lie_below_one():
     """Sign test: six seeds, none of which comes near its rival, p = 2 / 64; one on the other side,
     p = 14 / 64.
@@ -287,6 +289,7 @@ def test_dense_models_are_compared_with_grpo_and_asked_nothing_of_moe(tmp_path):
     assert "MoE model stably" not in text and not re.search(r"\bnan\b", text)
 
 
+@pytest.mark.slow
 def test_stable_needs_a_control_that_is_not(tmp_path):
     good, bad = [0.3 + 0.005 * t for t in range(40)], [0.5] * 20 + [0.1] * 20
     for seed in range(1, 7):

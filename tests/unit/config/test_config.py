@@ -181,6 +181,7 @@ def test_every_number_of_a_preset_has_its_source_beside_it():
                 assert source, f"{path}: {line}"
 
 
+@pytest.mark.slow
 def test_auto_settles_to_what_the_objectives_paper_uses():
     modes = {
         "dapo": "token-mean",
@@ -860,6 +861,7 @@ def chosen(*overrides: str, name: str = "train", folder: Path = CONF):
     return to_settings(config, choices)
 
 
+@pytest.mark.slow
 def test_the_options_that_were_chosen_are_recorded_and_change_no_result(tmp_path):
     plain, run = settings("experiment=tiny_moe"), chosen("experiment=tiny_moe", "seed=3")
     assert run.options["objective"] == "gspo_tiny" and run.objective.name == "gspo"
@@ -903,6 +905,7 @@ def test_a_run_from_before_options_were_recorded_is_read(tmp_path):
     assert read_settings(tmp_path) == old and old.objective_option() == "gspo"
 
 
+@pytest.mark.slow
 def test_settings_survive_the_file(tmp_path):
     for overrides in (
         ("objective=grpo", "model=tiny_dense", "task=math"),
@@ -1017,6 +1020,7 @@ def test_sample_without_a_run_says_that_it_needs_one():
         to_dataclass(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, key", [("foo: 1", "foo"), ("optim: {lrs: 1}", "optim.lrs")])
 def test_an_unknown_key_in_a_file_is_refused_with_the_files_name(tmp_path, text, key):
     (tmp_path / "preset").mkdir()
@@ -1040,6 +1044,7 @@ def test_mappings_take_new_keys_without_a_plus():
     assert command.size == {"hidden": 32} and command.overrides() == ["trainer.micro_batch_size=8"]
 
 
+@pytest.mark.slow
 def test_a_setting_cannot_be_taken_away_and_a_known_one_needs_no_plus():
     with refuses("~steps", problem="give it a value, steps=..."):
         settings("~steps")
@@ -1059,6 +1064,7 @@ def test_a_mistyped_option_is_told_the_nearest_one_and_no_names_of_schemas():
     assert "_gspo" not in said.replace("paper_gspo", "") and "provider" not in said
 
 
+@pytest.mark.slow
 def test_resume_refuses_unknown_keys_and_takes_a_plus_for_what_it_is(tmp_path):
     write_settings(settings("seed=5"), tmp_path)
     assert resumed_settings(tmp_path, ["+checkpoint.keep=1"]) == resumed_settings(

@@ -225,6 +225,7 @@ def test_what_does_not_fit_is_refused_in_a_line(override, text):
     assert text in said and "\n" not in said and len(said) < 400
 
 
+@pytest.mark.slow
 def test_a_class_beside_its_settings_is_answered_with_the_form_that_works(monkeypatch):
     words = ["metrics.a=own_package.extras:Long", "metrics.a.tokens=3"]
     monkeypatch.setattr("sys.argv", ["gspo train", *words])
@@ -341,6 +342,7 @@ def test_recorded_settings_are_the_same_again_and_may_be_resumed(run):
         resumed_settings(run, [f"resume={run}", "callbacks.b.steps=9"])
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_source_and_says_which(run, package):
     (package / "helpers.py").write_text("def same(x):\n    return x  # changed\n")
     with pytest.raises(

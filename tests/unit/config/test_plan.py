@@ -57,6 +57,7 @@ def test_a_forecast_says_of_every_job_what_it_would_do(tmp_path):
     assert own_overrides(plan[:1], 0) == ["steps=2", "seed=1"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_without_m_prints_its_run_and_no_warning(tmp_path):
     dry_run = ["experiment=micro_moe", "dry_run=true"]
     done = forked.run([*TRAIN, *dry_run], cwd=tmp_path, env=environment())

@@ -199,6 +199,7 @@ def test_the_command_compares_evaluations(base, trained, monkeypatch, capsys):
 # streams on disk
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_cut_anywhere_ends_with_the_same_numbers(tmp_path):
     policy = small_policy()
     whole = evaluated(tmp_path / "whole", Drawn(policy, 8), samples=3)

@@ -314,6 +314,7 @@ def test_math_verifiers_say_whether_there_was_an_answer():
     assert found == [("correct", True), ("wrong", True), ("no-answer", False)]
 
 
+@pytest.mark.slow
 def test_the_code_grader_says_whether_there_was_a_program():
     task = FunctionWriting(variables="x")
     problem = Problem("code", 0, "#times 3\ndef f(x):\n", [((2,), 6), ((3,), 9)])

@@ -52,6 +52,7 @@ def errors(kind: torch.dtype, split: bool) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_the_logits_are_as_large_as_those_of_public_models():
     hidden, head, *_ = responses()[0]
     largest = (hidden @ head.t()).amax(-1)
@@ -79,6 +80,7 @@ def test_inputs_rounded_to_bfloat16_do_not_carry_it_either_even_if_the_sums_are_
     assert errors(torch.float32, True).square().mean().sqrt() > TENTH_OF_THE_RANGE
 
 
+@pytest.mark.slow
 def test_the_split_products_have_the_gradients_of_the_plain_one():
     hidden, head, _, _, tokens = responses()[0]
     hidden, tokens = hidden[:64], tokens[:64]
@@ -138,6 +140,7 @@ def test_a_model_that_runs_through_its_own_forward_has_the_heads_precision_too(h
         assert own(input_ids=torch.arange(5)[None]).logits.dtype == head_dtype
 
 
+@pytest.mark.slow
 def test_in_the_first_mini_batch_every_ratio_is_exactly_1_and_the_floor_is_what_rounding_does():
     """The pass under the old policy multiplies matrices of other shapes, which round otherwise in
     bfloat16.

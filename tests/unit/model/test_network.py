@@ -466,6 +466,7 @@ def test_mixed_precision_rounds_products_alone(family):
         assert cosine > 0.98 or grad.norm() < 1e-3, (name, float(cosine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", ["none", "r2"])
 def test_three_steps_are_those_of_the_plain_path(replay):
     """The golden run: same problems, same random numbers, sampled, scored and trained with

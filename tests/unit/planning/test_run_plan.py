@@ -162,6 +162,7 @@ def test_what_settings_add():
     assert elsewhere.times["old log-probs: arithmetic"] > 0
 
 
+@pytest.mark.slow
 def test_with_an_adapter_gradients_and_moments_are_its_own_and_the_reference_takes_nothing():
     dense, kl = planned(*SMALL), ("kl=loss", "kl.coef=0.01")
     made = planned(*SMALL, *kl, "policy.lora.rank=4")
@@ -189,6 +190,7 @@ def test_with_an_adapter_gradients_and_moments_are_its_own_and_the_reference_tak
     )
 
 
+@pytest.mark.slow
 def test_what_ranks_exchange():
     """All-reduce sends gradients twice; FSDP gathers weights in each pass and adds gradients in
     each that learns.
@@ -222,6 +224,7 @@ def test_what_ranks_exchange():
     assert hybrid.phases["update"]["weights"] == pytest.approx(weights / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_tokens_travel_where_experts_are_dealt():
     """A layer sends every token to its K experts and back; in the backward pass the gradients go
     the same way.
@@ -303,6 +306,7 @@ def test_no_advice_is_a_setting_that_another_setting_forbids():
     assert line.startswith("It does not fit with rollout.sleep=true either")
 
 
+@pytest.mark.slow
 def test_a_share_for_vllm_that_does_not_fit_is_lowered_to_one_that_does():
     words = [
         *SMALL,
@@ -398,6 +402,7 @@ def test_unknown_hardware_is_refused(words, refusal):
         hardware(words)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_its_code_says_whether_it_fits(monkeypatch, capsys):
     options = command.Options(hardware="l40s", prompt_tokens=7)
     words = ["task=math", "hardware=l40s", "prompt_tokens=7"]

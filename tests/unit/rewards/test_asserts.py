@@ -87,6 +87,7 @@ def named(record):
     return names[-1]
 
 
+@pytest.mark.slow
 def test_reference_solutions_pass(grader):
     made = [
         humaneval(record, record["prompt"] + record["canonical_solution"]) for record in RECORDS

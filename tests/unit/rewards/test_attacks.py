@@ -314,6 +314,7 @@ def test_the_self_test_names_the_probe_that_got_through(monkeypatch):
     assert states["do nothing"] == "stopped" and states["read a file"] == "the program did it"
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_every_probe_gets_through(monkeypatch):
     """The last probe, which computes for seconds, is tested with the slow tests of confinement."""
     monkeypatch.setattr(self_test, "_results", {})
@@ -349,6 +350,7 @@ def test_too_few_layers_are_refused(missing):
     self_test.require(Thin(SUITE_LIMITS), allow_weak=True)
 
 
+@pytest.mark.slow
 def test_the_self_test_passes_here_and_runs_once(monkeypatch):
     monkeypatch.setattr(self_test, "_results", {})
     with CodeRunner(SUITE_LIMITS) as runner:

@@ -199,6 +199,7 @@ def test_values_of_every_kind_go_both_ways(grader):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "stdin"])
 def test_no_wrong_program_passes(grader, kind):
     if kind == "function":
@@ -334,6 +335,7 @@ def test_killed_servers_lose_no_submission():
         assert len(set(killed)) >= 2 and [grade.verdict for grade in grades] == ["pass"] * 60
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_sandbox_error_twice_is_no_reward():
     with CodeGrader(wall_seconds=20, cpu_seconds=1) as grader:

@@ -266,6 +266,7 @@ def test_threads_share_a_runner(runner):
     )
 
 
+@pytest.mark.slow
 def test_forked_and_pickled_copies_start_servers_of_their_own(runner):
     run(runner, ("print(1)", ""))
     mine = runner.server_pids()

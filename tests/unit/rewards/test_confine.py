@@ -162,6 +162,7 @@ def test_resource_limits_hold_and_cannot_be_raised():
     assert in_child(limited) == 1
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_active():
     def plan() -> int:
         found, layers = confine.prepare(0x50000000, [os.path.dirname(os.__file__)])
@@ -249,6 +250,7 @@ def test_the_check_notices_every_probe_that_gets_through():
     self_test.require(OpenSlot(), allow_weak=True)
 
 
+@pytest.mark.slow
 def test_layers_are_reported():
     with CodeRunner(LIMITS) as runner:
         layers = runner.layers()
@@ -265,6 +267,7 @@ def identity(**options) -> list[str]:
     return output.decode().split(maxsplit=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 def test_started_by_root_each_server_has_a_user_of_its_own():
     users = {identity(bubblewrap=False)[0] for _ in range(2)}

@@ -45,6 +45,7 @@ def test_right_answers_are_accepted(verifier):
     assert len(refused) < 0.03 * len(pairs)
 
 
+@pytest.mark.slow
 def test_no_wrong_answer_is_accepted(verifier):
     assert accepted(verifier, HELD_WRONG + MORE_WRONG) == set()
 

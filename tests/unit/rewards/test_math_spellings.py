@@ -79,6 +79,7 @@ def verifier():
         yield shared
 
 
+@pytest.mark.slow
 def test_spellings_of_a_right_answer(verifier):
     verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in RIGHT])
     assert [
@@ -86,6 +87,7 @@ def test_spellings_of_a_right_answer(verifier):
     ] == []
 
 
+@pytest.mark.slow
 def test_no_wrong_answer_comes_in_with_them(verifier):
     verdicts = verifier.verify([(rf"\boxed{{{answer}}}", gold) for gold, answer in WRONG])
     assert [

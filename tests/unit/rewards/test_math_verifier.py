@@ -198,6 +198,7 @@ def test_workers_end_with_a_killed_parent():
     assert gone(pid)
 
 
+@pytest.mark.slow
 def test_the_cache_is_bounded_and_repeats_are_asked_once():
     with MathVerifier(cache=3) as verifier:
         items = [(rf"\boxed{{{n}\sqrt{{7}}}}", rf"\sqrt{{{7 * n * n}}}") for n in range(2, 9)]
@@ -207,6 +208,7 @@ def test_the_cache_is_bounded_and_repeats_are_asked_once():
         assert verdicts(verifier, *items[:2]) == ["correct"] * 2
 
 
+@pytest.mark.slow
 def test_an_answer_of_many_formulas_needs_no_cache():
     with MathVerifier(cache=1) as verifier:
         gold = r"\begin{pmatrix}\sqrt{8}&\sqrt{12}\\\sqrt{18}&\sqrt{20}\end{pmatrix}"

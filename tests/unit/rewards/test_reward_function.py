@@ -135,6 +135,7 @@ def test_a_function_that_cannot_be_used_is_refused_at_the_start(function, path, 
         one.start()
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_close_and_a_copy_starts_its_own(function):
     one = function("digits")
     ask(one, "1")
@@ -208,6 +209,7 @@ def test_a_trial_that_takes_too_long_says_so(function):
     assert not certain and text.endswith("the reward function took more than 0.5 seconds")
 
 
+@pytest.mark.slow
 def test_several_workers_call_at_the_same_time(function, tmp_path):
     row = {"folder": str(tmp_path / "begun")}
     (tmp_path / "begun").mkdir()
@@ -215,6 +217,7 @@ def test_several_workers_call_at_the_same_time(function, tmp_path):
     assert [s.reward for s in one(["prompt"] * 5, list("abcde"), [row] * 5)] == [1.0] * 5
 
 
+@pytest.mark.slow
 def test_several_workers_keep_the_order_and_a_dead_one_takes_one_response_with_it(function):
     scores = ask(function("raises", workers=2), "good", "exit", "good", "bad", "good")
     assert [score.reward for score in scores] == [0.5, None, 0.5, None, 0.5]

@@ -124,6 +124,7 @@ def test_a_response_that_has_ended_is_not_continued(moe):
         engine.extend(ended, SamplingRequest([], 1, Sampling(1.0, 9), (1,)))
 
 
+@pytest.mark.slow
 def test_what_a_source_holds_comes_back_bit_by_bit(tmp_path):
     t = gap_trainer(lr=1e-2, old="behaviour", routes=True, staleness=2, **SIZES)
     steps(t, 2)

@@ -131,6 +131,7 @@ def test_bad_requests_are_refused(moe):
         Sampling(temperature=-1)
 
 
+@pytest.mark.slow
 def test_responses_are_handed_over_as_they_end(moe):
     """Each once, most of them before the last has ended, and the same ones as without."""
     handed = []

@@ -93,6 +93,7 @@ def test_what_the_engine_reports_replaces_the_pass_under_the_old_policy(model, r
             assert without["routing/engine_agreement"] == 1
 
 
+@pytest.mark.slow
 def test_truncated_responses_that_are_left_out_are_compared_all_the_same():
     rollout = RolloutSettings(prompts_per_step=8, group_size=4, max_new_tokens=6)
     for seed in range(1, 5):  # with micro-batches of truncated responses alone

@@ -126,6 +126,7 @@ def test_a_stale_tensor_is_told_at_its_sync(stale, expert):
         check.check(3)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_half_an_update_is_told_and_a_whole_one_passes():
     for stale in (("",), ("layers.0", "layers.1", "embed_tokens", "lm_head")):
         engine, check = recorded(torch.bfloat16)

@@ -144,6 +144,7 @@ def test_few_rows_at_a_time_feed_the_environments_words_alike(monkeypatch):
     assert_same(episodes(LocalEngine(policy), record_experts=True), whole, experts=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4, 9])
 def test_an_episode_does_not_depend_on_its_neighbours(rows):
     policy = small_policy()
@@ -165,6 +166,7 @@ def test_another_seed_is_another_episode_on_both_sides():
     )
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture_plays_through_its_own_forward():
     tokenizer = small_policy().tokenizer
     torch.manual_seed(0)
@@ -738,6 +740,7 @@ def test_what_reset_returns_can_be_read_wherever_it_stands(place):
         assert r.finish_reason != "environment" and r.token_ids and "a?b" in r.rendered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 10_000_000, "ab " * 3_000_000], ids=["one word", "words"])
 def test_ten_megabytes_to_begin_with_are_not_tokenized_and_not_kept(text):
     model, tokenizer = StandIn(path="Qwen/Qwen3-0.6B").make()

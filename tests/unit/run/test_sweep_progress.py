@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from gspo.run import sweep_progress
 from gspo.run.sweep_progress import LAUNCHER, SweepProgress, clock, last_step, shown_by_sweep
 
@@ -77,6 +79,7 @@ def test_the_cold_start_before_the_first_step_says_nothing_about_the_pace(
     )
 
 
+@pytest.mark.slow
 def test_the_line_comes_by_itself_and_a_last_time_at_the_end(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep_progress, "PAUSE", 0.05)
     monkeypatch.setattr(sweep_progress, "FIRST_PAUSE", 0.05)

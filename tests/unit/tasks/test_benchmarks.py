@@ -565,6 +565,7 @@ def test_a_math_gold_that_cannot_be_read_gives_no_reward_and_spoils_no_other(tmp
     task.close()
 
 
+@pytest.mark.slow
 def test_code_scores(tmp_path):
     path = write(tmp_path / "HumanEval.jsonl.gz", [HUMANEVAL])
     task = HumanEval(path=str(path))

@@ -364,6 +364,7 @@ def test_code_problems_are_made_without_end(mixture):
         mixture.code.size("test")
 
 
+@pytest.mark.slow
 def test_a_mixture_keeps_order_index_and_share(mixture):
     chosen = problems(mixture, "train", 2000)
     assert [problem.index for problem in chosen] == list(range(2000))

@@ -56,6 +56,7 @@ def test_a_game_whose_time_is_up_says_so():
     ].verdict == "time-limit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "problem"),
     [

@@ -46,6 +46,7 @@ def assert_stopped(names: tuple[str, ...]) -> None:
     assert outcomes[-1].observation == "42 False", "what the policy reads of the honest program"
 
 
+@pytest.mark.slow
 @linux
 def test_quick_attacks_are_stopped_in_the_tool_too():
     assert_stopped(QUICK + LEFT_BEHIND)
@@ -57,6 +58,7 @@ def test_all_attacks_are_stopped_in_the_tool_too():
     assert_stopped(tuple(attack.name for attack in ATTACKS))
 
 
+@pytest.mark.slow
 @linux
 def test_without_a_sandbox_the_tool_is_seen_to_let_attacks_through():
     runner = suite_tool()

@@ -161,6 +161,7 @@ def test_replay_is_compared_within_grpo_alone():
     assert '"optim.value.lr"' not in json.dumps(section)
 
 
+@pytest.mark.slow
 def test_what_a_mean_goes_over_is_said(tmp_path):
     for lr in (1e-4, 2e-4):
         write(tmp_path / "runs", "gspo", HEALTHY, optim__lr=lr)

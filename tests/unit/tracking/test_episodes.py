@@ -184,6 +184,7 @@ tracker.finish(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("responses", [1, 2])
 def test_wandbs_table_has_the_conversation_and_its_numbers(tmp_path, responses):
     command = [sys.executable, "-c", TABLE, str(tmp_path), str(responses)]

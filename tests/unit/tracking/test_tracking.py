@@ -245,6 +245,7 @@ for last in (12, 14):  # and resumed
 """
 
 
+@pytest.mark.slow
 def test_a_summary_by_hand(tmp_path):
     done = forked.run([sys.executable, "-c", SUMMARISED, str(tmp_path)], env=environment())
     first, resumed = (json.loads(line) for line in done.stdout.splitlines())

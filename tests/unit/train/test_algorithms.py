@@ -194,6 +194,7 @@ def test_the_updates_of_a_step_use_the_coefficient_that_is_logged():
     assert used == [logged[0]] * 4 + [logged[1]] * 4 and logged[0] < logged[1]
 
 
+@pytest.mark.slow
 def test_the_reference_is_held_or_refreshed_on_its_schedule():
     held = trainer(lr=1e-2, parts={"kl": KLInLoss(coef=1e-3, **KL)})
     moving = trainer(lr=1e-2, parts={"kl": KLInLoss(coef=1e-3, refresh_every=2, **KL)})
@@ -285,6 +286,7 @@ OF_THE_MINIBATCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OF_THE_MINIBATCH)
 def test_what_depends_on_the_mini_batch_does_not_depend_on_the_micro_batch_size(case):
     objective, correction, name = OF_THE_MINIBATCH[case]
@@ -307,6 +309,7 @@ CORRECTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "correction",
     [TIS(), *(pytest.param(c, marks=pytest.mark.daily) for c in CORRECTIONS)],
@@ -340,6 +343,7 @@ def test_a_correction_changes_nothing_where_engine_and_trainer_agree_and_acts_wh
     assert max(differ) > 1e-4
 
 
+@pytest.mark.slow
 def test_truncated_responses_leave_the_loss_but_stay_in_the_baseline():
     masked, plain = trainer(mask_truncated=True, minibatches=1), trainer(minibatches=1)
     batches = []

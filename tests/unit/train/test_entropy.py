@@ -113,6 +113,7 @@ def test_without_bonus_the_entropy_has_no_gradient():
         assert not policy.forward(batch).entropy_BT.requires_grad
 
 
+@pytest.mark.slow
 def test_its_gradient_does_not_depend_on_the_micro_batches_and_goes_through_checkpointing():
     found = []
     for size, checkpointing in ((32, False), (8, False), (3, True)):

@@ -55,6 +55,7 @@ def test_a_metric_is_measured_on_the_trained_batch_and_a_failing_one_is_left_out
     ]
 
 
+@pytest.mark.slow
 def test_a_metric_changes_nothing_that_is_trained():
     plain, measured = trainer(), trainer()
     measured.extensions = Extensions({"old": MeanOldLogprob()}, {})
@@ -152,6 +153,7 @@ class CopyOfGRPO(Clipped):
         return self.clipped(ratio_BT, bounded_BT, inputs)
 
 
+@pytest.mark.slow
 def test_a_copy_of_grpo_trains_to_the_same_bits():
     ours, copy = trainer(GRPO()), trainer(CopyOfGRPO())
     rows = [[{k: v for k, v in m.items() if not k.startswith(("time", "throughput", "compute/seconds"))} for m in s]

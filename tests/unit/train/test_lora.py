@@ -105,6 +105,7 @@ def test_replay_matters_under_an_adapter_and_its_ratio_goes_through_the_old_expe
     assert moved["r2"]["ratio/token_log_var"] < moved["none"]["ratio/token_log_var"]
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_a_task():
     t = trainer(GRPO(), lr=2e-2, lora=LoraSettings(4, "experts", 8))
     rewards = [row["reward/mean"] for row in steps(t, 16)]
@@ -124,6 +125,7 @@ def test_an_update_costs_a_pass_less_than_one_of_all_weights():
 
 # ----------------------------------------------------------------------------------------------------------
 # checkpoints
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     daily_but(

@@ -63,6 +63,7 @@ def test_its_state_takes_a_quarter():
     assert state_bytes(ours.optimizer) < 0.35 * state_bytes(plain.optimizer)
 
 
+@pytest.mark.slow
 @there
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
     t = eight_bit()

@@ -408,6 +408,7 @@ def test_ranks_that_share_out_the_weights_measure_the_signal_of_one_process(case
         assert other == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_totals_of_one_rank_alone_would_be_noticed():
     """The negative control: where each rank divides by the counts of its own rows, gradients are
     those of no batch.

@@ -211,6 +211,7 @@ def test_a_replay_gives_the_metrics_of_the_run(case, tmp_path):
     assert len(recorded.updates) == t.settings.minibatches * t.settings.epochs
 
 
+@pytest.mark.slow
 def test_recording_changes_nothing(tmp_path):
     plain = trainer(NARROW)
     recording = trainer(NARROW)
@@ -300,6 +301,7 @@ def test_equal_gradients_have_the_cosine_one_and_shares_add_up(tmp_path):
     assert gradient_norm(own) > 0
 
 
+@pytest.mark.slow
 def test_ranks_write_the_record_of_all_rows(tmp_path):
     one = trainer(NARROW)
     record(one, tmp_path / "one")

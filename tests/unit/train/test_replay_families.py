@@ -52,6 +52,7 @@ def test_the_recorded_experts_reach_every_update(family, replay, monkeypatch):
             assert row["routing/engine_agreement"] > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 def test_a_resumed_run_goes_on_to_the_bit(family, tmp_path):
     t = trainer(replay="r2", model=MOE_FAMILIES[family])

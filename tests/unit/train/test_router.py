@@ -133,6 +133,7 @@ def test_both_forwards_give_the_same_and_the_same_gradient():
         torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_its_gradient_does_not_depend_on_the_micro_batches_and_goes_through_checkpointing():
     found = []
     for size, checkpointing in ((32, False), (8, False), (3, True)):

@@ -365,6 +365,7 @@ class SlowEchoes(Echoes):
         return Slow(self.length, position)
 
 
+@pytest.mark.slow
 def test_seconds_of_environments_are_a_part_of_sampling_in_every_round_and_after_a_pause(tmp_path):
     settings = RolloutSettings(prompts_per_step=2, group_size=2, max_new_tokens=4, refill_rounds=1)
     t = trainer(rollout=settings, minibatches=1)

@@ -480,6 +480,7 @@ ONE_TURN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", daily_but(ONE_TURN, "r3", "critic", "dynamic, chunks"))
 def test_an_episode_of_one_turn_is_the_ordinary_response_to_the_bit(case):
     found = []
@@ -540,6 +541,7 @@ def rows_of(t, count: int) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(keys)} for row in steps(t, count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["step_start", "behaviour", "engine"])
 def test_sampling_beside_the_training_changes_no_number(old):
     results = []
@@ -552,6 +554,7 @@ def test_sampling_beside_the_training_changes_no_number(old):
     assert all(math.isfinite(value) for row in results[0][0] for value in row.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routes", [False, True])
 def test_episodes_that_wait_in_a_checkpoint_come_back_to_the_bit(tmp_path, routes):
     def make():
@@ -678,6 +681,7 @@ def two_steps(ranks=None):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_episodes_out():
     alone = two_steps()
     for tokens, gradients, metrics in ranked(2, two_steps):
@@ -689,6 +693,7 @@ def test_two_ranks_share_the_episodes_out():
     assert small_policy(DENSE).network, "the engines go on with their caches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2])
 def test_ranks_with_an_engine_outside_go_on_until_the_episodes_of_all_have_ended(together):
     """Rank 0 has more chunks, rank 1 longer episodes; in the last round of all, one of them has no
