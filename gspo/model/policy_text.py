@@ -29,8 +29,12 @@ class PolicyText:
         eos_ids = model.generation_config.eos_token_id if model.generation_config else None
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
+        named_ids = [i for i in eos_ids if i is not None]
+        vocabulary_size = len(input_embedding(model))
+        # the ids in generation_config.json that are no tokens of the model
+        self.unknown_stop_ids = [i for i in named_ids if not 0 <= i < vocabulary_size]
         # the tokens that end a response
-        self.stop_ids = {tokenizer.eos_token_id, *(i for i in eos_ids if i is not None)}
+        self.stop_ids = {tokenizer.eos_token_id, *named_ids} - set(self.unknown_stop_ids)
         turn_end = self.prompts.end_of_turn(tokenizer)
         # the token that ends a turn by the chat template alone: neither the tokenizer nor
         # generation_config.json names it

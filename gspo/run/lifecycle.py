@@ -260,6 +260,12 @@ def model_warnings(policy: Policy) -> list[str]:
         lines.append(
             f"{kind}: the number of active parameters is unknown, so compute/flops is left out"
         )
+    if policy.unknown_stop_ids:
+        ids = ", ".join(map(str, policy.unknown_stop_ids))
+        lines.append(
+            f"generation_config.json names eos_token_id {ids}, which is no token of the model: "
+            "no response ends there"
+        )
     if policy.template_turn_end is not None:
         token = policy.tokenizer.decode([policy.template_turn_end])
         lines.append(
