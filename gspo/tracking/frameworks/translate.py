@@ -133,9 +133,7 @@ def translate(
     for record in log.records:
         columns.add(record)
     notes = [*log.notes, *columns.notes(), *_disproved(names, table, framework)]
-    if _begins_at_0(columns):
-        notes.append("its training begins at step 0, which counts as the first")
-        columns.axes = {name: replace(axis, first=0) for name, axis in columns.axes.items()}
+    notes += _count_from_0(columns)
     by_batch = _in_batches(columns, updates)
     relations: dict[str, Entry] = {}
     rows = _rows(by_batch, table, objective, relations, notes)
@@ -171,14 +169,17 @@ def translate(
     return run
 
 
-def _begins_at_0(columns: Columns) -> bool:
-    """Return whether a training step is numbered 0 where the table has 1 as the first.
+def _count_from_0(columns: Columns) -> list[str]:
+    """Let the axes begin at 0 if a training step is numbered 0, and return a note that says so.
 
     The gradient norm tells it: an evaluation before the first update is at step 0 too. prime-rl's
     steps began at 0 before 2026."""
     norm = columns.table.gradient_norm
     axis = columns.axes.get(norm)
-    return axis is not None and axis.first == 1 and 0 in columns.values[norm]
+    if axis is None or axis.first == 0 or 0 not in columns.values[norm]:
+        return []
+    columns.axes = {name: replace(axis, first=0) for name, axis in columns.axes.items()}
+    return ["its training begins at step 0, which counts as the first"]
 
 
 def _disproved(names: set[str], table: Table, framework: str) -> list[str]:
