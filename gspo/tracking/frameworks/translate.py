@@ -172,8 +172,8 @@ def translate(
 def _count_from_0(columns: Columns) -> list[str]:
     """Let the axes begin at 0 if a training step is numbered 0, and return a note that says so.
 
-    The gradient norm tells it: an evaluation before the first update is at step 0 too. prime-rl's
-    steps began at 0 before 2026."""
+    The gradient norm tells it: an evaluation before the first update is at step 0 too. Older
+    versions of prime-rl number their first step 0."""
     norm = columns.table.gradient_norm
     axis = columns.axes.get(norm)
     if axis is None or axis.first == 0 or 0 not in columns.values[norm]:
