@@ -21,7 +21,15 @@ import pandas as pd
 
 from gspo.analysis import paper, stability_claims
 from gspo.analysis.efficiency import Efficiency, efficiency, filled, ratios
-from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, not_compared, why_not_comparable
+from gspo.analysis.load import (
+    GRPO,
+    GRPO_R2,
+    GSPO,
+    Data,
+    count_seeds,
+    not_compared,
+    why_not_comparable,
+)
 from gspo.analysis.runs import Run
 from gspo.analysis.stats import (
     START,
@@ -86,14 +94,8 @@ def undecided_without(left_out: Sequence[Run]) -> str:
             seeds.setdefault(run.arm, []).append(run.seed)
     if not seeds:
         return ""
-    names = [f"{arm}, {seed_names(of_arm)}" for arm, of_arm in seeds.items()]
+    names = [f"{arm}, {count_seeds(of_arm)}" for arm, of_arm in seeds.items()]
     return f"undecided (left out, because these runs collapsed and ended: {'; '.join(names)})"
-
-
-def seed_names(seeds: Sequence[int]) -> str:
-    """Return the names of some seeds, as in "seed 1" or "seeds 1, 4"."""
-    names = ", ".join(map(str, sorted(seeds)))
-    return f"seed {names}" if len(seeds) == 1 else f"seeds {names}"
 
 
 def last_halves(data: Data, a: str, b: str) -> list[pd.DataFrame]:

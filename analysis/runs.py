@@ -179,8 +179,7 @@ class Data:
             # tables hold UTF-8
             name = str(run.path).encode(errors="backslashreplace").decode()
             names = {"run": name, "arm": run.arm, "seed": run.seed}
-            # a log that was joined column by column is fragmented: pandas warns of it, a copy is not
-            frames.append(run.rows.copy().assign(**names))
+            frames.append(run.rows.assign(**names))
         rows = pd.concat(frames, ignore_index=True)
         metrics = sorted(set(rows.columns) - set(NOT_METRICS))
         return rows[[*NOT_METRICS, *metrics]]

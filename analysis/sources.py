@@ -227,7 +227,8 @@ def joined(segments: list[Record]) -> list[Record]:
         key = (segment.settings.get("study"), segment.path)
         earlier = runs.get(key)
         if earlier is not None and earlier.id == segment.id:
-            rows = pd.concat([earlier.rows, segment.rows], ignore_index=True)
+            # without the copy the frame is fragmented, and pandas warns when a column is added
+            rows = pd.concat([earlier.rows, segment.rows], ignore_index=True).copy()
             if len(rows):
                 rows = rows.drop_duplicates("step", keep="last")
                 rows = rows.sort_values("step", ignore_index=True)

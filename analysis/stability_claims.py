@@ -101,7 +101,7 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
         if not declined and elsewhere:
             return (
                 f"undecided (the control does not decline on the {seeds_text(len(common))} that "
-                f"both have; it declines on {elsewhere} other)"
+                f"both have; it declines on {seeds_text(elsewhere)} of its own)"
             )
         if not declined:
             return "undecided (the control does not decline either: nothing here is unstable)"

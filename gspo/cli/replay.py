@@ -353,9 +353,8 @@ def agreement_lines(record: StepRecord, column: Column, row: dict[str, float | N
             f"the replay from the record alone equals the run in all {agreed.compared} "
             f"metrics{farthest}"
         ]
-    lines = [
-        f"the replay from the record alone differs from the run in {counted(len(agreed.differing), 'metric')}:"
-    ]
+    number = counted(len(agreed.differing), "metric")
+    lines = [f"the replay from the record alone differs from the run in {number}:"]
     for name, value, recorded in agreed.differing[:MAX_CAUSES]:
         lines.append(f"  {name}: {value:.6g} here, {recorded:.6g} in the run")
     return lines

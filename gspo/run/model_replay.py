@@ -26,7 +26,7 @@ from gspo.config.settings import (
     has_recorded_entropy_bonus,
     has_recorded_kl_coefficient,
 )
-from gspo.data.step_record import StepRecord
+from gspo.data.step_record import Header, StepRecord
 from gspo.data.step_record_files import read_step, recorded_steps
 from gspo.io.errors import SettingError
 from gspo.io.files import step_folders
@@ -151,7 +151,7 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
     for between in range(start + 1, step):
         record = read_step(run, between)
         check_fits(record, policy)
-        trainer.optim = recorded_optim(record, rollbacks, settings)
+        trainer.optim = recorded_optim(record.header, rollbacks, settings)
         trainer.train_step(between, recorded_rollout(record, settings))
     if loss_parts(changed) != loss_parts(settings):
         other = replace(settings)
@@ -171,18 +171,18 @@ def replay_with_model(run: Path, step: int, changed: Settings, trust: bool) -> M
         trainer = other_trainer
     record = read_step(run, step)
     check_fits(record, policy)
-    trainer.optim = recorded_optim(record, rollbacks, settings)
+    trainer.optim = recorded_optim(record.header, rollbacks, settings)
     metrics = trainer.train_step(step, recorded_rollout(record, changed))
     return ModelReplay(metrics, trainer.first_gradient or [])
 
 
-def recorded_optim(record: StepRecord, rollbacks: Rollbacks, settings: Settings) -> OptimSettings:
+def recorded_optim(header: Header, rollbacks: Rollbacks, settings: Settings) -> OptimSettings:
     """Return the optimizer's settings at a recorded step.
 
     Rollbacks and callbacks change the learning rate. Older records lack it, and then only the
     rollbacks are known."""
-    optim = rollbacks.optim_of(record.header.step, settings)
-    lr = record.header.state.get("lr")
+    optim = rollbacks.optim_of(header.step, settings)
+    lr = header.state.get("lr")
     return optim if lr is None else replace(optim, lr=lr)
 
 

@@ -197,16 +197,21 @@ def _trl_rows(dump: Dump) -> Iterator[TextRow]:
         for name, value in row.values.items():
             if name not in TRL_OTHER_COLUMNS and isinstance(value, float) and name not in names:
                 names.append(name)
+    rewards_of_rows: list[dict[str, float]] = []
     for row in rows:
-        advantage = row.get("advantage", int, float, default=math.nan)
         rewards = {}
         for name in names:
             value = row.values.get(name)
             if isinstance(value, float) and not math.isnan(value):
                 rewards[name] = value
+        rewards_of_rows.append(rewards)
+    # a row without any reward has no sum, whatever the weights
+    has_names = len(names) > 1 and all(rewards_of_rows)
+    for row, rewards in zip(rows, rewards_of_rows, strict=True):
+        advantage = row.get("advantage", int, float, default=math.nan)
         reward = sum(rewards.values()) if rewards else math.nan
         named_rewards = {}
-        if len(names) > 1 and rewards:
+        if has_names:
             named_rewards = {name: rewards.get(name, 0.0) for name in names}
         prompt = row.get("prompt", str)
         response = row.get("completion", str)

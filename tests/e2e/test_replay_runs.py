@@ -104,6 +104,31 @@ def test_steps_after_a_checkpoint_are_replayed_on_the_way(run, replay, tmp_path)
     assert text == "", "it is refused before the table"
 
 
+LOWER = """
+from dataclasses import dataclass
+from gspo.train.extensions import Callback
+
+@dataclass
+class Lower(Callback):
+    def before_step(self, step, trainer):
+        trainer.optim.lr = 1e-6
+"""
+
+
+def test_a_learning_rate_that_a_callback_set_is_replayed(replay, tmp_path, monkeypatch):
+    (tmp_path / "lower.py").write_text(LOWER)
+    options = ["optim.lr=1e-2", "optim.warmup_updates=0", "callbacks.lower=lower:Lower"]
+    options += ["tracking.record_every=1", "tracking.wandb=disabled", "steps=3"]
+    done = train(tmp_path, *SMALL, *GRADIENT, *options, "checkpoint.every=10")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    code, text, errors = replay(only_run(tmp_path), "step=3", "model=true")
+    assert code == 0, errors
+    (line,) = [line for line in text.splitlines() if line.startswith("optim/grad_norm ")]
+    mine, recorded = map(float, line.split()[1:])
+    assert mine == pytest.approx(recorded, rel=1e-3)
+
+
 def test_old_log_probs_of_older_weights_are_replayed_without_experts_too(replay, tmp_path):
     options = ["model=tiny_moe", "policy.old_logprobs=behaviour", "rollout.staleness=1"]
     options += ["tracking.record_experts=false", "tracking.record_every=1", "steps=3"]

@@ -50,7 +50,8 @@ def test_the_clipped_shares_of_the_other_seeds_show_nothing(tmp_path):
     write_arm(tmp_path, "grpo", range(1, 3))
     verdict = claims.clipping(load.load([tmp_path])).verdict
     assert (
-        verdict == "undecided (left out, because these runs collapsed and ended: GRPO, seeds 1, 2)"
+        verdict
+        == "undecided (left out, because these runs collapsed and ended: GRPO, 2 seeds (1, 2))"
     )
 
 
@@ -64,7 +65,7 @@ def test_a_gain_between_studies_has_no_interval(tmp_path):
     assert math.isnan(gains["GRPO"].mean)
     line = next(x for x in fig_contrast.table([first, second]) if "- |" in x and "| GRPO " in x)
     assert (
-        "undecided (left out, because these runs collapsed and ended: GRPO, seeds 1, 2, 3, 4)"
+        "undecided (left out, because these runs collapsed and ended: GRPO, 4 seeds (1, 2, 3, 4))"
         in line
     )
     # seeds that one of the studies lacks are not compared, so their collapse is no reason
@@ -106,7 +107,7 @@ def test_the_report_of_a_study_compares_no_survivors(tmp_path):
     (remarks,) = blocks
     (line,) = remarks.texts
     assert line.startswith("GSPO is not compared with GRPO: undecided (left out, because these")
-    assert "GRPO, seeds 1, 2, 3, 4" in line and "no fair sample" in line
+    assert "GRPO, 4 seeds (1, 2, 3, 4)" in line and "no fair sample" in line
 
 
 def test_a_survivors_p_is_not_stated(tmp_path):

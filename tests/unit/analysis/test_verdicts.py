@@ -74,7 +74,7 @@ def test_a_run_that_ended_when_it_collapsed_is_not_silently_left_out(tmp_path):
     claim = claims.reward(load.load([tmp_path]))
     assert (
         claim.verdict
-        == f"undecided (left out, because these runs collapsed and ended: {GRPO_R2}, seed 4)"
+        == f"undecided (left out, because these runs collapsed and ended: {GRPO_R2}, 1 seed (4))"
     )
     assert "collapsed at step" in claim.finding
 
@@ -311,7 +311,7 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
     write(tmp_path / "elsewhere", GRPO, 1, good)
     write(tmp_path / "elsewhere", GRPO, 7, bad)
     assert verdict("elsewhere") == (
-        "undecided (the control does not decline on the 1 seed that both have; it declines on 1 other)"
+        "undecided (the control does not decline on the 1 seed that both have; it declines on 1 seed of its own)"
     )
     for seed in range(1, 7):
         write(tmp_path / "some", GRPO, seed, bad if seed == 1 else good)

@@ -12,7 +12,7 @@ import torch
 from composing import settings as composed
 from gspo.algorithm.objectives import GRPO
 from gspo.algorithm.objectives.base import Clipped, LossInputs, LossOutputs
-from gspo.data.step_record import Header, StepRecord
+from gspo.data.step_record import Header
 from gspo.run.model_replay import recorded_optim
 from gspo.run.rollback import Rollbacks
 from gspo.train.checkpoint import TrainState
@@ -134,12 +134,11 @@ def test_a_record_has_the_learning_rate_that_a_callback_set(tmp_path):
     t = trainer(lr=1e-3)
     t.extensions = Extensions({}, {"halve": Halve()})
     fit(t, 1)
-    record = StepRecord.__new__(StepRecord)
-    record.header = Header(step=1, state=t.loss_state())
+    header = Header(step=1, state=t.loss_state())
     settings = composed("optim.lr=1e-3")
-    assert recorded_optim(record, Rollbacks(tmp_path), settings).lr == 5e-4
-    del record.header.state["lr"]  # an older record
-    assert recorded_optim(record, Rollbacks(tmp_path), settings).lr == 1e-3
+    assert recorded_optim(header, Rollbacks(tmp_path), settings).lr == 5e-4
+    del header.state["lr"]  # an older record
+    assert recorded_optim(header, Rollbacks(tmp_path), settings).lr == 1e-3
 
 
 @dataclass

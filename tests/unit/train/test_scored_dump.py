@@ -38,7 +38,7 @@ def verl_dump(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trl_dump(tmp_path: Path) -> Path:
+def trl_dump(tmp_path: Path, **changed: list) -> Path:
     columns = {
         "step": ["7"] * len(TEXTS),
         "prompt": [prompt for prompt, _, _ in TEXTS],
@@ -49,7 +49,7 @@ def trl_dump(tmp_path: Path) -> Path:
     }
     (tmp_path / "completions").mkdir()
     file = tmp_path / "completions" / "completions_00007.parquet"
-    pd.DataFrame(columns).to_parquet(file)
+    pd.DataFrame(columns | changed).to_parquet(file)
     return tmp_path
 
 
@@ -110,6 +110,13 @@ def test_trl_s_texts_are_scored(tmp_path, policy):
     tokens = [0.7] * 2 + [-0.7] * 2 + [-0.7] * 2 + [0.7]
     assert record.advantages.tolist() == pytest.approx(tokens)
     replay(record, ALGORITHM, SETTINGS, PolicySettings(), recorded_advantages=True)
+
+
+def test_a_row_of_trl_without_any_reward_leaves_the_columns_without_names(tmp_path, policy):
+    folder = trl_dump(tmp_path, accuracy_reward=[1.0, math.nan, 0.0, 1.0])
+    record = score_dump(folder, 7, policy, None)
+    assert record.header.named_rewards == {}
+    assert math.isnan(record.rewards[2]) and record.rewards[0] == 1.5
 
 
 def test_a_column_of_trl_that_is_no_reward_is_named_and_can_be_left_out(tmp_path, policy):
