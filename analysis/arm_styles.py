@@ -5,8 +5,6 @@ kinds of colour blindness, and by lightness alone in grey (tests/unit/analysis/t
 measures both). All other arms can be told apart by colour, marker and line together.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 

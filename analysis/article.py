@@ -16,8 +16,6 @@ The same rows give the same bytes. Typst is the package `typst` of the group `pa
 inside the package, so the PDF does not depend on the machine's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ All else is undecided. In a sequential design interval and p have the level of t
 .05 (sequential.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The numbers of the article's dose studies, B to I. doses.py says what a dose study is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -10,8 +10,6 @@ An entry of the JSON file has these fields:
     seeds       the number of seeds, 0 if it is no mean over seeds
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ The panels are those of `gspo figure dose`, in a size that fits the page. The co
 the critical rates and the early warnings are drawn by their own figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Every number has a name, such as `A.4.ratio.plain`. The article's text and table
 contain none themselves. article_entries.py says what an entry holds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

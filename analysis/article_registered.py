@@ -3,8 +3,6 @@
 experiments/STUDIES.md has the registrations. article_criteria.py has the rules.
 """
 
-from __future__ import annotations
-
 from gspo.analysis.article_criteria import Criterion, Part, criterion, judge
 from gspo.analysis.article_doses import ENOUGH
 from gspo.analysis.article_entries import Numbers

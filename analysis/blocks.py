@@ -4,8 +4,6 @@ templates/blocks.html.j2 is the HTML. analysis/wandb_report.py writes the same b
 Report.
 """
 
-from __future__ import annotations
-
 import html
 import os
 import re

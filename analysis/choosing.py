@@ -1,7 +1,5 @@
 """Choose runs by the values of their settings: `where.KEY=VALUE`, and the advice on how to use it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from numbers import Real
 

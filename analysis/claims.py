@@ -11,8 +11,6 @@ GSPO's rival is GRPO with Routing Replay, as in the paper. If no run has Routing
 model routes nothing), the rival is plain GRPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

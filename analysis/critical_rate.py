@@ -23,8 +23,6 @@ arms were the same.
 Shape suffixes: S seeds, A arms, R rates, C cells (an arm at a rate), P parameters, D draws.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

@@ -3,8 +3,6 @@
 fig_dose.py draws them and says what a dose is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real

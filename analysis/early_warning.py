@@ -16,8 +16,6 @@ writes early_warning.pdf and .png. With rules=true the tables and the figure are
 all recorded runs (warning_table.py).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -23,8 +23,6 @@ from that seed's neighbouring batches. Leaving it out of the mean would move the
 other seeds. Shape suffixes: T steps, S seeds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

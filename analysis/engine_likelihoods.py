@@ -4,8 +4,6 @@ fig_engine_likelihoods.py draws them. An arm is a precision, an objective, a rep
 of the old log-probs. A cell is an arm without this source: its two arms are compared.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -5,8 +5,6 @@ checksum (4). TensorBoard computes the checksums in pure Python, which takes min
 events. Here numpy computes those of many events at once.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

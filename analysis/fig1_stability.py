@@ -9,8 +9,6 @@ printed and in the caption, follows the criteria in analysis/claims.py. Writes f
 and .png. Training reward: metric reward/mean. Compute: compute/flops (gspo/tracking/metrics.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -11,8 +11,6 @@ Metrics: clip/token_active (the clip removed the gradient) and clip/token_outsid
 the band). The paper does not say which of the two it shows. We compare it with the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Writes fig3_routing_replay.pdf and .png. Metrics: reward/mean, compute/flops, ro
 (the router's own choice, also if a replay overrides it).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matplotlib.axes import Axes

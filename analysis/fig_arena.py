@@ -19,8 +19,6 @@ told apart from it may be. Prints Markdown tables of all of it. Writes fig_arena
 Metrics: reward/mean, compute/seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

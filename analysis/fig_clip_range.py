@@ -8,8 +8,6 @@ less than each of them. With each objective at its own range the paper finds a h
 many. Prints a Markdown table. Writes fig_clip_range.pdf and .png.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -12,8 +12,6 @@ GSPO's settings are those of the first study, the paired gains of the other arms
 study are printed too, and drawn if there is room. Writes fig_contrast.pdf and .png.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import combinations, pairwise
 from pathlib import Path

@@ -14,8 +14,6 @@ differences at each rate. With looks=[20,30,40] the runs are a sequential design
 at these numbers of seeds (sequential.py). Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path

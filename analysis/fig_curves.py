@@ -8,8 +8,6 @@ metrics of your own, such as custom/answers. Metrics that the runs have not reco
 Writes fig_curves_<study>.pdf and .png.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

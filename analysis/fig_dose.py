@@ -20,8 +20,6 @@ differences have the level of the look (sequential.py). Writes fig_dose_<study>.
 Metrics: reward/mean and the named metrics.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

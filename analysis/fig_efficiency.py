@@ -8,8 +8,6 @@ analysis/efficiency.py. The verdict is taken on the like-for-like ratio, which i
 Writes fig_efficiency.pdf and .png. Metrics: reward/mean, compute/flops.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -10,8 +10,6 @@ in words. Writes fig_engine_likelihoods.pdf and .png. Runs that are missing or u
 and left out. Arms are paired by seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

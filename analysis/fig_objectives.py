@@ -8,8 +8,6 @@ objective's range as much as on its kind, and the gradient norm depends on how i
 Markdown table of the same numbers. Writes fig_objectives.pdf and .png.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from pathlib import Path

@@ -9,8 +9,6 @@ routing/consistency_layer_<n> (the router's own choice, also if a replay overrid
 2..N against the step's start).
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

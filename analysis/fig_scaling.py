@@ -10,8 +10,6 @@ Memory stays level except for the tensors of a micro-batch. Prints a Markdown ta
 numbers with the exponents between points. Writes fig_scaling.pdf and .png.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

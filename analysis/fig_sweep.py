@@ -8,8 +8,6 @@ with the paired difference of GSPO and GRPO, seed by seed. Writes fig_sweep_<stu
 The first lines of the sweep's own file describe the expected result.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ A trainer of your own is read if the file says which of its metrics are ours:
     counts: updates
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ TRL prints no step. Its rows are numbered. A row whose epoch is before that of t
 a resumed run, and gets the number of the first row with its epoch.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable

@@ -15,8 +15,6 @@ parts become notes.
 gspo.tracking.frameworks knows what the names mean.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator

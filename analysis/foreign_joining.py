@@ -11,8 +11,6 @@ numbers that only one of them has are added. If a run was resumed, each start ha
 count up to the first step of the next start. Logs that disagree stay two runs. Notes say all this.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The kind of a file shows in its name and its first bytes. foreign_files.py reads
 file may be hostile.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

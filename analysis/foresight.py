@@ -9,8 +9,6 @@ apart. It treats runs as independent, which runs of the same seed or setting are
 interval is given for fewer than 5 runs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

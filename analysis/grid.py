@@ -4,8 +4,6 @@ A study figure is a grid of panels with a mean and its interval for every arm, o
 arm. The fig_*.py files choose the numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

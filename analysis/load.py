@@ -1,7 +1,5 @@
 """Load the runs of any source (sources.py), name their arms, and return them together."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Panels that several figures share: curves of arms, the paper's curves, the paired difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The first lines of the CSV file say how. Training rewards carry a reading error 
 0.001. The paper's x axis has no ticks: only the markers' order is known.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

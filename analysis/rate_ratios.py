@@ -4,8 +4,6 @@ The tables are those of fig_critical_rate.measure: a row per run with arm, seed,
 Shape suffixes: S seeds, A arms, R rates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations
 

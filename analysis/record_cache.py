@@ -3,8 +3,6 @@
 A copy in the cache is a Parquet file. It counts until the stamp of its source changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

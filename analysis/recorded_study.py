@@ -8,8 +8,6 @@ precision, and in its metadata the settings of every run. The other files of a r
 (checkpoints, responses, reports) are left out.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

@@ -13,8 +13,6 @@ goes to <out>/summary.md. A claim that is not seen is reported as not seen. The 
 analysis/claims.py and analysis/stability_claims.py, one docstring per claim.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

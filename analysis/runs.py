@@ -4,8 +4,6 @@ load.py makes them. Row 0 holds only the evaluation of the cold start. Row s >= 
 batch s. gspo/tracking/metrics.py defines each metric.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """The command line of every figure script: load runs, draw, print the paths and the verdicts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress

@@ -14,8 +14,6 @@ W&B's files inside a run directory are a view of it and are not read again. Runs
 as Parquet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

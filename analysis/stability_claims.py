@@ -3,8 +3,6 @@
 claims.py has the others, and says how all of them are judged.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

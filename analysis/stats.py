@@ -10,8 +10,6 @@ Shape suffixes: T steps, S seeds, B blocks, D draws of a bootstrap. Tables are [
 arrays or data frames. gspo/statistics.py has the formulas that evaluations use too.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

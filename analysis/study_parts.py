@@ -3,8 +3,6 @@
 study_report.py writes them to files as HTML and Markdown, and wandb_report.py to W&B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pandas as pd

@@ -10,8 +10,6 @@ the study's curves, the paper's figures that its arms permit, and the PNG files 
 before. This needs an account.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 arm_styles.py has the colours, markers and lines of the arms.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

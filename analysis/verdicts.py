@@ -17,8 +17,6 @@ of a look takes the place of .05, in the interval and for the p (sequential.py).
 an interval within the run and no p: it can point to something, no more.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ payloads are W&B's protobuf messages. A resumed run has a file per segment, whos
 our `step`. The records of other frameworks' runs are left as they are (foreign_files.py).
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -4,8 +4,6 @@ The answer is read from the tables of gspo.tracking.frameworks. Only the names t
 mean another thing are listed here.
 """
 
-from __future__ import annotations
-
 from gspo.tracking.frameworks.known import TABLES
 from gspo.tracking.frameworks.table import ANY, Table
 

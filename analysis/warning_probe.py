@@ -4,8 +4,6 @@ The recorded runs lack both, so experiments/signal_probe.py measured them in a f
 They are too few for a rule's worth: the table shows the means of ten steps.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gspo.analysis import load

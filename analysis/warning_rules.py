@@ -11,8 +11,6 @@ So no threshold was chosen on the runs that judge it. A collapse is seen if a wa
 it. Warnings in the first 10 steps do not exist, as in the monitor.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

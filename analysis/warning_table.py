@@ -4,8 +4,6 @@
 thresholds, warning_worth.py says how the intervals are computed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -10,8 +10,6 @@ of the two intervals is given. Seeds are left out if there are fewer than 5, as 
 Shape suffixes: N runs, D draws of a bootstrap, C clusters (settings or seeds).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ the tag "hash" the answer is after ####, else in the last \\boxed{}. A line of `
 Exit code 0 if everything is as expected, 1 if not, 2 if the command or a file is wrong.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

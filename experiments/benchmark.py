@@ -2,8 +2,6 @@
 more.
 """
 
-from __future__ import annotations
-
 import gspo.io.interrupt  # noqa: F401
 
 # isort: split

@@ -9,8 +9,6 @@ ours are float32 with bfloat16 products, which spares it a cast of all weights. 
 GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -9,8 +9,6 @@ experiments/peers/vectors.py describes the format of golden vectors.
 Exit code 1 if an entry is out of its tolerance, 2 if the command or the folder is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -16,8 +16,6 @@ updates, under the weights that sampled it. They change no other number of the r
 Shape suffixes: R responses, P prompts, K parts of a batch, N parameters.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@
 The pages state times of one machine, which they name. Run this when nothing else runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ Shape suffixes: N values, D draws of a bootstrap. scipy is imported inside the f
 it, so that commands which compute nothing start fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -10,8 +10,6 @@ nothing confines them.
 In a program, @SECRET@, @HOST@ and so on stand for the decoys; see `Scene.values`.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, NamedTuple
 

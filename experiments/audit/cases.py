@@ -8,8 +8,6 @@ programs  {"id", "kind": "function" | "stdin", "code", "entry_point", "tests": [
           or {"stdin", "expected_stdout"}], "expected_verdict", "also_ok": [...]}
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass

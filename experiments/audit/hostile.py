@@ -4,8 +4,6 @@ The tests and the audit of an installed machine use them. Everything here is the
 \boxed{}.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

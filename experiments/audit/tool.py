@@ -2,8 +2,6 @@
 environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar

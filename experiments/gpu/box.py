@@ -19,8 +19,6 @@ and of the study finished.jsonl (a line for each finished run) and runs/ (the ro
 all runs).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -19,8 +19,6 @@ policykl, pg_loss, kl_loss, rollout_is_*.
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

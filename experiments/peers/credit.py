@@ -11,8 +11,6 @@
 Shape suffixes: B responses, T response tokens, 1 the only column of a response-level mask.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -11,8 +11,6 @@
 Shape suffixes: B responses, T response tokens, K named rewards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

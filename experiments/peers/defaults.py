@@ -2,8 +2,6 @@
 golden vectors.
 """
 
-from __future__ import annotations
-
 COLUMNS = (
     "ratio and clip",
     "aggregation",

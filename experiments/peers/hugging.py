@@ -17,8 +17,6 @@ rollout weights  "sequence" is the product of the token ratios in TRL, their geo
                  ms-swift
 """
 
-from __future__ import annotations
-
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.corrections import MIS, TIS, Correction
 from gspo.algorithm.kl import KLInLoss

@@ -12,8 +12,6 @@ Facts that the translations rest on, all of them in the peers' code:
                      loss over tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

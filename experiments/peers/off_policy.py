@@ -15,8 +15,6 @@ Facts that the translations rest on, all of them in the peers' code:
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

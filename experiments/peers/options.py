@@ -2,8 +2,6 @@
 silently ignored.
 """
 
-from __future__ import annotations
-
 from peers.vectors import Entry
 
 REMARKS = ("note",)  # options that inform only the reader

@@ -14,8 +14,6 @@ trainer.
 Shape suffixes: B responses, T response tokens, 1 the only column of a response-level mask.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What our own code gives for an entry, ready to be compared."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

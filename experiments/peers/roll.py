@@ -9,8 +9,6 @@ KL            k3 with the value within +-10, aggregated like the policy term, wi
               weights
 """
 
-from __future__ import annotations
-
 from gspo.algorithm.aggregation import Aggregation
 from gspo.algorithm.kl import KLInLoss
 from gspo.algorithm.objectives import CISPO, GRPO, GSPO

@@ -8,8 +8,6 @@ and any of `loss`, `grad_logp`, `metrics`, `outputs`, `precision`. Numbers are f
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ experts that are dealt to ranks are not timed. That is for gloo, where an exchan
 call returns: on a GPU it only begins then.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

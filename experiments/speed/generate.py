@@ -2,8 +2,6 @@
 number of responses.
 """
 
-from __future__ import annotations
-
 import time
 from statistics import median
 

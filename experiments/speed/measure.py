@@ -6,8 +6,6 @@ as two forwards. The peak is that of a large matrix product, measured in the sam
 after the steps.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import tempfile

@@ -5,8 +5,6 @@ TRL has an environment of its own (`make setup-peer`); without one it is looked 
 process's. Every measurement is a process of its own on the same cores.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ not the exchange's. Every measurement is a command of its own, and several proce
 torchrun.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ tokens are known. Every point is measured in a process of its own, so that its p
 own.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

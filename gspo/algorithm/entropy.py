@@ -5,8 +5,6 @@ policy's entropy is above 0.2, there is no bonus. After each update with an entr
 the coefficient grows by 0.005. The updates then have a bonus until the entropy is above 0.2 again.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ spreads of the log-ratios and returns a CheckResult.
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Models are created on the device with random weights. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

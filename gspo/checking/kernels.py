@@ -1,7 +1,5 @@
 """Compares every kernel of the network, forward and backward, with float64 on the CPU."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager

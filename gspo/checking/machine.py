@@ -1,7 +1,5 @@
 """Checks versions and devices, and measures the peak speeds of arithmetic and memory."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The findings of the checks, as lines of the terminal and as records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any

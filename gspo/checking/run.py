@@ -1,7 +1,5 @@
 """Runs the checks in their order until the deadline."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable

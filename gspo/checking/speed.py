@@ -1,7 +1,5 @@
 """Compares the speed of sampling and learning with the limits of memory and arithmetic."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Checks whether the parts of a training step agree, and whether a run learns and resumes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -9,8 +9,6 @@ Each finding is a line: `ok`, `SLOW` (correct, but slower than it should be), `F
 and no account is needed: the models have random weights and are created on the device.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

@@ -11,8 +11,6 @@ It prints a line for each invariance: `holds` or `FAILS`, with the reason.
   KEY=VALUE    a setting of the objective
 """
 
-from __future__ import annotations
-
 import sys
 
 from omegaconf import OmegaConf

@@ -22,8 +22,6 @@ in which an answer is found) and correctness (more correct responses among these
 these two parts are by bootstrap over problems. The formula is in gspo/evaluation/paired.py.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections import Counter

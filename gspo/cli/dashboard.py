@@ -14,8 +14,6 @@ the views that this command saved before. Without an account, the command writes
 and prints the command to publish it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 `--help` says more.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Opens the run or the model of `gspo evaluate`, samples responses, and reports the scores."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace

@@ -3,8 +3,6 @@
 A command's module is imported only when that command is called. This keeps `gspo --help` fast.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 conf/ and sweeps/ are beside gspo/ in the repository, and inside gspo/ in an installed wheel.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

@@ -20,8 +20,6 @@ The settings of `gspo train` under objective, advantage, kl, correction, reward,
 and the entropy bonus are options too. docs/replay.md explains the numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -5,8 +5,6 @@ change their settings. Everything that a record cannot tell anew is refused, suc
 mini-batches: its log-probs are those of the updates that the run made.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace

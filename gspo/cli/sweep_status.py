@@ -8,8 +8,6 @@ collapsed, type the sweep's command again. This command only reads files, so it 
 sweep.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

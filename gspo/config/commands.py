@@ -1,7 +1,5 @@
 """The settings of `gspo evaluate`, `gspo sample` and experiments/benchmark.py, as dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

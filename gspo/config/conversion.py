@@ -4,8 +4,6 @@ OmegaConf.to_object turns a key that is no field (`+optim.learning_rate=1`) into
 nobody reads. Therefore `to_dataclass`, which every entry point calls, compares keys with fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any

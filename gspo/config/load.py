@@ -4,8 +4,6 @@ Recorded settings are only data: no interpolation in them is resolved. Some sett
 another user made are not used.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Mapping

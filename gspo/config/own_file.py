@@ -1,7 +1,5 @@
 """Checks of the file that the user names with -cn, whose settings could be lost without a word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hydra.conf import HydraConf

@@ -1,7 +1,5 @@
 """Say in plain sentences why a setting is refused, in the place of Hydra's errors."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ pickle is never read, because unpickling runs the code that it holds.
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

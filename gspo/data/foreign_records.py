@@ -18,8 +18,6 @@ are not in its dump, so the pass at the start of the step takes their place.
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 This module does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, field

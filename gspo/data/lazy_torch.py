@@ -6,8 +6,6 @@ describe a run, without any tensor. `from gspo.data.lazy_torch import torch` ins
 torch` saves them the 3 seconds of importing PyTorch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

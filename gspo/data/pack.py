@@ -4,8 +4,6 @@ Shape suffixes: B responses, T response tokens, S all tokens, L MoE layers, K ex
 token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain

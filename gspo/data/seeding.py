@@ -5,8 +5,6 @@ must be saved or advanced. So the numbers are the same in a resumed run, in a ru
 size, and for a response with other neighbours in its batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ update: b rows and n response tokens.
 This module does not import torch, so pages, figures and tests can read records on any machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any

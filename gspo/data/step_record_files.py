@@ -4,8 +4,6 @@ A record may be someone else's. So its arrays and its header are checked before 
 from them, and reading runs no code.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

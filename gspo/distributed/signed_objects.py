@@ -11,8 +11,6 @@ torch.distributed exchanges objects through two functions, in its distributed ch
 module replaces both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -5,8 +5,6 @@ set the same problems with the same prompts. The number of samples, the temperat
 may differ. The table lists these differences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

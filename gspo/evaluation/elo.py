@@ -12,8 +12,6 @@ an error.
 Shape suffixes: P problems, D draws of the bootstrap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ stands for a sample that could not be graded through no fault of its own. Such s
 numerator and in no denominator, and problems with too few graded samples are left out.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

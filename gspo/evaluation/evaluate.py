@@ -5,8 +5,6 @@ numbers from the scores. All runs and steps have the same problems and random nu
 can be compared in pairs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -18,8 +18,6 @@ it has no c. Then the c of the other policy replaces it, and the whole gain is f
 Shape suffixes: P problems, D draws of the bootstrap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

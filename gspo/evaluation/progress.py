@@ -1,7 +1,5 @@
 """The progress bar of an evaluation: problems, the accuracy so far, and the remaining time."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from tqdm import tqdm

@@ -11,8 +11,6 @@ uninterrupted evaluation to the last bit. With vLLM it keeps single problems, in
 they ended. The sums of vLLM depend on the rest of its batch anyway.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The settings under `evaluation`: the held-out problems of a run, and their sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

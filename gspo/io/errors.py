@@ -1,7 +1,5 @@
 """The errors of settings and of rows of data that cannot be used. Their texts are one line."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -11,8 +11,6 @@ characters act on a terminal or deceive a reader. They are replaced by their cod
 `escape_output` does this to all output of a process.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -5,8 +5,6 @@ must not redirect our writes. A link to the directory itself, or to a folder abo
 own choice.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -10,8 +10,6 @@ So machines that share a home directory recognise each other's runs. Without a h
 file is recognised.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Readers for the rows of a run's metrics file, with wider bounds for this user's own runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gspo.io import untrusted

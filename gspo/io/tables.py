@@ -1,7 +1,5 @@
 """Tables of text with aligned columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 

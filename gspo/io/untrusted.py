@@ -8,8 +8,6 @@ damaged or exceeds a bound. Its message is a single line that names the path. A 
 FileNotFoundError.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

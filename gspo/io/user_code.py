@@ -7,8 +7,6 @@ Such code is identified by its sources: the SHA-256 of the module's file, of the
 and of the modules that these import from the same folder. Other installed packages do not count.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

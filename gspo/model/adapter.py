@@ -7,8 +7,6 @@ gspo.model.forward.low_rank computes the adapter's part of the forward pass.
 LoRA: arXiv:2106.09685. peft's documentation: https://huggingface.co/docs/peft.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

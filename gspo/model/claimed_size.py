@@ -5,8 +5,6 @@ gigabytes. The files of weights list their tensors at their beginning, and this 
 read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

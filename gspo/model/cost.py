@@ -6,8 +6,6 @@ modules called `experts`. If configuration and modules do not fit together, the 
 number is better than a wrong number.
 """
 
-from __future__ import annotations
-
 import transformers
 from torch import Tensor, nn
 

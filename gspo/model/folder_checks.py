@@ -1,7 +1,5 @@
 """Refuses a model's folder that transformers would load in part, or otherwise than it is meant."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 The hub's own client tries for a minute, and prints two lines for each attempt.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import suppress

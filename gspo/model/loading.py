@@ -3,8 +3,6 @@
 Any engine can load such a folder.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import tempfile

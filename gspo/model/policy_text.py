@@ -1,7 +1,5 @@
 """The texts of a policy: its prompts, its responses, and the tokens that end a response."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import transformers

@@ -22,8 +22,6 @@ These routers do not sort the K experts. So two choices are compared as sets.
 Shape suffixes: N tokens, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ A router with another gate formula is refused.
 Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E experts, N = B*S.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial

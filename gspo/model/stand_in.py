@@ -6,8 +6,6 @@ transformers, heads that share keys, norms of queries and keys, routers, chat fo
 begin and end turns, and tokens that are pieces of words. So all code that depends on these runs.
 """
 
-from __future__ import annotations
-
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,7 +1,5 @@
 """Tiny models with random weights and one token per character, for the testbed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 It is a normal PreTrainedTokenizerFast, which engines can load.
 """
 
-from __future__ import annotations
-
 import string
 
 import transformers

@@ -1,7 +1,5 @@
 """Copies a model without its weights, and copies weights into a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """The sampling engine's part of a plan: its memory, and the responses that it samples at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig

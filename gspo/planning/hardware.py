@@ -5,8 +5,6 @@ bandwidth of links in a single direction. `network` is a GPU's bandwidth to othe
 50 GB/s is a 400 Gb/s adapter per GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 from gspo.io.arguments import nearest

@@ -12,8 +12,6 @@ Not measured: fragmentation in the caching allocator, CUDA's context, NCCL's buf
 inside kernels. gspo.planning.hardware.RESERVE stands for them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ The configuration is read from a folder or looked up on the hub. gspo.model.publ
 configurations of some public models, so plans for these models need no network.
 """
 
-from __future__ import annotations
-
 import transformers
 from transformers import PretrainedConfig
 

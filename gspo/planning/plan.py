@@ -9,8 +9,6 @@ gspo.planning.times the seconds. The plan assumes that nothing overlaps and that
 the maximum length. So a time is right to a factor of two, and its parts show the bottleneck.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

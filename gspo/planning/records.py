@@ -1,7 +1,5 @@
 """How many bytes the record of a step takes (gspo.data.step_record), if all responses are longest."""
 
-from __future__ import annotations
-
 import numpy as np
 from transformers import PretrainedConfig
 

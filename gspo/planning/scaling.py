@@ -5,8 +5,6 @@ responses per GPU, so a step grows with the GPUs. The efficiency is the speed of
 its speed in the run with the fewest GPUs that fits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from gspo.config.settings import Settings

@@ -4,8 +4,6 @@ Times come from a roofline: arithmetic at 40 % of the GPU's peak, memory at 60 %
 and kernel launches as measured on an H200 (gspo.planning.hardware).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

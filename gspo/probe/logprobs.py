@@ -12,8 +12,6 @@ All functions take tensors [responses, tokens]. Masked entries may be NaN.
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

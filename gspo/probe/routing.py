@@ -14,8 +14,6 @@ Shape suffixes: B rows, S positions, L MoE layers, K experts per token, E expert
 positions or the selected response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Shape suffixes: B responses, T response tokens, S all positions, L MoE layers, K experts per token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ and stand in the row of its last optimizer step. docs/probe.md explains them.
 Shape suffixes: B responses, T response tokens, S all positions, L MoE layers, K experts per token.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes that answer questions over a connection, and the base of their owners."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -13,8 +13,6 @@ The function is the user's own code and is not confined. If it runs code of a mo
 sandbox.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

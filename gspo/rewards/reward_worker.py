@@ -13,8 +13,6 @@ on the connection:
 Output of the function goes to the standard error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io

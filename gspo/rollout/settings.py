@@ -7,8 +7,6 @@ settings. gspo.rollout.vllm_settings adds those of vLLM.
 of the classes is the order in which the settings are shown.
 """
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field, fields
 
 from gspo.io.errors import SettingError

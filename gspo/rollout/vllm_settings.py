@@ -4,8 +4,6 @@
 `rollout=vllm_server` with a vLLM server elsewhere (gspo.rollout.engines.vllm_server).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo.io.errors import SettingError

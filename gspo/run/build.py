@@ -3,8 +3,6 @@
 `build_trainer` does it all. Evaluation, samples and benchmarks use some of the other functions.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Record the code and the machine that a run was made with: the files code.json and code.diff."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Give each job its threads and GPUs when a sweep runs several jobs on one machine at once."""
 
-from __future__ import annotations
-
 import os
 
 from hydra.conf import HydraConf

@@ -5,8 +5,6 @@ step as TensorBoard's step. Each number is rounded to 32 bits, as a scalar of Te
 more. PyTorch's own writer writes them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ policy, would continue as if nothing had happened. So the run's settings hold di
 `resume` compares them, and `gspo compare` shows them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gspo.config.settings import Settings, first_difference

@@ -9,8 +9,6 @@ the first rank of a machine that knows an error prints it before it exits (`say_
 gives the error to torchrun, which prints it last.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

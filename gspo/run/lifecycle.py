@@ -1,7 +1,5 @@
 """Make a run: train from its newest checkpoint, again after each rollback, and record the end."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing, suppress
 from dataclasses import asdict, replace

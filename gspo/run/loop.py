@@ -1,7 +1,5 @@
 """The loop of a run: evaluation, metrics, warnings and checkpoints around the trainer's steps."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

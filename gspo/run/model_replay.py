@@ -8,8 +8,6 @@ Under the run's own settings this gives the gradient norm of the run. Under othe
 from the same weights and goes its own way.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from copy import deepcopy

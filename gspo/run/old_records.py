@@ -1,7 +1,5 @@
 """Deletes records, and their pages, of steps that are neither due nor among the last steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gspo.data.step_record_files import record_file, recorded_steps

@@ -8,8 +8,6 @@ silent. When a rank ends too early, the others notice in their next collective, 
 prints which rank it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ of the whole step: sampling, scoring, updates, and held-out problems if they are
 makes a step slower, so its row of metrics is no measure of speed.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

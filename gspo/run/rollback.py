@@ -5,8 +5,6 @@ them have been moved to superseded/. A run that is killed between the decision a
 the move when it starts again, and then continues as if it had not been killed.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

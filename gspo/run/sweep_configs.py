@@ -1,7 +1,5 @@
 """Expand a sweep's command line to its jobs, and compose the configuration of each job."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 

@@ -6,8 +6,6 @@ The process that launches the jobs reads their run directories every few seconds
 run anywhere. Jobs that write to the same terminal then print no progress of their own.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

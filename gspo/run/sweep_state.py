@@ -1,7 +1,5 @@
 """Find out how far the runs of a sweep are, from the study's manifest and the run directories."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

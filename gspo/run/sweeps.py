@@ -5,8 +5,6 @@ directories. Run directories are named by their settings, so the same command fi
 gspo.run.sweep_state reads how far each job is.
 """
 
-from __future__ import annotations
-
 import grp
 import json
 import os

@@ -5,8 +5,6 @@ split is a pure function of (seed, split, i), so every run, worker and resumed r
 problem.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """The base of tasks whose responses are programs that are graded by tests."""
 
-from __future__ import annotations
-
 from gspo.data.samples import Score
 from gspo.rewards.code.grader import CodeGrader, Submission
 from gspo.tasks.base import Task

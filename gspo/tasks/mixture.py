@@ -1,7 +1,5 @@
 """A mixture of the math task and the code task in one run, as in the paper."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -7,8 +7,6 @@ With `task.path` the problems of that file are held out. Without it 1 in 8 probl
 file is held out. The text of a problem alone decides, so every run holds out the same problems.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ weights at an old path become a new version. With `upload`, the files go to W&B'
 too.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import re

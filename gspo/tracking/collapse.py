@@ -8,8 +8,6 @@ thresholds. `Signal.score` returns the scores of a whole series. A step whose me
 (None, NaN, inf) repeats the previous score.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

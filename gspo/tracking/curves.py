@@ -1,7 +1,5 @@
 """The curves of a run's page: metrics over the steps, in the coordinates of an SVG picture."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ workspaces"). Names with an underscore are private to this library. So its versi
 tests/unit/tracking/test_dashboard.py tests the names that are used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ A saved episode is the row of a response (gspo.tracking.tracker.rollout_row) tha
 turns of the policy, and the environment's turns between them.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from typing import Any

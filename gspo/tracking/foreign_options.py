@@ -4,8 +4,6 @@ Every command that reads runs has them, and `load_runs`. They apply to all runs 
 among the sources, and never to runs of this repository.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo.io.arguments import ArgumentsError, option

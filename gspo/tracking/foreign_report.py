@@ -5,8 +5,6 @@ from the metrics that the run has logged. It lists the warnings that cannot be c
 reason, and every metric whose definition is not exactly ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from pathlib import Path
 

@@ -10,8 +10,6 @@ a tested function of gspo.train.diagnostics, gspo.evaluation.evaluate or the tra
 a step are weighted by tokens or responses, over all mini-batches of the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path

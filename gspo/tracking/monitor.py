@@ -7,8 +7,6 @@ them again. `monitor.jsonl` has an object for each event: step, kind, signal, sc
 text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ that would act on a terminal or deceive a reader are shown as codes. Browsers fe
 page. They run no script, except our own script of the page of a recorded step.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping

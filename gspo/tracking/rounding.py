@@ -1,7 +1,5 @@
 """Sentences about the rounding of sequence ratios, and about the gap between engine and trainer."""
 
-from __future__ import annotations
-
 from gspo.tracking.collapse import is_finite
 
 ROUNDING_SHARE = 0.1  # of the clip range: above it, the clipped share measures rounding too

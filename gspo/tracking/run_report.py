@@ -6,8 +6,6 @@ settings. Everything comes from the run directory's files. So the page can be ma
 of a run that is under way or was killed.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Sequence
 from pathlib import Path

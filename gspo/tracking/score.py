@@ -1,7 +1,5 @@
 """The score of a run: a number about its last steps, which sweeps optimise."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The settings under `tracking` and `profile`: how a run is shown, and which steps are profiled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from gspo.io.errors import SettingError

@@ -4,8 +4,6 @@ These are links to the pages of the steps, and the most notable responses of the
 coloured tokens. They need no script.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

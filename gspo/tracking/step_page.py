@@ -15,8 +15,6 @@ of these encodings:
 All else stands in the page as JSON. The script inserts texts as text, never as markup.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

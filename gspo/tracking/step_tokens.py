@@ -7,8 +7,6 @@ Dimensions: B responses, N response tokens, M all tokens, Q passes, P tokens of 
 layers, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The files are written first. Everything that W&B shows can be made from them again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

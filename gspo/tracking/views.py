@@ -4,8 +4,6 @@ W&B's saved views (dashboard.py) follow this arrangement. Titles, units and desc
 the registry. Every metric of the registry is on a panel, or in LEFT_OUT with a reason.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -71,212 +69,267 @@ class View:
         return [panel for _, panels in self.sections for panel in panels]
 
 
-def _panel(names: str, x: str = STEP, log: bool = False) -> Panel:
-    """Make a panel from names in short form: "clip/: a b" stands for "clip/a" and "clip/b"."""
+def _panel(text: str) -> Panel:
+    """Return the panel of "log clip/: a b against compute/tokens", its logarithmic curves of
+    clip/a and clip/b. "log" and "against" may be left out.
+    """
+    names, _, x = text.removeprefix("log ").partition(" against ")
     prefix, _, rest = names.rpartition(": ")
-    return Panel(tuple(prefix + name for name in rest.split()), x, log)
+    return Panel(tuple(prefix + name for name in rest.split()), x or STEP, text.startswith("log "))
 
 
-def _against(names: str) -> tuple[Panel, ...]:
-    """Return panels of the same metrics against each of the three measures of cost."""
-    return tuple(_panel(names, x=x) for x in ("compute/tokens", "compute/flops", "compute/seconds"))
+def _view(name: str, sections: dict[str, tuple[str, ...]], only: str = "", by: str = "") -> View:
+    """Return the view of sections whose panels are texts."""
+    panels = tuple((title, tuple(map(_panel, texts))) for title, texts in sections.items())
+    return View(name, panels, only, by)
 
 
 VIEWS = (
     # Does the reward keep rising, is the gradient norm in a reasonable range, do the ratios
     # stay near 1?
-    View(
+    _view(
         "Stability",
-        (
-            ("Reward", (
-                _panel("reward/mean"), _panel("reward/*"), _panel("reward/*/mean"),
-                _panel("verdict/*"),
-                _panel("group/: zero_variance all_correct"), _panel("reward/overlong_penalty"),
-                _panel("group/steps_without_signal"),
-            )),
-            ("Collapse monitor", (_panel("monitor/warnings"), _panel("monitor/fallen"))),
-            ("Policy and gradient", (
-                _panel("policy/entropy"), _panel("policy/entropy_coef"),
-                _panel("optim/: grad_norm grad_norm_max", log=True),
-                _panel("optim/: gradient_signal gradient_noise", log=True), _panel("optim/snr"),
-                _panel("optim/snr_cosine"), _panel("optim/: skipped missing_updates"),
-                _panel("optim/loss"), _panel("optim/lr"),
-                _panel("advantage/: mean std abs_max"),
-                _panel("advantage/power", log=True), _panel("advantage/square", log=True),
-                _panel("advantage/score_norm", log=True),
-            )),
-            ("Ratios", (
-                _panel("ratio/: sequence_min sequence_mean sequence_max"),
-                _panel("ratio/sequence_log_abs", log=True),
-                _panel("ratio/: token_min token_mean token_max", log=True),
-                _panel("ratio/token_log_var", log=True),
-                _panel("ratio/: ess_token ess_sequence ess_group"),
-                _panel("ratio/: ess_token_used ess_sequence_used ess_group_used"),
-                _panel("ratio/floor_sequence_abs", log=True), _panel("ratio/floor_outside"),
-                _panel("ratio/floor_of_range", log=True),
-            )),
-            ("Divergence", (
-                _panel("kl/: old_k1 old_k3"), _panel("kl/: ref_k1 ref_k3 ref"), _panel("kl/coef"),
-                _panel("kl/loss"),
-            )),
-            ("Responses", (
-                _panel("length/: mean p95 limit"), _panel("length/truncated"),
-                _panel("length/repetition"),
-            )),
-            ("Sampling mask", (
-                _panel("sampling/: kept_mean kept_max", log=True), _panel("sampling/kept_one"),
-            )),
-            ("Prompts and responses", (
-                _panel("information/mi"), _panel("information/: matched marginal"),
-                _panel("information/: mi_sequence matched_sequence marginal_sequence"),
-                _panel("information/bound"), _panel("information/retrieval@*"),
-                _panel("information/chance@*"),
-            )),
-            ("Critic", (
-                _panel("value/error"), _panel("value/clipped"), _panel("value/explained_variance"),
-            )),
-            ("Metrics of your own", (_panel("custom/*"),)),
-        ),
+        {
+            "Reward": (
+                "reward/mean",
+                "reward/*",
+                "reward/*/mean",
+                "verdict/*",
+                "group/: zero_variance all_correct",
+                "reward/overlong_penalty",
+                "group/steps_without_signal",
+            ),
+            "Collapse monitor": ("monitor/warnings", "monitor/fallen"),
+            "Policy and gradient": (
+                "policy/entropy",
+                "policy/entropy_coef",
+                "log optim/: grad_norm grad_norm_max",
+                "log optim/: gradient_signal gradient_noise",
+                "optim/snr",
+                "optim/snr_cosine",
+                "optim/: skipped missing_updates",
+                "optim/loss",
+                "optim/lr",
+                "advantage/: mean std abs_max",
+                "log advantage/power",
+                "log advantage/square",
+                "log advantage/score_norm",
+            ),
+            "Ratios": (
+                "ratio/: sequence_min sequence_mean sequence_max",
+                "log ratio/sequence_log_abs",
+                "log ratio/: token_min token_mean token_max",
+                "log ratio/token_log_var",
+                "ratio/: ess_token ess_sequence ess_group",
+                "ratio/: ess_token_used ess_sequence_used ess_group_used",
+                "log ratio/floor_sequence_abs",
+                "ratio/floor_outside",
+                "log ratio/floor_of_range",
+            ),
+            "Divergence": (
+                "kl/: old_k1 old_k3",
+                "kl/: ref_k1 ref_k3 ref",
+                "kl/coef",
+                "kl/loss",
+            ),
+            "Responses": (
+                "length/: mean p95 limit",
+                "length/truncated",
+                "length/repetition",
+            ),
+            "Sampling mask": (
+                "log sampling/: kept_mean kept_max",
+                "sampling/kept_one",
+            ),
+            "Prompts and responses": (
+                "information/mi",
+                "information/: matched marginal",
+                "information/: mi_sequence matched_sequence marginal_sequence",
+                "information/bound",
+                "information/retrieval@*",
+                "information/chance@*",
+            ),
+            "Critic": (
+                "value/error",
+                "value/clipped",
+                "value/explained_variance",
+            ),
+            "Metrics of your own": ("custom/*",),
+        },
     ),
     # How much of the gradient does the clip remove, of which sign, in which mini-batch?
-    View(
+    _view(
         "Clipping",
-        (
-            ("Tokens", (
-                _panel("clip/: token_active token_outside", log=True),
-                _panel("clip/: token_active_positive token_active_negative", log=True),
-                _panel("clip/: token_outside_positive token_outside_negative", log=True),
-                _panel("clip/token_dual"), _panel("clip/log_ratio_bounded"), _panel("clip/weight"),
-                _panel("clip/weight_length_*"),
-            )),
-            ("Responses", (
-                _panel("clip/: sequence_active sequence_outside", log=True),
-                _panel("clip/: sequence_active_positive sequence_active_negative", log=True),
-                _panel("clip/: sequence_outside_positive sequence_outside_negative", log=True),
-            )),
-            ("By mini-batch", (
-                _panel("clip/token_active_minibatch_*"), _panel("clip/token_outside_minibatch_*"),
-            )),
-        ),
+        {
+            "Tokens": (
+                "log clip/: token_active token_outside",
+                "log clip/: token_active_positive token_active_negative",
+                "log clip/: token_outside_positive token_outside_negative",
+                "clip/token_dual",
+                "clip/log_ratio_bounded",
+                "clip/weight",
+                "clip/weight_length_*",
+            ),
+            "Responses": (
+                "log clip/: sequence_active sequence_outside",
+                "log clip/: sequence_active_positive sequence_active_negative",
+                "log clip/: sequence_outside_positive sequence_outside_negative",
+            ),
+            "By mini-batch": (
+                "clip/token_active_minibatch_*",
+                "clip/token_outside_minibatch_*",
+            ),
+        },
     ),
     # Do the experts stay the same across an update, and between the engine and the trainer?
-    View(
+    _view(
         "Routing",
-        (
-            ("Consistency", (
-                _panel("routing/: consistency consistency_after_step"),
-                _panel("routing/consistency_layer_*"),
-                _panel("routing/consistency_minibatch_*"), _panel("routing/changed_any_layer"),
-            )),
-            ("Loads of the experts", (
-                _panel("routing/load_entropy"), _panel("routing/load_max"),
-                _panel("routing/unused_experts"),
-                _panel("routing/balance"),
-            )),
-            ("Engine", (
-                _panel("routing/engine_agreement"), _panel("routing/engine_agreement_layer_*"),
-                _panel("routing/engine_changed_any_layer"),
-            )),
-        ),
+        {
+            "Consistency": (
+                "routing/: consistency consistency_after_step",
+                "routing/consistency_layer_*",
+                "routing/consistency_minibatch_*",
+                "routing/changed_any_layer",
+            ),
+            "Loads of the experts": (
+                "routing/load_entropy",
+                "routing/load_max",
+                "routing/unused_experts",
+                "routing/balance",
+            ),
+            "Engine": (
+                "routing/engine_agreement",
+                "routing/engine_agreement_layer_*",
+                "routing/engine_changed_any_layer",
+            ),
+        },
     ),
     # What does replaying the old experts change in GRPO, the paper's case? Grouped by
     # policy.routing_replay.
-    View(
+    _view(
         "Routing Replay",
-        (
-            ("With and without", (
-                _panel("reward/mean"), _panel("routing/consistency"),
-                _panel("routing/engine_agreement"),
-                _panel("optim/grad_norm", log=True), _panel("clip/token_active", log=True),
-                _panel("mismatch/k3", log=True), _panel("eval/*/avg@*"),
-            )),
-        ),
+        {
+            "With and without": (
+                "reward/mean",
+                "routing/consistency",
+                "routing/engine_agreement",
+                "log optim/grad_norm",
+                "log clip/token_active",
+                "log mismatch/k3",
+                "eval/*/avg@*",
+            ),
+        },
         only="grpo",
         by="policy.routing_replay",
     ),
     # How far are the engine's likelihoods and the weights that sampled from those being
     # trained?
-    View(
+    _view(
         "Mismatch",
-        (
-            ("Tokens", (
-                _panel("mismatch/: k1 k3"), _panel("mismatch/logp_abs", log=True),
-                _panel("mismatch/logp_abs_max", log=True), _panel("mismatch/beyond_2"),
-                _panel("mismatch/after_sync", log=True),
-                _panel("mismatch/: sync_slope sync_slope_stderr sync_residual"),
-            )),
-            ("Responses", (
-                _panel("mismatch/sequence_log_abs", log=True),
-                _panel("mismatch/: sequence_min sequence_max"),
-            )),
-            ("Correction", (
-                _panel("mismatch/weight_token_*"), _panel("mismatch/weight_sequence_*"),
-                _panel("mismatch/weight_geometric_*"), _panel("mismatch/corrected_mean"),
-                _panel("mismatch/: ess_token ess_sequence ess_group"),
-                _panel("mismatch/: ess_token_used ess_sequence_used ess_group_used"),
-                _panel("mismatch/masked"), _panel("mismatch/sequence_masked"),
-            )),
-            ("Staleness", (
-                _panel("staleness/: mean max"), _panel("staleness/segments"),
-                _panel("staleness/in_flight"),
-            )),
-        ),
+        {
+            "Tokens": (
+                "mismatch/: k1 k3",
+                "log mismatch/logp_abs",
+                "log mismatch/logp_abs_max",
+                "mismatch/beyond_2",
+                "log mismatch/after_sync",
+                "mismatch/: sync_slope sync_slope_stderr sync_residual",
+            ),
+            "Responses": (
+                "log mismatch/sequence_log_abs",
+                "mismatch/: sequence_min sequence_max",
+            ),
+            "Correction": (
+                "mismatch/weight_token_*",
+                "mismatch/weight_sequence_*",
+                "mismatch/weight_geometric_*",
+                "mismatch/corrected_mean",
+                "mismatch/: ess_token ess_sequence ess_group",
+                "mismatch/: ess_token_used ess_sequence_used ess_group_used",
+                "mismatch/masked",
+                "mismatch/sequence_masked",
+            ),
+            "Staleness": (
+                "staleness/: mean max",
+                "staleness/segments",
+                "staleness/in_flight",
+            ),
+        },
     ),
     # How many turns do episodes take, why do they end, and what do the environments measure?
-    View(
+    _view(
         "Episodes",
-        (
-            ("Turns", (
-                _panel("episode/: turns turns_max"), _panel("episode/reward_turns_*"),
-                _panel("episode/finish_*"),
-                _panel("episode/environment_tokens"),
-            )),
-            ("The environments' measures", (_panel("episode/*"),)),
-        ),
+        {
+            "Turns": (
+                "episode/: turns turns_max",
+                "episode/reward_turns_*",
+                "episode/finish_*",
+                "episode/environment_tokens",
+            ),
+            "The environments' measures": ("episode/*",),
+        },
     ),
     # What do held-out problems say?
-    View(
+    _view(
         "Evaluation",
-        (
-            ("Scores", (
-                _panel("eval/*/avg@*"), _panel("eval/*/pass@*"), _panel("eval/*/maj@*"),
-                _panel("eval/*/stderr"),
-                _panel("eval/elo"), _panel("eval/elo_stderr"),
-            )),
-            ("Responses", (
-                _panel("eval/*/tokens"), _panel("eval/*/truncated"), _panel("eval/*/ungraded"),
-                _panel("eval/*/prompt_too_long"),
-            )),
-            ("Episodes", (_panel("eval/*/episode_*"),)),
-        ),
+        {
+            "Scores": (
+                "eval/*/avg@*",
+                "eval/*/pass@*",
+                "eval/*/maj@*",
+                "eval/*/stderr",
+                "eval/elo",
+                "eval/elo_stderr",
+            ),
+            "Responses": (
+                "eval/*/tokens",
+                "eval/*/truncated",
+                "eval/*/ungraded",
+                "eval/*/prompt_too_long",
+            ),
+            "Episodes": ("eval/*/episode_*",),
+        },
     ),
     # What does a level of reward cost in tokens, in FLOPs, in time, and where does the time
     # go?
-    View(
+    _view(
         "Efficiency",
-        (
-            ("Reward", _against("reward/mean")),
-            ("Held-out scores", _against("eval/*/avg@*")),
-            ("Cost", (
-                _panel("compute/tokens"), _panel("compute/flops"), _panel("compute/seconds"),
-            )),
-            ("Speed", (
-                _panel("throughput/: rollout_tokens train_tokens"), _panel("optim/updates"),
-            )),
-            ("Time of a step", (
-                _panel("time/: rollout_s environment_s score_s behaviour_s waited_s"),
-                _panel("time/: train_s old_logprobs_s diagnostics_s"),
-                _panel("time/: sync_s monitor_s checkpoint_s eval_s record_s"),
-            )),
-            ("Dropped and refilled", (
-                _panel("compute/dropped_tokens"), _panel("filter/: zero_variance surplus filled"),
-                _panel("filter/refill_rounds"), _panel("filter/prompt_too_long"),
-                _panel("filter/ungraded"),
-                _panel("filter/truncated"),
-            )),
-        ),
+        {
+            "Reward": (
+                "reward/mean against compute/tokens",
+                "reward/mean against compute/flops",
+                "reward/mean against compute/seconds",
+            ),
+            "Held-out scores": (
+                "eval/*/avg@* against compute/tokens",
+                "eval/*/avg@* against compute/flops",
+                "eval/*/avg@* against compute/seconds",
+            ),
+            "Cost": (
+                "compute/tokens",
+                "compute/flops",
+                "compute/seconds",
+            ),
+            "Speed": (
+                "throughput/: rollout_tokens train_tokens",
+                "optim/updates",
+            ),
+            "Time of a step": (
+                "time/: rollout_s environment_s score_s behaviour_s waited_s",
+                "time/: train_s old_logprobs_s diagnostics_s",
+                "time/: sync_s monitor_s checkpoint_s eval_s record_s",
+            ),
+            "Dropped and refilled": (
+                "compute/dropped_tokens",
+                "filter/: zero_variance surplus filled",
+                "filter/refill_rounds",
+                "filter/prompt_too_long",
+                "filter/ungraded",
+                "filter/truncated",
+            ),
+        },
     ),
-)  # fmt: skip
+)
 
 LEFT_OUT = {STEP: "the x axis of every panel that names no other x axis"}
 

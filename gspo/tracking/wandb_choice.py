@@ -3,8 +3,6 @@
 `import wandb` takes a second, and a run with tracking.wandb=disabled does not need the package.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ The agent of a W&B sweep gives its runs an id, project and entity, which W&B use
 The run directory records the ids that W&B used, and a resumed run uses them again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Shape suffixes: L MoE layers, E experts.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Finds the checkpoints of a run and checks whether they are whole, without reading tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

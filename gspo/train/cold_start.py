@@ -9,8 +9,6 @@ written as carefully as a checkpoint, with checksums and a rename at the end, an
 it is used.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

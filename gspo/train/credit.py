@@ -7,8 +7,6 @@
 Shape suffixes: B responses, T response tokens, K named rewards.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Compares the engine with the old policy, and ends a run whose engine chooses other experts."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gspo.data.batch import OldPolicyBatch

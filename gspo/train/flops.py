@@ -1,7 +1,5 @@
 """Counts the FLOPs, tokens and seconds of each step and of the whole run."""
 
-from __future__ import annotations
-
 import torch
 
 from gspo.data.batch import TokenBatch

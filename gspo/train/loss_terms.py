@@ -6,8 +6,6 @@ a list, so a new term is a new object in the list, not a branch.
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

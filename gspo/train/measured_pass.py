@@ -3,8 +3,6 @@
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Shape suffix: N row indices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

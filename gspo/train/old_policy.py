@@ -4,8 +4,6 @@ Shape suffixes: B responses, T response tokens, S all tokens, N row indices, L M
 per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ stay in float32. `paged_adamw_8bit` keeps the moments in memory that a GPU share
 pages leave the GPU when the GPU is full (arXiv:2305.14314).
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any

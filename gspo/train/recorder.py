@@ -10,8 +10,6 @@ Shape suffixes: B responses, T response tokens, S all tokens, N row indices, L M
 per token.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

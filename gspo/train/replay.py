@@ -16,8 +16,6 @@ Shape suffixes: B responses, T response tokens, S all tokens, N flattened tokens
 experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

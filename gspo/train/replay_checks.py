@@ -1,7 +1,5 @@
 """Checks that a recorded step holds all that a replay needs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from gspo.data.batch import NOT_RECORDED

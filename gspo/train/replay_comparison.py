@@ -3,8 +3,6 @@
 A gradient is the derivative of the loss by the log-probs of all tokens in all updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

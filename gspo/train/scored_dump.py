@@ -7,8 +7,6 @@ _dump_generations). TRL's completions have step, prompt, completion, a column fo
 function, and advantage (grpo_trainer.py, log). Neither has token IDs, log-probs or special tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

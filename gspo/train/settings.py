@@ -1,7 +1,5 @@
 """The settings of training: optimizer, updates, policy, ranks, checkpoints, cold start."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields
 

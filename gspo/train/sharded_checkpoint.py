@@ -5,8 +5,6 @@ optimizer's state. The folder has the files of any checkpoint (gspo.train.checkp
 `optimizer/` replaces optimizer.pt (gspo.train.sharded_optimizer).
 """
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ optimizer/shard-00001-model-00001-of-00001.safetensors    rank 0's share of each
                                                           and exp_avg_sq
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 

@@ -10,8 +10,6 @@ no gradient, and no random number that the run draws.
 Shape suffixes: B responses, T response tokens, R scored responses, P prompts, N selected rows.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ is its closed form.
 Arrays are [B, T]; `mask` says which tokens count; `groups` names the problem of every response.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

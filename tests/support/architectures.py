@@ -8,8 +8,6 @@ Names are the `model_type` of configurations. A configuration is cut to a small 
 names of its sizes; architectures for which that gives none that works are listed too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Small environments, for tests of what plays them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import ClassVar

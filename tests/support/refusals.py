@@ -1,7 +1,5 @@
 """Expect the refusal of a setting by its key and value, not by its wording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

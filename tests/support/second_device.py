@@ -10,8 +10,6 @@ of the first mini-batch and of a later one, the rest of a step, a checkpoint. La
 layer where layers make them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Run directories of a stranger: one tiny real run, and copies of it with one file spoiled each."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 python tests/support/templates.py FOLDER      a table of the templates (*.jinja) in a folder
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 what it sends are the real ones; this keeps what it is sent (projects, runs with their rows and
 files, views) and gives it back."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -10,8 +10,6 @@ experiments/audit/attack.py. Only decoys are attacked, and the damage is bounded
 sandbox fail: at most 64 processes, 64 MB of files, and twice the memory limit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from audit.attack import Attack, AttackResult, run_attack

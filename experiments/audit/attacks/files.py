@@ -2,8 +2,6 @@
 to others.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 FILES = (

@@ -4,8 +4,6 @@ An error such as ENOENT or EINVAL from a call that needs a right would mean that
 there; see `passes`.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 PASSES = """

@@ -5,8 +5,6 @@ No attack runs longer than @LONG@ seconds, a few times the limits of the suite, 
 twice the memory.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 STOPPED = ("timeout",)

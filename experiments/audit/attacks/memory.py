@@ -2,8 +2,6 @@
 earlier program.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 # This earlier program has the secret in its code, its input, its output and its memory.

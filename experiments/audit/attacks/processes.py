@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 START = (

@@ -2,8 +2,6 @@
 them waits.
 """
 
-from __future__ import annotations
-
 from audit.attack import Attack
 
 QUICK_ATTACKS: tuple[Attack, ...] = (

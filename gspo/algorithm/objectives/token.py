@@ -9,8 +9,6 @@ They share a formula. They differ in three points:
 Shape suffixes: B responses, T response tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ Tests compare them with the families' own templates if a package with those is i
 (`make setup-peer`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 IM_END = "<|im_end|>"

@@ -11,8 +11,6 @@ end its own turn or begin another turn. For this, the markers of the template's 
 tokenizer's added tokens are broken up in it by a space.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from dataclasses import dataclass

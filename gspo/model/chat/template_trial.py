@@ -6,8 +6,6 @@ This file is also the script of that process. It reads {"templates": [...], "var
 that a template raises are ignored here: the run reports them itself.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import subprocess

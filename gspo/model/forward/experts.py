@@ -3,8 +3,6 @@
 Shape suffixes: N tokens, W hidden width, K experts per token, E experts, I width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 

@@ -4,8 +4,6 @@ It is for architectures that run through their own forward. gspo.model.forward.n
 head.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 
 import torch

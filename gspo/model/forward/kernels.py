@@ -8,8 +8,6 @@ Shape suffixes: N tokens, W hidden width, H heads, D head dimension, I expert or
 experts, K experts per token, M predicted tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 

@@ -19,8 +19,6 @@ Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D he
 layers, K experts per token, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

@@ -15,8 +15,6 @@ Shape suffixes: N tokens, W hidden width, H query heads, J key/value heads, D he
 experts, I width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -9,8 +9,6 @@ Shape suffixes: B rows, S columns of the batch, C columns of which logits are co
 columns, X anything.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Generator

@@ -13,8 +13,6 @@ Shape suffixes: N tokens, W hidden width, K experts per token, E experts, R rank
 rank (E / R).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ through the model, of the same kind. `Shards.lockstep` gives the order, and says
 micro-batch left.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from types import MethodType

@@ -11,8 +11,6 @@ transformers keeps the experts of a layer in one tensor. Its folders have tensor
     mlp.experts.down_proj[e]     =  mlp.experts.e.down_proj.weight
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ answers. A checker decides on the answers: a program of the problem's author tha
 the expected output and the printed output. It runs in the sandbox, in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

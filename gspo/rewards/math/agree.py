@@ -24,8 +24,6 @@ r"""The rules by which a mathematical answer agrees with a gold (the right answe
    count and wrong ones would be left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 

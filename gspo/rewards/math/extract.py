@@ -18,8 +18,6 @@ parsed: control and invisible characters, digits of other scripts, circled digit
 letters, other superscripts, surrogates, more than 300 characters.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import deque

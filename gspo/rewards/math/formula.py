@@ -11,8 +11,6 @@ the bounds on powers and digits this keeps out restatements of the question, and
 take long to parse or to compute.
 """
 
-from __future__ import annotations
-
 import re
 
 MAX_NUMBER_DIGITS = 30

@@ -5,8 +5,6 @@ nothing is left to solve. 2x = 10, x + 1 = 6, x^2 = 25, |x| = 5 and x(x-1) = 6 g
 3 + 4 = 7 and \log_2 128 = 7 restate the question. Sides are given in normal form.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -15,8 +15,6 @@ unreadable-gold   the gold is empty, or cannot be parsed: no fault of the respon
 The rules of judgement are in gspo/rewards/math/agree.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -12,8 +12,6 @@ which rounds, is asked only about objects that are not functions of numbers. The
 megabytes, CPU seconds, the connection's descriptor and the parent's process id.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -15,8 +15,6 @@ check(candidate), which is called with the stand-in of the entry point. MBPP: th
 lines.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib

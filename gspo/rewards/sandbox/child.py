@@ -13,8 +13,6 @@ this module, and may write frames of its own. It sends values only. A process th
 compares them with the expected values, which never come here.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

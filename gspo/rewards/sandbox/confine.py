@@ -18,8 +18,6 @@ Sources: Linux man-pages landlock(7), seccomp(2), capabilities(7), prctl(2). Thi
 standard library only, since it runs in the confined process.
 """
 
-from __future__ import annotations
-
 import _thread
 import ctypes
 import math

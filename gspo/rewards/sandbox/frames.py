@@ -6,8 +6,6 @@ Neither end trusts the other's length and content. This module uses the standard
 both ends import it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

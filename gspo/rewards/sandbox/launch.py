@@ -2,8 +2,6 @@
 
 The servers run inside bubblewrap if that works."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import itertools

@@ -8,8 +8,6 @@ servers run inside bubblewrap if it is installed and works. Everything ends with
 when it is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

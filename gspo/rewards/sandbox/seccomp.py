@@ -9,8 +9,6 @@ Sources of the numbers: <asm/unistd_64.h> and <asm-generic/unistd.h>, which test
 compares. "-" means that the architecture has no such call.
 """
 
-from __future__ import annotations
-
 import platform
 import struct
 

@@ -4,8 +4,6 @@ A probe is a program that tries a forbidden action and prints `granted` if that 
 aims at another part of the confinement. All attacks are in experiments/audit.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import replace

@@ -24,8 +24,6 @@ The command line gives the file descriptor of the control socket, the process id
 if it is not visible), and a spare user id.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import fcntl

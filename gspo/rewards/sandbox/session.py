@@ -1,7 +1,5 @@
 """One running program from the harness's side: messages, allowances, and how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -5,8 +5,6 @@ Its input and output are files. The channel is used only before the program: {"c
 MemoryError that nobody catches ends the process by MEMORY_SIGNAL.
 """
 
-from __future__ import annotations
-
 import _sitebuiltins
 import atexit
 import builtins

@@ -19,8 +19,6 @@ lists that start with a tag:
 This module uses the standard library only, since the confined programs import it too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

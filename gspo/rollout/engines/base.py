@@ -4,8 +4,6 @@ A response does not depend on the other responses in the batch: its random numbe
 of (random key, problem, sample, token position).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar

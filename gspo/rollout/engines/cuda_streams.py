@@ -5,8 +5,6 @@ token would wait for a micro-batch. On a side stream the thread waits only for i
 an event marks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -6,8 +6,6 @@ scheduler) does not reach it. The trainer kills the process group with everythin
 started. Each side notices at once when the other side ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

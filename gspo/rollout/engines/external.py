@@ -9,8 +9,6 @@ All ranks make the same calls in step: if the engine of one rank has ended, all 
 EngineEnded.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

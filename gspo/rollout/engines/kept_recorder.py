@@ -3,8 +3,6 @@
 Shape suffixes: R rows, T tokens of a row, N kept tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy import ndarray
 from torch import Tensor

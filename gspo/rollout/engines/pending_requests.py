@@ -1,7 +1,5 @@
 """The requests of a stream that an engine outside the trainer's process has not answered yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

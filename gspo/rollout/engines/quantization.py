@@ -9,8 +9,6 @@ The matrices of attention, MLPs and experts are rounded. As in engines, embeddin
 norms and routers are not.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D

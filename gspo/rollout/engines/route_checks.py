@@ -5,8 +5,6 @@ for all layers. A run that trains on such routes gets worse without any error. S
 before they are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ who takes over a port, gets neither prompts nor weights.
 vLLM imports `Guard` by its name (`vllm serve --middleware`). This module needs no vLLM.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

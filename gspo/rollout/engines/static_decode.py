@@ -10,8 +10,6 @@ Shape suffixes: P prompts, R rows, S columns of the cache, N all tokens fed, W h
 heads, J key/value heads, D head dimension, L MoE layers, K experts per token.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -8,8 +8,6 @@ nothing. vLLM turns n into single requests, and all requests of a group share th
 blocks in its prefix cache.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.metadata import packages_distributions, version

@@ -3,8 +3,6 @@
 Server and client recognise each other by a key (gspo.rollout.engines.server_guard).
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hmac

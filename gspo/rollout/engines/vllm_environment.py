@@ -1,7 +1,5 @@
 """The environment variables and the GPUs of a vLLM, in the trainer's process or in another."""
 
-from __future__ import annotations
-
 import os
 import platform
 

@@ -1,7 +1,5 @@
 """The object that holds vLLM's LLM, in the trainer's process or another."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

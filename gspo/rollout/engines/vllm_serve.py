@@ -4,8 +4,6 @@ It takes the arguments of `vllm serve`. The console script `vllm` does not start
 the CPU. It asks for the version of the package "vllm", but their package has another name.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -9,8 +9,6 @@ description, and a key by which server and trainer recognise each other.
 gspo.rollout.engines.vllm_client speaks HTTP with the server. Neither module needs vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ and no other user may look into it. The trainer holds a lock on it until it ends
 can recognise, and remove, a folder that a killed trainer left behind.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

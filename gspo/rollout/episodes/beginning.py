@@ -1,7 +1,5 @@
 """How episodes begin: the result of `reset` becomes the prompt of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gspo.model.chat.prompts import MAX_CHARS_PER_TOKEN

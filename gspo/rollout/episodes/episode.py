@@ -1,7 +1,5 @@
 """One episode while it is played: its tokens and turns so far, its end, and its environment."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict

@@ -9,8 +9,6 @@ Problems without an environment may be among them. They have one turn, and their
 those of `Engine.generate` to the bit.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ For example, a trainer calls `rollout = source.next(step)`, makes its updates, a
 (gspo.rollout.sources.on_policy) or from older weights (gspo.rollout.sources.off_policy).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -21,8 +21,6 @@ The check needs an engine that can compute the log-probs of given tokens (`Engin
 Shape suffixes: Q recorded sequences, N recorded response tokens of all sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -4,8 +4,6 @@ The settings and the seed determine which weights sample which token. Speed does
 run can be repeated exactly.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ Dynamic sampling replaces groups whose rewards are all equal, because they carry
 Sources that sample from older weights are in gspo.rollout.sources.off_policy.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

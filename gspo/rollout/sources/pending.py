@@ -4,8 +4,6 @@
 <checkpoint>/held.npz    log-probs and experts of all responses, concatenated
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable

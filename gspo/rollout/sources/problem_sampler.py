@@ -12,8 +12,6 @@ n - 1 hold every problem once. Refill rounds stay within the epoch of their step
 lies within one epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol

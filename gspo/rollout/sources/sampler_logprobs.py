@@ -5,8 +5,6 @@ trainer's precision: to keep them for a later step (`BehaviourLogprobs`), or to 
 that has other weights (`check_engine`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Each episode has its own session. The server must allow a session for each episo
 at the same time (`max_concurrent_envs` of `create_app`). The policy's text is sent to the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The base of adapters whose games begin from a seed."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from gspo.data.problems import Problem

@@ -5,8 +5,6 @@ episode. This harness sends the same requests to the same interception server, w
 It calls the tools of a taskset's MCP servers, and ends when the policy calls no tool.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import AsyncExitStack

@@ -18,8 +18,6 @@ The trace of an episode has the token ids, log-probs and mask of the training sa
 they are compared with those of the policy's engine, and a difference is an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

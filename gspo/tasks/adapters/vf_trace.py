@@ -1,7 +1,5 @@
 """Reads messages and traces of the library verifiers, and compares their tokens with the policy's."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ are left out too. Two texts are the same problem if they differ only in case and
 Paraphrases are not found. `data` counts the problems left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

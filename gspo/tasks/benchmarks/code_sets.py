@@ -5,8 +5,6 @@ an instruction that asks for a fenced block. "completion", for base models (with
 prompt.format=plain), is a text that the response continues. See gspo/tasks/benchmarks/programs.py.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A record may come from an untrusted source. A text that cannot be written as UTF-8 is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -17,8 +17,6 @@ The text of a problem alone decides whether it belongs to training or to evaluat
 most of their problems.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -15,8 +15,6 @@ text does not need. Tests are decoded when the file is read, to check them, and 
 response is judged. All decoded tests together would fill the memory.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

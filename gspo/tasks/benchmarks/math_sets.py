@@ -14,8 +14,6 @@ gspo/rewards/math/verifier.py documents the verdicts. `prompt.format`, not the t
 the prompt becomes the user's turn of a chat or stays plain text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import astuple, dataclass

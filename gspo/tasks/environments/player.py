@@ -4,8 +4,6 @@ An environment is foreign code, and may use a network. It may raise, hang or ret
 of these may end a run. The episode ends instead, is counted, and is left out of its group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

@@ -6,8 +6,6 @@
 Only the answer after `#` is scored. It must be exact; the steps earn nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -8,8 +8,6 @@
 Each line of the response begins with one space. The reward is 1 if all hidden tests pass, else 0.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

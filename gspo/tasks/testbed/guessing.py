@@ -14,8 +14,6 @@ regret of an episode is the mean reward of the optimal policy minus the reward o
 mean is 0 for the optimal policy, and positive for any other policy.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import ClassVar

@@ -6,8 +6,6 @@ demonstration fail. Every operation is defined for every value of its kind, incl
 numbers, empty lists and empty strings.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable

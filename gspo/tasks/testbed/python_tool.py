@@ -12,8 +12,6 @@ a call ends the episode. Its reward is 1 if the text after its `#` is the right 
 runs in the same sandbox as graded code, within the same limits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

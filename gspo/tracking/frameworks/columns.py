@@ -5,8 +5,6 @@ counts. A resumed run writes some steps again: its later records count. Everythi
 is counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The frameworks whose logs are read, and how a run's framework is found from its names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from gspo.tracking.frameworks import (

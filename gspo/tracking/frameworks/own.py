@@ -1,7 +1,5 @@
 """The table of a trainer of your own: which of its metrics are ours, as foreign_run.yaml says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gspo.tracking.frameworks.table import Axis, Table, is_registered, same

@@ -3,8 +3,6 @@
 python -m gspo.tracking.frameworks.page > docs/other_frameworks_tables.md
 """
 
-from __future__ import annotations
-
 from gspo.tracking.frameworks.known import TABLES
 from gspo.tracking.frameworks.table import Entry, Table
 

@@ -12,8 +12,6 @@ Each metric of another framework has one of four relations to a metric of ours:
 In names, `*` stands for any text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping

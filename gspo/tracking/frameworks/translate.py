@@ -11,8 +11,6 @@ describes a rollout batch. In between:
 Nothing is left out without a note that counts it.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter
