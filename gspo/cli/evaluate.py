@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from gspo.cli.option_files import CONF, composed
 from gspo.config.commands import EvaluateCommand
 from gspo.config.conversion import to_dataclass
+from gspo.config.settings import CONSENT
 from gspo.io.errors import SettingError
 from gspo.io.user_code import is_path
 from gspo.run.entry_point import command_line, one_line
@@ -33,12 +34,19 @@ def start() -> None:
 @one_line
 def job(config: DictConfig) -> None:
     """Evaluate, print a table, and write the numbers and the responses."""
-    find_data(config)
-    command: EvaluateCommand = to_dataclass(config)
+    command = command_of(config)
     # it imports PyTorch, which takes seconds
     from gspo.cli.evaluation_job import evaluate_subject
 
     evaluate_subject(command)
+
+
+def command_of(config: DictConfig) -> EvaluateCommand:
+    """Return the command of a composed configuration. Raises ValueError for settings that do not fit."""
+    find_data(config)
+    if config[CONSENT]:
+        give_consent(config.tasks)
+    return to_dataclass(config)
 
 
 def find_data(config: DictConfig) -> None:
@@ -60,6 +68,16 @@ def find_data(config: DictConfig) -> None:
         folder = Path(config.data) / name
         files = [] if folder.exists() else sorted(folder.parent.glob(f"{name}.*"))
         task.path = str(files[0] if files else folder)
+
+
+def give_consent(tasks: DictConfig) -> None:
+    """Set every `allow_weak_sandbox` of the benchmarks' settings, also of nested ones, to true."""
+    for key in tasks:
+        value = tasks[key]
+        if key == CONSENT:
+            tasks[key] = True
+        elif isinstance(value, DictConfig):
+            give_consent(value)
 
 
 def with_benchmarks(arguments: list[str]) -> list[str]:

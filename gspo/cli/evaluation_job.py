@@ -247,9 +247,14 @@ def cut_short(
             advice = f"set max_new_tokens={2 * s.limit} or more"
             if positions and 2 * s.limit >= positions:
                 advice = f"the model has {positions} positions for a prompt and its response"
+            consequence = "count as wrong"
+            if results[s.name].get("episodes"):
+                consequence = "keep the rewards of their turns"
+            elif s.task.truncated_reward != 0:
+                consequence = f"are graded with reward.truncated={s.task.truncated_reward}"
             warnings.append(
                 f"{s.name}: {share:.1%} of the responses were cut off at {s.limit} tokens and "
-                f"count as wrong; {advice}"
+                f"{consequence}; {advice}"
             )
     return warnings
 
@@ -284,10 +289,12 @@ def of_run(command: EvaluateCommand) -> Subject:
         command.allow_outside_code,
         command.addresses,
     )
+    if not command.tasks:
+        # as in the run's own evaluations
+        command.max_new_tokens = command.max_new_tokens or settings.rollout.longest_limit
     tasks = command.tasks or {settings.task.name: settings.task}
     sets = all_sets(command, tasks, settings.rollout.longest_limit)
-    if command.prompt != PromptFormat():
-        settings.prompt = command.prompt
+    settings.prompt = command.prompt.applied_to(settings.prompt)
     if command.device != "auto":
         settings.policy.device = command.device
     command.stop = command.stop or settings.rollout.stop
@@ -335,7 +342,8 @@ def of_model(command: EvaluateCommand, device: str) -> Subject:
     if rollout:
         check_engine_start(rollout, command.model)
     model, tokenizer = command.model.make()
-    policy = Policy(model.to(device), tokenizer, prompts=command.prompt)
+    prompts = command.prompt.applied_to(PromptFormat())
+    policy = Policy(model.to(device), tokenizer, prompts=prompts)
     policy.stop_at(command.stop, "stop")
     identity = {"model": asdict(command.model), "dtype": rollout.dtype if rollout else "float32"}
     name = getattr(command.model, "path", command.model.name)

@@ -149,10 +149,11 @@ def record_text(plan: Plan) -> str:
     tracking = plan.settings.tracking
     size = plan.record_bytes
     text = f"the record of a step takes up to {size / GB:.2g} GB"
-    if tracking.record_last:
-        text += f", the last {tracking.record_last} together {tracking.record_last * size / GB:.2g}"
-    if tracking.record_every:
-        count = plan.settings.steps // tracking.record_every
+    last = min(tracking.record_last, plan.settings.steps)
+    if last:
+        text += f", the last {last} together {last * size / GB:.2g}"
+    count = plan.settings.steps // tracking.record_every if tracking.record_every else 0
+    if count:
         text += f", the {count} of all {plan.settings.steps} steps {count * size / GB:.2g}"
     if tracking.record_experts and plan.measured.experts:
         text += "; without experts (tracking.record_experts=false) it takes far less"

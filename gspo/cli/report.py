@@ -1,13 +1,14 @@
 """Writes the reports of runs, an HTML page for each.
 
     gspo report runs/STUDY/RUN
-    gspo report runs/STUDY/*
+    gspo report runs/STUDY
     gspo report outputs/checkpoint-500 objective=gspo updates_per_batch=4
     gspo report logs/verl_file_logger.jsonl out=pages
     gspo report wandb:ENTITY/PROJECT
 
 The page of a run is report.html in its directory. Every run also writes it at its end. The command
-only reads the run's other files, so it is safe during the run.
+only reads the run's other files, so it is safe during the run. A folder of run directories stands
+for all its runs.
 
 Any other path may hold logs of TRL, verl, prime-rl, ROLL, slime, OpenRLHF, ms-swift, NeMo-RL or
 SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]. The page of each run is
@@ -40,7 +41,8 @@ class Options(ForeignOptions):
     """The options of this command."""
 
     paths: tuple[str, ...] = option(
-        meaning="run directories, or logs of other frameworks; wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
+        meaning="run directories, folders of them, or logs of other frameworks; "
+        "wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]"
     )
     out: Path = option(Path("reports"), "the folder for the pages of other logs")
 
@@ -55,14 +57,19 @@ def write_pages() -> None:
     exit_code = 0
     pages: set[Path] = set()
     options = command_options(Options, __doc__)
-    own_runs = [path for path in options.paths if is_own_run(path)]
-    if options.given() and len(own_runs) == len(options.paths):
+    paths: list[str] = []
+    own_runs: set[str] = set()
+    for path in options.paths:
+        runs = own_runs_in(path)
+        own_runs.update(runs)
+        paths += runs or [path]
+    if options.given() and own_runs.issuperset(paths):
         raise ValueError(options.without_effect())
-    if options.out != Options.out and len(own_runs) == len(options.paths):
+    if options.out != Options.out and own_runs.issuperset(paths):
         raise ValueError(
             f"out={options.out}: the page of a run is written into the run's directory"
         )
-    for path in options.paths:
+    for path in paths:
         try:
             if path in own_runs or not is_there(path):
                 print(write_page(Path(path)))
@@ -75,9 +82,13 @@ def write_pages() -> None:
     sys.exit(exit_code)
 
 
-def is_own_run(path: str) -> bool:
-    """Return whether a path is a run directory of this repository."""
-    return (Path(path) / SETTINGS_FILE).exists()
+def own_runs_in(path: str) -> list[str]:
+    """Return the run directories of this repository at or below a path."""
+    if (Path(path) / SETTINGS_FILE).exists():
+        return [path]
+    if path.startswith(SERVER):
+        return []
+    return sorted(str(file.parent) for file in Path(path).rglob(SETTINGS_FILE))
 
 
 def is_there(path: str) -> bool:
@@ -90,11 +101,6 @@ def write_foreign_pages(path: Path, options: Options, pages: set[Path]) -> None:
 
     `pages` has the pages that this command wrote before, and gets these too. Raises ValueError if
     there is none, or if one cannot be read."""
-    own_runs = sorted(file.parent for file in path.rglob(SETTINGS_FILE))
-    if own_runs:
-        raise ValueError(
-            f"{path} is no run directory, but holds {len(own_runs)}: name them, as in {own_runs[0]}"
-        )
     # pandas, which a page of our own runs does not need, takes a second
     from gspo.analysis.foreign import read_foreign_runs
 

@@ -1,6 +1,6 @@
 """The settings of `gspo evaluate`, `gspo sample` and experiments/benchmark.py, as dataclasses."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gspo.config.settings import dotted
@@ -14,6 +14,23 @@ from gspo.rollout.vllm_settings import check_temperature
 from gspo.tracking.settings import MODES
 
 NAME_A_RUN = "name a run directory, such as runs/STUDY/RUN"
+
+
+@dataclass
+class PromptChanges:
+    """Settings of prompts, as in PromptFormat. null is as in the run, or a model's default."""
+
+    format: str | None = None  # auto | plain | chat
+    system: str | None = None
+    thinking: bool | None = None
+    date: str | None = None
+    control_tokens: bool | None = None
+    special_tokens: bool | None = None
+
+    def applied_to(self, prompt: PromptFormat) -> PromptFormat:
+        """Return a copy of the settings with these changes."""
+        changes = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(prompt, **changes)
 
 
 @dataclass
@@ -45,13 +62,12 @@ class EvaluateCommand(Truncation):
     # responses that are sampled at once; 0: as in the run, 256 for a model. With rollout=...:
     # rollout.batch_rows
     batch_rows: int = ranged(0, least=0)
-    # auto: as in the run; for a model, a chat if its tokenizer has a chat template
-    prompt: PromptFormat = field(default_factory=PromptFormat)
+    # null: as in the run; for a model, a chat if its tokenizer has a chat template
+    prompt: PromptChanges = field(default_factory=PromptChanges)
     # the seed of the samples and of generated problems; evaluations during training use 0
     seed: int = ranged(0, least=0, most=LARGEST_SEED)
     device: str = "auto"  # auto | cpu | cuda
-    # consent to a weak sandbox for the programs of the run's own task; benchmarks have their own
-    # setting
+    # consent to a weak sandbox for the programs of the run's own task and of the benchmarks
     allow_weak_sandbox: bool = False
     # consent to import the code that the run directory names if this user did not make the run
     allow_outside_code: bool = False
@@ -111,6 +127,14 @@ class EvaluateCommand(Truncation):
                 "a model has no task of its own",
                 remedy="set benchmark=[...]",
             )
+        if not self.run:
+            of_runs = {"step": -1, "allow_outside_code": False, "addresses": []}
+            for name, default in of_runs.items():
+                value = getattr(self, name)
+                if value != default:
+                    raise SettingError(
+                        name, value, "is read of a run, and this is a model", "leave it out"
+                    )
 
 
 ARMS = ("trl", "like for like", "best")

@@ -5,6 +5,7 @@ set the same problems with the same prompts. The number of samples, the temperat
 may differ. The table lists these differences.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,15 +89,13 @@ def read_rows(path: Path) -> Iterator[dict]:
                 if not (isinstance(row["problem"], int) and isinstance(row["prompt"], str)):
                     raise ValueError("its problem is no number, or its prompt no text")
                 reward = row["reward"]
-                is_outside = reward is not None and not 0 <= reward <= 1
-                is_unbounded = "turns" in row or "rewards" in row or row["verdict"] == "truncated"
-                if (is_outside and not is_unbounded) or not isinstance(row["verdict"], str):
-                    raise ValueError("its reward is not in [0, 1], or its verdict no text")
+                is_number = isinstance(reward, int | float) and math.isfinite(reward)
+                if not (is_number or reward is None) or not isinstance(row["verdict"], str):
+                    raise ValueError("its reward is no number, or its verdict no text")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged in line {number} ({error})") from None
-            # the rewards of an environment, the sums of named rewards and reward.truncated have no
-            # bounds
-            if is_outside:
+            # rewards of an environment or of the user's function have no bounds
+            if reward is not None and not 0 <= reward <= 1:
                 kind = "an episode" if "turns" in row else "a response"
                 raise ValueError(
                     f"{path}: {kind} has the reward {reward:g}; only rewards from 0 to 1 can "

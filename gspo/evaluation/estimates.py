@@ -47,7 +47,9 @@ def average(rewards_PK: ndarray) -> Estimate:
     counts_P = graded_counts(rewards_PK)
     totals_P = np.nansum(rewards_PK, axis=1)
     means_P = ratio(totals_P, counts_P)
-    return over_problems(means_P, int(counts_P.sum()))
+    graded = rewards_PK[~np.isnan(rewards_PK)]
+    are_shares = bool(((graded >= 0) & (graded <= 1)).all())
+    return over_problems(means_P, int(counts_P.sum()), are_shares)
 
 
 def graded_counts(rewards_PK: ndarray) -> ndarray:
@@ -155,11 +157,11 @@ def _vote(codes_Pk: ndarray, solved_Pk: ndarray) -> ndarray:
     return (is_right_P & has_votes_P).astype(float)
 
 
-def over_problems(values_P: ndarray, samples: int) -> Estimate:
+def over_problems(values_P: ndarray, samples: int, are_shares: bool = True) -> Estimate:
     """Estimate a mean from the values of independent problems. NaN values are left out.
 
-    If all values lie in [0, 1] the interval is `interval`. Rewards of an environment may lie
-    outside. Then the interval is mean -+ t stderr, t being Student's 97.5 % quantile with m - 1
+    With `are_shares`, all rewards lie in [0, 1], and the interval is `interval`. Other rewards may
+    lie outside. Then the interval is mean -+ t stderr, t being Student's 97.5 % quantile with m - 1
     degrees of freedom.
 
     The standard error is std (ddof 1) / sqrt(m). The bootstrap's error of a mean has this closed
@@ -168,7 +170,7 @@ def over_problems(values_P: ndarray, samples: int) -> Estimate:
     """
     estimate = mean_difference(values_P)
     m = estimate.problems
-    if m < 2 or np.nanmin(values_P) < 0 or np.nanmax(values_P) > 1:
+    if m < 2 or not are_shares:
         return estimate
     low, high = interval(estimate.value, estimate.stderr, m, samples)
     return replace(estimate, low=low, high=high)

@@ -129,6 +129,8 @@ def rows(group: list[ScoredResponse]) -> list[dict]:
         row = rollout_row(r)
         row["answer"] = r.score.answer
         row["rating"] = r.problem.rating
+        if r.score.reward is None:
+            row["reason"] = r.score.reason
         rows_of_group.append(row)
     return rows_of_group
 
@@ -168,6 +170,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
         "problems_left_out": len(groups) - average.problems,
         "samples": rewards_PK.shape[1],
         "ungraded": len(responses) - len(graded),
+        "ungraded_because": most_frequent_reason(responses),
         "avg": {
             **_estimate(average),
             "stderr_sampling": stderr_sampling,
@@ -186,6 +189,12 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     if episode_metrics:
         result["episodes"] = episode_metrics
     return without_nan(result)
+
+
+def most_frequent_reason(responses: list[dict]) -> str | None:
+    """Return the most frequent reason for which responses have no reward, None if there is none."""
+    reasons = Counter(r["reason"] for r in responses if r.get("reason"))
+    return reasons.most_common(1)[0][0] if reasons else None
 
 
 def _right(row: dict) -> float | None:
@@ -217,19 +226,25 @@ def _elo(difficulty_P: np.ndarray, rights_PK: np.ndarray) -> dict:
     solved_P = solved_P[used_P]
     likely = elo.most_likely(difficulty_P, solved_P, attempts_P)
     probable = elo.most_probable(difficulty_P, solved_P, attempts_P)
-    resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
     # JSON has no infinity
     likely_rating: float | str = likely.rating
     likely_stderr: float | None = likely.stderr
     if not math.isfinite(likely.rating):
         likely_rating = f"{likely.rating:+}"
         likely_stderr = None
+    bootstrap_stderr: float | None = None
+    bootstrap_interval: list[float] | None = None
+    # Equal results of all problems, or a single problem, say nothing of other problems.
+    if math.isfinite(likely.rating) and len(difficulty_P) > 1:
+        resampled = elo.bootstrap(difficulty_P, solved_P, attempts_P)
+        bootstrap_stderr = resampled.stderr
+        bootstrap_interval = [resampled.low, resampled.high]
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
         "map_prior": [elo.MEAN, elo.SPREAD],
-        "bootstrap_stderr": resampled.stderr,
-        "bootstrap_interval_95": [resampled.low, resampled.high],
+        "bootstrap_stderr": bootstrap_stderr,
+        "bootstrap_interval_95": bootstrap_interval,
         "ml": likely_rating,
         "ml_stderr": likely_stderr,
         "problems": len(difficulty_P),

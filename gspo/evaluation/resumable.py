@@ -25,6 +25,7 @@ import torch
 from gspo.data.problems import Problem
 from gspo.evaluation.estimates import powers
 from gspo.evaluation.evaluate import EvaluationSet, rows, summarise
+from gspo.io.escaping import escape_line
 from gspo.io.files import LOCK_FILE, replace_text
 from gspo.io.ranges import fields_with
 from gspo.io.tables import text_table
@@ -316,22 +317,27 @@ def _remarks(results: dict[str, dict]) -> list[str]:
                 "exceed the model's positions"
             )
         if r["ungraded"]:
+            reason = r["ungraded_because"]
             lines.append(
-                f"{name}: {r['ungraded']} responses could not be graded; {r['problems_left_out']} "
-                "problems left out"
+                f"{name}: {r['ungraded']} responses could not be graded"
+                f"{f' (most often: {escape_line(reason)})' if reason else ''}; "
+                f"{r['problems_left_out']} problems left out"
             )
         if r.get("episodes"):
             numbers = [f"{key} {value:.3g}" for key, value in sorted(r["episodes"].items())]
             lines.append(f"{name}: episodes: {', '.join(numbers)}")
         if r["elo"]:
             elo = r["elo"]
-            low, high = elo["bootstrap_interval_95"]
             easiest, hardest = elo["window"]
             likely = elo["ml"] if isinstance(elo["ml"], str) else f"{elo['ml']:.0f}"
+            error = f"standard error {elo['map_stderr']:.0f} (of the posterior)"
+            if elo["bootstrap_interval_95"]:
+                low, high = elo["bootstrap_interval_95"]
+                error = f"95 % interval {low:.0f} .. {high:.0f} (bootstrap over problems)"
             lines.append(
-                f"{name}: Elo {elo['map']:.0f}, 95 % interval {low:.0f} .. {high:.0f} (bootstrap "
-                f"over problems), maximum likelihood {likely}; {elo['problems']} problems rated "
-                f"{easiest:.0f} to {hardest:.0f}, {elo['attempts']} attempts"
+                f"{name}: Elo {elo['map']:.0f}, {error}, maximum likelihood {likely}; "
+                f"{elo['problems']} problems rated {easiest:.0f} to {hardest:.0f}, "
+                f"{elo['attempts']} attempts"
             )
     return lines
 

@@ -39,7 +39,13 @@ MAX_RANKS = 1024
 ACTIVATIONS = "activations and gathered weights"
 # bytes of the two 8-bit moments relative to those of a float32 weight; 256 values share a scale
 EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256) / 4
-SHARDED = ("weights", "AdamW's moments", "reference policy", "gradients")
+SHARDED = (
+    "weights",
+    "AdamW's moments",
+    "reference policy",
+    "gradients",
+    "gradient of a half",
+)
 
 
 @dataclass
@@ -198,7 +204,10 @@ def response_tokens(settings: Settings, config: PretrainedConfig, prompt: int) -
 def phases(
     settings: Settings, measured: Measured, engine: EngineEstimate
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes in a GPU's memory in each phase: rollout, old log-probs, update."""
+    """Return the bytes in a GPU's memory in each phase: rollout, old log-probs, update.
+
+    With tracking.snr_every there is a further phase, in which the gradient of the batch's first
+    half waits for the second's."""
     moments = 2.0 if settings.optim.name == "adamw" else EIGHT_BIT_MOMENTS
     always = {"weights": float(measured.weights), "AdamW's moments": moments * measured.trained}
     # with LoRA, the reference policy is the same weights without the adapter
@@ -214,11 +223,15 @@ def phases(
         rollout["engine's weights"] = engine.weights + engine.merged
     rollout |= {"keys and values": engine.cache, "logits": engine.logits}
     update = {"gradients": float(measured.trained), ACTIVATIONS: float(measured.update)}
-    return {
+    result = {
         "rollout": rollout,
         "old log-probs": training | {ACTIVATIONS: float(measured.scoring)},
         "update": training | update,
     }
+    if settings.tracking.snr_every:
+        first_half = {"gradient of a half": float(measured.trained)}
+        result["gradient SNR"] = training | first_half | update
+    return result
 
 
 def advice(run_plan: Plan) -> list[str]:

@@ -32,11 +32,16 @@ TO_EXPERTS = "tokens to their experts and back"
 
 @dataclass
 class Passes:
-    """The passes of a rank in a step: numbers of micro-batches, and of optimizer updates."""
+    """The passes of a rank in a step, on average over the steps.
 
-    learning: int
-    scoring: int
-    updates: int
+    learning     micro-batches of forward and backward passes
+    scoring      micro-batches of forward passes
+    reductions   all_reduces of the whole gradient between copies of the weights
+    """
+
+    learning: float
+    scoring: float
+    reductions: float
 
 
 def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEstimate) -> Passes:
@@ -44,7 +49,8 @@ def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEsti
 
     Every epoch learns from each response once. The log-probs of the old policy and of the reference
     policy are scored. The old policy's pass is skipped if the engine has just computed the same
-    log-probs with the trainer's weights (PolicySettings.skips_old_pass).
+    log-probs with the trainer's weights (PolicySettings.skips_old_pass). The measurements that
+    `tracking` asks for every so many steps count by their share of the steps.
     """
     runs_in_trainer = settings.rollout.name == "local" and not engine.weights
     skips_old_pass = settings.policy.skips_old_pass(
@@ -61,11 +67,25 @@ def passes_of(settings: Settings, work: Work, responses: int, engine: EngineEsti
     # an objective may need a number of the whole mini-batch under the current policy
     scored_per_epoch = 1 if settings.objective.needs_statistic else 0
     minibatches = settings.trainer.minibatches
-    return Passes(
+    passes_over_batch = math.ceil(responses / work.scored)
+    passes = Passes(
         learning=epochs * minibatches * math.ceil(responses / minibatches / work.rows),
-        scoring=(scored_policies + epochs * scored_per_epoch) * math.ceil(responses / work.scored),
-        updates=epochs * minibatches,
+        scoring=(scored_policies + epochs * scored_per_epoch) * passes_over_batch,
+        reductions=epochs * minibatches,
     )
+    tracking = settings.tracking
+    if tracking.snr_every:  # the gradients of two halves of the batch
+        passes.learning += 2 * math.ceil(responses / 2 / work.rows) / tracking.snr_every
+        passes.reductions += 2 / tracking.snr_every
+    if tracking.information_every:  # every scored response under every prompt
+        prompts = min(tracking.information_prompts, settings.rollout.prompts_per_step)
+        samples = min(tracking.information_samples, settings.rollout.group_size)
+        rows = prompts * samples * prompts / work.ranks
+        passes.scoring += math.ceil(rows / work.scored) / tracking.information_every
+    if tracking.record_after:
+        # with record_last, every step is recorded
+        passes.scoring += passes_over_batch / (1 if tracking.record_last else tracking.record_every)
+    return passes
 
 
 def traffic_of(
@@ -75,7 +95,7 @@ def traffic_of(
     if work.ranks == 1:
         return {}
     if work.shard_size == 1:  # a ring all-reduce sends every gradient twice
-        return {BETWEEN_COPIES: 2.0 * passes.updates * measured.trained}
+        return {BETWEEN_COPIES: 2.0 * passes.reductions * measured.trained}
     traffic = {
         "weights gathered to learn": float(passes.learning * measured.all_gathered),
         "weights gathered to score": float(passes.scoring * measured.all_gathered_scoring),

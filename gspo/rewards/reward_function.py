@@ -24,7 +24,7 @@ from typing import Any
 from gspo.data.samples import Score
 from gspo.io.errors import SettingError
 from gspo.rewards.child_process import ChildProcess, ProcessOwner, start_child
-from gspo.rewards.reward_worker import RewardCall, timeout
+from gspo.rewards.reward_worker import RewardCall, Trial, timeout
 
 START_SECONDS = 300.0  # an import may load a model
 GRACE_SECONDS = 2.0  # for an async call to end itself at its limit, before the process is ended
@@ -67,11 +67,11 @@ class RewardFunction(ProcessOwner):
                 remedy="leave it 1, or write a function of (prompt, response, row)",
             )
 
-    def try_out(self, prompt: str, row: dict[str, Any]) -> str:
+    def try_out(self, prompt: str, row: dict[str, Any]) -> Trial:
         """Call the function for a whole and a truncated response before a run depends on it.
 
-        Return in words why a call failed, "" if none did. Raises ValueError for a mistake that no
-        response can fix, such as a column that the row does not have."""
+        Raises ValueError for a mistake that no response can fix, such as a column that the row does
+        not have."""
         self.start()
         truncated_response = TRIAL_RESPONSE[: len(TRIAL_RESPONSE) // 2]
         calls: list[RewardCall] = [
@@ -79,11 +79,11 @@ class RewardFunction(ProcessOwner):
             (1, prompt, truncated_response, row),
         ]
         with self._lock:
-            is_certain, reason = self._processes[0].try_out(calls)
-        if is_certain:
+            trial = self._processes[0].try_out(calls)
+        if trial.is_certain:
             self.close()
-            raise ValueError(reason)
-        return reason
+            raise ValueError(trial.reason)
+        return trial
 
     def __call__(
         self, prompts: list[str], responses: list[str], rows: list[dict[str, Any]]
@@ -147,16 +147,16 @@ class RewardProcess:
         self._style = text
         return running
 
-    def try_out(self, calls: list[RewardCall]) -> tuple[bool, str]:
-        """Make these calls and return (is_certain, reason), as RewardCaller.trial does."""
+    def try_out(self, calls: list[RewardCall]) -> Trial:
+        """Make these calls and return their trial, as RewardCaller.trial does."""
         running = self._started()
         running.connection.send((calls, self.seconds, True))
         message = _receive(running, len(calls) * self.seconds + GRACE_SECONDS)
         if message is not None:
-            return message[1:]
+            return Trial(*message[1:])
         reason = self._failure(running).reason
         self.close()
-        return False, f"{self.key}={self.path}: {reason}"
+        return Trial(is_certain=False, reason=f"{self.key}={self.path}: {reason}")
 
     def scores(self, calls: list[RewardCall]) -> dict[int, Score]:
         """Return the score of each call by its index."""

@@ -8,7 +8,7 @@ on the connection:
     ("refused", reason)               or it was not, and the process ends
     ("begins", indices)               the calls for these responses begin
     ("outcome", index, Score)         a response has its score
-    ("tried", is_certain, reason)     the result of a trial
+    ("tried", is_certain, reason, scores)    the result of a trial, the fields of Trial
 
 Output of the function goes to the standard error.
 """
@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, SupportsFloat
@@ -49,7 +50,10 @@ def style_of(function: Callable[..., Any], message_start: str) -> str:
         raise ValueError(f"{message_start}: must be a function, {wanted}")
     signature = inspect.signature(function)
     names = tuple(signature.parameters)[:3]
-    required = [p for p in signature.parameters.values() if p.default is p.empty]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [
+        p for p in signature.parameters.values() if p.default is p.empty and p.kind not in variable
+    ]
     if names not in (SINGLE_PARAMETERS, BATCH_PARAMETERS) or len(required) > 3:
         raise ValueError(f"{message_start}{signature}: must be {wanted}")
     return "batch" if names == BATCH_PARAMETERS else "single"
@@ -83,17 +87,27 @@ def as_score(value: Any) -> Score:
     elif value is None:
         score = Score(None, "none", reason="the reward function returned None")
     else:
+        refusal = NotAScore(f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number")
+        if isinstance(value, str | bytes):  # `float` reads "1.0"
+            raise refusal
         try:
             reward = float(value)
         except (TypeError, ValueError):
-            raise NotAScore(
-                f"it returned {type(value).__name__} {str(value)[:40]!r}, not a number"
-            ) from None
+            raise refusal from None
         score = Score(reward, {0.0: "wrong", 1.0: "correct"}.get(reward, "partial"))
     for reward in (score.reward, *score.rewards.values()):
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             raise ValueError(f"the reward is {reward}, not a number within +-{LARGEST_REWARD:g}")
     return score
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return the rewards of a function of lists. Raises NotAScore for no list of rewards."""
+    # the order of a set is arbitrary; of a text or a mapping the list is no list of rewards
+    if not isinstance(values, str | bytes | Set | Mapping):
+        with suppress(TypeError):
+            return list(values)
+    raise NotAScore(f"it returned {type(values).__name__}, not a list of rewards")
 
 
 def checked_score(score: Score) -> Score:
@@ -131,6 +145,22 @@ def named_score(values: Mapping[Any, Any]) -> Score:
 
 
 @dataclass
+class Trial:
+    """The result of calls before a run.
+
+    is_certain  whether a call failed for a mistake that no response can fix: a column that the rows
+                do not have, a name that is not defined, a module that cannot be imported, or a value
+                that is no number. Other exceptions may be due to the trial's responses.
+    reason      why a call failed, in words, "" if none did
+    scores      the scores of the calls, in no order
+    """
+
+    is_certain: bool
+    reason: str = ""
+    scores: list[Score] = field(default_factory=list)
+
+
+@dataclass
 class RewardCaller:
     """Calls the function and sends the score of each response."""
 
@@ -159,40 +189,35 @@ class RewardCaller:
         what = str(error) if isinstance(error, NotAScore) else f"it raised {kind}: {error}"
         return Score(None, "error", reason=f"{self.name}: {what}{location}"[:MAX_REASON_CHARS])
 
-    def trial(self, calls: list[RewardCall], seconds: float) -> tuple[bool, str]:
-        """Make these calls before a run, and return (is_certain, reason).
-
-        `reason` says in words why a call failed, and is "" if none did. `is_certain` says that no
-        response can fix the mistake. Such mistakes are a column that the rows do not have, a name
-        that is not defined, a module that cannot be imported, and a value that is no number. Other
-        exceptions may be due to the trial's responses."""
-        reason, errors = self._try(calls, seconds)
+    def trial(self, calls: list[RewardCall], seconds: float) -> Trial:
+        """Make these calls before a run, and return their result. Nothing is sent."""
+        scores, errors = self._try(calls, seconds)
         if any(isinstance(error, KeyError) for error in errors):
             trial_calls: list[RewardCall] = [(*call[:3], TrialRow(call[3])) for call in calls]
-            reason, errors = self._try(trial_calls, seconds)
+            scores, errors = self._try(trial_calls, seconds)
+        reasons = [score.reason for score in scores if score.verdict in ("error", "timeout")]
+        reason = reasons[0] if reasons else ""
         for error in errors:
             if isinstance(error, AbsentColumn):
                 columns = ", ".join(map(str, calls[0][3]))
                 column = error.args[0]
-                return True, f"{reason}; the rows have no column {column!r}, they have {columns}"
+                reason += f"; the rows have no column {column!r}, they have {columns}"
+                return Trial(is_certain=True, reason=reason)
         # an unbound local name is a NameError too, and may be due to the response
         is_certain = any(
             isinstance(error, NameError | ImportError | NotAScore)
             and not isinstance(error, UnboundLocalError)
             for error in errors
         )
-        return is_certain, reason
+        return Trial(is_certain, reason, scores)
 
-    def _try(self, calls: list[RewardCall], seconds: float) -> tuple[str, list[Exception]]:
-        """Call the function without sending anything, and return (reason, exceptions).
-
-        `reason` is the first reason for which a response was left ungraded, "" if there is none."""
+    def _try(self, calls: list[RewardCall], seconds: float) -> tuple[list[Score], list[Exception]]:
+        """Call the function without sending anything, and return its scores and exceptions."""
         messages = []
         caller = replace(self, send=messages.append, errors=[])
         caller.answer(calls, seconds)
         scores = [message[2] for message in messages if message[0] == "outcome"]
-        reasons = [score.reason for score in scores if score.verdict in ("error", "timeout")]
-        return reasons[0] if reasons else "", caller.errors
+        return scores, caller.errors
 
     def answer(self, calls: list[RewardCall], seconds: float) -> None:
         """Make all calls and send their outcomes."""
@@ -223,12 +248,7 @@ class RewardCaller:
             values = self.function(prompts, responses, rows)
             if inspect.iscoroutine(values):
                 values = asyncio.run(within(values, seconds))
-            try:
-                values = list(values)
-            except TypeError:
-                raise NotAScore(
-                    f"it returned {type(values).__name__}, not a list of rewards"
-                ) from None
+            values = as_list(values)
             if len(values) != len(indices):
                 raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")
             scores = [self.score_of(value) for value in values]
@@ -313,7 +333,9 @@ def main() -> None:
         except EOFError:
             return
         if is_trial:
-            connection.send(("tried", *caller.trial(calls, seconds)))
+            # this module is __main__ here, so the parent could not read a Trial
+            trial = caller.trial(calls, seconds)
+            connection.send(("tried", trial.is_certain, trial.reason, trial.scores))
         else:
             caller.answer(calls, seconds)
 

@@ -18,27 +18,28 @@ FOLDER = "tensorboard"
 class EventFiles:
     """The event files of a run directory.
 
-    `rows` are the rows that the run has already. New event files begin with them. In existing files
-    the output of later steps is marked as superseded."""
+    `rows` are the rows that the run has already. Every new file begins with them, and marks the
+    output of earlier files as superseded. So a run whose `tracking.tensorboard` was false for a
+    while has all rows."""
 
     def __init__(self, run: Path, rows: list[dict]):
         # needs the package tensorboard, and takes a second
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = run / FOLDER
-        is_new = not any(folder.glob("events.out.tfevents.*"))
-        purge_step = 0 if is_new or not rows else rows[-1]["step"] + 1
-        self.writer = SummaryWriter(str(folder), purge_step=purge_step)
-        if is_new:
-            for row in rows:
-                self.send(row)
+        self.writer = SummaryWriter(str(run / FOLDER), purge_step=0)
+        for row in rows:
+            self._add(row)
+        self.writer.flush()
 
     def send(self, row: dict) -> None:
         """Write a row of metrics.jsonl to the disk, with NaN for numbers that were not finite."""
+        self._add(row)
+        self.writer.flush()
+
+    def _add(self, row: dict) -> None:
         for name, value in row.items():
             if name != "step":
                 self.writer.add_scalar(name, math.nan if value is None else value, row["step"])
-        self.writer.flush()
 
     def close(self) -> None:
         """Close the file."""

@@ -9,7 +9,7 @@ file is held out. The text of a problem alone decides, so every run holds out th
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from gspo.rewards.reward_function import RewardFunction
 from gspo.tasks.base import Answer, held_out
 from gspo.tasks.benchmarks.base import Benchmark, Item, without_repeats
 from gspo.tasks.benchmarks.data_row import DataRow
+from gspo.tasks.benchmarks.records_file import Source
 
 COLUMNS = ("prompt", "family", "rating")
 MAX_TRIAL_ROWS = 100  # the trial uses a row among the first rows
@@ -46,7 +47,8 @@ class OwnRows(Benchmark):
     columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt"})
     # text after every prompt, for example an instruction on the form of the answer
     suffix: str = ""
-    hub_split: str = "test"  # with `hub`: the held-out split
+    # with `hub`: the held-out split. "": 1 in 8 problems of the training split is held out
+    hub_split: str = "test"
     hub_train_split: str = "train"  # with `hub`: the split to train on
 
     def __post_init__(self) -> None:
@@ -91,20 +93,26 @@ class OwnRows(Benchmark):
         return Item(text, with_suffix(text, self.suffix), row.values, family, rating)
 
     def _evaluation_items(self) -> list[Item]:
-        if self.path or self.hub:
+        if self.path or (self.hub and self.hub_split):
             return super()._evaluation_items()
         all_items = self._items_of(self._training_source(), training=True)
         items = [item for item in all_items if held_out(item.text)]
+        key, value = self._training_setting()
         if not all_items:
-            raise SettingError(f"{self.key}.train_path", self.train_path, "it has no rows")
+            raise SettingError(key, value, "it has no rows")
         if not items:
             raise SettingError(
-                f"{self.key}.train_path",
-                self.train_path,
+                key,
+                value,
                 "none of its problems is among the 1 in 8 that are held out",
                 remedy=f"give {self.key}.path=FILE with problems to evaluate on",
             )
         return without_repeats(items)
+
+    def _source(self, split: str, hub_split: str) -> Source:
+        source = super()._source(split, hub_split)
+        name = "hub_train_split" if split == "train" else "hub_split"
+        return replace(source, hub_split_setting=f"{self.key}.{name}")
 
     def score(self, answers: list[Answer]) -> list[Score]:
         """Return the reward function's scores, and 0 for truncated responses."""
@@ -132,12 +140,18 @@ class OwnRows(Benchmark):
             item = max(trial_items, key=lambda item: len(item.answer))
             where = f"it was tried before the first step, on the row {shown(item.answer)}"
             try:
-                problem = self._function.try_out(item.prompt, item.answer)
+                trial = self._function.try_out(item.prompt, item.answer)
             except ValueError as error:
                 raise ValueError(f"{error}; {where}") from None
-            if problem:
+            for score in trial.scores:
+                try:
+                    score.weighted(self.reward_weights)
+                except SettingError as error:
+                    problem = f"{error.problem}; {where}"
+                    raise SettingError(error.key, error.value, problem, error.remedy) from None
+            if trial.reason:
                 print(
-                    f"warning: {problem}; {where}. Such a response is left out, ungraded",
+                    f"warning: {trial.reason}; {where}. Such a response is left out, ungraded",
                     file=sys.stderr,
                 )
             self._is_tried = True
@@ -175,6 +189,8 @@ def prompt_text(row: DataRow, column: str) -> str:
             "must be a text, or a chat that ends with the user, "
             '[..., {"role": "user", "content": ...}]',
         )
+    if not messages[-1]["content"].strip():
+        raise row.wrong(column, "is empty: its last message has no text")
     return messages[0]["content"] if len(messages) == 1 else ChatPrompt(messages)
 
 

@@ -10,15 +10,15 @@ from unittest.mock import ANY
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import forked
 from commands import SMALL, only_run, train
 from gspo.cli import evaluate, evaluation_job
-from gspo.config.commands import EvaluateCommand
+from gspo.config.commands import EvaluateCommand, PromptChanges
 from gspo.config.load import register_schemas
 from gspo.config.settings import CHOICES
 from gspo.evaluation.evaluate import EvaluationSet
+from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import save
 from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
@@ -39,9 +39,7 @@ MBPP = json.dumps({
 def command(*arguments: str) -> EvaluateCommand:
     register_schemas()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("evaluate", evaluate.with_benchmarks(list(arguments)))
-        evaluate.find_data(config)
-        return OmegaConf.to_object(config)
+        return evaluate.command_of(compose("evaluate", evaluate.with_benchmarks(list(arguments))))
 
 
 def test_benchmarks_are_option_files_with_their_own_settings():
@@ -58,10 +56,40 @@ def test_benchmarks_are_option_files_with_their_own_settings():
         assert list(command("run=x", spelling).tasks) == names
 
 
+def test_what_is_given_of_the_prompt_changes_that_alone():
+    names = [field.name for field in fields(PromptFormat)]
+    assert [field.name for field in fields(PromptChanges)] == names
+    of_run = PromptFormat(system="Be brief.", thinking=True)
+    assert command("run=x").prompt.applied_to(of_run) == of_run
+    changed = command("run=x", "prompt.date=2025-01-01", "prompt.thinking=false").prompt
+    assert changed.applied_to(of_run) == PromptFormat(
+        system="Be brief.", thinking=False, date="2025-01-01"
+    )
+    assert command("run=x", "prompt.system=''").prompt.applied_to(of_run).system == ""
+    with refuses("prompt.format", "plane"):
+        command("run=x", "prompt.format=plane").prompt.applied_to(of_run)
+
+
+def test_consent_to_a_weak_sandbox_reaches_every_benchmark():
+    words = ["model=tiny_dense", "benchmark=[code,mixed]"]
+    tasks = command(*words, "allow_weak_sandbox=true").tasks
+    assert tasks["code"].allow_weak_sandbox and tasks["mixed"].code.allow_weak_sandbox
+    tasks = command(*words).tasks
+    assert not tasks["code"].allow_weak_sandbox and not tasks["mixed"].code.allow_weak_sandbox
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
+        (
+            ["model=tiny_dense", "benchmark=math", "step=40"],
+            ("step", 40, "is read of a run, and this is a model"),
+        ),
+        (
+            ["model=tiny_dense", "benchmark=math", "addresses=[http://x]"],
+            ("addresses", ["http://x"], "is read of a run"),
+        ),
         ([], ("run", ANY, "name a run directory, such as runs/STUDY/RUN, or model=hf")),
         (["run=x", "model=hf"], ("run", "x", "a model is given too")),
         (["model=hf"], ("benchmark", [], "benchmark=[...]")),
@@ -249,8 +277,8 @@ def test_an_evaluation_takes_each_benchmarks_own_length(tmp_path):
 
 def test_an_evaluation_says_where_the_limit_decided():
     sets = [
-        EvaluationSet("gsm8k", None, [], limit=2048),
-        EvaluationSet("aime24", None, [], limit=100),
+        EvaluationSet("gsm8k", ChainArithmetic(), [], limit=2048),
+        EvaluationSet("aime24", ChainArithmetic(), [], limit=100),
     ]
     results = {
         "gsm8k": {"verdicts": {"truncated": 0.2}},
@@ -259,8 +287,14 @@ def test_an_evaluation_says_where_the_limit_decided():
     (line,) = evaluation_job.cut_short(results, sets, positions=2048)
     assert (
         line.startswith("aime24: 43.0% of the responses were cut off at 100 tokens")
-        and "max_new_tokens=200" in line
+        and "and count as wrong; set max_new_tokens=200" in line
     )
+    sets[1].task.truncated_reward = None
+    (line,) = evaluation_job.cut_short(results, sets, positions=None)
+    assert "and are graded with reward.truncated=None; " in line
+    episodes = results | {"aime24": results["aime24"] | {"episodes": {"turns": 2.0}}}
+    (line,) = evaluation_job.cut_short(episodes, sets, positions=None)
+    assert "and keep the rewards of their turns; " in line
     (line,) = evaluation_job.cut_short(results, sets, positions=150)
     assert line.endswith("; the model has 150 positions for a prompt and its response")
     assert evaluation_job.cut_short({"gsm8k": {"verdicts": {}}}, sets[:1], None) == []

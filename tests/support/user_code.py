@@ -215,6 +215,26 @@ def unbound(prompt, response, row):
     return found
 
 
+def named(prompt, response, row):
+    return {"correct": 1.0, "format": float("42" in response)}
+
+
+def text(prompt, response, row):
+    return "1.0"
+
+
+def digits_batch(prompts, responses, rows):
+    return "1" * len(responses)
+
+
+def set_batch(prompts, responses, rows):
+    return set(map(float, range(len(responses))))
+
+
+def more(prompt, response, row, *arguments, **others):
+    return 1.0
+
+
 def plain(prompt, response, row):
     import yaml
     return float(type(row) is dict and bool(yaml.safe_dump(row)))

@@ -65,8 +65,8 @@ def require(slot: Any, allow_weak: bool) -> None:
     if problem:
         raise ValueError(
             "allow_weak_sandbox=False: programs would not be confined on this machine: "
-            f"{problem}; only the command line can allow that: allow_weak_sandbox=true where a run "
-            "is evaluated or sampled, in training task.allow_weak_sandbox=true (of mixed tasks "
+            f"{problem}; only the command line can allow that: allow_weak_sandbox=true for gspo "
+            "evaluate and gspo sample, in training task.allow_weak_sandbox=true (of mixed tasks "
             "task.code.allow_weak_sandbox=true; beside resume= with ++)"
         )
 

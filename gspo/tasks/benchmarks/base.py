@@ -154,13 +154,23 @@ class Benchmark(SingleSet):
             "repeated": len(not_held_out) - len(training_items),
         }
         if not training_items:
+            key, value = self._training_setting()
             raise SettingError(
-                f"{self.key}.train_path",
-                self.train_path or self.path or self.hub,
+                key,
+                value,
                 f"of {len(items)} training problems none is left that is not also in the "
                 f"evaluation set of {self.name}",
+                remedy=f"give {self.key}.train_path=FILE with other problems",
             )
         return training_items
+
+    def _training_setting(self) -> tuple[str, str]:
+        """Return the key and the value of the setting that names the training set."""
+        for name in ("train_path", "path", "hub"):
+            value = getattr(self, name)
+            if value:
+                return f"{self.key}.{name}", value
+        return f"{self.key}.train_path", ""
 
     def _training_source(self) -> Source:
         """Return the source of the training set.

@@ -1,9 +1,9 @@
 """Reads the records of a benchmark from a file, a folder or the hub.
 
 Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder, the files whose names begin
-with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), in the order
-of their names. If there are none, all files are read whose names do not begin with another split
-("math500.jsonl"). If the folder has a subfolder with the name of the hub's subset ("main" of
+with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), or have it as
+a word ("gsm_test.jsonl"), in the order of their names. If there are none, all files are read whose
+names have no other split ("math500.jsonl"). If the folder has a subfolder with the name of the hub's subset ("main" of
 GSM8K), that is read alone. The Hugging Face hub needs the package datasets, which comes with pip install
 -e ".[hub]".
 
@@ -18,6 +18,7 @@ import codecs
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Source:
     hub: str = ""  # a dataset's name, or files in one: "hf://datasets/OWNER/NAME/test*.jsonl"
     hub_config: str = ""
     hub_split: str = "test"
+    hub_split_setting: str = ""  # the setting that chooses it, if there is one
 
     def rows(self) -> Iterator[DataRow]:
         """Yield the records in order, read one at a time."""
@@ -111,6 +113,13 @@ class Source:
         except (OSError, ValueError, RuntimeError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             problem = f"reading {self.hub} from the hub failed: {lines[0]}"
+            if self.hub_split_setting:
+                raise SettingError(
+                    self.hub_split_setting,
+                    self.hub_split,
+                    problem,
+                    f"choose a split that {self.hub} has, or give {self.setting}=FILE or FOLDER",
+                ) from error
             raise self._empty(problem) from error
         for number, values in enumerate(records, 1):
             yield checked(f"{self.hub}, record {number}", values)
@@ -137,9 +146,14 @@ def _may_hold_records(file: Path, folder: Path) -> bool:
 def _split_of(file: Path, wanted: str) -> str:
     """Return the name of a file, or of its nearest folder, that begins with a split's name.
 
-    Return "" if there is none. `file` is relative to the dataset's folder."""
+    If there is none, it is the last word of the file's name that is a split's name, else "". `file`
+    is relative to the dataset's folder."""
     splits = (wanted, *SPLITS)
-    return next((name for name in reversed(file.parts) if name.startswith(splits)), "")
+    for name in reversed(file.parts):
+        if name.startswith(splits):
+            return name
+    words = re.split(r"[^a-z]+", file.name.lower())
+    return next((word for word in reversed(words) if word in splits), "")
 
 
 def file_rows(path: Path) -> Iterator[DataRow]:

@@ -154,13 +154,17 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
     for wrong in (
         "nonsense\n",
         '{"problem": 0}\n',
-        lines[2].replace('"reward": ', '"reward": 1e9, "was": '),
+        lines[2].replace('"reward": ', '"reward": "1", "was": '),
+        lines[2].replace('"reward": ', '"reward": 1e999, "was": '),
         lines[2][:30],
     ):
         file.write_text("".join([*lines[:2], wrong]))
         with pytest.raises(ValueError, match=r"rated\.jsonl is damaged in line 3"):
             read_finished(base)
-    # what an environment gave is not damaged, and no accuracy either
+    # the rewards of a user's function or of an environment are not damaged, and no accuracies
+    file.write_text("".join([*lines[:2], lines[2].replace('"reward": ', '"reward": -1, "was": ')]))
+    with pytest.raises(ValueError, match=r"a response has the reward -1; only rewards from 0 to 1"):
+        read_finished(base)
     episode = lines[2].replace('"reward": ', '"turns": [], "reward": -2, "was": ')
     file.write_text("".join([*lines[:2], episode]))
     with pytest.raises(

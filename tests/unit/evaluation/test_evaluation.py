@@ -146,11 +146,13 @@ def test_ungraded_responses_are_in_no_denominator():
     rest = [rows(group) for group in complete[1:]]
     alone = summarise([rows(group) for group in groups_of(Graded(fails=((0, "#"),)), 8, 4)], [1, 4])
     assert {
-        k: v for k, v in alone.items() if k not in ("problems", "problems_left_out", "ungraded")
+        k: v
+        for k, v in alone.items()
+        if k not in ("problems", "problems_left_out", "ungraded", "ungraded_because")
     } == {
         k: v
         for k, v in summarise(rest, [1, 4]).items()
-        if k not in ("problems", "problems_left_out", "ungraded")
+        if k not in ("problems", "problems_left_out", "ungraded", "ungraded_because")
     }
 
 
@@ -163,6 +165,11 @@ def test_a_set_without_any_grade_has_counts_alone():
     assert metrics == {"eval/rated/ungraded": 6.0}
     assert result["avg"]["value"] is None and json.dumps(result, allow_nan=False)
     assert "6 responses could not be graded; 3 problems left out" in table({"rated": result}, 2)
+    score = Score(None, "error", reason="it raised KeyError: 'x'")
+    groups = [[replace(r, score=score) for r in group] for group in groups_of(Graded(), 3, 2)]
+    result = summarise([rows(group) for group in groups], [2])
+    text = "6 responses could not be graded (most often: it raised KeyError: 'x'); 3 problems"
+    assert text in table({"rated": result}, 2)
 
 
 def test_the_majority_is_reported_where_there_are_answers():
@@ -418,7 +425,10 @@ def test_the_table_says_what_the_ratings_rest_on():
     nothing = summarise(
         [[row | {"reward": 0.0} for row in rows(group)] for group in groups_of(Graded(), 4, 2)], [2]
     )
-    assert "maximum likelihood -inf" in table({"rated": nothing}, 2)
+    # equal results of all problems have no spread, so the bootstrap would promise a point
+    assert nothing["elo"]["bootstrap_interval_95"] is nothing["elo"]["bootstrap_stderr"] is None
+    error = f"standard error {nothing['elo']['map_stderr']:.0f} (of the posterior)"
+    assert f"{error}, maximum likelihood -inf" in table({"rated": nothing}, 2)
 
 
 def test_problems_without_rating_have_no_elo():

@@ -619,3 +619,31 @@ def test_otb_takes_a_pass_under_the_old_policy_and_records_its_sums():
     assert other.times["old log-probs: arithmetic"] == 0 < otb.times["old log-probs: arithmetic"]
     tokens = 8 * 4 * otb.work.response
     assert otb.record_bytes - other.record_bytes == 4 * tokens
+
+
+def test_measurements_of_signals_take_passes_and_a_second_gradient():
+    words = [*SMALL, "rollout.max_new_tokens=80", "trainer.micro_batch_size=4"]
+    plain = planned(*words, prompt=20)
+    snr = planned(*words, "tracking.snr_every=2", prompt=20)
+    minibatches = plain.settings.trainer.minibatches
+    learning = minibatches * -(-32 // minibatches // 4)
+    name = "update: arithmetic"  # two halves of 16 responses, at every second step
+    assert snr.times[name] / plain.times[name] == pytest.approx(1 + 2 * 4 / 2 / learning)
+    assert snr.phases["update"] == plain.phases["update"]
+    half = sum(snr.phases["gradient SNR"].values()) - sum(snr.phases["update"].values())
+    assert half == plain.measured.trained and "gradient SNR" not in plain.phases
+    assert snr.peak[0] == "gradient SNR"
+    name = "old log-probs: arithmetic"
+    information = planned(*words, "tracking.information_every=4", prompt=20)
+    after = planned(*words, "tracking.record_every=4", "tracking.record_after=true", prompt=20)
+    one_pass = planned(*words, "advantage=otb", "objective=gspo_token", prompt=20).times[name] / 8
+    # 8 prompts, 2 responses of each, under each prompt: 128 responses
+    assert information.times[name] - plain.times[name] == pytest.approx(32 / 4 * one_pass)
+    assert after.times[name] - plain.times[name] == pytest.approx(8 / 4 * one_pass)
+
+
+def test_no_more_records_are_counted_than_there_are_steps():
+    words = ["steps=100", "tracking.record_last=500", "tracking.record_every=1000"]
+    made = planned(*SMALL, *words)
+    (line,) = [line for line in lines_of(made) if "record of a step" in line]
+    assert "the last 100 together" in line and "of all" not in line

@@ -100,6 +100,18 @@ def test_a_value_of_a_batch_that_is_no_reward_leaves_out_its_response_alone(func
     assert "it returned str 'a text', not a number" in scores[2].reason
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("text", "str"), ("digits_batch", "str"), ("set_batch", "set")]
+)
+def test_texts_and_sets_are_no_rewards(function, name, kind):
+    for score in ask(function(name), "x", "y"):
+        assert score.reward is None and f"it returned {kind}" in score.reason
+
+
+def test_a_function_may_take_more_arguments(function):
+    assert ask(function("more"), "x") == [Score(1.0, "correct")]
+
+
 def test_a_batch_of_the_wrong_length_is_ungraded(function):
     assert {s.reason for s in ask(function("short_batch"), "x", "y")} == {
         "task.reward=own_package.rewards:short_batch: it returned 1 rewards for 2 responses"
@@ -190,14 +202,15 @@ def test_a_trial_refuses_a_mistake_that_no_response_can_mend(function, name, tex
     ],
 )
 def test_a_trial_names_what_may_be_due_to_its_response(function, name, text):
-    found = function(name).try_out("prompt", ROW)
+    found = function(name).try_out("prompt", ROW).reason
     assert re.fullmatch(f"task.reward=own_package.rewards:{name}: {text}", found), found
 
 
 @pytest.mark.parametrize("name", ["digits", "batch", "later", "optional", "raises", "plain"])
 def test_a_trial_of_a_sound_function_says_nothing_and_it_works_afterwards(function, name):
     one = function(name)
-    assert one.try_out("prompt", ROW) == ""
+    trial = one.try_out("prompt", ROW)
+    assert not trial.reason and len(trial.scores) == 2
     assert all(score.reward is not None for score in ask(one, "x", "y"))
 
 
@@ -205,8 +218,9 @@ def test_a_trial_of_a_sound_function_says_nothing_and_it_works_afterwards(functi
 def test_a_trial_that_takes_too_long_says_so(function):
     one = function("blocks", seconds=0.5)
     one._processes[0].start()
-    certain, text = one._processes[0].try_out([(0, "prompt", "hang", ROW)])
-    assert not certain and text.endswith("the reward function took more than 0.5 seconds")
+    trial = one._processes[0].try_out([(0, "prompt", "hang", ROW)])
+    assert not trial.is_certain
+    assert trial.reason.endswith("the reward function took more than 0.5 seconds")
 
 
 @pytest.mark.slow

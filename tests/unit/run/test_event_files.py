@@ -69,6 +69,14 @@ def test_asked_for_late_they_hold_the_earlier_rows_too(tmp_path):
     assert read(tmp_path) == expected(rows(0, 5))
 
 
+def test_rows_of_a_time_without_event_files_are_not_missing(tmp_path):
+    written(tmp_path, [], rows(0, 6))
+    # resumed after step 4 without event files, then with them
+    before = rows(0, 4) + rows(5, 8, factor=2)
+    written(tmp_path, before, rows(9, 9))
+    assert read(tmp_path) == expected(before + rows(9, 9))
+
+
 def test_a_row_is_on_the_disk_at_once_and_what_was_not_finite_is_nan(tmp_path):
     files = EventFiles(tmp_path, [])
     files.send({"step": 1, "optim/grad_norm": None, "reward/mean": 0.5})

@@ -118,6 +118,11 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
     write(tmp_path / "one" / "dataset_infos.json", [{"name": "description"}])
     write(tmp_path / "one" / "math500.jsonl", [{"name": "one"}])
     assert len(list(Source("x.path", str(tmp_path / "one"), "test").rows())) == 1
+    # a split may be a word in the name
+    for name in ("gsm_train.jsonl", "gsm-test.jsonl", "contest.jsonl"):
+        write(tmp_path / "words" / name, [{"name": name}])
+    words = Source("x.path", str(tmp_path / "words"), "test")
+    assert [file.name for file in words.files()] == ["gsm-test.jsonl"]
     with refuses("x.path", problem="no file for the split 'test'"):
         only_train = write(tmp_path / "two" / "train.jsonl", [{}])
         Source("x.path", str(only_train.parent), "test").files()

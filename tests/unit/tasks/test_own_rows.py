@@ -54,6 +54,44 @@ def test_without_a_test_file_one_in_eight_problems_is_held_out_by_its_text():
     assert evaluated[0].answer["answer"].isdigit() and evaluated[0].task == "rows"
 
 
+def test_the_setting_that_names_the_training_problems_is_named():
+    with refuses("task.path", "test.jsonl", "of 5 training problems none is left"):
+        rows = task(train_path="", path="test.jsonl")
+        rows.one_file = True  # as of a benchmark whose file holds both sets
+        rows.size("train")
+
+
+def test_the_hubs_training_split_alone_holds_out_one_in_eight(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "hub" / "train.jsonl")
+    hub = str(tmp_path / "hub")
+    with refuses("task.hub_split", "test", "choose a split that"):
+        task(train_path="", hub=hub).size("rows")
+    rows = task(train_path="", hub=hub, hub_split="")
+    assert rows.size("rows") + rows.size("train") == 100 and 5 <= rows.size("rows") <= 22
+
+
+def test_the_names_of_rewards_are_compared_with_their_weights_before_the_first_step():
+    rows = task(reward="own_package.rewards:named")
+    for weights in ({}, {"correct": 1.0, "form": 1.0}):
+        rows.reward_weights = weights
+        with refuses("reward.weights", weights, "before the first step"):
+            rows.ready()
+    rows.reward_weights = {"correct": 1.0, "format": 0.5}
+    rows.ready()
+    rows.close()
+
+
+def test_a_chat_whose_question_is_empty_is_refused(tmp_path):
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": " "}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": chat, "answer": "2"}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: .*'question' is empty: its last message"):
+        task().problem(0, "rows", 0)
+
+
 def test_a_test_file_is_held_out_and_its_texts_do_not_come_in_training():
     rows = task(
         path="test.jsonl",

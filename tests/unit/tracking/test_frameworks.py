@@ -675,12 +675,19 @@ def test_the_report_of_a_short_run_with_means_over_steps():
     assert "has been below 0.7 x its peak for 20 steps" not in words
 
 
-def test_the_command_asks_for_the_runs_of_a_study(tmp_path, monkeypatch, capsys):
-    write(tmp_path / "study" / "gspo-seed0", "gspo", HEALTHY)
-    monkeypatch.setattr("sys.argv", ["gspo report", str(tmp_path / "study")])
-    with pytest.raises(SystemExit):
+def test_a_folder_of_runs_stands_for_its_runs(tmp_path, monkeypatch, capsys):
+    study = tmp_path / "study"
+    runs = [write(study, name, HEALTHY) for name in ("gspo", "grpo")]
+    (study / "manifest.jsonl").write_text("{}\n")  # a sweep's own file is no log
+    monkeypatch.setattr("sys.argv", ["gspo report", str(study)])
+    with pytest.raises(SystemExit) as ended:
         report.write_pages()
-    assert "study is no run directory, but holds 1: name them" in capsys.readouterr().err
+    pages = [str(run / "report.html") for run in runs]
+    assert not ended.value.code and sorted(capsys.readouterr().out.split()) == sorted(pages)
+    assert all(Path(page).is_file() for page in pages)
+    monkeypatch.setattr("sys.argv", ["gspo report", str(study), "objective=gspo"])
+    with pytest.raises(ValueError, match="objective"):
+        report.write_pages()
 
 
 def test_a_page_that_cannot_be_written_stops_no_other_page(tmp_path, monkeypatch, capsys):
