@@ -71,7 +71,14 @@ def warnings(s: Settings) -> list[str]:
             "and KL are of the whole one, so importance sampling holds for neither exactly; "
             "rollout.keep_mask=true takes all of them over the tokens that could be drawn"
         )
-    total_updates = s.steps * updates
+    lines += warnings_of_schedules(s)
+    return lines
+
+
+def warnings_of_schedules(s: Settings) -> list[str]:
+    """Return warnings of settings about steps and updates that the run does not reach."""
+    lines = []
+    total_updates = s.steps * s.trainer.minibatches * s.trainer.epochs
     decayed = s.optim.warmup_updates + s.optim.decay_updates
     # a trial of a few steps with the default need not be warned
     if total_updates <= s.optim.warmup_updates and changed(s.optim, "warmup_updates"):

@@ -34,6 +34,13 @@ class EngineEstimate:
     copies: float
 
 
+def cache_per_token(config: PretrainedConfig, itemsize: int) -> float:
+    """Return the bytes of the keys and values of a token in all layers."""
+    text = config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2.0 * text.num_hidden_layers * kv_heads * head_dim_of(config) * itemsize
+
+
 def engine_estimate(
     settings: Settings,
     config: PretrainedConfig,
@@ -47,10 +54,8 @@ def engine_estimate(
     Raises SettingError if vLLM's share of a GPU is too small for a response.
     """
     rollout = settings.rollout
-    text = config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     itemsize = BYTES[rollout.dtype]
-    per_token = 2.0 * text.num_hidden_layers * kv_heads * head_dim_of(config) * itemsize
+    per_token = cache_per_token(config, itemsize)
     per_response = (work.prompt + work.response) * per_token
     all_weights = float(measured.parameters * itemsize)
     at_once = min(responses, max(rollout.batch_rows, rollout.group_size))
@@ -85,7 +90,7 @@ def engine_estimate(
         cache = at_once * per_response
         if settings.task.environments():
             cache *= 2  # between two turns, the rows are copied into a new cache
-        logits = at_once * text.vocab_size * LOGIT_BYTES
+        logits = at_once * config.get_text_config().vocab_size * LOGIT_BYTES
         resident = weights + cache + logits if rollout.overlap else weights
     copies = 0.0
     if rollout.overlap:

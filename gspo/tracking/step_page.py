@@ -212,24 +212,13 @@ def _content(
     gradients = [view.gradients for view in views if view.gradients is not None]
     if len(gradients) == len(views):
         scales["gradient"] = color_scale(gradients)
-    quantities = [
-        {
-            "key": key,
-            "title": title,
-            "about": about,
-            "one_sign": one_sign,
-            "scale": scales[key],
-        }
-        for key, (title, about, one_sign) in QUANTITIES.items()
-        if key in scales
-    ]
     bits = [int(np.bitwise_or.reduce(view.clipped)) for view in views]
     return {
         "clip_bits": int(np.bitwise_or.reduce(bits)),
         "has_untrained": bool((record.sampled & ~in_every_loss).any()),
         "has_written": bool((~record.sampled).any()),
         "views": [view.name for view in views],
-        "quantities": quantities,
+        "quantities": [_quantity(key, scales[key]) for key in QUANTITIES if key in scales],
         "clip_words": {str(bit): words for bit, words in CLIP_WORDS.items()},
         "encodings": arrays.encodings,
         "token_ids": token_ids.tolist(),
@@ -241,6 +230,12 @@ def _content(
         },
         "rows": _rows(record, passes, views, largest_mismatches(record, shared["mismatch"])),
     }
+
+
+def _quantity(key: str, scale: float | None) -> dict[str, Any]:
+    """Return a quantity by which tokens are coloured, in JSON."""
+    title, about, one_sign = QUANTITIES[key]
+    return {"key": key, "title": title, "about": about, "one_sign": one_sign, "scale": scale}
 
 
 def _rows(

@@ -86,21 +86,8 @@ def score_dump(
     batch = pack(responses, policy.pad_id)
     logp = _scored(policy, batch, micro_batch_size)
     old_logp = logp
-    notes = [TEXT_NOTE]
-    if old_policy is None:
-        notes.append(SAME_POLICY_NOTE)
-    else:
+    if old_policy is not None:
         old_logp = _scored(old_policy, batch, micro_batch_size)
-        notes.append(TWO_POLICIES_NOTE)
-    if scored_texts[0].named_rewards:
-        names = list(scored_texts[0].named_rewards)
-        weights = ", ".join(f"{name}: 1" for name in names)
-        notes.append(
-            f"The reward is the sum of the columns {', '.join(names)}. If one of them is no reward, "
-            f"give it the weight 0 in 'reward.weights={{{weights}}}'."
-        )
-    if all(math.isnan(text.advantage) for text in scored_texts):
-        notes.append(NO_ADVANTAGE_NOTE)
 
     for i, (response, text) in enumerate(zip(responses, scored_texts, strict=True)):
         tokens = len(response.token_ids)
@@ -119,13 +106,28 @@ def score_dump(
             named_rewards=text.named_rewards,
         )
         rows.rows.append(row)
-    record = to_record(dump, rows, notes)
+    record = to_record(dump, rows, _notes(scored_texts, has_old_policy=old_policy is not None))
     record.engine_logp = np.full_like(record.engine_logp, math.nan)
     record.header.vocabulary = {
         str(token): str(policy.tokenizer.decode([token]))
         for token in np.unique(record.token_ids).tolist()
     }
     return record
+
+
+def _notes(texts: list[TextRow], has_old_policy: bool) -> list[str]:
+    """Return what the reader of a scored dump must know, in sentences."""
+    notes = [TEXT_NOTE, TWO_POLICIES_NOTE if has_old_policy else SAME_POLICY_NOTE]
+    names = list(texts[0].named_rewards)
+    if names:
+        weights = ", ".join(f"{name}: 1" for name in names)
+        notes.append(
+            f"The reward is the sum of the columns {', '.join(names)}. If one of them is no reward, "
+            f"give it the weight 0 in 'reward.weights={{{weights}}}'."
+        )
+    if all(math.isnan(text.advantage) for text in texts):
+        notes.append(NO_ADVANTAGE_NOTE)
+    return notes
 
 
 def _encode(policy: Policy, text: TextRow) -> tuple[list[int], list[int]]:
