@@ -18,18 +18,21 @@ FOLDER = "tensorboard"
 class EventFiles:
     """The event files of a run directory.
 
-    `rows` are the rows that the run has already. Every new file begins with them, and marks the
-    output of earlier files as superseded. So a run whose `tracking.tensorboard` was false for a
-    while has all rows."""
+    `rows` are the rows that the run has already. The new file begins with them, and replaces the
+    earlier files. So a run has all rows whose `tracking.tensorboard` was false for a while."""
 
     def __init__(self, run: Path, rows: list[dict]):
         # needs the package tensorboard, and takes a second
         from torch.utils.tensorboard import SummaryWriter
 
+        earlier_files = list((run / FOLDER).glob("events.out.tfevents.*"))
+        # a TensorBoard that shows the earlier files drops their steps
         self.writer = SummaryWriter(str(run / FOLDER), purge_step=0)
         for row in rows:
             self._add(row)
         self.writer.flush()
+        for file in earlier_files:
+            file.unlink()
 
     def send(self, row: dict) -> None:
         """Write a row of metrics.jsonl to the disk, with NaN for numbers that were not finite."""

@@ -75,6 +75,7 @@ def test_rows_of_a_time_without_event_files_are_not_missing(tmp_path):
     before = rows(0, 4) + rows(5, 8, factor=2)
     written(tmp_path, before, rows(9, 9))
     assert read(tmp_path) == expected(before + rows(9, 9))
+    assert len(list((tmp_path / FOLDER).iterdir())) == 1
 
 
 def test_a_row_is_on_the_disk_at_once_and_what_was_not_finite_is_nan(tmp_path):
