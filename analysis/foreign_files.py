@@ -40,6 +40,7 @@ from gspo.analysis.foreign_search import (
     objects_of_a_cut_list,
 )
 from gspo.io import untrusted
+from gspo.io.nested import dotted
 from gspo.io.tables import counted
 from gspo.tracking.frameworks.translate import Log
 
@@ -258,12 +259,7 @@ def as_numbers(record: dict[str, object]) -> dict[str, object]:
     }
 
 
-def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+def flat(tree: dict) -> dict[str, object]:
     """Return a nested configuration with dotted keys. Lists are left out."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            leaves[f"{prefix}{key}"] = value
-    return leaves
+    entries = dotted(tree).items()
+    return {key: value for key, value in entries if not isinstance(value, dict | list)}

@@ -29,6 +29,7 @@ from pyarrow import parquet
 from gspo.analysis import foreign, foreign_files, foreign_search, wandb_files
 from gspo.analysis.record_cache import Record, cached, cached_copy, keep
 from gspo.io import untrusted
+from gspo.io.nested import dotted
 from gspo.io.ownership import is_own_file
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.translate import ForeignRun, Log
@@ -180,14 +181,12 @@ def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     return [wandb_files.numbers(row) for row in rows]
 
 
-def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
+def flatten(tree: dict) -> dict[str, object]:
     """Return nested settings as {"optim.lr": 0.001, ...}; lists become text."""
     flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = str(value) if isinstance(value, list) else value
+    for key, value in dotted(tree).items():
+        if not isinstance(value, dict):
+            flat[key] = str(value) if isinstance(value, list) else value
     return flat
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from gspo.cli import replay_settings
-from gspo.cli.replay_output import RECORDED, Column, finite_numbers, numbers, write_replay_page
+from gspo.cli.replay_output import RECORDED, Column, numbers, write_replay_page
 from gspo.config.settings import (
     Settings,
     has_recorded_entropy_bonus,
@@ -43,6 +43,7 @@ from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
 from gspo.io.files import SETTINGS_FILE, replace_text
+from gspo.io.nested import finite_or_none, mapped
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
 from gspo.run.entry_point import command_line
@@ -119,7 +120,7 @@ def replay_step() -> None:
     if options.page:
         print(f"\n{write_replay_page(path, record, columns)}")
     if options.out:
-        content = finite_numbers(numbers(record, columns))
+        content = mapped(numbers(record, columns), finite_or_none)
         replace_text(Path(options.out), json.dumps(content, indent=1, allow_nan=False))
 
 

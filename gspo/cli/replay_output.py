@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gspo.config.settings import UNSAFE_IN_NAMES, Settings
 from gspo.data.step_record import StepRecord
@@ -54,15 +53,6 @@ def write_replay_page(path: Path, record: StepRecord, columns: Sequence[Column])
         file = record_file(path, step).with_name(f"step_{step:06d}{ending}.html")
     replace_text(file, step_page(record, views, f"{path.name}, step {step}"))
     return file
-
-
-def finite_numbers(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None, at any depth."""
-    if isinstance(value, dict):
-        return {key: finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [finite_numbers(entry) for entry in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def numbers(record: StepRecord, columns: Sequence[Column]) -> dict:

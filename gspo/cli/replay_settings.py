@@ -23,11 +23,12 @@ from gspo.config.checks import check
 from gspo.config.conversion import to_dataclass
 from gspo.config.load import read_settings, resolve
 from gspo.config.schema import literal, merged
-from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings, dotted
+from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings
 from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
 from gspo.data.step_record import Header
 from gspo.io.arguments import NO_SUCH_OPTION, nearest
 from gspo.io.errors import SettingError, first_line
+from gspo.io.nested import dotted
 
 OWN_OPTIONS = ("step", "model", "old_model", "page", "responses", "out", "allow_outside_code")
 GROUPS = ("objective", "advantage", "kl", "correction")

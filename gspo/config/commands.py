@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from gspo.config.settings import dotted
 from gspo.io.errors import SettingError
+from gspo.io.nested import dotted
 from gspo.io.ranges import LARGEST_SEED, Ranged, choice, ranged
 from gspo.model.chat.prompts import PromptFormat
 from gspo.rollout.engines.stop_strings import check_stop

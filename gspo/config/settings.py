@@ -42,6 +42,7 @@ from gspo.algorithm.turn_advantage import TurnNormalized
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.io import untrusted
 from gspo.io.errors import SettingError
+from gspo.io.nested import dotted
 from gspo.io.ranges import (
     CHANGEABLE,
     LARGEST_SEED,
@@ -314,17 +315,6 @@ def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str | None:
         if flat_a.get(key) != flat_b.get(key):
             return f"{key}: {flat_a.get(key)} against {flat_b.get(key)}"
     return None
-
-
-def dotted(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested dictionary to dotted keys. An empty dictionary inside it stays a value."""
-    flat = {}
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            flat |= dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def with_consent(task: Any, consent: bool) -> Any:

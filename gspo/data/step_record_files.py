@@ -26,6 +26,7 @@ from gspo.data.step_record import (
     StepRecord,
 )
 from gspo.io.files import replace_bytes
+from gspo.io.nested import mapped
 from gspo.io.untrusted import Unreadable, is_step, open_plain_file, parse_json
 
 METADATA_KEY = "gspo"
@@ -96,7 +97,7 @@ def write_record(path: Path, record: StepRecord) -> int:
         del content["named_rewards"]
     content["version"] = VERSION if record.kept_counts is None else VERSION_WITH_KEPT
     for name in ("settings", "state"):
-        content[name] = _spelled(content[name])
+        content[name] = mapped(content[name], _spelled)
     header = json.dumps(content, allow_nan=False, default=_plain)
     file_content = save(arrays, {METADATA_KEY: header})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,14 +119,10 @@ def _arrays_of(part: StepRecord | RecordedUpdate, prefix: str) -> dict[str, ndar
 
 
 def _spelled(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by their names: "inf", "-inf" and "nan".
+    """Return a number that JSON cannot hold as its name: "inf", "-inf" or "nan".
 
-    Those of this package are finite, but settings of a user's own class need not be.
+    Numbers of this package are finite, but settings of a user's own class need not be.
     """
-    if isinstance(value, Mapping):
-        return {key: _spelled(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_spelled(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

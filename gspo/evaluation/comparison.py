@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.evaluation.evaluate import EvaluationSet, without_nan
+from gspo.evaluation.evaluate import EvaluationSet
 from gspo.evaluation.paired import Group, compare
 from gspo.evaluation.resumable import WRITTEN, first_difference, slim
 from gspo.io.files import refuse_links
+from gspo.io.nested import finite_or_none, mapped
 from gspo.io.tables import text_table
 from gspo.io.untrusted import open_plain_file, parse_json, path_inside, read_json
 
@@ -189,7 +190,7 @@ def compared(base: Finished, trained: Finished) -> dict[str, Any]:
         "base": str(base.path),
         "trained": str(trained.path),
         "differences": [difference for difference in differences if difference],
-        "sets": without_nan(sets),
+        "sets": mapped(sets, finite_or_none),
     }
 
 

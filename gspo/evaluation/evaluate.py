@@ -19,6 +19,7 @@ from gspo.evaluation import elo, estimates
 from gspo.evaluation.paired import graded_rows
 from gspo.evaluation.settings import EvaluationSettings
 from gspo.io.errors import SettingError
+from gspo.io.nested import finite_or_none, mapped
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.scoring import scored_chunks
@@ -188,7 +189,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     episode_metrics = episodes.episode_metrics(responses)
     if episode_metrics:
         result["episodes"] = episode_metrics
-    return without_nan(result)
+    return mapped(result, finite_or_none)
 
 
 def most_frequent_reason(responses: list[dict]) -> str | None:
@@ -282,12 +283,3 @@ def as_metrics(name: str, result: dict) -> dict[str, float]:
 def _mean(values) -> float:
     values = [float(value) for value in values]
     return sum(values) / len(values) if values else math.nan
-
-
-def without_nan(value):
-    """Replace NaN by None in nested mappings and lists: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: without_nan(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [without_nan(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

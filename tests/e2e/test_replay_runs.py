@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from commands import SMALL, only_run, train
 from gspo.cli import main
-from gspo.cli.replay import finite_numbers
 from gspo.data.step_record_files import (
     METADATA_KEY,
     read_record,
@@ -20,6 +19,7 @@ from gspo.data.step_record_files import (
     recorded_steps,
     write_record,
 )
+from gspo.io.nested import finite_or_none, mapped
 from gspo.tracking.tracker import read_rows
 
 pytestmark = pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_changed_entropy_bonus_acts_also_with_the_model(run, replay):
 
 
 def test_numbers_that_are_not_finite_are_null_in_json():
-    assert finite_numbers({"a": [1, float("nan"), {"b": float("inf")}]}) == {
+    assert mapped({"a": [1, float("nan"), {"b": float("inf")}]}, finite_or_none) == {
         "a": [1, None, {"b": None}]
     }
 

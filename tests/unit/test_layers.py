@@ -168,6 +168,7 @@ def test_analysis_needs_neither_torch_nor_the_trainer():
         "gspo.tracking.frameworks.table",
         "gspo.tracking.frameworks.translate",
         "gspo.io.files",
+        "gspo.io.nested",
         "gspo.io.untrusted",
         "gspo.io.ownership",
         "gspo.io.tables",
