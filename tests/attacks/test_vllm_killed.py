@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, command, environment, only_run, train, wait_for_step
+from daily import daily_but
 from gspo.data.problems import Problem
 from gspo.io.rows import read_rows
 from gspo.io.telemetry import TELEMETRY_OFF
@@ -121,7 +122,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("own", ["true", "false"])
+@pytest.mark.parametrize("own", daily_but(["true", "false"], "true"))
 def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_nothing(tmp_path, own):
     """On a machine whose name stands for an address of its network, where the user may make one
     (root); here else.

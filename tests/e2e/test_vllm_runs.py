@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from commands import ROOT, SMALL, command, comparable, environment, only_run, train, wait_for_step
+from daily import daily_but
 from gspo.io.rows import read_rows
 from rank_processes import launch
 from served import free_url, served
@@ -160,7 +161,7 @@ class OnRankOne(Callback):
 """
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", daily_but(["replicate", "shard"], "shard"))
 def test_two_ranks_with_a_vllm_each_write_what_one_process_writes_until_one_is_killed(
     tmp_path, alone, mode
 ):

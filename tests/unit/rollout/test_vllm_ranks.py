@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
+from daily import daily_but
 from gspo.rollout.engines import external
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
@@ -34,7 +35,7 @@ CASES = {  # whether the weights are spread, how many ranks share a vLLM, whethe
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", daily_but(CASES, "spread, shared"))
 def test_two_ranks_sample_what_one_process_does(case):
     spread, together, routes = CASES[case]
 
