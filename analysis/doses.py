@@ -17,6 +17,7 @@ from gspo.analysis.grid import (
     check_alike,
     part_length,
     range_suffixes,
+    refuse_repeated,
     run_numbers,
     settled_runs,
     value_of,
@@ -65,13 +66,8 @@ def measure(
     numbers["objective"] += suffixes
     if numbers["end"].isna().all():
         raise RunsError(f"no run reports {outcome} in the last fifth of its batches")
+    refuse_repeated(numbers, ["level"], "name with arms=[...] what they differ in")
     for (level, arm), cell in numbers.groupby(["level", "arm"]):
-        repeated = cell[cell.duplicated("seed")]
-        if len(repeated):
-            raise RunsError(
-                f"two runs of {arm} at {level}, seed {repeated.iloc[0]['seed']}: "
-                "name with arms=[...] what they differ in"
-            )
         group = [runs[index] for index in cell.index]
         check_alike(group, (), "give fewer runs", f"the runs of {arm} at {level}")
     levels = order(numbers)

@@ -40,6 +40,7 @@ from gspo.analysis.grid import (
     name_rows,
     part_length,
     range_suffixes,
+    refuse_repeated,
     row_names,
     run_numbers,
     settled_runs,
@@ -87,8 +88,7 @@ class Options(script.Options):
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     design = chosen_design(options.looks)
-    data = script.read(options, several_studies=True, notes=False)
-    script.print_notes(data, "unfinished", "left out", "lost")
+    data = script.read(options, several_studies=True, notes=script.ABOUT_ENDS)
     numbers = measure(data, options.arms)
     baseline = OBJECTIVES[options.against]
     differences = paired(numbers, baseline, design)
@@ -130,13 +130,7 @@ def measure(data: Data, settings: Sequence[str] = ()) -> pd.DataFrame:
         rows.append(row)
     numbers = pd.DataFrame(rows)
     numbers["arm"] += range_suffixes(runs, numbers, ["cell"])
-    repeated = numbers[numbers.duplicated(["cell", "arm", "seed"])]
-    if len(repeated):
-        first = repeated.iloc[0]
-        raise RunsError(
-            f"two runs of {first['arm']} in {first['cell']}, seed {first['seed']}: "
-            "name with arms=[...] what they differ in"
-        )
+    refuse_repeated(numbers, ["cell"], "name with arms=[...] what they differ in")
     for cell, group in numbers.groupby("cell"):
         alike = [runs[index] for index in group.index]
         check_alike(alike, (*ARM_SETTINGS, *groups_of(settings)), ADVICE, f"the runs of {cell}")

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from gspo.analysis import script, style
 from gspo.analysis.arm_styles import arm_style, tint
 from gspo.analysis.blocks import markdown_table
-from gspo.analysis.grid import check_alike, run_numbers
+from gspo.analysis.grid import check_alike, refuse_repeated, run_numbers
 from gspo.analysis.load import GRPO, GSPO, Data
 from gspo.analysis.paper import CLIP_RANGES
 from gspo.analysis.runs import RunsError
@@ -34,8 +34,7 @@ PAPER_RANGES: dict[str, Range] = {arm: CLIP_RANGES[objective] for objective, arm
 
 def main() -> None:
     options = command_options(script.Options, __doc__, REFUSED)
-    data = script.read(options, notes=False)
-    script.print_notes(data, "unfinished", "left out", "lost")
+    data = script.read(options, notes=script.ABOUT_ENDS)
     numbers = measure(data)
     paths = draw(data, numbers, options.out, options)
     script.print_lines(table(numbers), [disparity(numbers)], paths)
@@ -68,14 +67,7 @@ def measure(data: Data) -> pd.DataFrame:
     numbers = pd.DataFrame(rows)
     if numbers.empty or not {GSPO, GRPO} <= set(numbers["arm"]):
         raise RunsError("fig_clip_range needs finished runs of GSPO and GRPO")
-    for arm, group in numbers.groupby("arm"):
-        repeated = group[group.duplicated(["low", "seed"])]
-        if len(repeated):
-            row = repeated.iloc[0]
-            raise RunsError(
-                f"two runs of {arm}, seed {row['seed']}, with the lower range {row['low']:g}: choose "
-                "one with where.objective.clip_high=..."
-            )
+    refuse_repeated(numbers, ["low"], "choose one with where.objective.clip_high=...")
     return numbers
 
 

@@ -36,6 +36,7 @@ from gspo.analysis.grid import (
     interval_line,
     part_length,
     range_suffixes,
+    refuse_repeated,
     run_numbers,
     settled_runs,
     span,
@@ -75,7 +76,7 @@ def main() -> None:
         raise RunsError("same= is of a sequential design: give looks too, as in looks=[20,30,40]")
     design = chosen_design(options.looks)
     data = load.load(options.paths, options.where, options)
-    script.print_notes(data, "unfinished", "left out", "lost")
+    script.print_notes(data, *script.ABOUT_ENDS)
     numbers = measure(data)
     ratios = compare(numbers, design)
     paths = draw(data, numbers, ratios, options.out, options)
@@ -111,10 +112,7 @@ def measure(data: Data) -> pd.DataFrame:
     for arm, group in numbers.groupby("arm"):
         of_arm = [runs[index] for index in group.index]
         check_alike(of_arm, (RATE,), "choose with where.KEY=VALUE", f"the runs of {arm}")
-    repeated = numbers[numbers.duplicated(["arm", "seed", "rate"])]
-    if len(repeated):
-        first = repeated.iloc[0]
-        raise RunsError(f"two runs of {first['arm']}, seed {first['seed']}, rate {first['rate']:g}")
+    refuse_repeated(numbers, ["rate"], "choose one with where.KEY=VALUE")
     return numbers.sort_values(["arm", "rate", "seed"], ignore_index=True)
 
 

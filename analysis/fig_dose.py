@@ -92,8 +92,7 @@ class Options(script.Options):
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     design = chosen_design(options.looks)
-    data = script.read(options, notes=False)
-    script.print_notes(data, "unfinished", "left out", "lost")
+    data = script.read(options, notes=script.ABOUT_ENDS)
     outcome = options.outcome
     numbers = measure(data, options.dose, options.measured, options.arms, options.also, outcome)
     lost = numbers[numbers["end"].isna() & numbers["collapsed"]]

@@ -62,7 +62,7 @@ GAPS = {  # title of a panel, label of its x axis, and its unit as a number
 
 def main() -> None:
     options = command_options(script.Options, __doc__, script.DOTS | script.NO_CURVES)
-    loaded = script.read(options, notes=False)
+    loaded = script.read(options, notes=None)
     data = chosen(loaded)
     print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
     paths = draw(data, options.out, options)

@@ -23,6 +23,7 @@ from gspo.analysis.blocks import markdown_table
 from gspo.analysis.grid import (
     check_one_length,
     collapsed_count,
+    refuse_repeated,
     run_numbers,
     settled_runs,
     span,
@@ -74,8 +75,7 @@ class Options(script.Options):
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
-    data = script.read(options, notes=False)
-    script.print_notes(data, "unfinished", "left out", "lost")
+    data = script.read(options, notes=script.ABOUT_ENDS)
     if not options.x:
         varied = ", ".join(choosing.varied(data)) or "no setting beside those that make an arm"
         raise RunsError(
@@ -119,12 +119,7 @@ def measure(
         row["length"] = run.column("length/mean").head(START).mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
-    repeated = numbers[numbers.duplicated(["row", "x", "arm", "seed"])]
-    if len(repeated):
-        first = repeated.iloc[0]
-        raise RunsError(
-            f"two runs of {first['arm']}, seed {first['seed']}, {x}={first['x']}: give one"
-        )
+    refuse_repeated(numbers, ["row", "x"], "give one")
     arms = numbers["arm"].nunique()
     if arms > MAX_ARMS:
         raise RunsError(

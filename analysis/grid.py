@@ -79,6 +79,15 @@ def check_one_length(runs: list[Run], name: str = "the runs") -> None:
         raise RunsError(f"{name} are of {steps} steps: give those of one length")
 
 
+def refuse_repeated(numbers: pd.DataFrame, keys: list[str], advice: str) -> None:
+    """Raise RunsError if two rows have the same arm, seed and values of these columns."""
+    repeated = numbers[numbers.duplicated(["arm", "seed", *keys])]
+    if len(repeated):
+        first = repeated.iloc[0]
+        cell = "".join(f", {key} {first[key]}" for key in keys if first[key] != "")
+        raise RunsError(f"two runs of {first['arm']}, seed {first['seed']}{cell}: {advice}")
+
+
 def run_numbers(
     run: Run,
     start: int,

@@ -55,7 +55,7 @@ class Options(script.Options):
 
 def main() -> None:
     options = command_options(Options, __doc__)
-    data = script.read(options, notes=False)
+    data = script.read(options, notes=None)
     for study in (*options.beside, *options.recorded):
         script.check_one_study(study)
     other_studies = [load.load([study], options.where) for study in options.beside]

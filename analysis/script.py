@@ -19,6 +19,10 @@ DOTS = {"seeds": "the seeds stand there as dots already"}
 NO_CURVES = {"smooth": "it has no curve over batches", "log_x": "its x axis is not training"}
 
 
+# the notes on runs that a figure leaves out
+ABOUT_ENDS = ("unfinished", "left out", "lost")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options(FigureOptions, ForeignOptions):
     """The options of a figure's command: the runs and the folder, and how it is drawn."""
@@ -42,9 +46,12 @@ class Options(FigureOptions, ForeignOptions):
                 folder.rmdir()
 
 
-def read(options: Options, several_studies: bool = False, notes: bool = True) -> load.Data:
-    """Load the runs named on the command line and print the notes on them.
+def read(
+    options: Options, several_studies: bool = False, notes: tuple[str, ...] | None = ()
+) -> load.Data:
+    """Load the runs named on the command line, and print the notes on them.
 
+    With `notes`, it prints the notes that begin with one of these words. With None it prints none.
     Raises RunsError if an option would have no effect. Unless the figure takes several studies, it
     also raises if a source holds several studies.
     """
@@ -52,8 +59,8 @@ def read(options: Options, several_studies: bool = False, notes: bool = True) ->
         for path in options.paths:
             check_one_study(path, options)
     data = load.load(options.paths, options.where, options)
-    if notes:
-        print_notes(data)
+    if notes is not None:
+        print_notes(data, *notes)
     if options.seeds and all(len(data.seeds(arm)) == 1 for arm in data.arms):
         raise RunsError(
             "seeds=true does nothing with one seed of every arm: its batches are drawn thin "

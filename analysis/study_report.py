@@ -36,7 +36,7 @@ class Options(script.Options):
 
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
-    data = script.read(options, several_studies=True, notes=False)
+    data = script.read(options, several_studies=True, notes=None)
     if options.baseline and options.baseline not in data.arms:
         arms = ", ".join(data.arms)
         raise RunsError(f"baseline={options.baseline!r} is no arm of these runs: {arms}")

@@ -153,7 +153,7 @@ def test_doses_in_words_are_in_the_order_of_what_was_measured(study):
 def test_runs_that_cannot_be_told_apart_are_refused(study):
     with pytest.raises(
         load.RunsError,
-        match=r"two runs of GRPO at 1\.0, seed 1: name with arms=\[...\] what they differ in",
+        match=r"two runs of GRPO, seed 1, level 1\.0: name with arms=\[...\] what they differ in",
     ):
         doses.measure(load.load([study]), DOSE, METRIC, [])
     with pytest.raises(load.RunsError, match=r"not all runs have a setting optim\.lrr"):

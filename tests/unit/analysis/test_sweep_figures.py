@@ -193,7 +193,7 @@ def test_clip_ranges_by_hand(tmp_path):
     assert first["GSPO / GRPO"].startswith("200 ") and "200 " in fig_clip_range.disparity(numbers)
     fig_clip_range.draw(load.load([tmp_path]), numbers, tmp_path)
     same_low = write(tmp_path / "more", "gspo", HEALTHY, 1, objective__clip_high=0.3)
-    with pytest.raises(load.RunsError, match=r"two runs of GSPO, seed 1, with the lower range 0.2"):
+    with pytest.raises(load.RunsError, match=r"two runs of GSPO, seed 1, low 0.2: choose one"):
         fig_clip_range.measure(load.load([tmp_path, same_low]))
     write(only := tmp_path / "only", "gspo", HEALTHY, objective__clip_high=1.0)
     write(two := tmp_path / "two", "grpo", HEALTHY, optim__lr=0.5)
