@@ -194,7 +194,7 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
 
 def most_frequent_reason(responses: list[dict]) -> str | None:
     """Return the most frequent reason for which responses have no reward, None if there is none."""
-    reasons = Counter(r["reason"] for r in responses if r.get("reason"))
+    reasons = Counter(str(r["reason"]) for r in responses if r.get("reason"))
     return reasons.most_common(1)[0][0] if reasons else None
 
 

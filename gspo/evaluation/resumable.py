@@ -317,10 +317,11 @@ def _remarks(results: dict[str, dict]) -> list[str]:
                 "exceed the model's positions"
             )
         if r["ungraded"]:
-            reason = r["ungraded_because"]
+            why = ""
+            if r["ungraded_because"]:
+                why = f" (most often: {escape_line(r['ungraded_because'])})"
             lines.append(
-                f"{name}: {r['ungraded']} responses could not be graded"
-                f"{f' (most often: {escape_line(reason)})' if reason else ''}; "
+                f"{name}: {r['ungraded']} responses could not be graded{why}; "
                 f"{r['problems_left_out']} problems left out"
             )
         if r.get("episodes"):
