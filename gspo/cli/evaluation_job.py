@@ -289,9 +289,6 @@ def of_run(command: EvaluateCommand) -> Subject:
         command.allow_outside_code,
         command.addresses,
     )
-    if not command.tasks:
-        # as in the run's own evaluations
-        command.max_new_tokens = command.max_new_tokens or settings.rollout.longest_limit
     tasks = command.tasks or {settings.task.name: settings.task}
     sets = all_sets(command, tasks, settings.rollout.longest_limit)
     settings.prompt = command.prompt.applied_to(settings.prompt)
