@@ -205,3 +205,17 @@ def test_student_quantiles_are_those_of_tables():
 
 def test_powers():
     assert [powers(n) for n in (1, 2, 5, 32)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8, 16, 32]]
+
+
+def test_rewards_outside_0_to_1_have_students_interval_whatever_their_means_are():
+    """The means of these problems lie in [0, 1], where Wilson's interval would end at 0."""
+    rewards_PK = np.array([[1.0, -1.0]] * 8 + [[1.0, 1.0]] * 2)
+    got = estimates.average(rewards_PK)
+    means = rewards_PK.mean(1)
+    half = 2.262157 * means.std(ddof=1) / math.sqrt(10)  # t of 9 degrees of freedom
+    assert (got.low, got.high) == pytest.approx((means.mean() - half, means.mean() + half))
+    assert got.low < 0
+    shares = estimates.average((rewards_PK + 1) / 2)  # within [0, 1]: Wilson's
+    assert shares.high < 1 and shares.high - shares.value != pytest.approx(
+        shares.value - shares.low
+    )
