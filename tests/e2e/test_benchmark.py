@@ -12,6 +12,7 @@ import torch
 
 import forked
 from builders import problems
+from daily import daily_but
 from gspo.config.commands import BenchmarkCommand
 from gspo.distributed.ranks import DistributedRanks, Ranks
 from gspo.model.policy import Policy
@@ -171,7 +172,7 @@ def step_in_exchanges(ranks: Ranks, mode: str) -> dict:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", daily_but(["replicate", "shard"], "shard"))
 def test_no_exchange_of_a_step_is_missed_and_afterwards_none_is_timed(mode):
     for noted in ranked(2, lambda ranks: step_in_exchanges(ranks, mode)):
         barriers = noted["gloo"].count("gloo:barrier")

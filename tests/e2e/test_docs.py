@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 
 import audit_rewards
+import forked
 import parity
 import times
 from commands import environment
@@ -385,7 +386,7 @@ shortened() {{
     command python "$@" "${{few[@]}}"
 }}
 python() {{ shortened "$@"; }}
-gspo() {{ shortened -m gspo "$@"; }}
+gspo() {{ shortened {forked.__file__} -P -m gspo "$@"; }}
 """
 
 
@@ -403,7 +404,7 @@ def test_the_marked_blocks_of_a_page_run(page, tmp_path):
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
-        env=environment() | there,
+        env=environment() | there | {forked.ADDRESS: forked.server()[1:]},
         capture_output=True,
         text=True,
         check=False,

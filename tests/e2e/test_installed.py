@@ -152,8 +152,11 @@ def test_what_looks_at_a_run(gspo, run, folder):
     assert gspo("report", str(run)) == f"{run}/report.html\n"
 
 
-def test_a_sweep_in_worker_processes_and_its_figures(gspo, folder):
-    gspo("train", "-m", *TWO_JOBS, "study=sweep", "steps=2", "seed=1,2", "hydra/launcher=two_jobs")
+def test_a_sweep_over_a_loss_of_the_users_own_in_worker_processes_and_its_figures(gspo, folder):
+    (folder / "my_losses.py").write_text(MINE)
+    assert "all " in gspo("check-objective", "my_losses:Mine")
+    jobs = [*TWO_JOBS, "study=sweep", "steps=2", "objective=gspo,my_losses:Mine"]
+    gspo("train", "-m", *jobs, "hydra/launcher=two_jobs")
     runs = sorted(
         str(path.relative_to(folder)) for path in (folder / "runs" / "sweep").glob("*-seed*")
     )
@@ -181,14 +184,6 @@ def test_the_sweeps_that_come_with_it_and_those_of_the_users_own(gspo, folder):
     assert "6 jobs: " in gspo(
         "train", "-cd", "mine", "-cn", "seeds", "-m", "seed=1,2", "dry_run=true"
     ), "which is not in mine"
-
-
-def test_a_loss_of_the_users_own_in_worker_processes(gspo, folder):
-    (folder / "my_losses.py").write_text(MINE)
-    assert "all " in gspo("check-objective", "my_losses:Mine")
-    losses = ["objective=gspo,my_losses:Mine", "study=own", "steps=2"]
-    gspo("train", "-m", *TWO_JOBS, *losses, "hydra/launcher=two_jobs")
-    assert "2 runs (rewards are smoothed): 2 finished" in gspo("sweep-status", "runs/own")
 
 
 def test_the_modules_are_those_of_the_wheel(site, folder):

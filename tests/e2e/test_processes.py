@@ -11,6 +11,7 @@ import pytest
 
 import forked
 from commands import ROOT, command, comparable, environment, only_run, train
+from daily import daily_but
 from learning_runs import LEARNING, near
 from rank_processes import launch
 
@@ -26,7 +27,10 @@ def good(ranks) -> None:
     assert not any(rank.out or rank.err for rank in ranks[1:]), "rank 0 alone speaks"
 
 
-@pytest.mark.parametrize("several", [TWO, SHARD], ids=["replicate", "shard"])
+@pytest.mark.parametrize(
+    "several",
+    [pytest.param(TWO, marks=pytest.mark.daily, id="replicate"), pytest.param(SHARD, id="shard")],
+)
 def test_two_and_three_processes_write_what_one_writes_and_each_goes_on_with_the_others_run(
     tmp_path, several
 ):
@@ -160,7 +164,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", daily_but(WRONG, "one rank", "mode"))
 def test_torchrun_shows_last_why_a_launch_failed_and_one_rank_prints_it(tmp_path, case):
     (tmp_path / "failing.py").write_text(FAILING)
     overrides, line = WRONG[case]
@@ -206,7 +210,7 @@ def straight(tmp_path_factory):
         (TWO, "update.gradient_clipped"),
         (SHARD, "rollout.some_token"),
         (SHARD, "checkpoint.some_files"),
-        (EXPERTS, "update.in_a_layer"),
+        pytest.param(EXPERTS, "update.in_a_layer", marks=pytest.mark.daily),
         pytest.param(TWO, "rollout.some_token", marks=pytest.mark.daily),
         pytest.param(TWO, "update.first_minibatch_done", marks=pytest.mark.daily),
         pytest.param(SHARD, "update.in_a_layer", marks=pytest.mark.daily),

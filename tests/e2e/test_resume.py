@@ -28,6 +28,7 @@ from commands import (
     train,
     wait_for_step,
 )
+from daily import daily_but
 from gspo.model.loading import load
 from gspo.run.directory import settings_and_checkpoint
 from gspo.run.policies import open_policy
@@ -56,7 +57,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", daily_but(RUNS, "critic", "dynamic", "partial"))
 def test_a_killed_run_remembers_everything(name, tmp_path):
     overrides = [*SMALL, *RUNS[name], "checkpoint.every=1", "optim.warmup_updates=0"]
     (tmp_path / "straight").mkdir()
@@ -64,13 +65,8 @@ def test_a_killed_run_remembers_everything(name, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     straight = only_run(tmp_path / "straight")
     (tmp_path / "killed").mkdir()
-    process = subprocess.Popen(
-        command(*overrides, "steps=200"),
-        cwd=tmp_path / "killed",
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = command(*overrides, "steps=200")
+    process = forked.start(words, cwd=tmp_path / "killed", env=environment())
     wait_for_step(tmp_path / "killed", 5, process)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
@@ -156,8 +152,8 @@ def test_a_killed_run_of_an_adapter_goes_on_to_the_bit_and_can_be_evaluated_samp
     done = train(tmp_path / "straight", *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
     straight = only_run(tmp_path / "straight")
-    there = {"cwd": tmp_path / "killed", "env": environment(), "stdout": subprocess.DEVNULL}
-    process = subprocess.Popen(command(*overrides, "steps=200"), stderr=subprocess.DEVNULL, **there)
+    words = command(*overrides, "steps=200")
+    process = forked.start(words, cwd=tmp_path / "killed", env=environment())
     wait_for_step(tmp_path / "killed", 5, process)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)

@@ -31,6 +31,7 @@ from commands import (
     wait_for_step,
     wandb_rows,
 )
+from daily import daily_but
 from families import other_family
 from gspo.model.loading import save
 from gspo.model.settings import TinyDense
@@ -144,30 +145,24 @@ def test_an_existing_directory_is_refused_and_left_alone(straight):
     assert again.returncode == 0 and "has reached step 12 already" in again.stdout
 
 
-def interrupted(
-    folder: Path, number: int, *overrides: str, reader_ends: bool = False
-) -> subprocess.Popen:
-    """A run of 200 steps that got a signal once step 3 was in its metrics.
+def interrupted(folder: Path, number: int, *overrides: str, reader_ends: bool = False) -> int:
+    """The return code of a run of 200 steps that got a signal once step 3 was in its metrics.
 
     With `reader_ends` the reader of its output has ended before, as `tee` does at Ctrl-C."""
-    process = subprocess.Popen(
-        command(*SMALL, "steps=200", *overrides),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = command(*SMALL, "steps=200", *overrides)
+    if reader_ends:
+        with subprocess.Popen(
+            words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            wait_for_step(folder, 3, process)
+            process.stdout.close()
+            process.stderr.close()
+            process.send_signal(number)
+            return process.wait(timeout=120)
+    process = forked.start(words, cwd=folder, env=environment())
     wait_for_step(folder, 3, process)
-    if reader_ends:
-        process.stdout.close()
-        process.stderr.close()
     process.send_signal(number)
-    if reader_ends:
-        process.wait(timeout=120)
-    else:
-        process.communicate(timeout=120)
-    return process
+    return process.wait(timeout=120)
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -179,8 +174,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
-    process = interrupted(tmp_path, signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    assert interrupted(tmp_path, signal.SIGKILL) == -signal.SIGKILL
     run = only_run(tmp_path)
     done = train(tmp_path, f"resume={run}", "steps=12")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -197,13 +191,16 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reader_ends"),
-    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)],
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.daily),
+    ],
 )
 def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(
     straight, tmp_path, number, reader_ends
 ):
-    process = interrupted(tmp_path, number, reader_ends=reader_ends)
-    assert process.returncode == 128 + number
+    assert interrupted(tmp_path, number, reader_ends=reader_ends) == 128 + number
     run = only_run(tmp_path)
     last = read_rows(run / "metrics.jsonl")[-1]["step"]
     assert (run / "checkpoints" / "latest").read_text() == f"step_{last:06d}", (
@@ -342,13 +339,8 @@ def test_a_failure_inside_training_keeps_its_traceback(tmp_path):
     """A checkpoint folder that cannot be made: exit 1, said in one line, rows kept, traceback in
     train.log.
     """
-    process = subprocess.Popen(
-        command(*SMALL, "steps=200", "checkpoint.every=50"),
-        cwd=tmp_path,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = command(*SMALL, "steps=200", "checkpoint.every=50")
+    process = forked.start(words, cwd=tmp_path, env=environment())
     wait_for_step(tmp_path, 2, process)
     (only_run(tmp_path) / "checkpoints").write_text("in the way")
     _, errors = process.communicate(timeout=120)
@@ -423,10 +415,9 @@ def test_an_unknown_architecture_is_trained_by_its_own_forward_which_is_said(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", ["resume", "the same command"])
+@pytest.mark.parametrize("again", daily_but(["resume", "the same command"], "resume"))
 def test_a_run_killed_before_its_first_checkpoint_starts_over(straight, tmp_path, again):
-    process = interrupted(tmp_path, signal.SIGKILL, "checkpoint.every=1000")
-    assert process.returncode == -signal.SIGKILL
+    assert interrupted(tmp_path, signal.SIGKILL, "checkpoint.every=1000") == -signal.SIGKILL
     run = only_run(tmp_path)
     assert not list(run.glob("checkpoints/step_*"))
     done = train(
@@ -443,9 +434,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(straight, tmp_path
 
 @pytest.mark.slow
 def test_a_run_killed_in_its_cold_start_can_be_resumed(tmp_path):
-    process = subprocess.Popen(
-        command(*SMALL, "cold_start.steps=100000"), cwd=tmp_path, env=environment()
-    )
+    words = command(*SMALL, "cold_start.steps=100000")
+    process = forked.start(words, cwd=tmp_path, env=environment())
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("runs/small/*/settings.yaml")) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -5,13 +5,12 @@ of its run.
 import json
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 
 import forked
-from commands import command, comparable, environment
+from commands import command, comparable, environment, only_run, train
 from gspo.tracking.tracker import read_rows
 from learning_runs import LEARNING, near
 
@@ -42,33 +41,27 @@ def tasks_of(files) -> list[int]:
 
 def test_a_job_with_two_tasks_is_one_run_and_a_signal_to_one_of_them_queues_it_again(tmp_path):
     """SIGUSR2 is what SLURM sends when the time is nearly up, here to rank 1 alone."""
-    words = [*command(), "-m", *SWEEP, *LAUNCHER, "steps=30", "seed=1,2", "checkpoint.every=100"]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-    )
+    words = [*command(), "-m", *SWEEP, *LAUNCHER, "steps=20", "seed=1", "checkpoint.every=100"]
+    process = forked.start(words, cwd=tmp_path, env=environment())
     files = tmp_path / "runs" / "small"
     deadline = time.monotonic() + 180
     while not any(len(read_rows(path)) > 4 for path in files.glob("*/metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.5)
+        time.sleep(0.05)
     os.kill(tasks_of(files)[1], signal.SIGUSR2)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
     logs = [path.read_text() for path in sorted((files / ".submitit").glob("*/*_0_log.err"))]
     assert sum("this job is preempted" in log for log in logs) == 1, logs
-    runs = sorted(files.glob("*-seed*"))
-    assert len(runs) == 2
-    for run in runs:
-        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(31))
-        assert json.loads((run / "status.json").read_text())["how"] == "finished"
-        assert not (run / "superseded").exists(), "the step under way was finished and saved"
+    run = only_run(tmp_path)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(21))
+    assert json.loads((run / "status.json").read_text())["how"] == "finished"
+    assert not (run / "superseded").exists(), "the step under way was finished and saved"
     alone = tmp_path / "alone"
     alone.mkdir()
-    done = forked.run(
-        [*command(), *SWEEP, "steps=30", "seed=1", "threads=1"], cwd=alone, env=environment()
-    )
+    done = train(alone, *SWEEP, "steps=20", "seed=1", "threads=1")
     assert done.returncode == 0, done.stderr
-    near(comparable(runs[0]), comparable(next((alone / "runs" / "small").glob("*-seed1-*"))))
+    near(comparable(run), comparable(only_run(alone)))
     for log in (files / ".submitit").glob("*/*_1_log.out"):
         assert "step" not in log.read_text(), "rank 0 alone speaks"
 

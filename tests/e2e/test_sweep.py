@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,25 +36,13 @@ OVERRIDES = [o for o in SMALL if not o.startswith(("study=", "steps=", "checkpoi
 TYPED = [*COMMAND, *OVERRIDES, "seed=1", "steps=40", "checkpoint.every=100"]
 
 
-def sweep(folder, *more: str, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*TYPED, *more],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
-
-
 def steps_of(folder) -> dict[str, int]:
     paths = (folder / "runs" / "paper_figures").glob("*/metrics.jsonl")
     return {path.parent.name: read_rows(path)[-1]["step"] for path in paths if read_rows(path)}
 
 
-def two_runs_under_way(folder, *more: str) -> subprocess.Popen:
-    process = sweep(folder, *more, start_new_session=True)
+def two_runs_under_way(folder, *more: str) -> forked.Script:
+    process = forked.start([*TYPED, *more], cwd=folder, env=environment())
     deadline = time.monotonic() + 180
     while sum(step >= 3 for step in steps_of(folder).values()) < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -82,7 +69,6 @@ def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path):
     stopped = steps_of(tmp_path)
     time.sleep(3)
     assert steps_of(tmp_path) == stopped and max(stopped.values()) < 1000 and len(stopped) == 2
-    process.communicate()
 
 
 @pytest.mark.slow
@@ -90,9 +76,9 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
     process = two_runs_under_way(tmp_path)
     # what a terminal's Ctrl-C does: everyone in the foreground gets it
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output and output.count("stopping after the current step") == 1
+    written = "".join(process.communicate(timeout=120))
+    assert process.returncode == 130, written
+    assert "Traceback" not in written and written.count("stopping after the current step") == 1
     stopped = steps_of(tmp_path)
     for name, step in stopped.items():  # no step that was computed is lost
         assert latest(tmp_path, name) == f"step_{step:06d}"
@@ -125,9 +111,7 @@ def states(folder) -> list[str]:
 
 @pytest.mark.slow
 def test_a_sweep_of_six_killed_after_two_is_completed_by_the_same_command(tmp_path):
-    process = subprocess.Popen(
-        SIX, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    process = forked.start(SIX, cwd=tmp_path, env=environment())
     deadline = time.monotonic() + 300
     while not (tmp_path / "runs" / "small").exists() or states(tmp_path).count("finished") < 2:
         assert process.poll() is None and time.monotonic() < deadline
@@ -176,9 +160,7 @@ def test_option_files_edited_while_a_sweep_runs_make_no_other_runs(tmp_path):
     mine.write_text(words)
     options = [option for option in SMALL if not option.startswith("optim.lr=")]
     command = [*TRAIN, "-cd", "mine", "-cn", "study", "-m", *options]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-    )
+    process = forked.start(command, cwd=tmp_path, env=environment())
     deadline = time.monotonic() + 180
     while not list(tmp_path.glob("runs/small/*-seed1-*/metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -214,11 +196,9 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
     """
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=2"]
     options = [o for o in SMALL if not o.startswith(("steps=", "checkpoint.", "threads="))]
-    command = [*TRAIN, "-m", *options, *launcher, "steps=60", "seed=1,2", "checkpoint.every=100"]
+    command = [*TRAIN, "-m", *options, *launcher, "steps=30", "seed=1,2", "checkpoint.every=100"]
     devices = {"CUDA_VISIBLE_DEVICES": "5,7"}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment() | devices, stderr=subprocess.PIPE, text=True
-    )
+    process = forked.start(command, cwd=tmp_path, env=environment() | devices)
     files = tmp_path / "runs" / "small"
     deadline = time.monotonic() + 180
     while sum(len(read_rows(path)) > 3 for path in files.glob("*/metrics.jsonl")) < 2:
@@ -231,7 +211,7 @@ def test_jobs_of_submitit_save_and_are_queued_again_when_their_time_is_up(tmp_pa
     assert sum("this job is preempted" in log for log in logs) == 2, logs
     runs = sorted(files.glob("*-seed*"))
     for run in runs:
-        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(61))
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(31))
         assert not (run / "superseded").exists(), "the step under way was finished and saved"
     codes = [json.loads((run / "code.json").read_text()) for run in runs]
     assert [code["devices"] for code in codes] == ["5,7", "5,7"], (
@@ -252,14 +232,7 @@ def test_submitit_on_one_machine_wants_to_know_how_many_jobs_it_holds(tmp_path):
 def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
     command = [*TRAIN, "-m", *SMALL, "steps=40", "seed=1,2", *launcher]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = forked.start(command, cwd=tmp_path, env=environment())
     files, deadline = tmp_path / "runs" / "small", time.monotonic() + 180
     while sum(len(read_rows(path)) > 5 for path in files.glob("*/metrics.jsonl")) < 1:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -279,9 +252,7 @@ def test_ctrl_c_ends_a_sweep_of_submitit_and_the_command_continues_it(tmp_path):
 def test_a_job_of_submitit_that_is_terminated_is_said_to_be_unfinished(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.sweeper.max_batch_size=1"]
     command = [*TRAIN, "-m", *SMALL, "steps=60", "seed=1", *launcher]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-    )
+    process = forked.start(command, cwd=tmp_path, env=environment())
     files, deadline = tmp_path / "runs" / "small", time.monotonic() + 180
     while sum(len(read_rows(path)) > 3 for path in files.glob("*/metrics.jsonl")) < 1:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()

@@ -102,7 +102,7 @@ def wandb_rows(run: Path) -> list[dict]:
     return rows
 
 
-def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(run_folder: Path, step: int, process: subprocess.Popen | forked.Script) -> None:
     deadline = time.monotonic() + 300  # of a busy machine
     while time.monotonic() < deadline and process.poll() is None:
         for path in (run_folder / "runs" / "small").glob("*-seed*/metrics.jsonl"):

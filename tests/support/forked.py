@@ -3,12 +3,17 @@ first.
 
     done = forked.run([sys.executable, "-P", "-m", "gspo", "train", "steps=3"], cwd=folder)
     done = forked.run([sys.executable, "-c", "print(input())"], input="text", seconds=60)
+    process = forked.start([sys.executable, "-P", "-m", "gspo", "train"], cwd=folder)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+
+A shell runs `python forked.py -P -m gspo train` with the server's address in its environment.
 
 Importing PyTorch, transformers and W&B takes longer than most runs of the tests. Here one server,
-for all processes of a test run, has imported them. It forks a handler for each test process that
-connects, and the handler forks a child for each script: a real process with arguments, environment,
-folder, exit code and output of its own, which may be killed. What reads the environment while it is
-being imported, and signals that come while it is, are for `subprocess.run`.
+for all processes of a test run, has imported them. It forks a handler for each connection, and the
+handler forks the script: a real process with arguments, environment, folder, session, exit code and
+output of its own, which may be killed. What reads the environment while it is being imported, and
+signals that come while it is, are for `subprocess.run`.
 """
 
 import atexit
@@ -18,8 +23,10 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -59,7 +66,76 @@ CLASSES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-_one_at_a_time = threading.Lock()
+ADDRESS = "TESTS_FORKED_ADDRESS"
+NUMBER = struct.Struct("i")  # what a handler sends: the script's process id, then its return code
+
+
+def _file() -> TextIO:
+    return tempfile.TemporaryFile("w+")
+
+
+class Script:
+    """A script that was started. Its attributes and methods are those of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], cwd: Path | None, env: dict[str, str] | None):
+        assert command[0] == sys.executable, command[0]
+        self.args = command
+        self.returncode: int | None = None
+        self._cwd = str(cwd or os.getcwd())
+        self._env = dict(os.environ if env is None else env)
+        self._files = [_file() for _ in ("stdin", "stdout", "stderr")]
+
+    def begin(self, text: str, seconds: int) -> None:
+        self._files[0].write(text)
+        self._files[0].flush()
+        request = {
+            "argv": self.args[1:],
+            "cwd": self._cwd,
+            "env": self._env,
+            "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files],
+            "seconds": seconds,
+        }
+        self._connection = connect(server())
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        return NUMBER.unpack(self._connection.recv(NUMBER.size, socket.MSG_WAITALL))[0]
+
+    def poll(self) -> int | None:
+        """The return code, None while the script runs. It is negative after a deadly signal."""
+        ended = self.returncode is None and select.select([self._connection], [], [], 0)[0]
+        return self.wait() if ended else self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = self._number()
+            self._connection.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What the script wrote to its output and to its error output."""
+        self.wait(timeout)
+        for file in self._files:
+            file.seek(0)
+        output, errors = (file.read() for file in self._files[1:])
+        return output, errors
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Script:
+    """The script, started as the leader of a session and process group of its own."""
+    script = Script(command, cwd, env)
+    script.begin("", 0)
+    return script
 
 
 def run(
@@ -71,35 +147,19 @@ def run(
 ) -> subprocess.CompletedProcess:
     """The script's end; `command` begins with sys.executable. The return code of a killed one is
     negative, as of one that SIGALRM ends because it has taken more than `seconds`."""
-    assert command[0] == sys.executable, command[0]
-    with _file() as given, _file() as out, _file() as err, _one_at_a_time:
-        given.write(input)
-        given.flush()
-        asked = {
-            "argv": command[1:],
-            "cwd": str(cwd or os.getcwd()),
-            "env": dict(os.environ if env is None else env),
-            "files": [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, out, err)],
-            "seconds": seconds,
-        }
-        connection = server()
-        connection.write(json.dumps(asked) + "\n")
-        connection.flush()
-        code = int(connection.readline())
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
-
-
-def _file() -> TextIO:
-    return tempfile.TemporaryFile("w+")
+    script = Script(command, cwd, env)
+    script.begin(input, seconds)
+    output, errors = script.communicate()
+    return subprocess.CompletedProcess(command, script.wait(), output, errors)
 
 
 @cache
-def server() -> TextIO:
-    """The connection to this process's handler. The first of the test processes to ask starts the
-    server.
+def server() -> str:
+    """The server's address. The first of the test processes to ask starts the server, which ends
+    with the last of them.
     """
+    if ADDRESS in os.environ:
+        return f"\0{os.environ[ADDRESS]}"
     address = f"\0tests-forked-{os.environ.get('PYTEST_XDIST_TESTRUNUID') or os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -110,26 +170,30 @@ def server() -> TextIO:
         else:
             listener.listen()
             inherited = listener.fileno()
-            command, env = (
-                [sys.executable, __file__, str(inherited)],
-                os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-            )
             subprocess.Popen(
-                command,
+                [sys.executable, __file__, str(inherited)],
                 start_new_session=True,
                 pass_fds=[inherited],
                 stdin=subprocess.DEVNULL,
-                env=env,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 60
+    _lifelines.append(connect(address))
+    return address
+
+
+_lifelines: list[socket.socket] = []  # whose handler, and so the server, ends with this process
+
+
+def connect(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + 60
     # bound by another process, which has yet to listen
-    while failed := connection.connect_ex(address):
+    while error := connection.connect_ex(address):
         if time.monotonic() > deadline:
-            raise OSError(
-                failed, f"the server of the forked scripts does not listen: {os.strerror(failed)}"
-            )
+            message = f"the server of the forked scripts does not listen: {os.strerror(error)}"
+            raise OSError(error, message)
         time.sleep(0.01)
-    return connection.makefile("rw")
+    return connection
 
 
 def _serve(listener: socket.socket) -> None:
@@ -152,26 +216,26 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _handler(listener: socket.socket, folders: list[tempfile.TemporaryDirectory]) -> int:
-    """Wait for a test process to connect, and fork the process that runs its scripts, one after the
-    other.
-    """
+    """Wait for a connection, and fork the process that runs its script and says how it ended."""
     connection, _ = listener.accept()
     if handler := os.fork():
         connection.close()
         return handler
     listener.close()
-    with connection, connection.makefile("rw") as words:
-        while line := words.readline():
-            asked = json.loads(line)
-            if child := os.fork():
-                words.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
-                words.flush()
-                continue
-            os.close(connection.fileno())
-            for folder in folders:
-                folder.__init__()  # each process makes its own, and removes it at its end
-            os._exit(_become(**asked))
-    os._exit(0)
+    connection.settimeout(None)
+    request = connection.makefile().readline()
+    if not request:  # a test process has ended
+        os._exit(0)
+    if child := os.fork():
+        with suppress(BrokenPipeError):  # a test that failed did not wait
+            connection.sendall(NUMBER.pack(child))
+            status = os.waitpid(child, 0)[1]
+            connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        os._exit(0)
+    connection.close()
+    for folder in folders:
+        folder.__init__()  # each process makes its own, and removes it at its end
+    os._exit(_become(**json.loads(request)))
 
 
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], seconds: int) -> int:
@@ -214,4 +278,10 @@ def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], se
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1].isdigit():
+        _serve(socket.socket(fileno=int(sys.argv[1])))
+    else:
+        ended = run([sys.executable, *sys.argv[1:]])
+        print(ended.stdout, end="")
+        print(ended.stderr, end="", file=sys.stderr)
+        sys.exit(ended.returncode)
