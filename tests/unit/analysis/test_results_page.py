@@ -66,7 +66,7 @@ JUDGED_BY = {
         "arena.mixed_stale.GRPO [clip range 0.2]",
         "claim.stale",
     ),
-    "GSPO earns most of thirteen objectives over twelve settings": (
+    "GSPO earns most of thirteen arms over twelve settings": (
         "arena.mean.GRPO [OPSM]",
         "claim.first",
     ),
