@@ -133,7 +133,9 @@ def word(part: Part, interval: Interval | Value, p: float) -> str:
         return CONTRADICTED
     if part.rule == "frozen" and above == SEEN:
         return SEEN
-    return {"same": sameness, "level": sameness, "frozen": sameness}[part.rule](interval)
+    if part.rule not in ("same", "level", "frozen"):
+        raise KeyError(part.rule)
+    return sameness(interval)
 
 
 def side(on_side: bool, on_other_side: bool, is_certain: bool) -> str:
@@ -150,7 +152,7 @@ def side(on_side: bool, on_other_side: bool, is_certain: bool) -> str:
 
 def sameness(interval: Interval) -> str:
     """Return the verdict on "the same as 0 within ±.03"."""
-    is_certain = max(interval.p(-SAME), interval.p(SAME)) < interval.level
+    is_certain = interval.p_within(-SAME, SAME) < interval.level
     if interval.low > -SAME and interval.high < SAME:
         return THE_SAME if is_certain else POINTS_TO
     if interval.low > SAME or interval.high < -SAME:
@@ -173,13 +175,15 @@ def agreement(verdict: str, expected: bool | str | None) -> str:
 # verdicts
 def judge(rule: Criterion, numbers: Numbers) -> dict[str, str]:
     """Return a criterion's expectation, its verdict in words, and whether they agree."""
-    words = [word(part, *numbers.judged[part.number]) for part in rule.parts]
-    if rule.joint:
-        words = [min(words, key=STRENGTH.index)]
+    verdicts = [word(part, *numbers.judged[part.number]) for part in rule.parts]
     expectations = [part.expected for part in rule.parts]
-    agreements = {agreement(*pair) for pair in zip(words, expectations, strict=False)}
-    agrees = overall(agreements)
-    return {"expected": rule.expected, "verdict": in_words(words), "agrees": agrees}
+    if rule.joint:
+        # one verdict, and the expectation that the parts share
+        verdicts = [min(verdicts, key=STRENGTH.index)]
+        expectations = expectations[:1]
+    pairs = zip(verdicts, expectations, strict=True)
+    agrees = overall({agreement(verdict, expected) for verdict, expected in pairs})
+    return {"expected": rule.expected, "verdict": in_words(verdicts), "agrees": agrees}
 
 
 def overall(agreements: set[str]) -> str:

@@ -131,8 +131,8 @@ def staleness(numbers: Numbers, runs: pd.DataFrame) -> None:
 def mismatch(numbers: Numbers, runs: pd.DataFrame) -> None:
     """Add study C: engines whose weights have few bits, and four remedies."""
     ends = ends_of(runs)
-    shares = runs.groupby("level")["got"].mean()
-    got = runs.groupby(["arm", "level"])["got"].mean()
+    shares = runs.groupby("level")["measured"].mean()
+    got = runs.groupby(["arm", "level"])["measured"].mean()
     for level in ("fp4_e2m1", "int3", "int2"):
         numbers.value(f"C.share.{level}", 100 * shares[level], ".1g", " %")
         removed = 1 - got[f"{GRPO} + Routing Replay (R3)", level] / got[GRPO, level]
@@ -163,7 +163,7 @@ def mismatch(numbers: Numbers, runs: pd.DataFrame) -> None:
 def routing(numbers: Numbers, runs: pd.DataFrame) -> None:
     """Add study D: routers that learn 1 to 60 times as fast as the other weights."""
     ends = ends_of(runs)
-    changed = 1 - runs.groupby("level")["got"].mean()
+    changed = 1 - runs.groupby("level")["measured"].mean()
     for level in (1, 14, 60):
         numbers.value(f"D.changed.{level}", 100 * changed[level], ".1f", " %")
     for level in (14, 60):
@@ -194,7 +194,7 @@ def tools(numbers: Numbers, runs: pd.DataFrame) -> None:
     """Add study E: a tool that writes a tenth, half or nine tenths of the tokens."""
     ends = ends_of(runs)
     shares = ends_of(runs, "clip/token_active")
-    got = runs.groupby("level")["got"].mean()
+    got = runs.groupby("level")["measured"].mean()
     for level in (0, 28, 290):
         numbers.value(f"E.share.{level}", 100 * got[level], ".0f", " %")
         for word, arm in {"grpo": GRPO, "token": GSPO_TOKEN, "cispo": "CISPO"}.items():
@@ -212,7 +212,7 @@ def tools(numbers: Numbers, runs: pd.DataFrame) -> None:
 def rounding(numbers: Numbers, runs: pd.DataFrame) -> None:
     """Add study F: bfloat16 layers, a bfloat16 head, the engine's log-probs, against float32."""
     ends = ends_of(runs)
-    floors = ends_of(runs, "got")  # of the first fifth of the batches
+    floors = ends_of(runs, "measured")  # of the first fifth of the batches
     all_floors = ends_of(runs, "ratio/floor_of_range")
     outside = ends_of(runs, "ratio/floor_outside")
     clipped = ends_of(runs, "clip/token_outside")

@@ -31,7 +31,6 @@ from gspo.analysis.grid import interval_line
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, GSPO_TOKEN, Data
 from gspo.analysis.stats import t_interval
 from gspo.analysis.style import FigureOptions
-from gspo.tracking.collapse import SIGNALS
 
 # Inches. The page's text is 6.9 inches wide, so 8 points are printed as 6.6.
 WIDTH = 8.4
@@ -152,7 +151,7 @@ def staleness(runs: pd.DataFrame) -> Figure:
 
 def mismatch(runs: pd.DataFrame) -> Figure:
     """Draw study C: engines with weights of 32, 4, 3 and 2 bits."""
-    got = 100 * runs.groupby("level")["got"].mean()
+    got = 100 * runs.groupby("level")["measured"].mean()
     words = {"none": "32 bits", "fp4_e2m1": "4", "int3": "3", "int2": "2"}
     ticks = {}
     for level, word in words.items():
@@ -163,7 +162,7 @@ def mismatch(runs: pd.DataFrame) -> Figure:
 
 def routing(runs: pd.DataFrame) -> Figure:
     """Draw study D: routers whose learning rate is 1 to 60 times that of the other weights."""
-    changed = 100 * (1 - runs.groupby("level")["got"].mean())
+    changed = 100 * (1 - runs.groupby("level")["measured"].mean())
     ticks = {}
     for level in sorted(runs["level"].unique()):
         ticks[level] = f"{level:g}\n{changed[level]:.1f} %"
@@ -173,7 +172,7 @@ def routing(runs: pd.DataFrame) -> Figure:
 
 def tools(runs: pd.DataFrame) -> Figure:
     """Draw study E: a tool that writes a tenth, half or nine tenths of the tokens."""
-    got = 100 * runs.groupby("level")["got"].mean()
+    got = 100 * runs.groupby("level")["measured"].mean()
     ticks = {level: f"{share:.0f} %" for level, share in got.items()}
     clipped = column_panel("clip/token_active", "Clipped share of tokens")
     contents = [END, objectives_panel(GSPO), clipped]
@@ -187,7 +186,7 @@ def rounding(runs: pd.DataFrame) -> Figure:
     sequence = (GSPO, GSPO_TOKEN)
     every = ("CISPO", GRPO, *sequence)
     low, high = sorted(runs["level"].unique())
-    draw_precisions(floor_panel, runs, "got", low, sequence, against_float32=False)
+    draw_precisions(floor_panel, runs, "measured", low, sequence, against_float32=False)
     draw_precisions(clipped_panel, runs, "clip/token_outside", low, sequence)
     draw_precisions(low_panel, runs, "end", low, every)
     draw_precisions(high_panel, runs, "end", high, every)
@@ -230,9 +229,6 @@ def warnings(folder: Path, out: Path) -> list[Path]:
     frame = pd.read_parquet(folder / early_warning.RECORDED.name)
     thresholds = early_warning.shipped(frame)
     runs = warning_rules.stressor_runs(frame)
-    results = []
-    for name in (warning_rules.LR, *SIGNALS):
-        results.append(early_warning.result(runs, thresholds, name))
-    results.sort(key=lambda signal: -signal.aurocs[0].value)
+    results = early_warning.all_results(runs, thresholds)
     together = warning_worth.worth(warning_rules.together(runs, thresholds))
     return early_warning.draw(results[:SIGNALS_SHOWN], together, runs, out, OPTIONS)

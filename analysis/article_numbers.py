@@ -99,7 +99,7 @@ def edge(numbers: Numbers, folder: Path) -> None:
         for pair, arms in PAIRS.items():
             interval, _ = claims.last_half(data, *arms)
             numbers.difference(f"{key}.{pair}", interval)
-            p = max(interval.p(-claims.SAME), interval.p(claims.SAME))
+            p = interval.p_within(-claims.SAME, claims.SAME)
             numbers.add(f"{key}.{pair}.same", interval, "+.3f", p)
         shares = data.paired("clip/token_active", GSPO, GRPO_R2)
         clipped = ratio(*shares)
@@ -124,6 +124,8 @@ def edge(numbers: Numbers, folder: Path) -> None:
     changed = estimate(pd.concat(changes).groupby(level="step").mean())
     p = changed.p(stability_claims.CHANGED[0])
     numbers.add("edge.changed.interval", percent(changed), ".2f", p, " %")
+    p = changed.p(stability_claims.CHANGED[1])
+    numbers.add("edge.changed.limit", percent(changed), ".2f", p, " %")
     # the GSPO runs of two studies are the same
     names = {run.path.name for name in EDGE_STUDIES for run in studies[name].runs}
     numbers.count("edge.runs", len(names))
@@ -136,7 +138,8 @@ def calibration(numbers: Numbers, folder: Path) -> None:
     data = study(folder, "edge_calibration", "edge_ranges")
     runs = fig_critical_rate.measure(data)
     best = runs[runs["rate"] == 7e-4].pivot(index="seed", columns="arm", values="end")
-    gspo = next(arm for arm in best if arm.startswith(GSPO) and best[arm].mean() > 0.2)
+    is_gspo = best.columns.str.startswith(GSPO)
+    gspo = best.loc[:, is_gspo].mean().idxmax()
     grpo = f"{GRPO} [clip range 0.0125]"
     numbers.difference("calibration.plain", t_interval((best[gspo] - best[grpo]).dropna()))
 
@@ -167,7 +170,7 @@ def effect(numbers: Numbers, folder: Path) -> None:
     same = {"comfortable": comfortable, "range": of_narrow}
     for name, data in same.items():
         interval, _ = claims.last_half(data, GSPO, GRPO_R2)
-        p = max(interval.p(-claims.SAME), interval.p(claims.SAME))
+        p = interval.p_within(-claims.SAME, claims.SAME)
         numbers.add(f"effect.{name}.replay.same", interval, "+.3f", p)
         numbers.difference(f"effect.{name}.replay", interval)
     numbers.difference("effect.gain", fig_contrast.gains(of_gspo, of_narrow)[GRPO_R2])
@@ -251,11 +254,11 @@ def warnings(numbers: Numbers, folder: Path) -> None:
     thresholds |= warning_rules.COUNTER_THRESHOLDS
     numbers.count("W.all", len(runs))
     numbers.count("W.all_collapsed", sum(run.collapsed is not None for run in runs))
-    shipped = {
+    verdicts_by_word = {
         "any": warning_rules.together(runs, thresholds),
         "fall": warning_rules.as_shipped(runs, thresholds, "reward_fall"),
     }
-    for word, verdicts in shipped.items():
+    for word, verdicts in verdicts_by_word.items():
         worth = warning_worth.worth(verdicts)
         numbers.add(f"W.{word}.seen", worth.seen, ".2f")
         numbers.add(f"W.{word}.lead", worth.lead, ".0f")

@@ -252,7 +252,14 @@ CLAIMS = {
     "claim.replay": criterion("", "edge.comfortable.none", "edge.edge_rate.none", rule="same"),
     "claim.tuned": criterion("", "edge.own_range.plain", rule="below"),
     "claim.stable": criterion("", "edge.fall.gspo", rule="below", line=100 * MIN_DECLINE),
-    "claim.experts": criterion("", "edge.changed.interval", line=100 * CHANGED[0]),
+    "claim.experts": Criterion(
+        "",
+        (
+            Part("edge.changed.interval", line=100 * CHANGED[0], expected=None),
+            Part("edge.changed.limit", "below", line=100 * CHANGED[1], expected=None),
+        ),
+        joint=True,
+    ),
     "claim.protects": criterion("", "D.replay.60"),
     "claim.withstands": criterion("", "D.loss.GSPO.60", rule="below"),
     "claim.engine": criterion("", "C.plain.engine.fp4_e2m1"),

@@ -81,8 +81,15 @@ def parse_value(text: str) -> object:
 
 def in_order(values: Iterable[object]) -> list[str]:
     """Return values as texts, numbers first and by size."""
-    ordered = sorted(values, key=numbers_first)
-    return [f"{value:g}" if isinstance(value, float) else str(value) for value in ordered]
+    return [setting_text(value) for value in sorted(values, key=numbers_first)]
+
+
+def setting_text(value: object) -> str:
+    """Return a value as a text by which where.KEY=VALUE finds it: short if nothing is lost."""
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def numbers_first(value: object) -> tuple[bool, float, str]:
@@ -119,10 +126,12 @@ def choose_one(data: Data) -> str:
         [text] = in_order([run.settings.get(key)])
         choices.append(f"where.{key}={text}")
     in_all = [key for key in settings if all(key in run.settings for run in data.runs)]
-    sweep = f"`gspo figure sweep x={in_all[0]}` draws all of them, and " if in_all else ""
+    figures = ["`gspo figure curves` draws up to 6 combinations"]
+    if in_all:
+        figures.insert(0, f"`gspo figure sweep x={in_all[0]}` draws all of them")
     return (
         f"these runs also vary {'; '.join(values)}. Choose one of each, as in "
-        f"{' '.join(choices)}; {sweep}`gspo figure curves` those of up to 6 combinations"
+        f"{' '.join(choices)}; {', and '.join(figures)}"
     )
 
 

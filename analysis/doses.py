@@ -43,7 +43,7 @@ def measure(
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
     The columns are level (of the dose, in words), label (of the level in a figure), position (of
-    the level in their order), got (the measured metric), objective, remedy, arm, seed, end (the
+    the level in their order), measured (its metric in the first fifth), objective, remedy, arm, seed, end (the
     mean of `outcome` in the last fifth of the batches), collapsed, and the means of `also`.
     Raises RunsError if a setting, the metric or the outcome is missing, or if runs of the same
     level and arm differ in anything else.
@@ -58,7 +58,7 @@ def measure(
         row |= arm_and_level(run, dose, settings)
         # held-out scores are not of every batch
         row["end"] = run.column(outcome).loc[run.last - part + 1 :].mean()
-        row["got"] = run.column(metric).loc[:part].mean()
+        row["measured"] = run.column(metric).loc[:part].mean()
         rows.append(row)
     numbers = pd.DataFrame(rows)
     suffixes = range_suffixes(runs, numbers, ["level"])
@@ -105,7 +105,7 @@ def order(numbers: pd.DataFrame) -> list:
     """
     if all(isinstance(level, Real) for level in numbers["level"]):
         return sorted(numbers["level"].unique())
-    measured = numbers.groupby("level")["got"].mean().fillna(0)
+    measured = numbers.groupby("level")["measured"].mean().fillna(0)
     return list(measured.sort_values().index)
 
 

@@ -12,8 +12,8 @@ the same rate.
 
 Expected: the reward's own fall is hard to beat, for collapse is defined by it. Signals that drift
 with the update (ratios, KL to the old policy) lead it by more steps. Prints Markdown tables, and
-writes early_warning.pdf and .png. With rules=true the tables and the figure are of every rule on
-all recorded runs (warning_table.py).
+writes early_warning.pdf and .png. With rules=true the tables and the figure are of every rule, on
+the stressors and the 19 studies of warning_rules.STUDIES (warning_table.py).
 """
 
 import math
@@ -78,7 +78,9 @@ class Options(script.Options):
     paths: tuple[str, ...] = option(
         (), f"runs, as for the other figures (default: analysis/data/{RECORDED.name})"
     )
-    rules: bool = option(False, "judge every rule on all recorded runs of analysis/data")
+    rules: bool = option(
+        False, "judge every rule on the stressors and the 19 studies of warning_rules.STUDIES"
+    )
     save: bool = option(False, f"keep the runs' metrics in analysis/data/{RECORDED.name}")
 
 
@@ -105,12 +107,7 @@ def main() -> None:
         frame = pd.read_parquet(RECORDED)
     runs = warning_rules.stressor_runs(frame)
     thresholds = shipped(frame)
-    results = []
-    for name in (LR, *SIGNALS):
-        signal = result(runs, thresholds, name)
-        if signal.aurocs[0].count:
-            results.append(signal)
-    results.sort(key=lambda signal: -signal.aurocs[0].value)
+    results = all_results(runs, thresholds)
     stresses = {run.group for run in runs}
     if not results or len(stresses) < 2:
         raise RunsError(
@@ -126,7 +123,7 @@ def main() -> None:
 
 
 def print_rules(options: Options) -> None:
-    """Print the tables of all rules on all recorded runs, and draw them."""
+    """Print the tables of all rules on the recorded runs, and draw them."""
     frame = pd.read_parquet(RECORDED)
     runs = warning_rules.recorded_runs(frame)
     thresholds = {**shipped(frame), **warning_rules.COUNTER_THRESHOLDS}
@@ -238,6 +235,13 @@ def result(runs: list[History], thresholds: dict[str, float], name: str) -> Resu
         fitted=warning_worth.worth(warning_rules.held_out(runs, name)),
         shipped=warning_worth.worth(warning_rules.as_shipped(runs, threshold, name)),
     )
+
+
+def all_results(runs: list[History], thresholds: dict[str, float]) -> list[Result]:
+    """Return a result per signal with collapsed and healthy runs, the largest AUROC first."""
+    results = [result(runs, thresholds, name) for name in (LR, *SIGNALS)]
+    measured = [signal for signal in results if signal.aurocs[0].count]
+    return sorted(measured, key=lambda signal: -signal.aurocs[0].value)
 
 
 def outcomes(frame: pd.DataFrame, runs: list[History]) -> list[str]:

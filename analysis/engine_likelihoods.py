@@ -23,7 +23,6 @@ from gspo.analysis.stats import (
     paired_difference,
     ratio,
 )
-from gspo.statistics import sign_flip_p
 
 COARSE = "bfloat16"
 FINE = "float32"
@@ -174,8 +173,8 @@ def effect(data: Data, *cell: str) -> tuple[Interval, pd.Series] | None:
     return estimate(difference), difference.mean()
 
 
-def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.DataFrame] | None:
-    """Return GSPO's effect minus GRPO's: the interval, the exact p, and both effects by seed."""
+def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, pd.DataFrame] | None:
+    """Return GSPO's effect minus GRPO's: the interval, and both effects by seed."""
     arms = [
         (dtype, GSPO, replay, ENGINE),
         (dtype, GSPO, replay, TRAINER),
@@ -189,8 +188,7 @@ def contrast(data: Data, dtype: str, replay: str) -> tuple[Interval, float, pd.D
     gspo = (gspo_engine - gspo_trainer).tail(WINDOW)
     grpo = (grpo_engine - grpo_trainer).tail(WINDOW)
     effects = pd.DataFrame({GSPO: gspo.mean(), GRPO: grpo.mean()})
-    p = sign_flip_p(effects[GSPO] - effects[GRPO])
-    return paired_difference(gspo, grpo), p, effects
+    return paired_difference(gspo, grpo), effects
 
 
 def clip_range(data: Data) -> tuple[float, float] | None:
@@ -203,17 +201,17 @@ def clip_range(data: Data) -> tuple[float, float] | None:
 # ------------------------------------------------------------------------------------------------
 # words
 def verdict(data: Data) -> list[str]:
-    """Return the results in words: the question, the yardstick of chance, the clip, the gap."""
+    """Return the results in words: the question, the noise floor, the clip, the gap."""
     lines = [answer(data, COARSE, replay) for replay in (PLAIN, REPLAY)]
     largest = []
     for cell in CELLS:
         result = effect(data, *cell)
         if cell[0] == FINE and result:
-            _, seeds = result
-            largest.append(seeds.abs().max())
+            _, by_seed = result
+            largest.append(by_seed.abs().max())
     if largest:
         lines.append(
-            "Yardstick: in float32, where only rounding differs, single seeds differ by up to "
+            "Noise floor: in float32, where only rounding differs, a single seed's effect is up to "
             f"{max(largest):.3f}: an effect of that size can be chance."
         )
     means = measure(data).groupby(level="arm").mean()
@@ -232,7 +230,8 @@ def answer(data: Data, dtype: str, replay: str) -> str:
     result = contrast(data, dtype, replay)
     if not result:
         return f"{head} not judged, its four arms have no finished seed in common."
-    interval, p, effects = result
+    interval, effects = result
+    p = interval.p()
     seeds = interval.seeds
     text = (
         f"{head} the engine's log-probs change the reward of the last {WINDOW} batches by "

@@ -29,7 +29,6 @@ BENCHMARKS = {
     "codeforces": ("CodeForces", "Elo"),
 }
 ELO = "eval/elo"
-NORMAL_QUANTILE = 1.96  # standard errors in a 95 % interval
 
 
 def judged_claims(data: Data) -> list[Claim]:
@@ -103,10 +102,10 @@ def caption(
     if scores:
         kinds = sorted({name.split("/")[-1] for name in scores if name != ELO})
         kind_text = f" ({', '.join(kinds)})" if kinds else ""
-        sentences.append(
-            f"Held-out scores{kind_text}: mean over seeds; bars: 95 % intervals over problems "
-            f"(±{NORMAL_QUANTILE} standard errors)."
-        )
+        bars = f"bars: ±{claims.NORMAL_QUANTILE} standard errors over problems"
+        if ELO in scores:
+            bars += " (of Elo: from the curvature of the posterior, with attempts as independent)"
+        sentences.append(f"Held-out scores{kind_text}: mean over seeds; {bars}.")
         if options.log_x:
             sentences.append("On the logarithmic axis the evaluation before training is left out.")
     sentences.append(
@@ -158,7 +157,7 @@ def draw_score(
         stderrs = data.table(arm, error_name, first_step=0)
         stderrs = stderrs.mean(axis=1).fillna(0)
         points = pd.DataFrame({"x": x, "mean": table.mean(axis=1)})
-        points["error"] = NORMAL_QUANTILE * stderrs[table.index]
+        points["error"] = claims.NORMAL_QUANTILE * stderrs[table.index]
         # the arms' bars stand side by side
         if options.log_x:
             points["x"] *= 1.02**index

@@ -31,6 +31,7 @@ import pandas as pd
 from gspo.analysis import load, script, style
 from gspo.analysis.arm_styles import arm_styles
 from gspo.analysis.blocks import markdown_table
+from gspo.analysis.doses import paired_interval, shared_differences
 from gspo.analysis.grid import (
     arm_words,
     check_alike,
@@ -195,19 +196,20 @@ def paired(numbers: pd.DataFrame, baseline: str, design: Design | None = None) -
     """
     rows = []
     for cell, group in numbers.groupby("cell", sort=False):
-        ends = group.pivot(index="seed", columns="arm", values="end")
-        if baseline not in ends:
+        arms = sorted(group["arm"].unique())
+        if baseline not in arms:
             raise RunsError(
-                f"{cell} has no run of {baseline}; it has {', '.join(ends.columns)}: choose another "
+                f"{cell} has no run of {baseline}; it has {', '.join(arms)}: choose another "
                 "with against=, or name other settings with arms=[...]"
             )
-        for arm in ends.columns.drop(baseline):
-            difference = (ends[arm] - ends[baseline]).dropna()
-            if difference.empty:
+        for arm in arms:
+            difference = differences_by_seed(group, arm, baseline)
+            if arm == baseline or difference.empty:
                 continue
             pair = f"{arm} and {baseline} in {cell}"
             level = level_of(design, len(difference), pair) if design else LEVEL
-            rows.append({"cell": cell, "arm": arm, "interval": t_interval(difference, level)})
+            interval = paired_interval(difference, level)
+            rows.append({"cell": cell, "arm": arm, "interval": interval})
     if not rows:
         raise RunsError(f"no arm shares a seed with {baseline}")
     return pd.DataFrame(rows)
@@ -249,7 +251,7 @@ def rank(numbers: pd.DataFrame) -> Ranking:
     p: dict[tuple[str, str], float] = {}
     for a, b in combinations(arms, 2):
         by_cell = [cell_difference(numbers, cell, a, b) for cell in cells]
-        if all(len(values) > 1 for values in by_cell):
+        if all(len(values) > 1 and not np.isnan(values).any() for values in by_cell):
             comparisons[a, b] = mean_over_cells(by_cell)
             weighted = np.concatenate([values / len(values) for values in by_cell])
             p[a, b] = random_sign_flip_p(weighted)
@@ -259,8 +261,13 @@ def rank(numbers: pd.DataFrame) -> Ranking:
 
 def cell_difference(numbers: pd.DataFrame, cell: str, a: str, b: str) -> np.ndarray:
     """Return the differences a - b of the seeds that both arms have in a cell."""
-    ends = numbers[numbers["cell"] == cell].pivot(index="seed", columns="arm", values="end")
-    return (ends[a] - ends[b]).dropna().to_numpy()
+    return differences_by_seed(numbers[numbers["cell"] == cell], a, b).to_numpy()
+
+
+def differences_by_seed(numbers: pd.DataFrame, a: str, b: str) -> pd.Series:
+    """Return the differences a - b by seed, NaN if a run collapsed before its end was measured."""
+    runs = numbers.set_index("seed")
+    return shared_differences(runs[runs["arm"] == a], runs[runs["arm"] == b])
 
 
 def mean_over_cells(differences: Sequence[np.ndarray]) -> Interval:
@@ -269,7 +276,7 @@ def mean_over_cells(differences: Sequence[np.ndarray]) -> Interval:
     The cells count as independent, also those with the same seeds and problems. In study A the
     paired differences of a seed at two learning rates had a mean correlation of -.04 (6 pairs of
     arms at 28 pairs of rates). With v_c = s_c^2 / n_c the variance of the mean is
-    sum_c v_c / C^2, and its degrees of freedom are (sum_c v_c)^2 / sum_c v_c^2 / (n_c - 1)
+    sum_c v_c / C^2, and its degrees of freedom are (sum_c v_c)^2 / sum_c (v_c^2 / (n_c - 1))
     (Welch and Satterthwaite).
     """
     means = [values.mean() for values in differences]

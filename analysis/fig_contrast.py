@@ -53,8 +53,7 @@ def main() -> None:
         studies.append(load.load([path], options.where))
     studies = completed(studies)
     for data in studies:
-        for note in data.notes:
-            print(f"note: {note}")
+        script.print_notes(data)
     paths = draw(studies, options.out, options)
     print("\n".join(table(studies)))
     script.print_lines(paths)

@@ -137,7 +137,7 @@ def table(
     head = [" ".join(dose), "arm", "seeds", f"{metric}, first fifth"]
     rows = [[*head, f"{in_words(outcome)}, last fifth", "collapsed", *also]]
     for (_, level, arm), runs in numbers.groupby(["position", "level", "arm"]):
-        row = [level, arm, len(runs), f"{runs['got'].mean():.4g}"]
+        row = [level, arm, len(runs), f"{runs['measured'].mean():.4g}"]
         row.append(t_interval(runs["end"]).text())
         row.append(collapsed_count(runs))
         for name in also:
@@ -207,7 +207,7 @@ def draw(
     draw_collapsed(share_panel, numbers, styles)
     draw_differences(objective_panel, objectives, styles, design)
     draw_differences(remedy_panel, remedies, styles, design)
-    objective_panel.set_visible(bool(objectives or extra_metric))
+    objective_panel.set_visible(bool(objectives))
     remedy_panel.set_visible(bool(remedies or extra_metric))
     name = in_words(options.outcome)
     end_panel.set(title=f"{name[0].upper()}{name[1:]} at the end")
@@ -222,7 +222,7 @@ def draw(
         remedy_panel.set(title="Each remedy minus none", ylabel="difference, same objective")
     ticks = []
     for (_, label), cell in numbers.groupby(["position", "label"]):
-        measured = cell.groupby("arm")["got"].mean()
+        measured = cell.groupby("arm")["measured"].mean()
         ticks.append(tick(label, measured))
     for ax in (end_panel, share_panel, objective_panel, remedy_panel):
         doses = textwrap.fill(" and ".join(options.dose), MAX_LABEL_CHARS)

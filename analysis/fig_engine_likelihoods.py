@@ -64,7 +64,8 @@ def main() -> None:
     options = command_options(script.Options, __doc__, script.DOTS | script.NO_CURVES)
     loaded = script.read(options, notes=None)
     data = chosen(loaded)
-    print("\n".join(f"note: {note}" for note in loaded.notes + data.notes))
+    script.print_notes(loaded)
+    script.print_notes(data)
     paths = draw(data, options.out, options)
     script.print_lines(arm_table(data), effect_table(data), verdict(data), paths)
 
@@ -182,12 +183,12 @@ def draw_rewards(ax: Axes, data: Data) -> None:
         result = effect(data, *cell)
         if not result:
             continue
-        interval, seeds = result
+        interval, by_seed = result
         colour = arm_style(cell[1]).colour
         ends = [interval.low, interval.high]
         ax.plot(ends, [row, row], color=tint(colour, 0.45), lw=1.6, zorder=2)
-        rows = np.full(len(seeds), row)
-        style.dots(ax, seeds, rows, tint(colour, 0.6))
+        rows = np.full(len(by_seed), row)
+        style.dots(ax, by_seed, rows, tint(colour, 0.6))
         style.mean_mark(ax, interval.mean, row, colour, "|", 12)
     ax.set(
         title="Reward: engine's log-probs - trainer's",
@@ -208,9 +209,9 @@ def draw_marks(
         for old, when, shift, marker in kinds:
             arm = arm_name(*cell, old)
             if arm in numbers.index:
-                seeds = numbers.loc[arm, column + when]
-                heights = np.full(len(seeds), row + shift)
-                ax.plot(seeds, heights, **mark_options(colour, old, marker))
+                by_seed = numbers.loc[arm, column + when]
+                heights = np.full(len(by_seed), row + shift)
+                ax.plot(by_seed, heights, **mark_options(colour, old, marker))
 
 
 def mark_options(colour: str, old: str, marker: str) -> dict:

@@ -53,6 +53,10 @@ class Options(script.Options):
     paths: tuple[str, ...] = option(meaning="the file of the benchmark")
 
 
+# what every point of the benchmark's file has
+NEEDED = ("curve", "threads", "x", "tokens", "total_s", "rollout_s", "update_s", "peak_memory_mib")
+
+
 def main() -> None:
     options = command_options(Options, __doc__, REFUSED)
     if len(options.paths) > 1:
@@ -73,12 +77,17 @@ def main() -> None:
 
 
 def check_records(records: list[dict]) -> None:
-    """Raise ValueError or KeyError unless each curve was measured with one thread."""
+    """Raise ValueError unless every point has all numbers, and every curve is of one thread too."""
     if not records:
         raise ValueError("it has no points")
+    for record in records:
+        missing = [name for name in NEEDED if name not in record]
+        if missing:
+            raise ValueError(f"a point has no {missing[0]}")
     points = lines(records)
     for curve, _ in points:
-        points[curve, 1]
+        if (curve, 1) not in points:
+            raise ValueError(f"the curve {curve!r} was not measured with one thread")
 
 
 def lines(records: list[dict]) -> Lines:

@@ -138,17 +138,17 @@ def translated(
     runs = []
     unreadable = []
     readable = []
-    frameworks = []
+    named_frameworks = []
     for log in logs:
         try:
             about = read_about(log.path)
             framework = options.framework or about.framework
             log.table = table_of_own(about, framework, log)
-            frameworks.append(framework)
+            named_frameworks.append(framework)
             readable.append(log)
         except (OSError, ValueError) as error:
             unreadable.append(UnreadableLog(log.path, [*log.notes, str(error)]))
-    for log, framework in foreign_joining.joined(readable, frameworks):
+    for log, framework in foreign_joining.joined(readable, named_frameworks):
         about = dataclasses.replace(read_about(log.path), **options.given())
         try:
             run = translated_alone(log, dataclasses.replace(about, framework=framework))

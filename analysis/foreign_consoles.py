@@ -81,11 +81,7 @@ def read(log: Log, lines: Iterable[bytes]) -> None:
         if not record:
             continue
         is_rounded = False
-        for key in STEPS_AS_TEXT:
-            counted = STEP_OF_ALL.fullmatch(str(record.get(key)))
-            if counted:
-                record[key] = int(counted[1])
-                log.planned = int(counted[2])
+        take_steps_as_text(record, log)
         if not has_step:
             if record == above:
                 doubled += 1
@@ -179,3 +175,12 @@ def as_float(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+def take_steps_as_text(record: dict[str, object], log: Log) -> None:
+    """Replace a step such as "3/160" by its number, and note the planned number in the log."""
+    for key in STEPS_AS_TEXT:
+        matched = STEP_OF_ALL.fullmatch(str(record.get(key)))
+        if matched:
+            record[key] = int(matched[1])
+            log.planned = int(matched[2])

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from gspo.analysis import event_frames, foreign_consoles, wandb_files
-from gspo.analysis.foreign_consoles import CONSOLE, STEP_OF_ALL, STEPS_AS_TEXT
+from gspo.analysis.foreign_consoles import CONSOLE, take_steps_as_text
 from gspo.analysis.foreign_search import (
     BYTE_ORDER_MARK,
     CONSOLE_SUFFIXES,
@@ -117,11 +117,7 @@ def json_lines(path: Path, kind: str = LINES) -> Log:
             row = {"step": row.get("step")} | data
         if any(isinstance(value, dict) for value in row.values()):
             row = flat(row)
-        for key in STEPS_AS_TEXT:
-            counted = STEP_OF_ALL.fullmatch(str(row.get(key)))
-            if counted:
-                row[key] = int(counted[1])
-                log.planned = int(counted[2])
+        take_steps_as_text(row, log)
         log.records.append(as_numbers(row))
     if damaged:
         log.notes.append(f"left out: {damaged} lines that are no rows (cut or damaged)")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pandas as pd
 
 from gspo.analysis import foreign_search, sources
-from gspo.analysis.choosing import MAKES_THE_ARM, choose_one, having, recorded_values
+from gspo.analysis.choosing import (
+    MAKES_THE_ARM,
+    choose_one,
+    having,
+    numbers_first,
+    recorded_values,
+)
 from gspo.analysis.foreign import (
     BATCHES_PER_ROW,
     FRAMEWORK,
@@ -441,12 +447,7 @@ def describe(data: Data, arms: Sequence[str]) -> str:
 def setting_values(runs: list[Run], key: str, unknown: str = "?") -> str:
     """Return the values of a setting in these runs, as in "4" or "4 or 16"."""
     values = {run.settings.get(key, unknown) for run in runs}
-    return " or ".join(map(str, sorted(values, key=as_text)))
-
-
-def as_text(value: object) -> tuple[bool, str]:
-    """Return the sorting key of a value: numbers by their digits, then all else by its text."""
-    return not isinstance(value, int | float), str(value)
+    return " or ".join(map(str, sorted(values, key=numbers_first)))
 
 
 def count_seeds(seeds: list[int]) -> str:

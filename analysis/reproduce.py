@@ -181,13 +181,13 @@ def entries(data: Data, arm: str) -> dict[str, str]:
     start = reward.head(START).mean().mean()
     runs = data.of(arm)
     end = pd.Series([run.last_rewards(WINDOW).mean() for run in runs]).mean()
-    batches = sorted({str(run.last) for run in runs})
+    batches = sorted({run.last for run in runs})
     active = data.table(arm, "clip/token_active")
     outside = data.table(arm, "clip/token_outside")
     consistency = data.table(arm, "routing/consistency")
     column = {
         "seeds": ", ".join(str(run.seed) for run in runs),
-        "batches": ", ".join(batches),
+        "batches": ", ".join(map(str, batches)),
         "reward, start": number(start, ".3f"),
         "reward, end": number(end, ".3f"),
         "gain": number(end - start, "+.3f"),

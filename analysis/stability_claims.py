@@ -6,7 +6,7 @@ claims.py has the others, and says how all of them are judged.
 import numpy as np
 import pandas as pd
 
-from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data
+from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, Run
 from gspo.analysis.stats import START, WINDOW, decline, estimate, t_interval
 from gspo.analysis.verdicts import Claim, between, judge
 
@@ -24,7 +24,14 @@ def declines(data: Data, arm: str) -> pd.Series:
     """
     runs = data.of(arm)
     settled = [run for run in runs if run.settled] or runs
-    return pd.Series({run.seed: decline(run.column("reward/mean")) for run in settled})
+    return pd.Series({run.seed: decline_of(run) for run in settled}, dtype=float)
+
+
+def decline_of(run: Run) -> float:
+    """Return a run's decline from its peak, NaN if it has no reward at its end."""
+    if run.last_rewards(WINDOW).empty:
+        return float("nan")
+    return decline(run.column("reward/mean"))
 
 
 def collapse_without_replay(data: Data) -> Claim:
@@ -92,7 +99,7 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
     if not len(common):
         return "undecided (no control: GRPO without Routing Replay on the same seeds)"
     if falls.isna().any() or control_falls[common].isna().any():
-        return "undecided (a reward that is never positive has no decline from its peak)"
+        return "undecided (a run without a positive reward at its end has no decline)"
     if control_falls[common].mean() < MIN_DECLINE:
         declined = int((control_falls[common] >= MIN_DECLINE).sum())
         elsewhere = int((control_falls >= MIN_DECLINE).sum())
@@ -113,7 +120,7 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
 def in_percent(declines_S: pd.Series) -> str:
     """Return declines as changes in percent: the mean, and the range if there are several seeds."""
     if declines_S.isna().all():
-        return "- (the reward is never positive)"
+        return "- (no positive reward at the end)"
     mean = f"{-100 * declines_S.mean():+.1f} %"
     if len(declines_S) == 1:
         return mean

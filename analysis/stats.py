@@ -70,6 +70,12 @@ class Interval:
             return sign_flip_p(np.log(values_S / null))
         return sign_flip_p(values_S - null)
 
+    def p_within(self, low: float, high: float) -> float:
+        """Return the larger p of two hypotheses: that the seeds' mean is `low`, and `high`.
+
+        If it is small and the interval lies between them, the mean does too."""
+        return max(self.p(low), self.p(high))
+
     def p_text(self) -> str:
         """Return the p against 0 for a table, or "-" without several seeds."""
         if self.seeds > 1:

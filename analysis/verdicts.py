@@ -12,9 +12,9 @@
 An interval over a few seeds relies on their being normally distributed, and with three seeds a
 rounding difference of the machine can reverse it. The sign-flip test relies on less, namely that
 the differences are symmetric about the line. Paired runs of two arms that are the same give such
-differences. Its smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential design the level
-of a look takes the place of .05, in the interval and for the p (sequential.py). A single seed gives
-an interval within the run and no p: it can point to something, no more.
+differences. Its smallest p over S seeds is 2 / 2^S, so a verdict requires 6 seeds. In a sequential
+design the level of a look takes the place of .05, in the interval and for the p (sequential.py). A
+single seed gives an interval within the run and no p: it can point to something, no more.
 """
 
 import math
@@ -74,7 +74,7 @@ def between(interval: Interval, low: float, high: float, name: str) -> str:
     if math.isnan(interval.low):
         return NO_INTERVAL
     if low < interval.low and interval.high < high:
-        p = max(interval.p(low), interval.p(high))
+        p = interval.p_within(low, high)
         return _words(True, p, f"interval {interval.kind}, {name}", interval)
     if interval.high < low or interval.low > high:
         nearest_limit = low if interval.high < low else high
@@ -94,7 +94,7 @@ def direction(interval: Interval, margin: float) -> str:
     if decided and interval.high < 0:
         return "below"
     if margin and -margin < interval.low and interval.high < margin:
-        p = max(interval.p(-margin), interval.p(margin))
+        p = interval.p_within(-margin, margin)
         if p < interval.level:
             return "same"
     return "undecided"
@@ -106,7 +106,7 @@ def judge_sameness(interval: Interval, line: float, margin: float) -> str:
     high = line + margin
     if interval.low <= low or interval.high >= high:
         return ""
-    p = max(interval.p(low), interval.p(high))
+    p = interval.p_within(low, high)
     same = f"the same within ±{margin:g}"
     if p >= interval.level:
         same = f"points to {same}"

@@ -23,8 +23,8 @@ from gspo.analysis.foresight import WARM_UP, History
 from gspo.tracking.collapse import SIGNALS, STEPS_FALLEN, Level, Signal, collapse
 
 DATA = Path(__file__).parent / "data"
-# The recorded studies, beside the stressors. Left out: bfloat16, observation_share and with_tool,
-# whose runs are shorter than MIN_STEPS.
+# The studies that had been recorded on 2026-11-27, when experiments/LOG.md judged the rules. Later
+# studies are not among them. bfloat16, observation_share and with_tool are shorter than MIN_STEPS.
 STUDIES = (
     "critical_rate",
     "critical_rate_16",
@@ -108,7 +108,9 @@ LR = "learning rate alone"  # a score without any metric, which the rules have t
 # ------------------------------------------------------------------------------------------------
 # runs
 def recorded_runs(stressors: pd.DataFrame) -> list[History]:
-    """Return all recorded runs, each once. `stressors` is the frame of early_warning.py."""
+    """Return the runs of STUDIES and of the stressors, each once.
+
+    `stressors` is the frame of early_warning.py."""
     runs = stressor_runs(stressors)
     names: set[str] = set()
     for study in STUDIES:

@@ -67,10 +67,10 @@ def all_rows(runs: list[History], thresholds: dict[str, float]) -> list[Row]:
 
 def threshold_cell(runs: list[History], thresholds: dict[str, float], rule: str) -> str:
     """Return the smallest and the largest held-out threshold, and the shipped threshold."""
-    held_out = held_out_thresholds(runs, rule).values()
-    if not held_out:
+    fitted = held_out_thresholds(runs, rule).values()
+    if not fitted:
         return f"- ({thresholds[rule]:g})"
-    return f"{min(held_out):.2g} to {max(held_out):.2g} ({thresholds[rule]:g})"
+    return f"{min(fitted):.2g} to {max(fitted):.2g} ({thresholds[rule]:g})"
 
 
 def tables(rows: list[Row]) -> list[str]:

@@ -113,17 +113,22 @@ def hostile(workers: int) -> list[CaseResult]:
     nor take long.
     """
     boxed = [*hacks(), *poisons(POISONS)]
-    cases = [(f"{answer} for {gold}", rf"\boxed{{{answer}}}", gold) for gold, answer in boxed]
-    cases += [(f"{len(text)} characters: {text[:20]!r}", text, "7") for text in HOSTILE_RESPONSES]
-    verifier, outcomes, slowest = MathVerifier(workers=workers), [], 0.0
+    responses = [(f"{answer} for {gold}", rf"\boxed{{{answer}}}", gold) for gold, answer in boxed]
+    responses += [
+        (f"{len(text)} characters: {text[:20]!r}", text, "7") for text in HOSTILE_RESPONSES
+    ]
+    verifier = MathVerifier(workers=workers)
+    outcomes = []
+    slowest = 0.0
     try:
-        for name, response, gold in cases:
+        for name, response, gold in responses:
             started = time.perf_counter()
             verdict = verifier.verify([(response, gold)])[0].verdict
             seconds = time.perf_counter() - started
             slowest = max(slowest, seconds)
             said = verdict if seconds < LONGEST else f"{verdict} after {seconds:.0f} s"
-            outcomes.append(CaseResult(name, "not correct", said, said == verdict != "correct"))
+            agrees = seconds < LONGEST and verdict != "correct"
+            outcomes.append(CaseResult(name, "not correct", said, agrees))
     finally:
         verifier.close()
     show("hostile answers", outcomes, table=True)

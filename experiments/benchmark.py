@@ -62,7 +62,7 @@ def main(config: DictConfig) -> None:
             from_folder(settings, command, peers)
             compare_or_measure(settings, command, peers)
     except RankLost:
-        raise Ended(peers.lost[1]) from None
+        raise Ended(peers.lost.reason) from None
 
 
 def compare_or_measure(settings: Settings, command: BenchmarkCommand, peers: Peers) -> None:

@@ -35,7 +35,7 @@ class DigitTask(vf.Task[DigitData, vf.State, vf.TaskConfig]):
 
     @vf.reward(weight=0.5)
     async def quick(self, task, trace) -> float:
-        """Return 1 for the first guess, and 1 / turns for a later one."""
+        """Return 1 / number of turns if the last guess is the digit, else 0."""
         return float(trace.last_reply[-1:] == str(task.digit)) / trace.num_turns
 
     @vf.metric

@@ -54,26 +54,38 @@ def read_lines(path: Path, needed: tuple[str, ...], key: str) -> list[dict[str, 
     return rows
 
 
+EXPECTED = {True: "correct", False: "not correct", None: None}
+
+
 def audit_pairs(path: Path, verifiers: dict[str, MathVerifier]) -> list[CaseResult]:
     """Judge every pair. `verifiers` has one verifier for "hash" and one for "boxed"."""
     rows = read_lines(path, ("id", "prediction", "gold", "expected"), "pairs")
-    outcomes: dict[int, CaseResult] = {}
-    for form, verifier in verifiers.items():
-        mine = [
-            i for i, row in enumerate(rows) if ("hash" in row.get("tags", ())) == (form == "hash")
-        ]
-        said = verifier.verify([(str(rows[i]["prediction"]), str(rows[i]["gold"])) for i in mine])
-        for i, verdict in zip(mine, (found.verdict for found in said), strict=True):
-            if rows[i]["expected"] not in (True, False, None):
-                raise ValueError(
-                    f"pairs={path}, id {rows[i]['id']!r}: expected={rows[i]['expected']!r}; true, false or null"
-                )
-            expected = {True: "correct", False: "not correct", None: None}[rows[i]["expected"]]
-            agrees = expected is None or (verdict == "correct") == (expected == "correct")
-            outcomes[i] = CaseResult(
-                str(rows[i]["id"]), expected, verdict, agrees, tuple(rows[i].get("tags", ()))
+    for row in rows:
+        if row["expected"] not in (True, False, None):
+            raise ValueError(
+                f"pairs={path}, id {row['id']!r}: expected={row['expected']!r} must be true, false "
+                "or null"
             )
-    return [outcomes[i] for i in range(len(rows))]
+    verdicts = [""] * len(rows)
+    for form, verifier in verifiers.items():
+        chosen = [number for number, row in enumerate(rows) if form_of(row) == form]
+        pairs = [(str(rows[n]["prediction"]), str(rows[n]["gold"])) for n in chosen]
+        for number, judgement in zip(chosen, verifier.verify(pairs), strict=True):
+            verdicts[number] = judgement.verdict
+    results = []
+    for row, verdict in zip(rows, verdicts, strict=True):
+        expected = EXPECTED[row["expected"]]
+        agrees = expected is None or (verdict == "correct") == (expected == "correct")
+        results.append(CaseResult(str(row["id"]), expected, verdict, agrees, tags_of(row)))
+    return results
+
+
+def tags_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(row.get("tags") or ())
+
+
+def form_of(row: dict[str, Any]) -> str:
+    return "hash" if "hash" in tags_of(row) else "boxed"
 
 
 def audit_programs(path: Path, grader: CodeGrader) -> list[CaseResult]:
@@ -84,9 +96,7 @@ def audit_programs(path: Path, grader: CodeGrader) -> list[CaseResult]:
     for row, grade in zip(rows, grades, strict=True):
         expected = row["expected_verdict"]
         agrees = expected is None or grade.verdict in (expected, *row.get("also_ok", ()))
-        outcomes.append(
-            CaseResult(str(row["id"]), expected, grade.verdict, agrees, tuple(row.get("tags", ())))
-        )
+        outcomes.append(CaseResult(str(row["id"]), expected, grade.verdict, agrees, tags_of(row)))
     return outcomes
 
 

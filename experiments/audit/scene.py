@@ -135,13 +135,11 @@ class Scene:
         return program
 
     def effects(self) -> Iterator[str]:
-        """Yield every effect that there is now, each once; what was changed is put back for the
+        """Yield every effect that there is now, each once. What was changed is put back for the
         next attack.
         """
         for name, listener in self.listeners.items():
-            listener.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                listener.accept()[0].close() if name == "TCP" else listener.recv(100)
+            if received(name, listener):
                 yield f"something arrived at the {name} socket"
         for place in dict.fromkeys(
             Path(folder) / self.name for folder in (self.folder, *PLACES, os.getcwd())
@@ -314,3 +312,18 @@ def resident_mb(pid: int) -> int:
         )
     except OSError:
         return 0
+
+
+def received(name: str, listener: socket.socket) -> bool:
+    """Take in everything that arrived at a socket, and return whether anything did."""
+    listener.setblocking(False)
+    arrived = False
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            if name == "TCP":
+                connection, _ = listener.accept()
+                connection.close()
+            else:
+                listener.recv(100)
+            arrived = True
+    return arrived

@@ -40,7 +40,7 @@ class Counts:
         dual_BT = none_BT if outputs.dual_BT is None else outputs.dual_BT
         adv_BT = evaluation.inputs.advantage_BT
         self.gain_BT, self.cost_BT = adv_BT > 0, adv_BT < 0
-        self.band_BT = outputs.active_BT & ~dual_BT  # the tokens that the band alone removes
+        self.band_BT = outputs.is_clipped_BT & ~dual_BT  # the tokens that the band alone removes
         self.dual_BT, self.outside_BT = dual_BT, outputs.outside_BT
         self.low_BT, self.high_BT = self.band_BT & self.cost_BT, self.band_BT & self.gain_BT
         if not peer.counts_high:
@@ -74,7 +74,7 @@ def trl(counts: Counts) -> dict[str, float]:
     if isinstance(objective, SAPO):
         return {}
     if isinstance(objective, CISPO):
-        return {"cispo_clip_ratio": vote(counts, counts.outside_BT & counts.gain_BT)}
+        return {"cispo_clip_ratio": clipped_share(counts, counts.outside_BT & counts.gain_BT)}
     by_row = single_column(counts) or (
         by_sequence(objective) and not isinstance(objective, GSPOToken)
     )
@@ -103,8 +103,8 @@ def ms_swift(counts: Counts) -> dict[str, float]:
     if isinstance(objective, SAPO):
         return {}
     if isinstance(objective, CISPO):
-        return {"cispo_clip_ratio": vote(counts, counts.outside_BT & counts.gain_BT)}
-    low, high = vote(counts, counts.low_BT), vote(counts, counts.high_BT)
+        return {"cispo_clip_ratio": clipped_share(counts, counts.outside_BT & counts.gain_BT)}
+    low, high = clipped_share(counts, counts.low_BT), clipped_share(counts, counts.high_BT)
     return {
         "low_clip_mean": low,
         "low_clip_min": low,
@@ -114,8 +114,8 @@ def ms_swift(counts: Counts) -> dict[str, float]:
     }
 
 
-def vote(counts: Counts, counted_BT: Tensor) -> float:
-    """Return the share of the tokens, or of all rows if there is one column."""
+def clipped_share(counts: Counts, counted_BT: Tensor) -> float:
+    """Return the share of the tokens that are counted. With one column: the mean over all rows."""
     return (
         float(counts.rows(counted_BT).mean())
         if single_column(counts)

@@ -60,7 +60,7 @@ class ScaledLeaveOneOut(GroupNormalized):
 def of_responses(estimator: Advantage, entry: Entry, options: Options) -> Ours:
     """Apply an estimator that knows a response only by its reward: [B], spread over the tokens if
     the peer gives [B, T]."""
-    options.take("groups")
+    options.ignore("groups")
     rewards_B, groups_B = entry.inputs["rewards"], group_ids(entry)
     adv_B = estimator(
         Credit(rewards_B[:, None], torch.ones(len(rewards_B), 1, dtype=torch.bool), groups_B)
@@ -110,7 +110,7 @@ def trl_or_ms_swift(options: Options, entry: Entry) -> Ours:
 
 
 def verl_grpo(options: Options, entry: Entry) -> Ours:
-    options.take("group_of_one"), options.take("std")
+    options.ignore("group_of_one", "std")
     mean_only = options.take("mean_only", default=False) or not options.take(
         "norm_adv_by_std_in_grpo", default=True
     )
@@ -120,7 +120,7 @@ def verl_grpo(options: Options, entry: Entry) -> Ours:
 
 
 def verl_rloo(options: Options, entry: Entry) -> Ours:
-    options.take("group_of_one")
+    options.ignore("group_of_one")
     vectorized = "vectorized" in entry.function
     return of_responses(
         LeaveOneOut(group_of_one="zero" if vectorized else "reward"), entry, options
@@ -196,7 +196,8 @@ def token_credit(entry: Entry) -> Credit:
 
 
 def roll_reward_norm(options: Options, entry: Entry) -> Ours:
-    shift, scale = options.take("mean", "norm_mean_type"), options.take("std", "norm_std_type")
+    shift = options.take("mean", "norm_mean_type")
+    scale = options.take("std", "norm_std_type")
     return shaped(RewardShaping(shift=shift or "none", scale=scale or "none"), entry, options)
 
 
@@ -204,15 +205,13 @@ def roll_legacy_rewards(options: Options, entry: Entry) -> Ours:
     """Translate reward_norm, where `shift` only shifts. adv_estimator=grpo always takes the branch
     for groups.
     """
-    clip, over = options.take("reward_clip"), options.take("reward_norm")
-    named = [name for name in ("null", "group", "batch", "running", "grpo") if options.take(name)]
-    over = {"null": "none", "grpo": "group"}.get(
-        over or (named or ["null"])[0], over or (named or ["null"])[0]
-    )
-    only_shift, only_scale = (
-        options.take("shift", default=False),
-        options.take("scale", default=False),
-    )
+    clip = options.take("reward_clip")
+    reward_norm = options.take("reward_norm")
+    labels = [name for name in ("null", "group", "batch", "running", "grpo") if options.take(name)]
+    over = reward_norm or (labels[0] if labels else "null")
+    over = {"null": "none", "grpo": "group"}.get(over, over)
+    only_shift = options.take("shift", default=False)
+    only_scale = options.take("scale", default=False)
     shift = "none" if over == "running" and only_scale and not only_shift else over
     scale = "none" if only_shift else over
     eps = torch.finfo(torch.float32).eps if over == "running" else 1e-6
@@ -220,7 +219,7 @@ def roll_legacy_rewards(options: Options, entry: Entry) -> Ours:
 
 
 def shaped(shaping: RewardShaping, entry: Entry, options: Options) -> Ours:
-    options.take("groups")
+    options.ignore("groups")
     rewards_B = entry.inputs["rewards"]
     value_B = shaping(rewards_B, group_ids(entry), RunningMoments())
     stated = ""
@@ -245,7 +244,7 @@ def nemo_baseline(options: Options, entry: Entry) -> Ours:
     """Return NeMo-RL's baseline, reward - advantage; with leave_one_out from the statistics of the
     group's other responses."""
     others = options.take("leave_one_out", default=True)
-    options.take("groups")
+    options.ignore("groups")
     rewards_B, groups = entry.inputs["rewards"], Groups(group_ids(entry))
     estimator = LeaveOneOut() if others else GroupMean()
     credit = Credit(

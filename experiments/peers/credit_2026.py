@@ -156,8 +156,7 @@ def maxrl(options: Options, entry: Entry) -> Ours:
 def nsr(options: Options, entry: Entry) -> Ours:
     kind = options.take("advantage", default="weighted")
     weight = options.take("positive_advantage_weight", default=1.0)
-    for name in ("positive", "negative", "weighted"):
-        options.take(name)
+    options.ignore("positive", "negative", "weighted")
     gamma = options.take("gamma", default=1.0)
     if gamma != 1:
         raise Untranslated(f"gamma={gamma}")
@@ -194,7 +193,7 @@ def gdpo_credit(entry: Entry, weights: object) -> Credit:
 
 
 def trl_gdpo(options: Options, entry: Entry) -> Ours:
-    options.take("weights", "scale_rewards")
+    options.ignore("weights", "scale_rewards")
     how = options.take("multi_objective_aggregation", default="normalize_then_sum")
     if how != "normalize_then_sum":
         raise Untranslated(f"multi_objective_aggregation={how}")
@@ -203,13 +202,13 @@ def trl_gdpo(options: Options, entry: Entry) -> Ours:
 
 
 def ms_swift_gdpo(options: Options, entry: Entry) -> Ours:
-    options.take("weights", "gdpo")
+    options.ignore("weights", "gdpo")
     credit = gdpo_credit(entry, options.take("reward_weights"))
     return compared(GDPO(eps=1e-8, whiten_eps=1e-8), credit, entry)
 
 
 def verl_gdpo(options: Options, entry: Entry) -> Ours:
-    options.take("weights", "gdpo_reward_keys")
+    options.ignore("weights", "gdpo_reward_keys")
     credit = gdpo_credit(entry, options.take("gdpo_reward_weights"))
     epsilon = options.take("epsilon", default=1e-6)
     estimator = GDPO(whiten="tokens", eps=epsilon, group_of_one="reward")
@@ -220,7 +219,7 @@ def verl_gdpo(options: Options, entry: Entry) -> Ours:
 
 
 def nemo_gdpo(options: Options, entry: Entry) -> Ours:
-    options.take("weights")
+    options.ignore("weights")
     others = options.take("use_leave_one_out_baseline", "leave_one_out", default=False)
     if not options.take("normalize_rewards", default=True):
         raise Untranslated("normalize_rewards=False")
@@ -248,8 +247,7 @@ def otb_credit(options: Options, entry: Entry) -> Credit:
 
 
 def otb(options: Options, entry: Entry) -> Ours:
-    for name in ("otb", "tir", "is", "no zero tail"):
-        options.take(name)
+    options.ignore("otb", "tir", "is", "no zero tail")
     multi_turn = "multi_turn" in entry.function
     estimator = OTB(
         eps=options.take("epsilon", default=1e-8),
@@ -267,7 +265,7 @@ def otb(options: Options, entry: Entry) -> Ours:
 
 def variance_proxy(options: Options, entry: Entry) -> Ours:
     """Return verl's metrics of the advantages of the case's first entry: OTB by column."""
-    options.take("is", "no norm")
+    options.ignore("is", "no norm")
     norm = options.take("gradient_norm")
     credit = otb_credit(options, entry)
     estimator = OTB(align="column", group_of_one="reward")

@@ -93,13 +93,17 @@ def verl_hard_wired(options: Options) -> Aggregation:
     return Aggregation("seq-mean-token-mean", rows="all" if given else "nonempty")
 
 
+def verl_clip_range(options: Options) -> tuple[float, float]:
+    """Return verl's clip range, lower and upper."""
+    low = options.take("clip_ratio_low", default=0.2)
+    high = options.take("clip_ratio_high", default=0.2)
+    return low, high
+
+
 def verl_gspo(options: Options, entry: Entry) -> PolicyLoss:
     # verl does not read these here
-    options.take("mode", "loss_agg_mode"), options.take("c", "clip_ratio_c")
-    low, high = (
-        options.take("clip_ratio_low", default=0.2),
-        options.take("clip_ratio_high", default=0.2),
-    )
+    options.ignore("mode", "loss_agg_mode", "c", "clip_ratio_c")
+    low, high = verl_clip_range(options)
     return PolicyLoss(
         row="gspo_token" if per_token(entry) else "gspo",
         objective=clipped(GSPOToken, low, high, None, bound=10.0),
@@ -113,10 +117,7 @@ def verl_gspo(options: Options, entry: Entry) -> PolicyLoss:
 def verl_vanilla(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
     kind = TOKEN_OBJECTIVE.get(mode, GRPO)
-    low, high = (
-        options.take("clip_ratio_low", default=0.2),
-        options.take("clip_ratio_high", default=0.2),
-    )
+    low, high = verl_clip_range(options)
     objective = clipped(kind, low, high, options.take("c", "clip_ratio_c", default=3.0), bound=20.0)
     aggregation = verl_aggregation(mode, options)
     return PolicyLoss(
@@ -131,10 +132,7 @@ def verl_vanilla(options: Options, entry: Entry) -> PolicyLoss:
 
 def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
-    low, high = (
-        options.take("clip_ratio_low", default=0.2),
-        options.take("clip_ratio_high", default=0.2),
-    )
+    low, high = verl_clip_range(options)
     return PolicyLoss(
         row="cispo",
         objective=CISPO(clip_low=low, clip_high=high, log_ratio_bound=20.0),
@@ -146,12 +144,7 @@ def verl_cispo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
-    # all unread
-    (
-        options.take("mode", "loss_agg_mode"),
-        options.take("clip_ratio_low"),
-        options.take("clip_ratio_high"),
-    )
+    options.ignore("mode", "loss_agg_mode", "clip_ratio_low", "clip_ratio_high")
     return PolicyLoss(
         row="sapo",
         objective=sapo(options, bound=20.0),
@@ -163,10 +156,7 @@ def verl_sapo(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
-    low, high = (
-        options.take("clip_ratio_low", default=0.2),
-        options.take("clip_ratio_high", default=0.2),
-    )
+    low, high = verl_clip_range(options)
     return PolicyLoss(
         row="gmpo",
         objective=GMPO(clip_low=low, clip_high=high, log_ratio_bound=UNBOUNDED),
@@ -177,7 +167,7 @@ def verl_gmpo(options: Options, entry: Entry) -> PolicyLoss:
 
 def verl_reinforce(options: Options, entry: Entry) -> PolicyLoss:
     # without a ratio there is no clip
-    options.take("clip_ratio_low"), options.take("clip_ratio_high")
+    options.ignore("clip_ratio_low", "clip_ratio_high")
     mode = options.take("mode", "loss_agg_mode", default="token-mean")
     return PolicyLoss(
         row="reinforce",

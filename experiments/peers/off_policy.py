@@ -73,7 +73,7 @@ def trl_vespo(options: Options, entry: Entry) -> PolicyLoss:
     level = options.take("importance_sampling_level", default="token")
     if level != "token":
         raise Untranslated(f"vespo with importance_sampling_level={level}")
-    options.read |= set(entry.labels)  # they repeat the config
+    options.ignore_labels()
     return PolicyLoss(
         row="vespo",
         objective=vespo_objective(options, "vespo_"),
@@ -86,7 +86,7 @@ def trl_vespo(options: Options, entry: Entry) -> PolicyLoss:
 
 def vespo(options: Options, entry: Entry) -> PolicyLoss:
     mode = options.take("loss_agg_mode", default="token-mean")
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     return PolicyLoss(
         row="vespo",
         objective=vespo_objective(options, ""),
@@ -117,7 +117,7 @@ def trl_opsm(options: Options, peer: PolicyLoss) -> PolicyLoss:
 def behaviour(options: Options) -> str:
     """Return the policy that OPSM compares with, in our words."""
     is_old = options.take("old", default=False)
-    options.take("rollout")
+    options.ignore("rollout")
     return "old" if is_old else "engine"
 
 
@@ -171,7 +171,7 @@ def areal_loss(options: Options, row: str, correction: Correction) -> PolicyLoss
 
 
 def m2po(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     peer = areal_loss(options, "ppo, m2po", M2PO(threshold=options.take("m2_threshold")))
     peer.outputs = remaining_mask
     return peer
@@ -182,7 +182,7 @@ def remaining_mask(evaluation: Evaluation, entry: Entry) -> dict[str, Values]:
 
 
 def kpop(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     expected = {"level": "token", "action": "mask", "metric": "binary_kl"}
     for name, value in expected.items():
         if options.take(name, default=value) != value:
@@ -214,7 +214,7 @@ def binary_kl_both_ways(options: Options, entry: Entry) -> Ours:
 
 
 def rho(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     if options.take("loss_fn", default="dapo") != "dapo":
         raise Untranslated(f"loss_fn={options.take('loss_fn')}")
     by_tv = options.take("rho_mask_tv_divergence", default=False)
@@ -283,7 +283,7 @@ def free_weights(inputs: LossInputs, level: str) -> Tensor:
 
 
 def prime_rl(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     shared = {
         "adv_scale": options.take("adv_tau", default=1.0),
         "kl_coef": options.take("kl_tau", default=1e-3),
@@ -331,7 +331,7 @@ def prime_rl_metrics(evaluation: Evaluation, entry: Entry) -> dict[str, Values]:
 def prime_rl_masks(evaluation: Evaluation) -> tuple[Tensor, Tensor, Tensor]:
     """Return where the probability is too high, too low, and where the loss is masked."""
     objective = evaluation.objective
-    change_BT = objective.change(evaluation.inputs)
+    change_BT = objective.probability_change(evaluation.inputs)
     if isinstance(objective, PrimeIPO):
         high_BT = change_BT > objective.delta
         low_BT = change_BT < -objective.delta
@@ -345,7 +345,7 @@ def prime_rl_masks(evaluation: Evaluation) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dro(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     mode = options.take("loss_agg_mode", default="token-mean")
     return PolicyLoss(
         row="dro",
@@ -358,7 +358,7 @@ def dro(options: Options, entry: Entry) -> PolicyLoss:
 
 
 def ctpo(options: Options, entry: Entry) -> PolicyLoss:
-    options.read |= set(entry.labels)
+    options.ignore_labels()
     mode = options.take("loss_agg_mode", default="token-mean")
     prefix = {"cumprod": "product", "geomean": "geometric"}[options.take("ratio_mode")]
     clip, dual = options.take("clip_ratio"), options.take("clip_ratio_c")
@@ -384,7 +384,7 @@ def p3o(options: Options, entry: Entry) -> PolicyLoss:
         if options.take(name, default=0.0):
             raise Untranslated(f"{name}={options.take(name)}")
     # they are for a counter only
-    options.take("clip_low"), options.take("clip_high")
+    options.ignore("clip_low", "clip_high")
     return PolicyLoss(
         row="p3o",
         objective=P3O(log_ratio_bound=UNBOUNDED),

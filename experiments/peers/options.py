@@ -15,7 +15,8 @@ class Options:
     """The entry's config and, after it, the options in the brackets of its key."""
 
     def __init__(self, entry: Entry):
-        self.config, self.labels = entry.config, entry.labels
+        self.config = entry.config
+        self.labels = entry.labels
         self.read: set[str] = set(REMARKS)
 
     def take(self, *names: str, default: object = None) -> object:
@@ -28,6 +29,14 @@ class Options:
                 if source.get(name) is not None:
                     return source[name]
         return default
+
+    def ignore(self, *names: str) -> None:
+        """Count these options as read: they do not change what is translated."""
+        self.read |= set(names)
+
+    def ignore_labels(self) -> None:
+        """Count all labels as read: they repeat the config."""
+        self.read |= set(self.labels)
 
     def unread(self) -> list[str]:
         """Return the options that no translation looked at, except labels that repeat what the

@@ -109,8 +109,14 @@ def cell(entries: list[Comparison]) -> str:
 
 
 def most(comparisons: list[Comparison], of: Callable[[Comparison], float | None]) -> float | None:
-    given = [of(c) for c in comparisons if of(c) is not None]
-    return (math.nan if any(math.isnan(x) for x in given) else max(given)) if given else None
+    """Return the largest difference: NaN if one is NaN, None if no entry has any."""
+    values = [of(c) for c in comparisons]
+    given = [value for value in values if value is not None]
+    if not given:
+        return None
+    if any(math.isnan(value) for value in given):
+        return math.nan
+    return max(given)
 
 
 def default_table() -> str:

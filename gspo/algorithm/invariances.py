@@ -137,7 +137,7 @@ def outputs_fit(objective: Objective) -> CheckResult:
             return CheckResult(
                 name, False, f"calling it gave {type(outputs).__name__}, not LossOutputs"
             )
-        for field in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
+        for field in ("loss_BT", "weight_BT", "is_clipped_BT", "outside_BT", "bounded_BT"):
             value = getattr(outputs, field)
             is_mask = field not in ("loss_BT", "weight_BT")
             try:
@@ -269,18 +269,18 @@ def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
     high = float(factor.max())
     if relative_error(gradient_BT, expected_BT) < 1e-10:
         return CheckResult(
-            name, True, "where all ratios are 1 it is that of REINFORCE, -A grad log pi"
+            name, True, "if all ratios are 1, the gradient is REINFORCE's, -A grad log pi"
         )
     if low > 0 and bool(torch.isfinite(factor).all()):
-        text = f"where all ratios are 1 it is that of REINFORCE times {low:.4g}"
+        text = f"if all ratios are 1, the gradient is REINFORCE's times {low:.4g}"
         if high > low * (1 + 1e-9):
             text += f" to {high:.4g}, by response or token"
         return CheckResult(name, True, text)
     return CheckResult(
         name,
         False,
-        f"where all ratios are 1, tokens have {low:.4g} to {high:.4g} times "
-        "the gradient of REINFORCE: it does not follow the advantage",
+        f"if all ratios are 1, tokens have {low:.4g} to {high:.4g} times REINFORCE's gradient: "
+        "it does not follow the advantage",
     )
 
 
@@ -311,8 +311,21 @@ class ReplayDetach(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
-    """Check that difference quotients of the loss equal its gradient.
+def loss_at(
+    objective: Objective, inputs: LossInputs, shift_BT: Tensor, detached: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the clip mask at shifted log-probs.
+
+    `detach` returns the tensors `detached`, in their order."""
+    shifted = replace(inputs, logp_BT=inputs.logp_BT.detach() + shift_BT)
+    with torch.no_grad(), ReplayDetach(detached):
+        outputs = objective(shifted)
+    loss = AGGREGATION(outputs.loss_BT, inputs.mask_BT, Totals.of(inputs.mask_BT))
+    return loss, outputs.is_clipped_BT
+
+
+def gradient_fits_the_loss(objective: Objective) -> CheckResult:
+    """Check that finite differences of the loss equal its gradient.
 
     A stop-gradient is a constant in the papers' formulas. So at shifted log-probs, `detach` returns
     the values that it returned without the shift.
@@ -320,71 +333,60 @@ def gradient_is_that_of_the_loss(objective: Objective) -> CheckResult:
     largest_error = 0.0
     for inputs in all_inputs(objective):
         _, gradient_BT = gradient(objective, inputs)
-        logp_BT = inputs.logp_BT.detach()
         with torch.no_grad(), RecordDetach() as recorded:
             objective(inputs)
-
-        def loss_at(
-            shift_BT: Tensor,
-            inputs: LossInputs = inputs,
-            logp_BT: Tensor = logp_BT,
-            detached: list[Tensor] = recorded.results,
-        ) -> tuple[Tensor, Tensor]:
-            """Return the loss and the clip mask at shifted log-probs."""
-            shifted = replace(inputs, logp_BT=logp_BT + shift_BT)
-            with torch.no_grad(), ReplayDetach(detached):
-                outputs = objective(shifted)
-            loss = AGGREGATION(outputs.loss_BT, inputs.mask_BT, Totals.of(inputs.mask_BT))
-            return loss, outputs.active_BT
-
         quotient_BT = torch.zeros_like(gradient_BT)
         smooth_BT = torch.ones_like(inputs.mask_BT)
         for b, t in inputs.mask_BT.nonzero().tolist():
             step_BT = torch.zeros_like(gradient_BT)
             step_BT[b, t] = STEP
-            loss_up, active_up_BT = loss_at(step_BT)
-            loss_down, active_down_BT = loss_at(-step_BT)
+            loss_up, clipped_up_BT = loss_at(objective, inputs, step_BT, recorded.results)
+            loss_down, clipped_down_BT = loss_at(objective, inputs, -step_BT, recorded.results)
             quotient_BT[b, t] = (loss_up - loss_down) / (2 * STEP)
             # False: a clip begins between the two
-            smooth_BT[b, t] = torch.equal(active_up_BT, active_down_BT)
+            smooth_BT[b, t] = torch.equal(clipped_up_BT, clipped_down_BT)
         error = relative_error(quotient_BT[smooth_BT], gradient_BT[smooth_BT])
         largest_error = max(largest_error, error)
     if largest_error > 1e-5:
         text = (
-            "the gradient is not that of the loss: "
-            f"difference quotients are off by {largest_error:.2g} of its size. Only results of "
-            "`detach` are held constant, so write a stop-gradient as x.detach(), not as x.data or "
-            "with torch.no_grad()"
+            "the gradient does not fit the loss: finite differences of the loss are off by "
+            f"{largest_error:.2g}, relative to the largest gradient. Only results of `detach` "
+            "are held constant, so write a stop-gradient as x.detach(), not as x.data or with "
+            "torch.no_grad()"
         )
     else:
         text = (
-            f"difference quotients of the loss equal its gradient, to {largest_error:.0e}, "
+            f"finite differences of the loss equal its gradient, to {largest_error:.0e}, "
             "with all detached tensors held constant"
         )
     return CheckResult("finite differences", largest_error <= 1e-5, text)
 
 
 def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
-    """Check that `active_BT` and `weight_BT`, which metrics show, describe the gradient."""
+    """Check that `is_clipped_BT` and `weight_BT`, which metrics show, describe the gradient."""
     name = "clip metrics"
     for inputs in all_inputs(objective):
         _, gradient_BT = gradient(objective, inputs, penalty=False)
         outputs = objective(inputs)
         has_penalty = outputs.penalty_BT is not None
         mask_BT = inputs.mask_BT
-        active_BT = (outputs.active_BT & mask_BT).broadcast_to(mask_BT.shape)
-        if bool(gradient_BT[active_BT].any()):
-            return CheckResult(name, False, "tokens that active_BT calls clipped have a gradient")
+        is_clipped_BT = (outputs.is_clipped_BT & mask_BT).broadcast_to(mask_BT.shape)
+        if bool(gradient_BT[is_clipped_BT].any()):
+            return CheckResult(
+                name, False, "tokens that is_clipped_BT calls clipped have a gradient"
+            )
         count_B1 = mask_BT.sum(-1, keepdim=True)
         expected_BT = -outputs.weight_BT * inputs.adv_BT / count_B1 / BATCH_SIZE
         error = relative_error(torch.where(mask_BT, expected_BT, 0.0), gradient_BT)
+        # Without penalty_BT, an objective with needs_every_row does not say which part of its
+        # gradient belongs to A, so weight_BT cannot be checked.
         if error > 1e-9 and (has_penalty or not objective.needs_every_row):
             return CheckResult(
                 name,
                 False,
                 f"weight_BT is not the factor of A grad log pi: off by {error:.2g}",
             )
-    return CheckResult(name, True, "active_BT and weight_BT describe the gradient")
+    return CheckResult(name, True, "is_clipped_BT and weight_BT describe the gradient")
 
 
 CHECKS = (
@@ -393,6 +395,6 @@ CHECKS = (
     cut_of_the_batch_does_not_matter,
     no_advantage_no_gradient,
     on_policy_it_is_reinforce,
-    gradient_is_that_of_the_loss,
+    gradient_fits_the_loss,
     clipped_tokens_have_no_gradient,
 )

@@ -146,8 +146,8 @@ class KLInReward(Penalized):
 
         r_t <- r_t - beta * estimate(pi_old, pi_ref)
 
-    Advantages are computed from these rewards. Estimators that give a
-    response a single advantage use the sum over its tokens.
+    Advantages are computed from these rewards. Estimators that give a response a single advantage
+    use the sum over its tokens.
     """
 
     name: str = "reward"

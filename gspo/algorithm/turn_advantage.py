@@ -67,11 +67,9 @@ class TurnNormalized(GroupAdvantage):
             if has_turn_B.any():
                 groups = Groups(credit.groups_B[has_turn_B])
                 returns_N = return_BK[has_turn_B, k]
-                adv_BK[has_turn_B, k] = self.compare(returns_N, groups)
+                adv_BK[has_turn_B, k] = self.of_rewards(returns_N, groups)
         return adv_BK.gather(1, turns_BT)
 
     def compare(self, rewards_B: Tensor, groups: Groups) -> Tensor:
-        """Compute the advantages of a turn from its returns. Shape [episodes that have the turn]."""
         distance_B = rewards_B - groups.mean(rewards_B)
-        adv_B = distance_B / (groups.std(rewards_B) + self.eps)
-        return torch.where(groups.all_equal(rewards_B), 0.0, adv_B)
+        return distance_B / (groups.std(rewards_B) + self.eps)

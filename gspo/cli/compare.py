@@ -347,7 +347,7 @@ def seconds_row(runs: list[Run]) -> list[str]:
 
 
 def share_of_time(run: Run, name: str) -> str:
-    """Return the percentage of the run's seconds that it spent on `name`."""
+    """Return the seconds spent on `name`, in percent of the seconds of sampling and training."""
     waited = run.column(f"time/{name}_s")
     seconds = run.column("compute/seconds")
     if not len(waited) or not len(seconds):

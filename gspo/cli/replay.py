@@ -132,7 +132,10 @@ def with_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     for word in words:
         key, equals_sign, _ = word.partition("=")
         is_setting = equals_sign and key not in names and not Path(word).exists()
-        (settings if is_setting else own_words).append(word)
+        if is_setting:
+            settings.append(word)
+        else:
+            own_words.append(word)
     options = parsed(Options, own_words)
     if len(options.paths) != 1:
         given = ", ".join(options.paths) or "none"

@@ -36,7 +36,7 @@ AGGREGATION = "trainer.aggregation"
 # It acts when responses are graded, and a record holds their rewards.
 TRUNCATED = "reward.truncated"
 # settings beside the groups that a replay may change
-CHANGEABLE = (
+REPLAYABLE = (
     "reward",
     AGGREGATION,
     "trainer.mask_truncated",
@@ -193,7 +193,7 @@ def refuse_unless_changeable(word: str) -> None:
     is_changeable = is_among(key) and key != TRUNCATED
     if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable:
         return
-    choices = ", ".join([*GROUPS, "preset", *CHANGEABLE])
+    choices = ", ".join([*GROUPS, "preset", *REPLAYABLE])
     if key.partition(".")[0] not in [field.name for field in fields(Settings)]:
         near = nearest(key, [*GROUPS, "preset", *OWN_OPTIONS])
         raise SettingError(word, problem=NO_SUCH_OPTION, remedy=f"the nearest is {near}=")
@@ -205,7 +205,7 @@ def refuse_unless_changeable(word: str) -> None:
     )
 
 
-def is_among(key: str, names: Sequence[str] = CHANGEABLE) -> bool:
+def is_among(key: str, names: Sequence[str] = REPLAYABLE) -> bool:
     """Return whether a setting is one of `names` or belongs to one of these groups.
 
     By default: whether a replay may change a setting beside GROUPS."""

@@ -104,7 +104,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
     from gspo.model.cost import uniform_head_dim
     from gspo.model.loading import positions, save_configuration
     from gspo.rollout.engines.vllm import check_heads, logprobs_mode, vllm_options
-    from gspo.rollout.engines.vllm_kept import max_returned
+    from gspo.rollout.engines.vllm_kept import max_logprobs
 
     model, tokenizer = settings.model.outline()
     on_cpu = not torch.cuda.is_available()
@@ -124,7 +124,7 @@ def prepared(settings: Settings, folder: EngineFolder) -> dict[str, Any]:
         "head_dtype": settings.policy.head_dtype,
         "routes": rollout.routes,
         "logprobs_mode": logprobs_mode(rollout),
-        "max_logprobs": max_returned(rollout) if rollout.keep_mask else 0,
+        "max_logprobs": max_logprobs(rollout) if rollout.keep_mask else 0,
         "max_model_len": max_model_len,
         "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
     }

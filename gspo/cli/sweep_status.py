@@ -2,10 +2,10 @@
 
     gspo sweep-status runs/STUDY
 
-States: finished, collapsed (the monitor ended it), running, stopped (by a signal, saved), died
-(killed), failed (with the reason), missing. To run the jobs that are neither finished nor
-collapsed, type the sweep's command again. This command only reads files, so it is safe during the
-sweep.
+States: finished, ended early (by a callback), collapsed (the monitor ended it), running, stopped
+(by a signal, saved), died (killed), failed (with the reason), missing. To run the jobs that are
+stopped, died, failed or missing, type the sweep's command again. This command only reads files, so
+it is safe during the sweep.
 """
 
 import sys

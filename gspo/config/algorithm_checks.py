@@ -102,12 +102,13 @@ def check_correction(s: Settings) -> None:
 
 
 def check_truncation(s: Settings) -> None:
-    """Refuse truncated sampling if a ratio takes the engine's log-probs for the sampled ones.
+    """Refuse top_p, top_k and min_p with a ratio to the engine's log-probs.
 
-    The log-probs of both are of the full distribution. So a ratio of the two measures the mismatch
-    of engine and trainer, but not how likely the token was to be drawn. Log-probs of the truncated
-    distribution on one side would multiply it by the probability that the truncation keeps. With
-    rollout.keep_mask both sides have log-probs of the truncated distribution."""
+    Tokens are drawn from the truncated distribution. Without rollout.keep_mask, engine and trainer
+    both report log-probs of the full one. So their ratio measures the mismatch of engine and
+    trainer, but is no importance weight of the sampled token. Truncating one side alone would
+    multiply the ratio by the probability that the truncation keeps. With rollout.keep_mask both
+    sides have log-probs of the truncated distribution."""
     if s.rollout.keep_mask:
         if not s.rollout.rules:
             raise SettingError(
@@ -118,20 +119,20 @@ def check_truncation(s: Settings) -> None:
             )
         return
     for rule, value in s.rollout.rules.items():
-        truncated = f"with rollout.{rule}={value}, by which tokens are drawn from a truncated one"
+        truncated = f"but rollout.{rule}={value} draws tokens from a truncated distribution"
         if s.correction.name != "none" and s.correction.compares_engine:
             raise SettingError(
                 "correction",
                 s.correction.name,
                 f"weighs by the engine's whole distribution, {truncated}",
-                remedy="set rollout.keep_mask=true, leave that out, or use correction=none",
+                remedy=f"set rollout.keep_mask=true, leave rollout.{rule} out, or use correction=none",
             )
         if s.objective.ratio_to == "engine":
             raise SettingError(
                 "objective",
                 s.objective.name,
                 f"divides by the engine's whole distribution, {truncated}",
-                remedy="set rollout.keep_mask=true, leave that out, or use another objective",
+                remedy=f"set rollout.keep_mask=true, leave rollout.{rule} out, or use another objective",
             )
 
 

@@ -236,7 +236,7 @@ def check_processes(s: Settings, count: int) -> None:
             raise SettingError(
                 "rollout.tensor_parallel_size",
                 size,
-                f"does not divide the {count} processes, of which so many share a vLLM",
+                f"does not divide the {count} processes: each vLLM is shared by {size} of them",
             )
     shard_size = s.parallel.shard_size
     if shard_size and count % shard_size:

@@ -60,14 +60,14 @@ def no_such_setting(key: str, settings: list[str]) -> SettingError:
     group, _, name = key.partition(".")
     name = name.lower()
     if group not in settings:
-        full = as_typed(key)
+        full = key_on_command_line(key)
         near = nearest(full, settings)
         near_group, _, near_name = near.partition(".")
         likeness = SequenceMatcher(None, group.lower(), near_group).ratio()
         if near_name == full.partition(".")[2] and likeness > SAME_GROUP:
             return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"the nearest is {near}")
     if is_of_a_run and (group not in settings or group == key or group in SHARED_GROUPS):
-        full = as_typed(key)
+        full = key_on_command_line(key)
         ours = our_name(full)
         if ours and ours != full:
             return SettingError(full, problem=NO_SUCH_SETTING, remedy=f"here it is {ours}")
@@ -116,7 +116,7 @@ def options_with(group: str, name: str) -> list[str]:
     return options
 
 
-def as_typed(key: str) -> str:
+def key_on_command_line(key: str) -> str:
     """Return a key that Hydra does not know as the command line has it.
 
     For example, of `actor.optim.lr=1` Hydra's error names only `actor`."""
@@ -174,7 +174,7 @@ def plain_words(error: BaseException) -> str:
                     return misfit or f"{option_file[0]}{no_such_setting(key, settings)}"
                 return str(no_such_setting(key, settings))
         if isinstance(cause, ValidationError) and cause.full_key:
-            typed = as_typed(cause.full_key)
+            typed = key_on_command_line(cause.full_key)
             if typed != cause.full_key:
                 return f"{typed}: there is no such setting: {cause.full_key} has no parts"
             mistake = wrong_type(cause)

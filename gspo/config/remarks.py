@@ -61,8 +61,8 @@ def warnings(s: Settings) -> list[str]:
         lines.append(
             f"rollout.staleness={s.rollout.staleness}, "
             f"rollout.token_budget={s.rollout.token_budget} with policy.old_logprobs=step_start: "
-            "ratios start at 1, so the clip does not see how old the responses are; behaviour and "
-            "engine let it"
+            "ratios start at 1, so the clip does not see how old the responses are; use "
+            "policy.old_logprobs=behaviour or engine"
         )
     if s.rollout.rules and not s.rollout.keep_mask:
         rules = ", ".join(f"rollout.{rule}={value}" for rule, value in s.rollout.rules.items())

@@ -261,13 +261,17 @@ def loss_settings(settings: Settings) -> dict[str, Any]:
 
 
 def has_recorded_kl_coefficient(settings: Settings, recorded: Settings) -> bool:
-    """Return whether the KL coefficient is the run's, so that the value it had reached counts."""
+    """Return whether a replay's KL coefficient has the settings that the run recorded.
+
+    Then the replay uses the value that the adaptive coefficient had reached at the step."""
     names = ("name", "coef", "target", "horizon")
     return all(getattr(settings.kl, name) == getattr(recorded.kl, name) for name in names)
 
 
 def has_recorded_entropy_bonus(settings: Settings, recorded: Settings) -> bool:
-    """Return the same of the coefficient of the entropy bonus."""
+    """Return whether a replay's entropy bonus has the settings that the run recorded.
+
+    Then the replay uses the value that the coefficient had reached at the step."""
     return settings.trainer.entropy_coefficient() == recorded.trainer.entropy_coefficient()
 
 
@@ -360,12 +364,14 @@ def run_directory(settings: Settings) -> Path:
     varied = f"-{settings.varied_name}" if settings.varied_name else ""
     option = UNSAFE_IN_NAMES.sub("_", settings.objective_option())
     usual = study / f"{option}{varied}{ending}"
-    if usual in existing or (not existing and not name_in_plan(study, ending)):
+    if usual in existing:
         return usual
     if len(existing) > 1:
         copies = ", ".join(map(str, existing))
         raise ValueError(f"{copies} hold the same run: leave one of them, and move the others away")
-    return existing[0] if existing else study / name_in_plan(study, ending)
+    if existing:
+        return existing[0]
+    return study / (name_in_plan(study, ending) or usual.name)
 
 
 def name_in_plan(study: Path, ending: str) -> str:

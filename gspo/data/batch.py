@@ -96,6 +96,11 @@ class TokenBatch:
         return self.tokens_BS.shape[0]
 
     @property
+    def real_BT(self) -> Tensor:
+        """Which response columns hold a token, the environment's tokens included: bool."""
+        return self.attention_BS[:, self.prompt_width :]
+
+    @property
     def choice_BT(self) -> Tensor:
         """The response tokens at which more than one token could be drawn: bool.
 

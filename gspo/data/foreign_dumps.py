@@ -163,26 +163,26 @@ def _framework_of(file: Path) -> str:
         raise Unreadable(_pickle_message(file))
     if start.startswith(PARQUET_START):
         return TRL
-    keys: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     for line in dump_lines(file):
-        keys = parse_row(line) or {}
-        if keys:
+        row = parse_row(line) or {}
+        if row:
             break
-    has = keys.keys().__ge__
-    if has({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}):
+    keys = row.keys()
+    if keys >= {"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}:
         return PRIME_RL
-    if has({"generation_logprobs", "prev_logprobs"}):
+    if keys >= {"generation_logprobs", "prev_logprobs"}:
         return NEMO_RL
-    if has({"input", "output", "score"}):
+    if keys >= {"input", "output", "score"}:
         return VERL
-    if has({"prompt", "responses", "scores"}):
+    if keys >= {"prompt", "responses", "scores"}:
         return ROLL
-    if has({"prompt", "completion"}) and isinstance(keys["prompt"], list):
+    if keys >= {"prompt", "completion"} and isinstance(row["prompt"], list):
         return MS_SWIFT
-    names = [repr(key[:40]) for key in list(keys)[:10]]
-    contents = (
-        f"its first row has the keys {', '.join(names)}" if names else "it has no rows in JSON"
-    )
+    shown = [repr(key[:40]) for key in list(keys)[:10]]
+    contents = "it has no rows in JSON"
+    if shown:
+        contents = f"its first row has the keys {', '.join(shown)}"
     raise Unreadable(f"{file} is no dump that is known: {contents}")
 
 

@@ -59,7 +59,7 @@ class KeptTokens:
         counts = self.counts[:positions]
         return KeptTokens(counts, self.ids[: int(counts.sum())])
 
-    def problem(self, token_ids: Sequence[int] | ndarray) -> str:
+    def fault(self, token_ids: Sequence[int] | ndarray) -> str:
         """Return in words why these are not the kept tokens of a response, "" if they are."""
         if len(self.counts) != len(token_ids):
             return f"has kept tokens at {len(self.counts)} positions, and {len(token_ids)} tokens"

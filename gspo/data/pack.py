@@ -32,9 +32,9 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
                 f"response {r.sample}, problem {r.problem.index}: {tokens} tokens, "
                 f"{len(r.logprobs)} logprobs"
             )
-        problem = r.kept.problem(r.token_ids) if r.kept is not None else ""
-        if problem:
-            raise ValueError(f"response {r.sample}, problem {r.problem.index} {problem}")
+        fault = r.kept.fault(r.token_ids) if r.kept is not None else ""
+        if fault:
+            raise ValueError(f"response {r.sample}, problem {r.problem.index} {fault}")
     by_policy = None
     if any(r.turns for r in responses):
         by_policy = [r.policy_mask for r in responses]
@@ -43,7 +43,7 @@ def pack(responses: Sequence[Response], pad_id: int) -> RolloutBatch:
     logprobs = [r.logprobs for r in responses]
     experts = [r.experts for r in responses]
     batch = layout(prompts, token_ids, pad_id, by_policy)
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    real_BT = batch.real_BT
     batch.kept = _kept([r.kept for r in responses], real_BT)
     return RolloutBatch(
         **contents_of(batch),
@@ -105,7 +105,7 @@ def pack_turns(responses: Sequence[ScoredResponse], batch: TokenBatch) -> Episod
 def _logprobs(rows: list[ndarray], batch: TokenBatch) -> Tensor:
     """Pack log-probs of the response tokens, 0 at padding: [B, T], float32."""
     packed_BT = np.zeros(batch.mask_BT.shape, dtype=np.float32)
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    real_BT = batch.real_BT
     packed_BT[real_BT.numpy()] = np.concatenate(rows)
     return torch.from_numpy(packed_BT)
 

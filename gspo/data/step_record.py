@@ -79,9 +79,8 @@ class Header:
     version: int = VERSION
     source: str = "gspo"  # the framework that trained the step
     label: str = ""  # the run in words
-    complete: bool = (
-        True  # False: the step ended with an error, and the last updates may be missing
-    )
+    # False: the step ended with an error, and the last updates may be missing
+    complete: bool = True
     error: str = ""  # that error
     limit: int = 0  # the largest number of response tokens at this step
     # the groups of settings that the loss depends on: objective, advantage, kl, correction, reward,
@@ -94,9 +93,8 @@ class Header:
     verdicts: list[str] = field(default_factory=list)  # [B]
     # [author, tokens, reward] of each turn of an episode, by row
     turns: dict[str, list[list[Any]]] = field(default_factory=dict)
-    vocabulary: dict[str, str] = field(
-        default_factory=dict
-    )  # the text of each token ID that occurs
+    # the text of each token ID that occurs
+    vocabulary: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float | None] = field(default_factory=dict)  # the step's metrics
     # the named rewards of the rows [B] if the task gives several. A record of a task with a single
     # reward does not have the key

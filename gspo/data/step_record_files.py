@@ -345,6 +345,6 @@ def _check_kept(record: StepRecord) -> None:
     if (record.kept_counts[~record.sampled] != 0).any():
         raise ValueError("it has kept tokens where the policy wrote no token")
     response_ids = [record.prompt_and_response(row)[1] for row in range(len(record))]
-    problem = kept.problem(np.concatenate(response_ids))
-    if problem:
-        raise ValueError(f"its response {problem}")
+    fault = kept.fault(np.concatenate(response_ids))
+    if fault:
+        raise ValueError(f"its response {fault}")

@@ -110,7 +110,7 @@ class DistributedRanks(Ranks):
     """The ranks of torch.distributed's default group, or of a subgroup of `size` ranks.
 
     `dist.init_process_group` must have been called. Tensors on a GPU are reduced by the default
-    group, or by this group where it is a subgroup. Everything else goes through a gloo group of
+    group. A subgroup reduces them by its own gloo group, like all else. Everything else goes through a gloo group of
     this instance, so each thread can use an instance of its own. All ranks must create their
     instances in the same order. Objects are signed (gspo.distributed.signed_objects).
 
@@ -187,11 +187,6 @@ class DistributedRanks(Ranks):
         return DistributedRanks(self.timeout, size)
 
 
-def rank_lost(error: RuntimeError) -> RankLost:
-    """Return RankLost with the first line of a collective's error."""
-    return RankLost(first_line(error))
-
-
 @contextmanager
 def ranks_lost() -> Generator[None]:
     """Turn the error of a collective inside the block into RankLost."""
@@ -199,7 +194,7 @@ def ranks_lost() -> Generator[None]:
         yield
     # gloo and NCCL raise it
     except RuntimeError as error:
-        raise rank_lost(error) from error
+        raise RankLost(first_line(error)) from error
 
 
 @contextmanager
@@ -213,7 +208,7 @@ def ranks_lost_in_passes() -> Generator[None]:
         # gloo's errors have no class of their own; each begins with the path of a source file
         is_of_gloo = "/gloo/" in str(error)
         if is_of_gloo or isinstance(error, dist.DistError):
-            raise rank_lost(error) from error
+            raise RankLost(first_line(error)) from error
         raise
 
 

@@ -196,7 +196,7 @@ def compared(base: Finished, trained: Finished) -> dict[str, Any]:
 
 def comparison_table(comparison: dict[str, Any]) -> str:
     """Format a comparison for the terminal: a line per set, then remarks on the two factors."""
-    heads = ("set", "problems", "base", "trained", "gain", "p", "of it format", "correctness")
+    heads = ("set", "problems", "base", "trained", "gain", "p", "gain: format", "gain: correctness")
     lines = [heads]
     remarks = []
     for name, r in comparison["sets"].items():
@@ -215,8 +215,8 @@ def comparison_table(comparison: dict[str, Any]) -> str:
             )
         )
         remarks.append(
-            f"{name}: an answer found in {arrow(r['found'])} of the responses (cut off: "
-            f"{arrow(r['truncated'])}), right of those {arrow(r['right_of_found'])}"
+            f"{name}: an answer was found in {arrow(r['found'])} of the responses, and was right in "
+            f"{arrow(r['right_of_found'])} of these (cut off: {arrow(r['truncated'])})"
         )
         if r["problems_left_out"]:
             remarks.append(

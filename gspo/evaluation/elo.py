@@ -23,9 +23,9 @@ from gspo.data.seeding import numpy_generator
 from gspo.statistics import percentile_interval, resample_counts
 
 LOGISTIC = math.log(10) / 400  # 400 points are a factor of 10 in the odds
-# mean and standard deviation of the prior of `most_probable`
-MEAN = 1500.0
-SPREAD = 700.0
+# mean and standard deviation of the prior of `maximum_a_posteriori`
+PRIOR_MEAN = 1500.0
+PRIOR_STD = 700.0
 DRAWS = 1000  # the number of resampled sets of problems in the bootstrap
 BISECTIONS = 70  # they narrow an interval of up to 1e12 points to less than 1e-8
 
@@ -54,7 +54,7 @@ def chance(rating: float | ndarray, difficulty: float | ndarray) -> ndarray:
     return 1 / (1 + odds_against)
 
 
-def most_likely(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
+def maximum_likelihood(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
     """Compute the maximum-likelihood rating.
 
     At this rating the expected number of solves equals the observed number:
@@ -85,16 +85,16 @@ def most_likely(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -
     return Rating(root, curvature**-0.5)
 
 
-def most_probable(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
-    """Compute the maximum a posteriori rating under the prior R ~ N(MEAN, SPREAD^2).
+def maximum_a_posteriori(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> Rating:
+    """Compute the maximum a posteriori rating under the prior R ~ N(PRIOR_MEAN, PRIOR_STD^2).
 
     It is finite even if all problems or none are solved. The standard error assumes that all
     attempts are independent. Attempts at the same problem are not: see `bootstrap`.
     """
     ones_1P = np.ones((1, len(difficulty_P)))
-    roots_1 = _most_probable(ones_1P, difficulty_P, solved_P, attempts_P)
+    roots_1 = _maximum_a_posteriori(ones_1P, difficulty_P, solved_P, attempts_P)
     root = float(roots_1[0])
-    curvature = _information(root, difficulty_P, attempts_P) + SPREAD**-2
+    curvature = _information(root, difficulty_P, attempts_P) + PRIOR_STD**-2
     return Rating(root, curvature**-0.5)
 
 
@@ -107,31 +107,31 @@ def bootstrap(difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray) -> 
     problems = len(difficulty_P)
     rng = numpy_generator("elo", problems, DRAWS)
     weights_DP = resample_counts(problems, DRAWS, rng)
-    ratings_D = _most_probable(weights_DP, difficulty_P, solved_P, attempts_P)
+    ratings_D = _maximum_a_posteriori(weights_DP, difficulty_P, solved_P, attempts_P)
     stderr = float(ratings_D.std(ddof=1))
     low, high = percentile_interval(ratings_D)
     return Resampled(stderr, low, high)
 
 
-def _most_probable(
+def _maximum_a_posteriori(
     weights_DP: ndarray, difficulty_P: ndarray, solved_P: ndarray, attempts_P: ndarray
 ) -> ndarray:
     """Find the roots of the slope of the log posterior. Shape [D].
 
     In draw D problem i counts weights_DP[D, i] times. The slope of the log likelihood is at most
-    LOGISTIC x attempts in size, so the root lies within that many SPREAD^2 of the mean.
+    LOGISTIC x attempts in size, so the root lies within that many PRIOR_STD^2 of the mean.
     """
-    reach_D = SPREAD**2 * LOGISTIC * (weights_DP @ attempts_P)
+    reach_D = PRIOR_STD**2 * LOGISTIC * (weights_DP @ attempts_P)
 
     def slope(R_D: ndarray) -> ndarray:
         expected_DP = attempts_P * chance(R_D[:, None], difficulty_P)
         surplus_DP = solved_P - expected_DP
         likelihood_D = LOGISTIC * (weights_DP * surplus_DP).sum(1)
-        prior_D = (MEAN - R_D) / SPREAD**2
+        prior_D = (PRIOR_MEAN - R_D) / PRIOR_STD**2
         return likelihood_D + prior_D
 
-    low_D = MEAN - reach_D
-    high_D = MEAN + reach_D
+    low_D = PRIOR_MEAN - reach_D
+    high_D = PRIOR_MEAN + reach_D
     return _root(slope, low_D, high_D)
 
 

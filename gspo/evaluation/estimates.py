@@ -65,9 +65,10 @@ def error_parts(rewards_PK: ndarray) -> tuple[float, float]:
 
         sampling^2 = sum_i v_i / k_i / m^2,    v_i = sum_j (r_ij - mean_i)^2 / (k_i - 1)
 
-    For rewards 0 and 1, v_i / k_i = p_i (1 - p_i) / (k_i - 1), the unbiased form of sum p (1 - p) /
-    k / m^2. The rest of the error is due to the choice of problems; it is 0 if noise would make it
-    negative. Both are NaN if a problem has a single sample.
+    For rewards 0 and 1, v_i / k_i is p_i (1 - p_i) / (k_i - 1), where p_i is the share of right
+    samples. The division by k_i - 1 makes it unbiased. The rest of the error is due to the choice
+    of problems, and counts as 0 if it would be negative. Both parts are NaN if there are fewer than
+    two problems, or if a problem has a single graded sample.
     """
     used_P = graded_counts(rewards_PK) > 0
     rewards_PK = rewards_PK[used_P]

@@ -117,7 +117,13 @@ def evaluate(
         row_groups = [rows(group) for group in groups]
         result = summarise(row_groups, [settings.samples])
         name = evaluation_set.name
-        metrics |= as_metrics(name, result)
+        set_metrics = as_metrics(name, result)
+        if "eval/elo" in metrics and "eval/elo" in set_metrics:
+            raise ValueError(
+                f"the set {name} has ratings, and another set has too: eval/elo is of one rated "
+                "set, so choose one with evaluation.sets=[...]"
+            )
+        metrics |= set_metrics
         metrics[f"eval/{name}/prompt_too_long"] = float(evaluation_set.left_out)
         all_groups += groups
     return metrics, all_groups
@@ -140,10 +146,10 @@ def summarise(groups: list[list[dict]], ks: list[int]) -> dict:
     """Compute the numbers of one set, ready for JSON, from the `rows` of every problem.
 
     A number can be None. Ungraded responses are counted, and no other number includes them. pass@k
-    and maj@k are computed for every k of `ks`. With named rewards a response is right if each of them
-    is 1, while avg@k is the mean of their weighted sums. maj@k is None without any answer to vote for. Elo is
-    None if a problem has no rating. "episodes" has the metrics of gspo.tracking.episodes. It is
-    missing if no response is an episode of several turns.
+    and maj@k are computed for every k of `ks`. With named rewards, a response is right if each of
+    them is 1, and avg@k is the mean of their weighted sums. maj@k is None if no response has an
+    answer. Elo is None if a problem has no rating. "episodes" has the metrics of
+    gspo.tracking.episodes. It is missing if no response is an episode of several turns.
     """
     responses = list(chain.from_iterable(groups))
     graded = graded_rows(responses)
@@ -225,8 +231,8 @@ def _elo(difficulty_P: np.ndarray, rights_PK: np.ndarray) -> dict:
     difficulty_P = difficulty_P[used_P]
     attempts_P = attempts_P[used_P]
     solved_P = solved_P[used_P]
-    likely = elo.most_likely(difficulty_P, solved_P, attempts_P)
-    probable = elo.most_probable(difficulty_P, solved_P, attempts_P)
+    likely = elo.maximum_likelihood(difficulty_P, solved_P, attempts_P)
+    probable = elo.maximum_a_posteriori(difficulty_P, solved_P, attempts_P)
     # JSON has no infinity
     likely_rating: float | str = likely.rating
     likely_stderr: float | None = likely.stderr
@@ -243,7 +249,7 @@ def _elo(difficulty_P: np.ndarray, rights_PK: np.ndarray) -> dict:
     return {
         "map": probable.rating,
         "map_stderr": probable.stderr,
-        "map_prior": [elo.MEAN, elo.SPREAD],
+        "map_prior": [elo.PRIOR_MEAN, elo.PRIOR_STD],
         "bootstrap_stderr": bootstrap_stderr,
         "bootstrap_interval_95": bootstrap_interval,
         "ml": likely_rating,

@@ -45,7 +45,7 @@ Group = list[dict]
 
 
 @dataclass(frozen=True)
-class Answered:
+class ProblemMeans:
     """One policy's results, as means over each problem's graded samples."""
 
     right_P: ndarray  # the mean reward
@@ -58,7 +58,7 @@ def graded_rows(group: Group) -> Group:
     return [row for row in group if row["reward"] is not None]
 
 
-def answered(groups: list[Group]) -> Answered:
+def problem_means(groups: list[Group]) -> ProblemMeans:
     """Take the means over the samples of every problem, which must all be graded."""
     means = []
     for group in groups:
@@ -71,7 +71,7 @@ def answered(groups: list[Group]) -> Answered:
             values.append((reward, has_answer, row["finish_reason"] == "length"))
         means.append(np.mean(values, axis=0))
     right_P, found_P, truncated_P = np.transpose(means)
-    return Answered(right_P, found_P, truncated_P)
+    return ProblemMeans(right_P, found_P, truncated_P)
 
 
 def split(
@@ -111,8 +111,8 @@ def compare(base: list[Group], trained: list[Group]) -> dict:
     result = {"problems": problems, "problems_left_out": len(base) - problems}
     if not problems:
         return result
-    base_results = answered(base_groups)
-    trained_results = answered(trained_groups)
+    base_results = problem_means(base_groups)
+    trained_results = problem_means(trained_groups)
     right_P2 = np.stack([base_results.right_P, trained_results.right_P], axis=1)
     found_P2 = np.stack([base_results.found_P, trained_results.found_P], axis=1)
     truncated_P2 = np.stack([base_results.truncated_P, trained_results.truncated_P], axis=1)

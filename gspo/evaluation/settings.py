@@ -13,7 +13,8 @@ from gspo.rollout.engines.truncation import Truncation
 class EvaluationSettings(Truncation, key="evaluation"):
     """The settings of a run's evaluations on held-out problems.
 
-    top_p, top_k and min_p may differ from those of training: no ratio is taken of these responses.
+    top_p, top_k and min_p may differ from the ones of training: nothing is trained on these
+    responses, so they need no importance ratio.
     """
 
     # steps between evaluations; also before the first, after the last. 0: none at all

@@ -21,7 +21,7 @@ def dotted(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dictionaries and lists with each other value v in them as change(v)."""
+    """Return a copy of nested dictionaries and lists, in which change(v) replaces each leaf v."""
     if isinstance(content, Mapping):
         return {key: mapped(value, change) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -30,3 +30,11 @@ def text_table(rows: Sequence[Sequence[str]], right_aligned: bool = False) -> li
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 run, 2 runs."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

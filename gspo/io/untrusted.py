@@ -10,7 +10,6 @@ FileNotFoundError.
 
 import errno
 import json
-import math
 import os
 import re
 import stat
@@ -381,8 +380,6 @@ def is_number(value: object) -> TypeGuard[float | None]:
 
 def finite(value: float | None) -> float | None:
     """Return the number, or None if it is not finite or larger than MAX_MAGNITUDE."""
-    return (
-        value
-        if value is not None and math.isfinite(value) and abs(value) <= MAX_MAGNITUDE
-        else None
-    )
+    if value is None or not abs(value) <= MAX_MAGNITUDE:  # `not` also catches NaN
+        return None
+    return value

@@ -67,7 +67,7 @@ class Adapter:
         seed: int,
         base: str = "",
     ):
-        peft = installed()
+        peft = import_peft()
         linear, experts = targets(model, settings.targets)
         module_names = {name.rpartition(".")[2] for name in linear}
         excluded = "|".join(map(re.escape, parts_without_text(model)))
@@ -155,13 +155,15 @@ class Adapter:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return A and B of all adapted layers by their names in peft's files, without copying."""
-        tensors = installed().get_peft_model_state_dict(
+        tensors = import_peft().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
-    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Write the adapter in peft's format. `tensors` are copies of the result of `tensors`.
+    def save(self, folder: Path, copied: dict[str, Tensor]) -> None:
+        """Write the adapter in peft's format.
+
+        `copied` holds copies of the tensors that the method `tensors` returns.
 
         Raises OSError if the disk fails."""
         config = copy.copy(self.config)
@@ -170,7 +172,7 @@ class Adapter:
         metadata = {"format": "pt", "base_sum": repr(self.base_sum)}
         with errors_of_the_disk(folder):
             config.save_pretrained(folder)
-            save_file(tensors, folder / WEIGHTS, metadata=metadata)
+            save_file(copied, folder / WEIGHTS, metadata=metadata)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -218,7 +220,7 @@ def check_adapted_forward(model: transformers.PreTrainedModel) -> None:
         ) from None
 
 
-def installed() -> ModuleType:
+def import_peft() -> ModuleType:
     """Return peft. Raises ValueError with a single-line message if it is not installed."""
     try:
         import peft

@@ -45,12 +45,12 @@ def load(path: str, attention: str = "sdpa") -> Loaded:
 
     Raises ValueError with a single-line message if that fails."""
     check_tokenizer_files(path)
-    with one_line(path):
+    with reading_model(path):
         tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
     check_claimed_size(config, path)
-    with one_line(path):
+    with reading_model(path):
         # a pair, which the annotation of from_pretrained leaves out
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -100,12 +100,12 @@ def load_outline(path: str, attention: str) -> Loaded:
 
     Raises ValueError with a single-line message if that fails."""
     check_tokenizer_files(path)
-    with one_line(path):
+    with reading_model(path):
         tokenizer = load_tokenizer(path)
         config = load_config(path, attention)
     check_not_quantized(config, path)
     check_tied_head(config, path)
-    with one_line(path), torch.device("meta"):
+    with reading_model(path), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model, usable(tokenizer, path)
 
@@ -217,9 +217,8 @@ def usable(
     return tokenizer
 
 
-@contextmanager
-def one_line(path: str) -> Generator[None]:
-    """Turn any error of reading a model in this context into a ValueError of a single line."""
+def check_path(path: str) -> None:
+    """Raise ValueError if a path is no model: a missing folder, a run, or a LoRA adapter."""
     is_folder = Path(path).is_dir()
     # a name on the hub is NAME or OWNER/NAME
     could_be_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
@@ -247,7 +246,16 @@ def one_line(path: str) -> Generator[None]:
             "holds a LoRA adapter (adapter_config.json) beside a whole model: merge the "
             "two (docs/algorithms.md), or move the adapter away",
         )
+
+
+@contextmanager
+def reading_model(path: str) -> Generator[None]:
+    """Check a model's path, then turn any error in this context into a ValueError of a single line.
+
+    If the hub cannot be reached, transformers reads this machine's cache from now on."""
+    check_path(path)
     check_source(path)
+    is_folder = Path(path).is_dir()
     try:
         yield
     except SettingError:  # a refusal of ours, which names its own setting

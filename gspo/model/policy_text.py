@@ -40,7 +40,7 @@ class PolicyText:
         if turn_end is not None:
             self.stop_ids.add(turn_end)
         if self.template_turn_end is not None and model.generation_config:
-            # whoever samples from a checkpoint with other software ends its turns too
+            # checkpoints store this, so other software that samples from them also stops there
             ends = [i for i in self.stop_ids if i is not None]
             model.generation_config.eos_token_id = sorted(ends)
         # the stop tokens without the user's stop strings

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gspo.data.batch import NOT_RECORDED
 from gspo.model.sharding.dtensors import full_tensor
 
 SELECTION_BIAS = "e_score_correction_bias"
@@ -122,6 +123,17 @@ def gate_weights(router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
         weights_NK = weights_NK / (sum_N1 + formula.sum_epsilon)
     factor = getattr(router, "routed_scaling_factor", 1.0)
     return weights_NK if factor == 1 else weights_NK * factor
+
+
+def replayed(
+    router: Any, logits_NE: Tensor, weights_NK: Tensor, chosen_NK: Tensor, replay_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gate weights and the experts of a replay, [N, K] each.
+
+    At NOT_RECORDED, as at padding, a token keeps the router's own choice."""
+    replay_NK = replay_NK.to(chosen_NK.dtype)
+    experts_NK = torch.where(replay_NK == NOT_RECORDED, chosen_NK, replay_NK)
+    return gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype), experts_NK
 
 
 def probabilities(router: Any, logits_NE: Tensor) -> Tensor:

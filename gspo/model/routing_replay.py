@@ -27,14 +27,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gspo.data.batch import NOT_RECORDED
 from gspo.model.routers import (
     FIXED_ROUTERS,
     FORMULAS,
     check_gate_formula,
-    gate_weights,
     leave_out_of_autocast,
     probabilities,
+    replayed,
 )
 
 
@@ -181,11 +180,8 @@ class Routing:
         if self._replay_BSLK is None:
             return None
         replay_NK = self._replay_BSLK[:, :, layer].reshape(chosen_NK.shape)
-        replay_NK = replay_NK.to(chosen_NK.dtype)
-        # padding keeps the router's own choice
-        experts_NK = torch.where(replay_NK == NOT_RECORDED, chosen_NK, replay_NK)
-        replayed_weights_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
-        return logits_NE, replayed_weights_NK, experts_NK
+        new_weights_NK, experts_NK = replayed(router, logits_NE, weights_NK, chosen_NK, replay_NK)
+        return logits_NE, new_weights_NK, experts_NK
 
 
 def layer_number(module_name: str) -> int:

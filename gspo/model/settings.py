@@ -61,6 +61,16 @@ class ModelSettings(Ranged, key="model"):
         return load(str(folder))
 
 
+def check_head_size(hidden: int, heads: int) -> None:
+    """Raise ValueError if heads do not divide the hidden size into even widths."""
+    if hidden % heads or (hidden // heads) % 2:
+        raise SettingError(
+            "model.hidden",
+            hidden,
+            f"divided by model.heads={heads} it must be an even whole number",
+        )
+
+
 @dataclass
 class Tiny(ModelSettings):
     """The base class of models with random weights and one token per character."""
@@ -72,12 +82,7 @@ class Tiny(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise SettingError(
-                "model.hidden",
-                self.hidden,
-                f"divided by model.heads={self.heads} it must be an even whole number",
-            )
+        check_head_size(self.hidden, self.heads)
 
 
 @dataclass
@@ -194,12 +199,7 @@ class StandIn(ModelSettings):
         is_dense = "num_experts" not in PUBLIC_MODELS[self.path][1]
         if is_dense and self.experts != StandIn.experts:
             raise SettingError("model.experts", self.experts, f"{self.path} has no experts")
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise SettingError(
-                "model.hidden",
-                self.hidden,
-                f"divided by model.heads={self.heads} it must be an even whole number",
-            )
+        check_head_size(self.hidden, self.heads)
 
     def make(self) -> Loaded:
         from gspo.model.stand_in import random_stand_in

@@ -24,7 +24,7 @@ class EngineEstimate:
     logits: float
     resident: float  # stays in memory while the trainer works
     per_token: float  # KV cache of a token, in one engine
-    engines: float  # GPUs that share one engine
+    gpus_per_engine: int
     rows: float  # count: responses that one engine samples in a step
     at_once: float  # count: responses that are sampled at once
     read: float  # weights that are read for each token, on one GPU
@@ -103,7 +103,7 @@ def engine_estimate(
         logits=logits,
         resident=resident,
         per_token=per_token,
-        engines=gpus,
+        gpus_per_engine=gpus,
         rows=responses * gpus,
         at_once=at_once,
         read=all_weights / gpus,

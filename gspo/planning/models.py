@@ -7,7 +7,7 @@ configurations of some public models, so plans for these models need no network.
 import transformers
 from transformers import PretrainedConfig
 
-from gspo.model.loading import load_config, one_line
+from gspo.model.loading import load_config, reading_model
 from gspo.model.public_models import PUBLIC_MODELS, known_config, with_architecture
 from gspo.model.settings import ModelSettings
 
@@ -21,7 +21,7 @@ def config_of(model: ModelSettings) -> PretrainedConfig:
         config = known_config(source)
         config._attn_implementation = model.attention
         return config
-    with one_line(source):
+    with reading_model(source):
         return load_config(source, model.attention)
 
 

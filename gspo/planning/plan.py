@@ -210,9 +210,9 @@ def phases(
     half waits for the second's."""
     moments = 2.0 if settings.optim.name == "adamw" else EIGHT_BIT_MOMENTS
     always = {"weights": float(measured.weights), "AdamW's moments": moments * measured.trained}
-    # with LoRA, the reference policy is the same weights without the adapter
     if engine.copies:
         always["copies to sample from"] = engine.copies
+    # with LoRA, the reference policy is the same weights without the adapter
     if settings.kl.needs_reference and not settings.policy.lora.rank:
         always["reference policy"] = float(measured.weights)
     training = dict(always)
@@ -335,7 +335,7 @@ def vllm_share(run_plan: Plan) -> float | None:
     other = sum(rollout_phase.values()) - engine.weights - engine.cache + RESERVE * GB
     share = math.floor(20 * (gpu - other) / gpu) / 20
     group_tokens = rollout.group_size * (run_plan.work.prompt + run_plan.work.response)
-    group_cache = group_tokens * engine.per_token / engine.engines
+    group_cache = group_tokens * engine.per_token / engine.gpus_per_engine
     if (engine.weights + group_cache) / gpu < share < rollout.gpu_memory:
         return share
     return None

@@ -22,31 +22,32 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work) -> in
         return 0
     epochs = settings.trainer.epochs
     has_critic = settings.advantage.needs_values
-    # of a response token: two masks, then log-probs of engine and old policy, and the advantage
-    token = 2 + 3 * 4
+    # bytes per response token: two masks, then log-probs of engine and old policy, and the advantage
+    per_response_token = 2 + 3 * 4
     # in each epoch: log-prob, weight, entropy, clip
-    token += epochs * (3 * 4 + 1)
+    per_response_token += epochs * (3 * 4 + 1)
     if settings.kl.needs_reference:
-        token += 4
+        per_response_token += 4
     if settings.correction.has_rollout_weights:
-        token += 4
+        per_response_token += 4
     if settings.advantage.needs_sum_pi_squared:
-        token += 4
+        per_response_token += 4
     if tracking.record_after:
-        token += 4
+        per_response_token += 4
     if has_critic:
-        token += 2 * 4 + epochs * 4
+        per_response_token += 2 * 4 + epochs * 4
     if settings.rollout.keep_mask:
         vocabulary = config.get_text_config().vocab_size
-        token += 4 + KEPT_TOKENS * np.dtype(id_dtype(vocabulary)).itemsize
-    token_id = 4
+        per_response_token += 4 + KEPT_TOKENS * np.dtype(id_dtype(vocabulary)).itemsize
+    per_token = 4  # bytes per token of prompt and response: the token ID
     top_k = number(config, TOP_K)
     if top_k and tracking.record_experts:
         experts = number(config, EXPERTS) or 0
         choices = top_k * config.get_text_config().num_hidden_layers
         choice_bytes = choices * (1 if experts <= INT8_MAX + 1 else 2)
-        # those of the old policy at every token, often those of the engine too, and of the updates
-        token_id += 2 * choice_bytes
-        token += epochs * choice_bytes
+        # experts of the old policy at every token, often the engine's too, and those of the updates
+        per_token += 2 * choice_bytes
+        per_response_token += epochs * choice_bytes
     responses = settings.rollout.prompts_per_step * settings.rollout.group_size
-    return responses * (work.response * (token + token_id) + work.prompt * token_id)
+    response_bytes = work.response * (per_response_token + per_token)
+    return responses * (response_bytes + work.prompt * per_token)

@@ -182,7 +182,7 @@ def rollout_times(
     waves = math.ceil(engine.rows / engine.at_once)
     layers = config.num_hidden_layers
     mean_tokens = work.prompt + work.response / 2
-    cache = engine.at_once * mean_tokens * engine.per_token / engine.engines
+    cache = engine.at_once * mean_tokens * engine.per_token / engine.gpus_per_engine
     share = 1.0
     if measured.active:
         share = min(1.0, engine.at_once * measured.active / measured.parameters)
@@ -190,7 +190,7 @@ def rollout_times(
     times = {"rollout: weights and cache read": nbytes / (hardware.bandwidth * GB * MEMORY)}
     if measured.active:
         tokens = work.response + work.prompt / work.group
-        flops = 2.0 * measured.active * engine.rows * tokens / engine.engines
+        flops = 2.0 * measured.active * engine.rows * tokens / engine.gpus_per_engine
         seconds = flops / (hardware.flops * 1e12 * ARITHMETIC)
         if settings.rollout.dtype != "bfloat16":
             seconds *= FLOAT32_SLOWDOWN

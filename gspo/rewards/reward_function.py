@@ -137,10 +137,13 @@ class RewardProcess:
             os.environ | {"PYTHONPATH": paths},
         )
         self._running = running
-        kind, text = _receive(running, START_SECONDS) or (
-            "refused",
-            f"{self.key}={self.path}: its process has ended",
-        )
+        message = _receive(running, START_SECONDS)
+        if message is None:
+            reason = "its process has ended"
+            if running.process.poll() is None:
+                reason = f"importing it took more than {START_SECONDS:g} seconds"
+            message = ("refused", f"{self.key}={self.path}: {reason}")
+        kind, text = message
         if kind == "refused":
             self.close()
             raise ValueError(text)
@@ -151,7 +154,9 @@ class RewardProcess:
         """Make these calls and return their trial, as RewardCaller.trial does."""
         running = self._started()
         running.connection.send((calls, self.seconds, True))
-        message = _receive(running, len(calls) * self.seconds + GRACE_SECONDS)
+        # RewardCaller.trial makes the calls a second time after a KeyError
+        seconds = 2 * len(calls) * self.seconds + GRACE_SECONDS
+        message = _receive(running, seconds)
         if message is not None:
             return Trial(*message[1:])
         reason = self._failure(running).reason
@@ -183,7 +188,11 @@ class RewardProcess:
             if message is None:
                 failure = self._failure(running)
                 self.close()
-                return scores | dict.fromkeys(begun or waiting, failure)
+                failed = begun
+                # a process that begins no call at all would be restarted for ever
+                if not begun and not scores:
+                    failed = waiting
+                return scores | dict.fromkeys(failed, failure)
             if message[0] == "begins":
                 begun |= dict.fromkeys(message[1], time.monotonic())
             else:

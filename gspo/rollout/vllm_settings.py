@@ -68,10 +68,11 @@ class OutsideRollout(RolloutSettings):
                 raise SettingError(
                     f"rollout.{rule}",
                     value,
-                    f"with rollout.temperature={self.temperature} and rollout={self.name}, "
-                    "vLLM reports log-probs before the temperature or after the "
-                    "truncation, and the ratio needs those between",
-                    remedy="set rollout.keep_mask=true or rollout.temperature=1, or use rollout=local",
+                    f"with rollout.temperature={self.temperature} and rollout={self.name}, vLLM "
+                    "reports log-probs before the temperature or after the truncation, and the "
+                    "ratio needs log-probs after the temperature and before the truncation",
+                    remedy="set rollout.keep_mask=true or rollout.temperature=1, or use "
+                    "rollout=local",
                 )
 
 
@@ -91,7 +92,8 @@ class VLLMRollout(OutsideRollout):
             raise SettingError(
                 "rollout.tensor_parallel_size",
                 self.tensor_parallel_size,
-                "with rollout.own_process=false, its workers have processes of their own",
+                "with rollout.own_process=false, vLLM must run in one process, and more than one "
+                "GPU needs a process for each",
                 remedy="set rollout.own_process=true",
             )
         if self.sleep and self.overlap:

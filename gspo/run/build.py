@@ -14,7 +14,7 @@ from gspo.config.settings import Settings, folder_of, loss_settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
 from gspo.evaluation.evaluate import load_evaluation_sets, with_room
 from gspo.io.errors import SettingError
-from gspo.model.adapter import installed
+from gspo.model.adapter import import_peft
 from gspo.model.policy import Policy
 from gspo.model.settings import ModelSettings, StandIn, Tiny
 from gspo.rollout.engines.base import Engine
@@ -89,7 +89,7 @@ def build_trainer(
         check_optimizer(settings.optim, training_device(settings))
         check_engine_start(settings.rollout, settings.model)
         if settings.policy.lora.rank:
-            installed()
+            import_peft()
         if ranks.world_size > 1 and not checkpoint:
             waiting_ranks = ranks.new_group(COLD_START_TIMEOUT)
             if ranks.rank == 0:

@@ -285,11 +285,11 @@ class RunDirectory:
             return "nothing was saved yet"
         return f"saved up to {latest.read_text(encoding='utf-8')}"
 
-    def foreign_settings_warnings(self, settings: Settings) -> list[str]:
+    def other_users_settings_warnings(self, settings: Settings) -> list[str]:
         """Return the warnings before a run is resumed whose settings another user wrote."""
         if not settings.resume or is_own_file(self.path / SETTINGS):
             return []
-        paths = outside_paths(settings)
+        paths = external_data(settings)
         reads = f"; it reads {paths}" if paths else ""
         return [
             f"{self.path / SETTINGS} {why_not_own()}; tracking.wandb, tracking.entity and "
@@ -356,7 +356,7 @@ def settings_and_checkpoint(
     change = source_change(directory, recorded, settings)
     if change:
         print(f"warning: {change}; the present content is used", file=sys.stderr)
-    paths = outside_paths(settings)
+    paths = external_data(settings)
     if paths and not is_own:
         print(f"warning: {run}/settings.yaml {why_not_own()}; it reads {paths}", file=sys.stderr)
     checkpoints = directory / "checkpoints"
@@ -383,7 +383,7 @@ def settings_and_checkpoint(
     return settings, folder
 
 
-def outside_paths(settings: Settings) -> str:
+def external_data(settings: Settings) -> str:
     """List, as key=value, the files and data sets outside a run's directory that it reads."""
     pairs = []
     for group in ("task", "model"):

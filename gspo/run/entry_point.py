@@ -260,7 +260,8 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
         if not isinstance(error, (*USER_ERRORS, OSError, Ended)):
             traceback.print_exc()
         return JobResult(reason=explain(error) or type(error).__name__)
-    if _STOP.number:
+    # a job that finished although a stop was requested has a score
+    if _STOP.number and (score is None or math.isnan(score)):
         return JobResult(
             stopped=f"by {signal.Signals(_STOP.number).name}: the same command continues it"
         )
@@ -269,8 +270,8 @@ def _one_of_many(job: Callable[[DictConfig], float | None], config: DictConfig) 
 
 # by run: why a job of the sweep that this process started did not finish
 UNFINISHED_JOBS: dict[str, str] = {}
-# functions that fill UNFINISHED_JOBS, also if the sweep ends by an error
-REASONS: list[Callable[[], None]] = []
+# each call adds the unfinished jobs of a sweep to UNFINISHED_JOBS, also after an error of the sweep
+REASON_COLLECTORS: list[Callable[[], None]] = []
 
 
 def command_line(main: Callable[[], None], after_stop: str = "") -> None:
@@ -298,7 +299,7 @@ def command_line(main: Callable[[], None], after_stop: str = "") -> None:
         raise  # the reader of the output, such as `head`, has ended: gspo.cli.main handles it
     except (*USER_ERRORS, OSError, Broken) as error:
         if isinstance(error, ValueError):
-            for collect_reasons in REASONS:
+            for collect_reasons in REASON_COLLECTORS:
                 collect_reasons()
         if not UNFINISHED_JOBS:
             sys.exit(print_error(error))  # else a sweeper could not go on without a job's score

@@ -19,7 +19,7 @@ class EventFiles:
     """The event files of a run directory.
 
     `rows` are the rows that the run has already. The new file begins with them, and replaces the
-    earlier files. So a run has all rows whose `tracking.tensorboard` was false for a while."""
+    earlier files. So it also has the rows of steps at which tracking.tensorboard was false."""
 
     def __init__(self, run: Path, rows: list[dict]):
         # needs the package tensorboard, and takes a second

@@ -70,7 +70,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
             directory.log_to_file(),
             closing(settings.task),
         ):
-            warn(directory.foreign_settings_warnings(settings))
+            warn(directory.other_users_settings_warnings(settings))
             how = attempt(settings, directory, alone, created_files, peers)
             while how == "rolled back" and not stop_signal().requested():
                 how = attempt(settings, directory, alone, created_files, peers)
@@ -80,7 +80,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
             f"{directory.path}: {error}; fix that, and type the same command again"
         ) from None
     except (EngineEnded, RankLost) as error:
-        reason = peers.lost[1] if isinstance(error, RankLost) else error
+        reason = peers.lost.reason if isinstance(error, RankLost) else error
         raise Ended(
             f"{reason}; {directory.saved_up_to()}; go on with resume={directory.path}"
         ) from None
@@ -161,7 +161,7 @@ def attempt(
     except Exception as error:
         reason = explain(error) or type(error).__name__
         if isinstance(error, RankLost):
-            reason = peers.lost[1]
+            reason = peers.lost.reason
         end = end_in_words(error, reason, folder, trainer.state.step)
         if end:
             raise end from error
@@ -217,8 +217,9 @@ def ended_before(
     folder = directory.path
     if has_reached(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        if directory.status().get("how") in ENDED:
-            return "finished"
+        how = str(directory.status().get("how"))
+        if how in ENDED:
+            return how
         recorded_steps = read_settings(folder, trust=settings.allow_outside_code).steps
         if settings.steps < recorded_steps:
             print(f"{folder} has not ended: its own number of steps is {recorded_steps}")

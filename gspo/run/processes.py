@@ -22,6 +22,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,13 @@ START = (
     "start the processes by torchrun, for example: torchrun --nproc-per-node=2 -m gspo train ..."
 )
 LOSS_TIMEOUT = 10.0  # seconds in which a failed rank can report why
+
+
+class LostRank(NamedTuple):
+    """A rank that has ended, and why."""
+
+    rank: int  # -1: some rank does not answer, and none is known to have ended
+    reason: str  # with the rank's name
 
 
 class Peers:
@@ -89,10 +97,8 @@ class Peers:
         self.others_wait = True
 
     @cached_property
-    def lost(self) -> tuple[int, str]:
-        """The rank that has ended, and a text with its name and the reason.
-
-        The rank is -1 if some rank does not answer and none is known to have ended."""
+    def lost(self) -> LostRank:
+        """The rank that has ended, or does not answer."""
         began = time.monotonic()
         self.write_note("left", "because another rank left")
         now = began
@@ -103,7 +109,7 @@ class Peers:
                 name = f"rank {rank} (process {pid} on {host})"
                 reason = self.read_note("ended", rank)
                 if reason:
-                    return rank, f"{name} has failed: {reason}"
+                    return LostRank(rank, f"{name} has failed: {reason}")
                 # a rank that failed gets a moment to report why
                 if now <= began + 1 or host != platform.node():
                     continue
@@ -111,11 +117,11 @@ class Peers:
                     perhaps = (
                         ", perhaps killed by the kernel because memory ran out" if rank else ""
                     )
-                    return rank, f"{name} has ended before its time{perhaps}"
+                    return LostRank(rank, f"{name} has ended before its time{perhaps}")
             time.sleep(0.1)
             now = time.monotonic()
-        others = ", ".join(f"{rank} on {host}" for rank, (host, _) in enumerate(self.processes))
-        return -1, f"a rank has ended or does not answer (the ranks are {others})"
+        all_ranks = ", ".join(f"{rank} on {host}" for rank, (host, _) in enumerate(self.processes))
+        return LostRank(-1, f"a rank has ended or does not answer (the ranks are {all_ranks})")
 
     def write_note(self, key: str, text: str) -> None:
         """Leave a note for the other ranks, if the process that holds the store is still there."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile
 
@@ -59,12 +60,15 @@ def most_expensive(averages: list[FunctionEventAvg]) -> list[dict[str, Any]]:
 
     Each has its name, seconds on the CPU and on the GPU, calls, and share of the time of all. With
     a GPU the time on the GPU decides, as the CPU mostly waits."""
-    has_gpu_times = any(event.self_device_time_total for event in averages)
+    # A kernel's time also counts for the operation that launched it. Entries of the kernels
+    # themselves would double the total, and list each operation twice.
+    operations = [event for event in averages if event.device_type == DeviceType.CPU]
+    has_gpu_times = any(event.self_device_time_total for event in operations)
 
     def self_time(event: FunctionEventAvg) -> float:
         return event.self_device_time_total if has_gpu_times else event.self_cpu_time_total
 
-    total = sum(map(self_time, averages)) or 1.0
+    total = sum(map(self_time, operations)) or 1.0
     return [
         {
             "operation": event.key,
@@ -73,5 +77,5 @@ def most_expensive(averages: list[FunctionEventAvg]) -> list[dict[str, Any]]:
             "calls": event.count,
             "share": self_time(event) / total,
         }
-        for event in sorted(averages, key=self_time, reverse=True)[:MAX_OPERATIONS]
+        for event in sorted(operations, key=self_time, reverse=True)[:MAX_OPERATIONS]
     ]

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
 from gspo.io.files import ENDED_EARLY, read_status
+from gspo.io.tables import clock
 
 # the id of the process that shows the line; its jobs inherit the variable
 LAUNCHER = "GSPO_SWEEP_LAUNCHER"
@@ -119,11 +120,3 @@ def last_step(file: Path) -> int:
     except (OSError, untrusted.Unreadable):
         return 0
     return rows[0]["step"] if rows else 0
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d}"
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

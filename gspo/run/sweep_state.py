@@ -119,7 +119,7 @@ def own_overrides(planned: list[dict], number: int) -> list[str]:
     return [override for override in planned[number]["overrides"] if override not in shared]
 
 
-def as_typed(overrides: Iterable[str]) -> str:
+def without_escapes(overrides: Iterable[str]) -> str:
     """Return overrides as a command line has them, without the escapes of Hydra's sweeper."""
     return ESCAPED.sub(r"\1", " ".join(overrides))
 
@@ -128,8 +128,8 @@ def as_typed(overrides: Iterable[str]) -> str:
 def jobs(study: Path) -> list[Job]:
     """Return the runs of a study's folder: first the planned runs, then runs without a plan.
 
-    Of jobs whose settings were refused, those of the last sweep are listed: the others were mended
-    or given up. Raises ValueError if there are no runs."""
+    A job whose settings were refused is listed only if it belongs to the last sweep. Refused jobs
+    of earlier sweeps were corrected or given up. Raises ValueError if there are no runs."""
     planned: dict[str, dict] = {}
     for entry in entries(study):
         if "command" in entry:
@@ -272,7 +272,7 @@ def table(runs: list[Job]) -> str:
     lines = []
     for job in sorted(runs, key=lambda job: (job.state in UNFINISHED, job.run)):
         reward = "" if job.reward is None else f"reward {job.reward:.3f}"
-        settings = as_typed(
+        settings = without_escapes(
             override
             for override in job.overrides
             if not override.startswith("hydra") and override not in shared
@@ -295,7 +295,7 @@ def table(runs: list[Job]) -> str:
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     collapsed = sum(job.collapsed is not None for job in runs)
     if collapsed:
-        states += f"; {collapsed} of them collapsed"
+        states += f"; {collapsed} collapsed by the registered rule"
     last = f"{counted(len(runs), 'run')} (rewards are smoothed): {states}"
     if any(job.state in UNFINISHED for job in runs):
         last += f"; left with {parallel} at a time: {clock}"
@@ -310,7 +310,7 @@ def forecast(planned: list[dict]) -> str:
     rows = []
     counts = Counter()
     for number, plan in enumerate(planned):
-        overrides = as_typed(own_overrides(planned, number))
+        overrides = without_escapes(own_overrides(planned, number))
         state = "wrong"
         progress = ""
         folder_or_reason = plan.get("folder") or plan["reason"]

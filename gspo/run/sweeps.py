@@ -32,7 +32,7 @@ from gspo.config.settings import Settings, folder_of, vary
 from gspo.io.escaping import escape_line, outlive_reader
 from gspo.io.files import ENDED, append_to, read_status, refuse_links
 from gspo.run.entry_point import (
-    REASONS,
+    REASON_COLLECTORS,
     UNFINISHED_JOBS,
     USER_ERRORS,
     JobResult,
@@ -45,12 +45,12 @@ from gspo.run.sweep_configs import SweepConfigs, expanded, launcher_of
 from gspo.run.sweep_progress import SweepProgress
 from gspo.run.sweep_state import (
     MANIFEST,
-    as_typed,
     entries,
     forecast,
     own_overrides,
     shared_overrides,
     upload,
+    without_escapes,
 )
 
 # the variable with the sweep's id, by which its jobs find their plan in the manifest
@@ -97,12 +97,12 @@ class WriteManifest(Callback):
                 )
         for number, job in enumerate(planned):
             if "same_as" in job:
-                overrides = as_typed(own_overrides(planned, number))
+                overrides = without_escapes(own_overrides(planned, number))
                 print(f"job {number} ({overrides}) is {same_run(planned, number)}: it is run once")
         self.sweep = secrets.token_hex(8)
         os.environ[SWEEP] = self.sweep
         self.planned = planned
-        REASONS.append(self.collect_reasons)
+        REASON_COLLECTORS.append(self.collect_reasons)
         study = Path(config.runs) / config.study
         self.studies = studies_of(planned) or [study]
         # Hydra writes the last two files
@@ -253,10 +253,11 @@ def plan(config: DictConfig) -> list[dict[str, Any]]:
 def planned_job(
     overrides: list[str], config: Callable[[], DictConfig], own: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a job as the manifest lists it: overrides, and run, folder and steps.
+    """Return a job as the manifest lists it: its overrides, run name, folder and steps.
 
-    If its settings are wrong, it has the reason instead, and `uncomposed` if already Hydra refuses
-    them. `config` returns its composed configuration. `own` are the overrides that not all jobs of the sweep have."""
+    If its settings are wrong, it has the reason in place of folder and steps, and its overrides as
+    its name. `uncomposed` is set if Hydra itself refuses to compose them. `config` returns the
+    composed configuration. `own` are the overrides that not all jobs of the sweep have."""
     job: dict[str, Any] = {"overrides": overrides}
     try:
         composed = config()
@@ -281,7 +282,7 @@ def same_run(planned: list[dict], number: int) -> str:
     if number >= len(planned) or "same_as" not in planned[number]:
         return ""
     first = planned[number]["same_as"]
-    overrides = as_typed(own_overrides(planned, first))
+    overrides = without_escapes(own_overrides(planned, first))
     return f"the same run as job {first} ({overrides}), {planned[first]['folder']}"
 
 
@@ -297,18 +298,17 @@ def taken_by_another_job(settings: Settings) -> str:
     study = Path(settings.runs) / settings.study
     # another sweep of the study may have begun since
     sweep = os.environ.get(SWEEP, "")
-    plans = [
-        entry["jobs"]
-        for entry in entries(study)
-        if "jobs" in entry and entry.get("sweep", "") == sweep
-    ]
-    numbers = [number_in(plan, job.job.num, list(job.overrides.task)) for plan in plans]
-    candidates = [
-        (plan, number) for plan, number in zip(plans, numbers, strict=True) if number is not None
-    ]
-    if not candidates:
+    overrides = list(job.overrides.task)
+    planned: list[dict[str, Any]] = []
+    number = None
+    for entry in entries(study):
+        if "jobs" in entry and entry.get("sweep", "") == sweep:
+            number_in_entry = number_in(entry["jobs"], job.job.num, overrides)
+            if number_in_entry is not None:  # the newest plan counts
+                planned = entry["jobs"]
+                number = number_in_entry
+    if number is None:
         return ""
-    planned, number = candidates[-1]
     vary(settings, own_overrides(planned, number) if len(planned) > 1 else [])
     settings.planned_name = planned[number]["run"]
     name = folder_of(settings).name

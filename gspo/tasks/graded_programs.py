@@ -8,8 +8,8 @@ from gspo.tasks.base import Task
 class GradedPrograms(Task):
     """A task with a grader of programs. A subclass is a dataclass with these fields.
 
-    Up to `slots` programs run at a time, each within limits on CPU seconds, wall-clock seconds and
-    megabytes."""
+    Up to `slots` programs run at a time. Each has limits on CPU seconds, on seconds of waiting
+    (`wall_seconds`, without the time of computing) and on megabytes of memory."""
 
     slots: int
     cpu_seconds: float

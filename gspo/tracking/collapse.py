@@ -308,10 +308,10 @@ def _log(x: float) -> float:
 
 
 def gradient_spikes(norms_T: np.ndarray) -> int:
-    """Return how many gradient norms are ten times the usual one.
+    """Return how many gradient norms are more than ten times the usual one.
 
-    That is the median of the positive norms before, and for the first five, which have too few
-    before them, the median of all positive norms."""
+    The usual norm is the median of the last 20 positive norms before it. The first five norms have
+    too few before them, and are compared with the median of all positive norms."""
     is_spike_T = SIGNALS["grad_spike"].score(norms_T) > 1
     positive = norms_T[norms_T > 0]
     if len(positive):

@@ -1,4 +1,4 @@
-"""The options that say of runs of other frameworks what their logs do not say.
+"""The options by which a user completes the logs of other frameworks.
 
 Every command that reads runs has them, and `load_runs`. They apply to all runs of other frameworks
 among the sources, and never to runs of this repository.
@@ -19,13 +19,13 @@ class ForeignOptions:
     """What a user says of runs of other frameworks. "" and 0 leave it to the log."""
 
     framework: str = option(
-        "", "of logs of other frameworks: trl, verl, ...; found by the names if not given"
+        "", "the framework that wrote the logs: trl, verl, ...; empty: found by the metric names"
     )
     objective: str = option(
-        "", "of such logs: gspo, grpo, ...; the meaning of clipped shares depends on it"
+        "", "the objective of such a run: gspo, grpo, ...; clip fractions depend on it"
     )
     updates_per_batch: int = option(
-        0, "of such logs: optimizer steps of a rollout batch, if the log counts those", least=1
+        0, "optimizer steps per rollout batch of such a run, if its log counts them", least=1
     )
 
     def __post_init__(self) -> None:

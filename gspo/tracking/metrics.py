@@ -298,8 +298,9 @@ METRICS = [
     Metric(
         "ratio/floor_outside",
         SEQUENCE,
-        "responses outside the clip range by the same (first mini-batch). For objectives with a "
-        "ratio per token: the mean over responses of their share of tokens outside",
+        "responses that this rounding or mismatch alone puts outside the clip range, in the first "
+        "mini-batch. For objectives with a ratio per token: the mean over responses of their share "
+        "of tokens outside",
     ),
     Metric(
         "ratio/floor_of_range",
@@ -514,7 +515,7 @@ METRICS = [
     Metric("information/chance@*", SEQUENCE, "the same by chance", "last"),
     Metric("length/mean", "tokens", "mean response length, the end-of-sequence token included"),
     Metric("length/p95", "tokens", "95th percentile of the response length"),
-    Metric("length/limit", "tokens", "largest number of response tokens in this step", "last"),
+    Metric("length/limit", "tokens", "the limit of response tokens at this step", "last"),
     Metric("length/truncated", SEQUENCE, "responses that hit the token limit"),
     Metric(
         "length/repetition",

@@ -149,7 +149,8 @@ class Monitor:
             return [Event(step, "warning", name, score, threshold, text)]
         if name in self.active and score < CLEARED * threshold:
             self.active.remove(name)
-            return [Event(step, "cleared", name, score, threshold, f"{name}: {score:.3g} again")]
+            text = f"{name} is {score:.3g}, below {CLEARED} x {threshold:g} again"
+            return [Event(step, "cleared", name, score, threshold, text)]
         return []
 
     def _reward_events(self, step: int, row: Row) -> list[Event]:
@@ -345,7 +346,7 @@ def routing_answer(rows: list[dict]) -> str:
         details += f"; least in layer {layer}: {layers[layer]:.4f}"
     agreement = _column(rows, "routing/engine_agreement")
     if len(agreement):
-        details += f"; the engine's experts are the trainer's to {agreement.mean():.4f}"
+        details += f"; engine agreement: mean {agreement.mean():.4f}"
     if _silent(rows):
         verdict = "It says nothing: no signal"
     elif SIGNALS["routing_drift"].score(consistency).max() < 0.1:

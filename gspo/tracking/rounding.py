@@ -23,7 +23,11 @@ def floor_in_words(share: float, outside: float) -> str:
 
 def floor_of_run(rows: list[dict]) -> str | None:
     """Return a sentence if rounding is too large for the clip range in a run's rows, else None."""
-    rows = [row for row in rows if is_finite(row.get("ratio/floor_of_range"))]
+    rows = [
+        row
+        for row in rows
+        if is_finite(row.get("ratio/floor_of_range")) and is_finite(row.get("ratio/floor_outside"))
+    ]
     if not rows:
         return None
     share = sum(row["ratio/floor_of_range"] for row in rows) / len(rows)

@@ -114,10 +114,11 @@ def changes_of_step(record: StepRecord, passes: Passes) -> ndarray | None:
 
 
 def mismatches(record: StepRecord, passes: Passes) -> ndarray:
-    """Return the trainer's minus the engine's log-probs at the start of the step: float32 [N].
+    """Return the trainer's log-probs minus the engine's at the start of the step: float32 [N].
 
-    If the old log-probs are those of the engine, the first update has the trainer's. Then tokens of
-    other updates have none. Nor has any token if older weights sampled them."""
+    The trainer's log-probs are the old ones. If those came from the engine, the log-probs of the
+    first update stand for them, and tokens that only later updates train on have NaN. If older
+    weights sampled the responses, the first update cannot stand for them, and all are NaN."""
     state = record.header.state
     trainer_logp = record.old_logp
     if state.get("skips_old_pass") or _engine_is_old(record):

@@ -21,6 +21,7 @@ from gspo.io import untrusted
 from gspo.io.escaping import escape_line
 from gspo.io.files import append_to, replace_text
 from gspo.io.rows import read_rows, rows_and_damage
+from gspo.io.tables import clock
 from gspo.tracking.metrics import lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.wandb_choice import About, chosen_mode
@@ -261,7 +262,7 @@ class Progress:
         seconds_left = round(pace * (self.steps - step))
         line = (
             f"{self.title}  step {step}/{self.steps}  {text}  {pace:.1f} s/step  "
-            f"{seconds_left // 60}:{seconds_left % 60:02d} left"
+            f"{clock(seconds_left)} left"
         )
         log.info(line)
         if self.bar:

@@ -70,9 +70,10 @@ class View:
 
 
 def _panel(text: str) -> Panel:
-    """Return the panel of "log clip/: a b against compute/tokens", its logarithmic curves of
-    clip/a and clip/b. "log" and "against" may be left out.
-    """
+    """Return the panel that a text describes: `[log ][PREFIX: ]NAME NAME ...[ against X]`.
+
+    "log clip/: a b against compute/tokens" has the curves clip/a and clip/b over compute/tokens,
+    with a logarithmic y axis."""
     names, _, x = text.removeprefix("log ").partition(" against ")
     prefix, _, rest = names.rpartition(": ")
     return Panel(tuple(prefix + name for name in rest.split()), x or STEP, text.startswith("log "))

@@ -31,13 +31,16 @@ class MetricAccumulator:
     """
 
     def __init__(self):
-        # for each name the numbers of each call: (total, count) of `mean`, (n, sum w, sum w^2) of
-        # `ess`, (value,) of `largest` and `smallest`, (groups, weights) of `group_ess`, (groups,
-        # numbers, sums, sums of squares) of `row_weights`
+        # Each call appends a tuple to the list of its metric.
+        # `mean`: (total, count)
         self._sums: dict[str, Rows] = defaultdict(list)
+        # `ess`: (n, sum w, sum w^2)
         self._moments: dict[str, Rows] = defaultdict(list)
+        # `largest` and `smallest`: (value,)
         self._extremes: dict[str, Rows] = defaultdict(list)
+        # `group_ess`: (groups, weights)
         self._grouped: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
+        # `row_weights`: (groups, token counts, sums, sums of squares)
         self._row_weights: dict[str, list[tuple[Tensor, ...]]] = defaultdict(list)
         self._smallest: set[str] = set()  # the names of `smallest`
         self._seconds: dict[str, float] = defaultdict(float)

@@ -210,9 +210,11 @@ class CheckpointWriter:
         if self.keep:
             folders = step_folders(self.folder)
             folders = folders[: folders.index(folder) + 1]
+            kept = folders[-self.keep :]
             up_to_kept_step = [f for f in folders if step_of(f.name) <= kept_step]
-            for old in folders[: -self.keep]:
-                if old not in up_to_kept_step[-1:]:
+            kept += up_to_kept_step[-1:]
+            for old in folders:
+                if old not in kept:
                     shutil.rmtree(old)
 
     def check(self) -> None:
@@ -250,6 +252,7 @@ def copies(content: Any, copied: dict[tuple, Tensor] | None = None) -> Any:
     copied = {} if copied is None else copied
     if isinstance(content, Tensor):
         memory = (content.data_ptr(), content.shape, content.stride())
+        # empty tensors share the address 0, and may still differ in type
         if memory not in copied or not content.numel():
             copied[memory] = content.detach().to("cpu", copy=True)
         return copied[memory]

@@ -44,18 +44,21 @@ def latest_checkpoint(run: Path) -> Path | None:
             newest = read_bytes(pointer).decode(errors="replace").strip()
     folders = step_folders(run / "checkpoints")[::-1]
     newest_step = step_of(newest)
-    folders = [folder for folder in folders if step_of(folder.name) <= newest_step] or folders
+    up_to_newest = [folder for folder in folders if step_of(folder.name) <= newest_step]
     problems = []
-    for folder in folders:
+    # without a usable `latest`, every checkpoint is a candidate
+    for folder in up_to_newest or folders:
         problem = damage(folder)
-        if not problem:
-            if problems:
-                text = f"{'; '.join(problems)}; going back to {folder.name}"
-                log.info(text)  # Python prints warnings too in a command that logs to no file
-                print(f"warning: {text}", file=sys.stderr)
-            return folder
-        problems.append(f"{folder} is damaged: {problem}")
-    if folders:
+        if problem:
+            problems.append(f"{folder} is damaged: {problem}")
+            continue
+        if problems:
+            text = f"{'; '.join(problems)}; going back to {folder.name}"
+            # not log.warning: without a log file Python would print the warning a second time
+            log.info(text)
+            print(f"warning: {text}", file=sys.stderr)
+        return folder
+    if problems:
         raise ValueError(
             f"{'; '.join(problems)}; no whole checkpoint is left: move {run} away to start it from "
             "the beginning"

@@ -224,10 +224,9 @@ def _squared_distance(policy: Policy, micro: TokenBatch, log_normalizer: float) 
 
 
 def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
-    """Return the mean reward of one response to each of 512 training problems.
+    """Return the mean reward of one response to each of CHECKED_PROBLEMS training problems.
 
-    Reinforcement learning starts from this level.
-    """
+    Reinforcement learning starts from this level. Raises RuntimeError if none can be graded."""
     problems = [task.problem(seed, "train", i) for i in range(CHECKED_PROBLEMS)]
     engine = LocalEngine(policy)
     sampling = Sampling(max_new_tokens=engine.room(problems, MAX_CHECKED_TOKENS))
@@ -236,6 +235,9 @@ def sampled_reward(policy: Policy, task: Task, seed: int) -> float:
     responses = list(chain.from_iterable(groups))
     scores = [response.score for response in score(task, responses)]
     rewards = [s.reward for s in scores if s.reward is not None]
+    if not rewards:
+        reason = scores[0].reason or scores[0].verdict
+        raise RuntimeError(f"none of the cold start's responses could be graded: {reason}")
     return sum(rewards) / len(rewards)
 
 

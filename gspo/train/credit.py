@@ -1,8 +1,9 @@
 """Computes the advantage of every token from scored responses.
 
-    verifier's reward + overlong penalty -> shift, scale, clip -> the response's last token
-    (reward.turns=each: every turn's own reward -> its last token)
-    - beta KL of every token, if KL is in the reward -> estimator, whitening, clip
+    1. verifier's reward + overlong penalty, then shift, scale, clip: at the response's last token
+       (with reward.turns=each: every turn's own reward, at the turn's last token)
+    2. minus beta times the KL of every token, if KL is in the reward
+    3. estimator, whitening, clip: the advantage of every token
 
 Shape suffixes: B responses, T response tokens, K named rewards.
 """

@@ -211,7 +211,8 @@ def measure_correction(
 ) -> None:
     """Measure the correction's weights: their mean, what gets 0, and effective sample sizes.
 
-    The sizes are those before truncation, of pi_old / mu by token, and those after it."""
+    Effective sample sizes are measured twice: of the token ratios pi_old / mu before truncation,
+    and of the weights that the loss uses."""
     mask_BT = batch.mask_BT
     weight_BT = importance_weight(old_logp_BT, batch.engine_logp_BT, mask_BT, "token")
     accumulator.row_weights("mismatch", "", batch.prompts_B, weight_BT, mask_BT)
@@ -225,9 +226,9 @@ def measure_masked(
 ) -> None:
     """Measure the tokens and the whole responses that a correction leaves out.
 
-    The share of tokens is among `choice_BT` (TokenBatch.choice_BT). The ratio of all other tokens
-    is 1, so a mask by tokens never removes them. A response is left out if none of its tokens
-    remains, whether they had a choice or not."""
+    The token share counts only tokens of `choice_BT` (TokenBatch.choice_BT). At every other token
+    only one token could be drawn. Its ratio is 1, so no token mask removes it. A response is left
+    out if none of its tokens remains, whether they had a choice or not."""
     removed_BT = mask_BT & ~kept_BT
     accumulator.token_mean("mismatch/masked", removed_BT, choice_BT, choice_BT.sum())
     has_tokens_B = mask_BT.any(-1)
@@ -277,7 +278,7 @@ def measure_clips(
     Only tokens of `choice_BT` count (TokenBatch.choice_BT), None stands for all response tokens. If
     a single token could be drawn, its ratio is 1, and it would dilute the fractions.
     """
-    kinds = {"active": outputs.active_BT, "outside": outputs.outside_BT}
+    kinds = {"active": outputs.is_clipped_BT, "outside": outputs.outside_BT}
     mask_BT = inputs.mask_BT if choice_BT is None else choice_BT
     selections = {
         "": mask_BT,

@@ -18,7 +18,7 @@ def account(
 ) -> dict[str, float]:
     """Add the step to the run's counters, and return the metrics of the step and of the run so far.
 
-    A prompt is prefilled once per group. A response is generated. Then it is trained on, at the
+    A prompt is prefilled once per problem. A response is generated. Then it is trained on, at the
     cost of `passes` forward passes. A backward pass counts as two. Groups that were sampled and
     dropped cost their generation. `compute/flops` is left out if the number of active parameters is
     not known.
@@ -32,7 +32,13 @@ def account(
     if policy.active_parameters is not None:
         flops = policy.forward_flops
         lengths = [len(r.prompt_ids) + len(r.token_ids) for r in generated_responses]
-        repeated_prompts = [len(r.prompt_ids) for group in rollout.sampled for r in group[1:]]
+        seen = set()
+        repeated_prompts = []
+        for r in generated_responses:
+            problem = (r.problem.task, r.problem.index)
+            if problem in seen:
+                repeated_prompts.append(len(r.prompt_ids))
+            seen.add(problem)
         generation = flops(torch.tensor(lengths)) - flops(torch.tensor(repeated_prompts))
         state.flops += generation + flops(batch.attention_BS.sum(1)) * passes
         metrics["compute/flops"] = state.flops

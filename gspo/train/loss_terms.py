@@ -68,7 +68,7 @@ class PolicyTerm(Term):
     def __call__(self, inputs: TermInputs) -> Tensor:
         batch = inputs.batch
         accumulator = inputs.accumulator
-        tensors = replace(loss_inputs(inputs.output, batch), statistic=inputs.statistic)
+        tensors = loss_inputs(inputs.output, batch, inputs.statistic)
         outputs = self.objective(tensors)
         if self.correction.acts == "minibatch":
             # a record of the step shows which tokens have left the mini-batch
@@ -284,9 +284,10 @@ def loss_terms(
     return terms
 
 
-def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
-    """Collect the tensors that an objective may read."""
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+def loss_inputs(
+    output: PolicyOutput, batch: TrainBatch, statistic: Tensor | None = None
+) -> LossInputs:
+    """Return the tensors that an objective may read."""
     return LossInputs(
         logp_BT=output.logp_BT,
         old_logp_BT=batch.old_logp_BT,
@@ -294,14 +295,15 @@ def loss_inputs(output: PolicyOutput, batch: TrainBatch) -> LossInputs:
         mask_BT=batch.mask_BT,
         engine_logp_BT=batch.engine_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
-        lengths_B=real_BT.sum(-1),
+        lengths_B=batch.real_BT.sum(-1),
         correction_BT=batch.correction_BT,
+        statistic=statistic,
     )
 
 
 def clip_bits(outputs: LossOutputs) -> Tensor:
     """Return the clip masks of an objective as a sum of bits: uint8 [B, T]."""
-    bits_BT = ACTIVE * outputs.active_BT.byte() + OUTSIDE * outputs.outside_BT.byte()
+    bits_BT = ACTIVE * outputs.is_clipped_BT.byte() + OUTSIDE * outputs.outside_BT.byte()
     bits_BT = bits_BT + BOUNDED * outputs.bounded_BT.byte()
     if outputs.dual_BT is not None:
         bits_BT = bits_BT + DUAL * outputs.dual_BT.byte()

@@ -52,7 +52,7 @@ def start_at_old_policy(
     to the engine, and the micro-batch stays as it is. `statistic` is Objective.statistic of the whole
     mini-batch.
     """
-    inputs = replace(loss_inputs(output, micro), statistic=statistic)
+    inputs = loss_inputs(output, micro, statistic)
     diagnostics.measure_rounding_floor(objective, inputs, accumulator)
     if engine_is_old:
         return micro

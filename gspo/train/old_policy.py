@@ -30,8 +30,9 @@ from gspo.train.settings import PolicySettings, TrainerSettings
 def is_exact(engine: Engine) -> bool:
     """Return whether the engine's log-probs are the policy's own, but for rounding.
 
-    This holds for our forward pass alone. In other architectures a step with the cache may compute
-    something else than a whole pass: in Nemotron-H it bounds a time step less tightly."""
+    This holds only with our own forward pass (`Policy.network`). In transformers' forward of other
+    architectures, decoding with a cache may differ from a pass over the whole sequence.
+    Nemotron-H, for example, clamps its time steps differently."""
     policy = engine.policy
     same_precision = policy.precision == policy.model.dtype
     return engine.shares_weights and same_precision and policy.network is not None

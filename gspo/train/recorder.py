@@ -1,8 +1,8 @@
 """Collects all that a training step's loss is computed from, and writes it as a record.
 
 The trainer calls a recorder at the start of a step, before the updates, in each update, and at the
-end of the step. Recording changes no number of the run. With
-several ranks each rank collects its local rows, and rank 0 writes the rows of all.
+end of the step. Recording changes no number of the run. With several ranks each rank collects its
+local rows, and rank 0 writes the rows of all.
 
 gspo.data.step_record has the layout of the file. gspo.train.replay computes the loss from it.
 
@@ -195,7 +195,7 @@ class StepRecorder(Recorder):
         """Return the arrays of this rank's rows, without padding.
 
         Update 0 stands for arrays of the whole step."""
-        real_BT = batch.attention_BS[:, batch.prompt_width :]
+        real_BT = batch.real_BT
         lengths = real_BT.sum(-1).tolist()
         rows: RowArrays = {}
         local_rows: set[int] = set()
@@ -235,7 +235,7 @@ def to_record(
     responses = [r for group in groups for r in group]
     group_sizes = [len(group) for group in groups]
     describe_responses(header, responses)
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    real_BT = batch.real_BT
 
     def of_tokens(x_BT: Tensor | None) -> ndarray | None:
         return None if x_BT is None else x_BT[real_BT].numpy()

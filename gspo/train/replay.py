@@ -28,6 +28,7 @@ from gspo.algorithm.aggregation import Totals
 from gspo.algorithm.entropy import EntropyCoefficient
 from gspo.algorithm.kl import KL, KLCoefficient
 from gspo.algorithm.objectives import Objective
+from gspo.algorithm.objectives.base import log_ratio
 from gspo.algorithm.reward_shaping import RunningMoments
 from gspo.data.batch import NOT_RECORDED, OldPolicyBatch, RolloutBatch, TokenBatch, TrainBatch
 from gspo.data.kept_tokens import KeptTokens
@@ -282,13 +283,13 @@ def add_old_policy(
 
 
 def unflattened_or_none(x: ndarray | None, batch: TokenBatch) -> Tensor | None:
-    """Return an array over the response tokens of all rows as a tensor [B, T, ...], 0 at padding."""
+    """Return the result of `unflattened`, or None for None."""
     return None if x is None else unflattened(x, batch)
 
 
 def unflattened(x: ndarray, batch: TokenBatch) -> Tensor:
     """Return an array over all response tokens as a tensor [B, T, ...], 0 at padding."""
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    real_BT = batch.real_BT
     x_N = torch.from_numpy(x)
     x_BT = torch.zeros((*real_BT.shape, *x.shape[1:]), dtype=x_N.dtype)
     x_BT[real_BT] = x_N
@@ -297,7 +298,7 @@ def unflattened(x: ndarray, batch: TokenBatch) -> Tensor:
 
 def flat(x_BT: Tensor, batch: TokenBatch) -> ndarray:
     """Return the entries of the response tokens, row after row."""
-    real_BT = batch.attention_BS[:, batch.prompt_width :]
+    real_BT = batch.real_BT
     return x_BT.detach().expand(real_BT.shape)[real_BT].numpy()
 
 
@@ -350,8 +351,7 @@ def replay_update(
         outputs = inputs.outputs
         if outputs is None:
             raise ValueError("the loss has no policy term")
-        log_ratio_BT = output.logp_BT - minibatch.old_logp_BT
-        log_ratio_BT = torch.where(minibatch.mask_BT, log_ratio_BT, 0.0)
+        log_ratio_BT = log_ratio(output.logp_BT, minibatch.old_logp_BT, minibatch.mask_BT)
         weight_BT = torch.where(minibatch.mask_BT, outputs.weight_BT.float(), 0.0)
     return ReplayedUpdate(
         rows=update.rows,

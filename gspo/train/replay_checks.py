@@ -7,7 +7,8 @@ from gspo.data.step_record import StepRecord
 from gspo.io.errors import SettingError
 from gspo.train.settings import Algorithm, TrainerSettings
 
-# tokens of a batch with its padding; more are refused if so few of them are tokens
+# A padded batch may have this many positions. A larger one needs a token in at least one of
+# MAX_PADDING_FACTOR positions.
 MAX_CELLS = 2**27
 MAX_PADDING_FACTOR = 50
 

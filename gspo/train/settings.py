@@ -71,12 +71,16 @@ class OptimSettings(Ranged, key="optim"):
             )
 
     def lr_of(self, update: int) -> float:
-        """Return the learning rate of an update, counted from 1.
+        """Return the learning rate of update n, counted from 1.
 
-            lr min(1, n / warmup) (f + (1 - f) d(p))
+            lr min(1, n / warmup_updates) (f + (1 - f) d)
 
-        with p = (n - warmup) / decay_updates in [0, 1], f = final_lr_factor, and d(p) = 1, 1 - p or
-        (1 + cos(pi p)) / 2."""
+        f is final_lr_factor, and p = (n - warmup_updates) / decay_updates, kept within [0, 1].
+
+            decay=none     d = 1
+            decay=linear   d = 1 - p
+            decay=cosine   d = (1 + cos(pi p)) / 2
+        """
         lr = self.lr * min(1.0, update / max(self.warmup_updates, 1))
         if self.decay == "none":
             return lr

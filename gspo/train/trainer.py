@@ -99,15 +99,15 @@ class Trainer:
         self.recorder = recorder or Recorder()
         self.probe = probe or SignalProbe()
         self.policy_settings = policy_settings
-        # The first ratios of a step must be 1 if they divide by log-probs of the weights that the
-        # step begins with, computed by the trainer or by the engine.
-        divides_by_old = algorithm.objective.ratio_to == "old"
+        # The step starts at pi_old, unless responses are older and keep their own log-probs.
         recomputes_old = policy_settings.old_logprobs == "step_start"
-        self.old_is_start = recomputes_old or not source.settings.samples_ahead
-        self.starts_at_old_policy = divides_by_old and self.old_is_start
-        # the first ratios to the engine are 1 only up to its mismatch
+        self.starts_at_old_policy = recomputes_old or not source.settings.samples_ahead
+        # Ratios to pi_old are then 1 in the first update, up to rounding. With old_logprobs=engine
+        # they are 1 up to the mismatch of engine and trainer.
+        divides_by_old = algorithm.objective.ratio_to == "old"
+        self.first_ratios_near_1 = divides_by_old and self.starts_at_old_policy
         uses_engine = policy_settings.old_logprobs == "engine"
-        self.first_ratios_are_1 = self.starts_at_old_policy and not uses_engine
+        self.first_ratios_are_1 = self.first_ratios_near_1 and not uses_engine
         self.state = TrainState()
         self.old_policy = OldPolicyPass(
             policy,
@@ -138,8 +138,10 @@ class Trainer:
         self.state = state
         if state.changed_lr:
             recorded_lr, changed_lr = state.changed_lr
-            is_same = recorded_lr == self.settings_lr  # else a rollback has lowered it
-            self.optim.lr = changed_lr if is_same else changed_lr * self.settings_lr / recorded_lr
+            self.optim.lr = changed_lr
+            if recorded_lr != self.settings_lr:
+                # a rollback has lowered the lr of the settings: lower the callback's lr alike
+                self.optim.lr = changed_lr * self.settings_lr / recorded_lr
         self.extensions.load_state(state.callbacks)
         self.source.load_state(state.source, state.step)
         if self.algorithm.kl.needs_reference and state.kl_coef is not None:
@@ -284,7 +286,7 @@ class Trainer:
             "kl_coef": self.coefficient.value,
             "entropy_coef": self.entropy.state() if self.entropy else None,
             "rewards": asdict(self.state.rewards),
-            "starts_at_old_policy": self.old_is_start,
+            "starts_at_old_policy": self.starts_at_old_policy,
             "skips_old_pass": self.old_policy.is_skipped,
             "experts": self.policy.routing.experts if self.policy.routing.layers else 0,
         }
@@ -320,7 +322,7 @@ class Trainer:
         minibatch = reduce_minibatch(minibatch, self.algorithm.correction, accumulator)
         totals = Totals.of(minibatch.mask_BT)
         objective = self.algorithm.objective
-        is_at_old_policy = update_number == 1 and self.starts_at_old_policy
+        is_at_old_policy = update_number == 1 and self.first_ratios_near_1
         engine_is_old = self.policy_settings.old_logprobs == "engine"
         has_ratio_1 = update_number == 1 and self.first_ratios_are_1
         statistic = self.old_policy.statistic(

@@ -91,8 +91,6 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
         assert not (tmp_path / "runs" / "paper_figures" / name / "superseded").exists(), (
             f"{name} lost steps before {step}"
         )
-    third = forked.run(TYPED, cwd=tmp_path, env=environment())
-    assert third.returncode == 0 and third.stdout.count("has reached step 40 already") == 3
 
 
 TRAIN = [sys.executable, "-P", "-m", "gspo", "train"]

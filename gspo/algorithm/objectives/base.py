@@ -67,14 +67,14 @@ class LossOutputs:
     loss_BT: Tensor
     # the factor of A_it grad log pi(y_it) in the gradient, 0 if it is clipped; without gradient
     weight_BT: Tensor
-    active_BT: Tensor  # bool, True if the clip or a mask removed the token's gradient
+    is_clipped_BT: Tensor  # bool, True if the clip or a mask removed the token's gradient
     # bool, True if the ratio lies outside the clip range, for either sign of the advantage
     outside_BT: Tensor
     bounded_BT: Tensor  # bool, True if the log-ratio lies beyond its numerical bound
-    # bool, True if the dual clip removed the gradient, a part of active_BT; None without dual clip
+    # bool, True if the dual clip removed the gradient, a part of is_clipped_BT; None without it
     dual_BT: Tensor | None = None
-    # the part of loss_BT that does not depend on the advantage, to which weight_BT and active_BT do
-    # not apply; None: there is no such part
+    # the part of loss_BT that does not depend on the advantage, to which weight_BT and
+    # is_clipped_BT do not apply; None: there is no such part
     penalty_BT: Tensor | None = None
 
 
@@ -200,17 +200,17 @@ def clipped_loss(
     gain_BT = ratio_BT * adv_BT
     clipped_gain_BT = clipped_ratio_BT * adv_BT
     loss_BT = -torch.minimum(gain_BT, clipped_gain_BT)
-    active_BT = clipped_gain_BT < gain_BT
+    is_clipped_BT = clipped_gain_BT < gain_BT
     dual_BT = None
     if dual_clip is not None:
         largest_BT = -dual_clip * adv_BT
         dual_BT = (adv_BT < 0) & (loss_BT > largest_BT)
         loss_BT = torch.where(dual_BT, largest_BT, loss_BT)
-        active_BT = active_BT | dual_BT
+        is_clipped_BT = is_clipped_BT | dual_BT
     return LossOutputs(
         loss_BT=loss_BT,
-        weight_BT=torch.where(active_BT | bounded_BT, 0.0, ratio_BT.detach()),
-        active_BT=active_BT,
+        weight_BT=torch.where(is_clipped_BT | bounded_BT, 0.0, ratio_BT.detach()),
+        is_clipped_BT=is_clipped_BT,
         outside_BT=clipped_ratio_BT.detach() != ratio_BT.detach(),
         bounded_BT=bounded_BT,
         dual_BT=dual_BT,
@@ -223,6 +223,12 @@ def log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
     No gradient reaches the old log-probs.
     """
     return torch.where(mask_BT, logp_BT - old_logp_BT.detach(), 0.0)
+
+
+def probability_change(inputs: LossInputs, engine_logp_BT: Tensor) -> Tensor:
+    """Compute pi(y_it) - mu(y_it) without gradient, 0 at masked tokens. Shape [B, T]."""
+    change_BT = inputs.logp_BT.detach().exp() - engine_logp_BT.exp()
+    return torch.where(inputs.mask_BT, change_BT, 0.0)
 
 
 def required_engine_logp(inputs: LossInputs, group: str, name: str) -> Tensor:

@@ -24,6 +24,7 @@ from gspo.algorithm.objectives.base import (
     RatioObjective,
     clipped_loss,
     log_ratio,
+    probability_change,
     required_engine_logp,
 )
 from gspo.data.lazy_torch import torch
@@ -80,7 +81,7 @@ class VESPO(Objective):
         return LossOutputs(
             loss_BT=-phi_BT * inputs.advantage_BT * logp_BT,
             weight_BT=phi_BT,
-            active_BT=none_BT,
+            is_clipped_BT=none_BT,
             outside_BT=none_BT,
             bounded_BT=beyond_B1.expand_as(mask_BT),
         )
@@ -201,7 +202,7 @@ class DRO(Objective):
         return LossOutputs(
             loss_BT=penalty_BT - inputs.advantage_BT * logp_BT,
             weight_BT=torch.ones_like(d_BT, requires_grad=False),
-            active_BT=none_BT,
+            is_clipped_BT=none_BT,
             outside_BT=none_BT,
             bounded_BT=none_BT,
             penalty_BT=penalty_BT,
@@ -226,11 +227,10 @@ class EngineRatio(RatioObjective):
     ratio_to: ClassVar[str] = "engine"
     needs_every_row: ClassVar[bool] = True
 
-    def change(self, inputs: LossInputs) -> Tensor:
+    def probability_change(self, inputs: LossInputs) -> Tensor:
         """Compute p_it without gradient, 0 at masked tokens. Shape [B, T]."""
         engine_logp_BT = required_engine_logp(inputs, "objective", self.name)
-        change_BT = inputs.logp_BT.detach().exp() - engine_logp_BT.exp()
-        return torch.where(inputs.mask_BT, change_BT, 0.0)
+        return probability_change(inputs, engine_logp_BT)
 
     def masked(self, removed_BT: Tensor, outside_BT: Tensor, inputs: LossInputs) -> LossOutputs:
         """Compute the loss. `removed_BT` is M_it = 0."""
@@ -243,7 +243,7 @@ class EngineRatio(RatioObjective):
         return LossOutputs(
             loss_BT=torch.where(removed_BT, 0.0, -ratio_BT * adv_BT) + penalty_BT,
             weight_BT=torch.where(removed_BT | bounded_BT, 0.0, weight_BT),
-            active_BT=removed_BT & (inputs.advantage_BT != 0),
+            is_clipped_BT=removed_BT & (inputs.advantage_BT != 0),
             outside_BT=outside_BT,
             bounded_BT=bounded_BT,
             penalty_BT=penalty_BT,
@@ -269,7 +269,7 @@ class PrimeRL(EngineRatio):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
-        change_BT = self.change(inputs)
+        change_BT = self.probability_change(inputs)
         too_high_BT = change_BT > self.delta_high
         too_low_BT = change_BT < -self.delta_low
         removed_BT = torch.where(inputs.advantage_BT > 0, too_high_BT, too_low_BT)
@@ -290,7 +290,7 @@ class PrimeIPO(EngineRatio):
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute the loss of every token. Raises ValueError without inputs.engine_logp_BT."""
-        removed_BT = self.change(inputs).abs() > self.delta
+        removed_BT = self.probability_change(inputs).abs() > self.delta
         return self.masked(removed_BT, removed_BT, inputs)
 
 
@@ -339,7 +339,7 @@ class P3O(RatioObjective):
         return LossOutputs(
             loss_BT=penalty_BT - weight_BT * inputs.advantage_BT * logp_BT,
             weight_BT=weight_BT,
-            active_BT=torch.zeros_like(inputs.mask_BT),
+            is_clipped_BT=torch.zeros_like(inputs.mask_BT),
             outside_BT=ratio_BT > ess,
             bounded_BT=bounded_BT,
             penalty_BT=penalty_BT,

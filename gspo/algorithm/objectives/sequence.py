@@ -198,11 +198,11 @@ class GMPO(RatioObjective):
         mean_c_B1 = masked_mean(c_BT, inputs.mask_BT).unsqueeze(-1)
         ratio_B1, bounded_B1 = self.bounded_exp(mean_c_B1)
         adv_B1 = masked_mean(inputs.adv_BT, inputs.mask_BT).unsqueeze(-1)
-        active_BT = sign_BT * clipped_BT < sign_BT * log_BT
+        is_clipped_BT = sign_BT * clipped_BT < sign_BT * log_BT
         return LossOutputs(
             loss_BT=(-ratio_B1 * adv_B1).expand_as(inputs.mask_BT),
-            weight_BT=torch.where(active_BT | bounded_B1, 0.0, ratio_B1.detach()),
-            active_BT=active_BT,
+            weight_BT=torch.where(is_clipped_BT | bounded_B1, 0.0, ratio_B1.detach()),
+            is_clipped_BT=is_clipped_BT,
             outside_BT=clipped_BT != log_BT,
             bounded_BT=bounded_B1.expand_as(inputs.mask_BT),
         )

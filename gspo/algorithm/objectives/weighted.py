@@ -17,6 +17,7 @@ from gspo.algorithm.objectives.base import (
     LossOutputs,
     Objective,
     RatioObjective,
+    probability_change,
     required_engine_logp,
 )
 from gspo.data.lazy_torch import torch
@@ -45,7 +46,7 @@ class Reinforce(Objective):
         return LossOutputs(
             loss_BT=-inputs.advantage_BT * logp_BT,
             weight_BT=torch.ones_like(logp_BT, requires_grad=False),
-            active_BT=none_BT,
+            is_clipped_BT=none_BT,
             outside_BT=none_BT,
             bounded_BT=none_BT,
         )
@@ -80,7 +81,7 @@ class Weighted(RatioObjective):
         return LossOutputs(
             loss_BT=-weight_BT.detach() * inputs.advantage_BT * logp_BT,
             weight_BT=torch.where(kept_BT, weight_BT.detach(), 0.0),
-            active_BT=self.harmful(ratio_BT, inputs.advantage_BT) & ~kept_BT,
+            is_clipped_BT=self.harmful(ratio_BT, inputs.advantage_BT) & ~kept_BT,
             outside_BT=self.outside(ratio_BT),
             bounded_BT=bounded_BT,
         )
@@ -162,15 +163,14 @@ class DPPO(RatioObjective):
         adv_BT = inputs.advantage_BT
         engine_logp_BT = required_engine_logp(inputs, "objective", self.name)
         ratio_BT, bounded_BT = self.token_ratio(inputs, engine_logp_BT)
-        change_BT = inputs.logp_BT.detach().exp() - engine_logp_BT.exp()  # pi - mu
-        change_BT = torch.where(inputs.mask_BT, change_BT, 0.0)
+        change_BT = probability_change(inputs, engine_logp_BT)
         above_BT = (adv_BT > 0) & (change_BT > self.delta)
         below_BT = (adv_BT < 0) & (change_BT < -self.delta)
         removed_BT = above_BT | below_BT  # M = 0
         return LossOutputs(
             loss_BT=torch.where(removed_BT, 0.0, -ratio_BT * adv_BT),
             weight_BT=torch.where(removed_BT | bounded_BT, 0.0, ratio_BT.detach()),
-            active_BT=removed_BT,
+            is_clipped_BT=removed_BT,
             outside_BT=change_BT.abs() > self.delta,
             bounded_BT=bounded_BT,
         )
@@ -215,7 +215,7 @@ class SAPO(RatioObjective):
         return LossOutputs(
             loss_BT=-4 / tau_BT * p_BT * adv_BT,
             weight_BT=torch.where(bounded_BT, 0.0, weight_BT.detach()),
-            active_BT=none_BT,
+            is_clipped_BT=none_BT,
             outside_BT=none_BT,
             bounded_BT=bounded_BT,
         )

@@ -130,11 +130,11 @@ class Conversation:
         return Reply([*before, *reply_ids, *after], self._decode(reply_ids), escaped, cut)
 
     def _around(self, last: int) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after an observation, after a policy's turn ended by `last`.
+        """Return the tokens before and after an observation, if the policy's turn ended by `last`.
 
-        The policy's token is not repeated. If it ends a turn, the template's end of a turn is left
-        out, even if it is another token. If it opens a turn, as GLM-4's <|user|> and
-        <|observation|> do, the environment has this turn."""
+        `last` is already in the sequence. If it ends a turn, the template's own end-of-turn token
+        is left out, even if the two differ. If it begins a turn, as GLM-4's <|user|> and
+        <|observation|> do, the observation continues that turn."""
         frame = self.frames[self.role]
         if last in self.stop_ids:
             # the role of the observations first

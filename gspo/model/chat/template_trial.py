@@ -116,8 +116,11 @@ def main() -> None:
     for text in request["templates"]:
         try:
             template = environment.from_string(text)
-        # the run says so itself
-        except jinja2.TemplateError:
+        # jinja2 computes constant expressions while it compiles
+        except MemoryError:
+            sys.exit(TOO_LARGE)
+        # any other error: the run reports it itself
+        except Exception:
             continue
         for chat in CHATS:
             for tools in (None, TOOLS):

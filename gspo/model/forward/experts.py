@@ -18,7 +18,7 @@ from gspo.model.forward.grouped import (
     is_aligned,
     multiply_in_blocks,
 )
-from gspo.model.forward.kernels import FromExperts, ToExperts, swiglu
+from gspo.model.forward.kernels import FromExperts, ToExperts, inverse_permutation, swiglu
 from gspo.model.forward.layers import Experts, ExpertsWrapper
 from gspo.model.forward.low_rank import Factors, factors_of_experts, unwrapped
 from gspo.model.forward.packed_weights import LayerWeights, Product
@@ -67,7 +67,7 @@ def run_experts(
     flat = experts_NK.flatten()
     # a GPU sorts 16 bits in a quarter of the passes
     order = flat.to(torch.int16).argsort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    inverse = inverse_permutation(order)
     # bincount would wait for a GPU
     counts_E = flat.new_zeros(module.num_experts)
     counts_E.scatter_add_(0, flat, torch.ones_like(flat))

@@ -159,6 +159,12 @@ class Rounded(Function):
         return grad.to(ctx.dtype), None
 
 
+def inverse_permutation(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation: inverse[order[i]] = i."""
+    index = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, index)
+
+
 class ToExperts(Function):
     """Copies of the rows of x [N, W], sorted by expert [N K, W].
 

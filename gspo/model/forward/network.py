@@ -29,7 +29,6 @@ import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gspo.data.batch import NOT_RECORDED
 from gspo.model.forward.experts import run_experts
 from gspo.model.forward.grouped import CastCache
 from gspo.model.forward.kernels import float32_product, rms_norm, rotate, swiglu
@@ -45,7 +44,7 @@ from gspo.model.forward.layers import (
 )
 from gspo.model.forward.packed_weights import LayerWeights, prepare_layer
 from gspo.model.forward.packing import attention
-from gspo.model.routers import gate_weights
+from gspo.model.routers import replayed
 from gspo.model.sharding.dtensors import (
     architecture,
     full_tensor,
@@ -112,6 +111,7 @@ class Network:
         many forwards."""
         with torch.no_grad():
             outer = self._frozen
+            outer_head = self._float32_head
             self._frozen = [prepare_layer(layer, True, copy_experts) for layer in self.body.layers]
             if copy_experts and self.head_dtype == torch.float32 and not self.head.is_cuda:
                 self._float32_head = self.head.float()
@@ -119,7 +119,7 @@ class Network:
                 yield
             finally:
                 self._frozen = outer
-                self._float32_head = None
+                self._float32_head = outer_head
 
     @contextmanager
     def cached_casts(self) -> Generator[None]:
@@ -253,9 +253,8 @@ def route(router: Router, h_NW: Tensor, replay_NK: Tensor | None) -> tuple[Tenso
         logits_NE, weights_NK, chosen_NK = router(h_NW)
     if replay_NK is None:
         return weights_NK, chosen_NK, chosen_NK
-    experts_NK = torch.where(replay_NK == NOT_RECORDED, chosen_NK, replay_NK.to(chosen_NK.dtype))
-    replayed_weights_NK = gate_weights(router, logits_NE, experts_NK).to(weights_NK.dtype)
-    return replayed_weights_NK, experts_NK, chosen_NK
+    new_weights_NK, experts_NK = replayed(router, logits_NE, weights_NK, chosen_NK, replay_NK)
+    return new_weights_NK, experts_NK, chosen_NK
 
 
 def autocast_to(device: torch.device, precision: torch.dtype) -> AbstractContextManager:

@@ -87,7 +87,7 @@ def device_mesh(tensor: Tensor) -> Any:
 
 
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients to a common Euclidean norm of at most `max_norm`; return the norm before.
+    """Scale the gradients so that their total norm is at most `max_norm`. Return the norm before.
 
     PyTorch's `clip_grad_norm_` requires that all parameters are sharded over the same ranks. Here
     their meshes may differ, and some parameters may not be sharded."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
-from gspo.model.forward.kernels import ToExperts
+from gspo.model.forward.kernels import ToExperts, inverse_permutation
 
 
 @dataclass
@@ -41,23 +41,21 @@ class ExpertRanks:
         `counts_E` is the number of rows for each expert. `apply_experts` is called with the rows of
         all ranks for this rank's experts, sorted by expert, and their counts [P]. All ranks must
         call this."""
-        counts_RP, sent_R, received_R = self.numbers(rows, counts_E)
+        counts_RP, sent_R, received_R = self.exchange_counts(counts_E)
         received = wait_tensor(all_to_all_single(rows, received_R, sent_R, self.group))
-        # They arrive sorted by rank, and by expert within a rank.
+        # The rows arrive sorted by rank, and by expert within a rank.
         expert_P = torch.arange(counts_RP.shape[1], device=rows.device)
-        expert_RP = expert_P.repeat(len(counts_RP))
-        order = expert_RP.repeat_interleave(counts_RP.flatten(), output_size=len(received)).argsort(
-            stable=True
-        )
-        inverse = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=rows.device)
-        )
-        out = apply_experts(ToExperts.apply(received, order, inverse, 1), counts_RP.sum(0))
+        experts = expert_P.repeat(len(counts_RP))
+        expert_of_row = experts.repeat_interleave(counts_RP.flatten(), output_size=len(received))
+        order = expert_of_row.argsort(stable=True)
+        inverse = inverse_permutation(order)
+        by_expert = ToExperts.apply(received, order, inverse, 1)
+        out = apply_experts(by_expert, counts_RP.sum(0))
         by_rank = ToExperts.apply(out, inverse, order, 1)
         return wait_tensor(all_to_all_single(by_rank, sent_R, received_R, self.group))
 
-    def numbers(self, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Return the numbers of rows that ranks exchange.
+    def exchange_counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Exchange and return the numbers of rows that the ranks will send each other.
 
         These are the rows from each rank for each of this rank's experts [R, P], the rows that this
         rank sends to each rank [R], and the rows that it receives from each rank [R]."""

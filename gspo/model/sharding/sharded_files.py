@@ -33,7 +33,7 @@ from gspo.model.loading import (
     Loaded,
     load_config,
     load_tokenizer,
-    one_line,
+    reading_model,
     save_configuration,
     usable,
     writable,
@@ -87,11 +87,11 @@ def load_sharded(
 
     Raises ValueError with a single-line message if the files cannot be read, or if the architecture
     is not known here."""
-    with one_line(path):
+    with reading_model(path):
         folder = downloaded(path)
     check_same_files(path, folder, shards.ranks)
     check_tokenizer_files(str(folder))
-    with one_line(path):
+    with reading_model(path):
         tokenizer = load_tokenizer(folder)
         config = load_config(str(folder), attention)
     model_class = (config.architectures or [""])[0]
@@ -107,7 +107,7 @@ def load_sharded(
             "shard",
             f"reads weights of 16 or 32 bits; model.path={path!r} has quantized ones",
         )
-    with one_line(path):
+    with reading_model(path):
         check_claimed_size(config, str(folder))
         check_tied_head(config, str(folder))
         with torch.device("meta"):
@@ -170,7 +170,10 @@ def read_weights(model: transformers.PreTrainedModel, folder: Path) -> None:
                         f"{folder}: {part} is of type {stored.get_dtype()}, not of 16 or 32 bits"
                     )
                 shape = tuple(stored.get_shape())
-                expected = tuple((parameter if target is local else target).shape)
+                # A part of an expert is a whole tensor of the file. Of any other parameter the
+                # file has all rows, and this rank reads some of them.
+                is_expert_part = target is not local
+                expected = tuple(target.shape if is_expert_part else parameter.shape)
                 if shape != expected:
                     raise ValueError(f"{folder}: {part} has the shape {shape}, not {expected}")
                 target.copy_(stored[rows.start : rows.stop])

@@ -76,7 +76,7 @@ def agree(gold: Node, answer: Node, equal: Equal) -> bool:
         return _same_formula(gold, answer, equal)
     if gold.kind != answer.kind or len(gold.parts) != len(answer.parts):
         return False
-    if gold.kind in ("several", "besides"):
+    if gold.kind in ("several", "complement"):
         return _same_elements(gold.parts, answer.parts, equal)
     if gold.kind == "ordered":
         same_brackets = gold.parts[0] == answer.parts[0] and gold.parts[-1] == answer.parts[-1]
@@ -128,8 +128,8 @@ def _in_same_form(gold: Node, answer: Node) -> tuple[Node, Node]:
         if {part.kind for part in several.parts} == {"named"}:
             return _by_name(gold), _by_name(answer)
         return gold, answer
-    if "besides" in kinds and kinds & {"several", "ordered"}:
-        return _as_besides(gold), _as_besides(answer)
+    if "complement" in kinds and kinds & {"several", "ordered"}:
+        return _as_complement(gold), _as_complement(answer)
     if gold.kind not in ("equation", "named"):
         return gold, worth(answer) or answer
     return gold, answer
@@ -164,12 +164,12 @@ def _by_name(node: Node) -> Node:
     return Node("several", node.text, tuple(equations))
 
 
-def _as_besides(node: Node) -> Node:
+def _as_complement(node: Node) -> Node:
     r"""Turn a union of intervals into the numbers that it leaves out.
 
     For example (-\infty,2)\cup(2,\infty) becomes 2. The intervals are read from left to right as
     written, except that the endless intervals go first and last."""
-    if node.kind == "besides":
+    if node.kind == "complement":
         return node
     parts = node.parts if node.kind == "several" else (node,)
     names = {part.parts[:2] if part.kind == "named" else "" for part in parts}
@@ -197,7 +197,7 @@ def _as_besides(node: Node) -> Node:
             return node
         gap_start = high
         gap_bracket = {")": "[", "]": "("}[right]
-    return Node("besides", node.text, tuple(gaps))
+    return Node("complement", node.text, tuple(gaps))
 
 
 def _agree_named(gold: Node, answer: Node, equal: Equal) -> bool:

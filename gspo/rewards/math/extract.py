@@ -57,17 +57,24 @@ def extract(text: str, form: str) -> str:
     text = text[-MAX_RESPONSE_CHARS:]
     if form == "boxed":
         return _unwrap(", ".join(_last_boxes(text)))
-    parts = text.rsplit("####", 1) if form == "hash" else ANSWER.split(text)
+    if form == "hash":
+        parts = text.rsplit("####", 1)
+    else:
+        parts = ANSWER.split(text)
     if len(parts) == 1:
         raise UnusableAnswer("no-answer")
-    text = parts[-1].lstrip(" \t")
-    display = DISPLAY.match(text) if form == "answer" else None
-    line = " ".join(display[2].split()) if display else text.split("\n", 1)[0]
+    rest = parts[-1].lstrip(" \t")
+    line = rest.split("\n", 1)[0]
     if form == "answer":
+        display = DISPLAY.match(rest)
+        if display:
+            line = " ".join(display[2].split())
         line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip().strip("*")
     if not line.strip():
         raise UnusableAnswer("no-answer")
-    return _unwrap(NOT_OF_BOX.sub("", line).strip(" \t.。") if BOX.search(line) else line)
+    if BOX.search(line):
+        line = NOT_OF_BOX.sub("", line).strip(" \t.。")
+    return _unwrap(line)
 
 
 def listed_boxes(text: str) -> list[str]:

@@ -122,7 +122,7 @@ def power(formula: str) -> int:
             bracket_powers[-1] = max(bracket_powers[-1], product)
             if sign.rstrip("-+ 0123456789")[-1] in "({":
                 bracket_powers.append(1)
-            operand_power = max(bracket_powers[-1], 1)
+            operand_power = bracket_powers[-1]
         elif sign in "({":
             bracket_powers.append(1)
             operand_power = 1

@@ -23,7 +23,7 @@ class Node:
     several   nodes in any order             ordered   opening bracket, nodes, closing bracket
     named     name, "=" or "in", node        equation  left and right text
     matrix    rows of nodes                  formula   nothing
-    besides   nodes: all real numbers but these numbers and intervals
+    complement  nodes: the numbers and intervals that the set of real numbers leaves out
     choice    the node of a choice's letter, and the node of its value
     boxes     the node of the list that several boxes make together, and the node of each box
     """
@@ -175,7 +175,7 @@ def _without_separators(text: str) -> Node:
         return named
     reals = REALS.match(text)
     if reals:
-        return _besides(text, reals.group(1))
+        return _complement(text, reals.group(1))
     if text == "\\emptyset" or squeeze(text) == "\\{\\}":
         return Node("several", text)
     if text.startswith("\\{") and text.endswith("\\}"):
@@ -208,7 +208,7 @@ def _membership(text: str) -> Node | None:
         return Node("named", text, (squeeze(member.group(1)), "in", structure(member.group(2))))
     unequal = UNEQUAL.match(text)
     if unequal and not UNEQUAL.match(unequal.group(2)):
-        others = _besides(text, unequal.group(2))
+        others = _complement(text, unequal.group(2))
         return Node("named", text, (squeeze(unequal.group(1)), "in", others))
     return None
 
@@ -246,13 +246,13 @@ def worth(node: Node) -> Node | None:
     return None
 
 
-def _besides(text: str, left_out: str | None) -> Node:
+def _complement(text: str, left_out: str | None) -> Node:
     """Return the real numbers without the numbers that are left out."""
     node = structure(left_out) if left_out else Node("several", "")
     parts = []
     for part in node.parts if node.kind == "several" else (node,):
         parts += part.parts if part.kind == "several" else (part,)
-    return Node("besides", text, tuple(parts))
+    return Node("complement", text, tuple(parts))
 
 
 def _inequality(text: str, sides: list[str]) -> Node:

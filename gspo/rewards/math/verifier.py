@@ -100,11 +100,11 @@ class MathVerifier(ProcessOwner):
         verdicts = {}  # by the index of the item
         undecided = {}  # gold and answer, by the index of the item
         for index, (text, gold) in enumerate(items):
-            task = _read(text[-MAX_RESPONSE_CHARS:], gold, self.form)
-            if isinstance(task, MathVerdict):
-                verdicts[index] = task
+            nodes_or_verdict = _read(text[-MAX_RESPONSE_CHARS:], gold, self.form)
+            if isinstance(nodes_or_verdict, MathVerdict):
+                verdicts[index] = nodes_or_verdict
             else:
-                undecided[index] = task
+                undecided[index] = nodes_or_verdict
         with self._lock:
             while undecided:  # each round settles one more question of every undecided answer
                 questions = {}  # a dict keeps the order and holds each once
@@ -122,7 +122,7 @@ class MathVerifier(ProcessOwner):
                         worker.stop()
                     raise
                 undecided = {
-                    index: task for index, task in undecided.items() if index not in verdicts
+                    index: nodes for index, nodes in undecided.items() if index not in verdicts
                 }
             # only now, since answers that this call uses may not be forgotten before it ends
             while len(self._answers) > self.cache:

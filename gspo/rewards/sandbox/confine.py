@@ -256,29 +256,34 @@ def prepare(uid: int, readable: list[str]) -> tuple[ConfinementPlan, dict[str, s
     that nobody else has. Programs may read `readable` beside the system's libraries.
     """
     abi = landlock_abi()
-    rules = landlock_rules(abi, [*readable, *READABLE]) if abi else None
-    filters = seccomp.template(True) if LINUX and seccomp.supported() else None
-    plan = ConfinementPlan(landlock_fd=rules, landlock_abi=abi, filter=filters)
-    # reads_all is for an interpreter in a closed home
-    bare = [replace(plan, landlock_fd=None, reads_all=reads) for reads in (False, True)]
-    if filters is not None and all(attempt(choice, []) < 0 for choice in bare):
-        plan = replace(plan, filter=None)
-    for users in user_choices(uid, bool(abi)):
-        choice = replace(plan, **users)
-        started = attempt(choice, readable)
-        if started >= 0:
+    landlock_fd = landlock_rules(abi, [*readable, *READABLE]) if abi else None
+    seccomp_filter = seccomp.template(True) if LINUX and seccomp.supported() else None
+    plan = ConfinementPlan(landlock_fd=landlock_fd, landlock_abi=abi, filter=seccomp_filter)
+    if seccomp_filter is not None:
+        without_landlock = replace(plan, landlock_fd=None)
+        seccomp_works = any(  # reads_all is for an interpreter in a closed home
+            attempt(replace(without_landlock, reads_all=reads_all), []) >= 0
+            for reads_all in (False, True)
+        )
+        if not seccomp_works:
+            plan = replace(plan, filter=None)
+    for user_fields in user_choices(uid, bool(abi)):
+        choice = replace(plan, **user_fields)
+        threads_started = attempt(choice, readable)
+        if threads_started >= 0:
             break
     else:
         raise CannotConfine("no way to confine a child that can still read the standard library")
-    alone = not LINUX or choice.namespace or choice.uid is not None
+    has_own_user = not LINUX or choice.namespace or choice.uid is not None
     # otherwise the limit counts the user's other processes, or does not bind
-    if not alone or not 0 < started <= MAX_THREADS + 4:
-        choice = replace(choice, threads=0, filter=seccomp.template(False) if plan.filter else None)
+    if not has_own_user or not 0 < threads_started <= MAX_THREADS + 4:
+        filter_without_threads = seccomp.template(False) if plan.filter else None
+        choice = replace(choice, threads=0, filter=filter_without_threads)
     return choice, describe(choice)
 
 
 def user_choices(uid: int, landlock: bool) -> list[dict[str, object]]:
-    """Return the users to try, the best first."""
+    """Return fields of ConfinementPlan for each way to change the user, the best first."""
     if not LINUX:
         return [{}]
     if os.geteuid() == 0:

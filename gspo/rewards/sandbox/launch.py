@@ -73,13 +73,13 @@ class ForkServer:
         except OSError as error:
             raise ServerFailure(f"the fork server is gone: {error}") from None
 
-    def say(self, operation: bytes) -> None:
-        """Send r, p or k (see server.py). The next `hear` notices if the server is dead."""
+    def send_command(self, command: bytes) -> None:
+        """Send r, p or k (server.py). `receive_report` notices if the server is dead."""
         with contextlib.suppress(OSError):
-            self.control.send(operation + b"\n")
+            self.control.send(command + b"\n")
 
-    def hear(self) -> dict[str, Any] | None:
-        """Wait for a message and return it if it reports a child's end, or None.
+    def receive_report(self) -> dict[str, Any] | None:
+        """Wait for a message. Return the report of a child's end, or None for a sign of life.
 
         Raises ServerFailure if the server has died."""
         if not self.lines:
@@ -135,7 +135,7 @@ class ForkServer:
                 self.stop()
                 raise ServerFailure(f"the fork server did not start in {START_SECONDS:.0f} s")
             try:
-                self.layers = self.hear() or {}
+                self.layers = self.receive_report() or {}
             except ServerFailure:
                 self.stop()
                 raise

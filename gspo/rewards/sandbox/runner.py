@@ -88,8 +88,9 @@ class Slot:
     @contextlib.contextmanager
     def _session(self, kind: str, files: list[int], limits: Limits) -> Generator[ProgramSession]:
         role = "tester" if kind == "tester" else "candidate"
+        server = self._server(role)  # raises ServerFailure if it does not start
         try:
-            session = ProgramSession(self._server(role), kind, files, limits)
+            session = ProgramSession(server, kind, files, limits)
         except ServerFailure:
             # the server died since its last program, so try once more with a new server
             self._servers.pop(role).stop()

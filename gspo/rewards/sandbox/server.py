@@ -8,8 +8,8 @@ that it inherits. The harness (runner.py) and the server talk through a control 
     r         an exchange begins: the CPU and waiting allowances are renewed
     p         the exchange is over: waiting does not count
     k         kill the child
-    report    {"why": "exit" | "timeout", "status", "cpu", "memory_mb", "waited"}, sent by the
-              server when the child has ended
+    report    {"why": "exit" | "timeout" | "killed", "status", "cpu", "memory_mb", "waited"}, sent
+              by the server when the child has ended
     {}        sent by the server about once a second while a child runs, as a sign of life
 
 The child talks to the harness itself, through its channel.
@@ -26,6 +26,7 @@ if it is not visible), and a spare user id.
 
 import array
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import json
@@ -172,7 +173,7 @@ def place_descriptors(fds: list[int], plan: confine.ConfinementPlan) -> confine.
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(len(wanted), MAX_TABLE_FDS)
-    return plan if plan.landlock_fd is None else confine.replace(plan, landlock_fd=RULES_FD)
+    return plan if plan.landlock_fd is None else dataclasses.replace(plan, landlock_fd=RULES_FD)
 
 
 def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[str, Any]:
@@ -183,14 +184,16 @@ def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[st
     exited = os.pidfd_open(child) if hasattr(os, "pidfd_open") else -1
     if exited >= 0:
         poll.register(exited, select.POLLIN)
-    why = "exit"
+    why = ""  # empty while the child runs
     next_sign_of_life = time.monotonic() + TICK_SECONDS
-    while why == "exit":
+    while not why:
         milliseconds = 1000 * clock.next_look_seconds() + 1 if exited >= 0 else 5
         ready = {fd for fd, _ in poll.poll(milliseconds)}
         if exited in ready:
+            why = "exit"
             break
         if exited < 0 and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            why = "exit"
             break
         if control.fileno() in ready:
             commands = control.recv(4096)
@@ -198,7 +201,7 @@ def watch(child: int, limits: dict[str, Any], control: socket.socket) -> dict[st
                 why = "gone"
             elif b"k" in commands:
                 why = "killed"
-            clock.hear(commands)
+            clock.apply_commands(commands)
         else:
             why = clock.check()
         if clock.active and time.monotonic() > next_sign_of_life:
@@ -244,7 +247,7 @@ class Clock:
         cpu_left = min(exchange_end, self.limits["total_cpu_seconds"]) - self.cpu
         return max(0.001, min(TICK_SECONDS / 4, self.limits["wall_seconds"] / 8, cpu_left))
 
-    def hear(self, commands: bytes) -> None:
+    def apply_commands(self, commands: bytes) -> None:
         """Note that the harness begins or ends exchanges."""
         # The queue is read at the next look. Older time in it only makes that look more lenient.
         if b"r" in commands:
@@ -271,7 +274,7 @@ class Clock:
         self.queued = queued
 
     def check(self) -> str:
-        """Return "exit" while no limit is passed, else "timeout" or "waited"."""
+        """Return "" while no limit is passed, else "timeout" or "waited"."""
         self.measure()
         if self.cpu - self.renewed >= self.limits["cpu_seconds"]:
             return "timeout"
@@ -279,7 +282,7 @@ class Clock:
             return "timeout"
         if self.waited >= self.limits["wall_seconds"] and not self.ready_to_run():
             return "waited"
-        return "exit"
+        return ""
 
     def ready_to_run(self) -> bool:
         """Return whether a thread runs or stands in the queue just now."""

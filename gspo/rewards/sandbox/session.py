@@ -108,7 +108,7 @@ class ProgramSession:
         now = time.monotonic()
         allowances_used = now - self._renewed > SHARED_FRACTION * self.limits.cpu_seconds
         if self._ready and (self._paused or allowances_used):
-            self.server.say(b"r")
+            self.server.send_command(b"r")
             self._renewed = now
             self._paused = False
         try:
@@ -120,20 +120,20 @@ class ProgramSession:
         if reply is None:
             return self._wait()
         if pause:
-            self.server.say(b"p")
+            self.server.send_command(b"p")
             self._paused = True
         return reply
 
     def wait(self) -> ProgramEnd:
         """Renew the allowances and wait for the program's end, ignoring all that it sends."""
         if self.ended is None:
-            self.server.say(b"r")
+            self.server.send_command(b"r")
         return self._wait()
 
     def _wait(self) -> ProgramEnd:
         while self.ended is None:
             if readable(self.server.control, SILENCE_SECONDS):
-                self._hear()
+                self._receive_report()
             else:
                 self._fail("the fork server is silent")
         return self.ended
@@ -153,21 +153,28 @@ class ProgramSession:
         deadline = time.monotonic() + SILENCE_SECONDS
         while True:
             message = self._decoder.message()
-            if message is not None:
-                if self._ready:
-                    return message
-                self._ready = message == {"ready": True}
-                if not self._ready:
-                    return self._fail(str(message.get("failed", "no word")))
+            if message is not None and self._ready:
+                return message
+            if message is not None:  # the child's first message, before the program runs
+                if message != {"ready": True}:
+                    self._fail(str(message.get("failed", "no word")))
+                    return None
+                self._ready = True
                 continue
-            poll.register(channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            wanted = select.POLLIN
+            if self._unsent:
+                wanted |= select.POLLOUT
+            poll.register(channel, wanted)
             events = dict(poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
             if not events:
-                return self._fail("the fork server is silent")
+                self._fail("the fork server is silent")
+                return None
             if control in events:
                 deadline = time.monotonic() + SILENCE_SECONDS
-                self._hear()
-            is_open = channel not in events or self._transfer(events[channel])
+                self._receive_report()
+            is_open = True
+            if channel in events:
+                is_open = self._transfer(events[channel])
             if not is_open and self.ended is None:
                 return None
             has_more = is_open and events.get(channel, 0) & select.POLLIN
@@ -190,9 +197,9 @@ class ProgramSession:
             return False
         return True
 
-    def _hear(self) -> None:
+    def _receive_report(self) -> None:
         try:
-            report = self.server.hear()
+            report = self.server.receive_report()
         except ServerFailure as error:
             self._fail(str(error))
             return
@@ -245,11 +252,11 @@ class ProgramSession:
 
     def _kill(self) -> ProgramEnd:
         """Let the server kill the program, and return its end."""
-        self.server.say(b"k")
+        self.server.send_command(b"k")
         deadline = time.monotonic() + MAX_KILL_SECONDS
         while self.ended is None:
             if readable(self.server.control, deadline - time.monotonic()):
-                self._hear()
+                self._receive_report()
             else:
                 self._fail("the fork server does not answer")
         return self.ended

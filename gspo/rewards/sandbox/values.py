@@ -130,8 +130,6 @@ def decode(form: Any, handle: Callable[[int], Any] | None = None, depth: int = M
     """Return a new value from its JSON form. Raises Malformed.
 
     `handle` returns the object behind ["h", number]."""
-    if type(form) is not list:
-        return unpack(form)[1]
     kind, content = unpack(form)
     if kind == "handle":
         if handle is None:

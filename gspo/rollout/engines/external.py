@@ -1,4 +1,4 @@
-"""The base class of engines outside the trainer's process: its requests and its weights.
+"""The base class of the vLLM engines: their requests and their weights.
 
 For example, two ranks each have a vLLM of their own. Both go through the trainer's weights tensor
 by tensor, because sharded weights are gathered one tensor at a time. Each rank writes the tensors,
@@ -29,7 +29,7 @@ from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.pending_requests import PendingRequests, fill
 from gspo.rollout.engines.requests import Row, SamplingRequest
 from gspo.rollout.engines.vllm_host import Completion
-from gspo.rollout.engines.vllm_kept import returned, vocabulary_size
+from gspo.rollout.engines.vllm_kept import requested_logprobs, vocabulary_size
 from gspo.rollout.engines.weights_folder import WeightsFolder
 from gspo.rollout.vllm_settings import OutsideRollout
 
@@ -61,15 +61,16 @@ class Calls:
 
 
 class OutsideEngine(Engine, Generic[SettingsT]):
-    """An engine that samples in another process, and loads the weights that it is handed.
+    """An engine that samples with vLLM, and loads the weights that it is handed.
 
-    `sharers` are the neighbouring ranks that sample with the same engine. The first of them calls
+    vLLM runs in the trainer's process (rollout.own_process=false), in a separate process, or behind
+    a server. `sharers` are the neighbouring ranks that sample with the same engine. The first of them calls
     it for all. Only a rank that hands weights over has a `folder`.
     """
 
     shares_weights = False
     # whether the engine has a tokenizer: then it can end a response at a stop string itself
-    knows_text = False
+    has_tokenizer = False
     in_chunks = False
     folder: WeightsFolder | None = None
 
@@ -86,7 +87,7 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         # such as the bias with which a router selects experts
         self.buffers = {name for name, _ in policy.model.named_buffers()}
         # the precision in which the engine stores its weights, None if there are several
-        self.stored: torch.dtype | None = None
+        self.stored_dtype: torch.dtype | None = None
         # None: the model has no bound
         self.max_model_len = max_model_len or settings.max_model_len or policy.positions
 
@@ -125,9 +126,10 @@ class OutsideEngine(Engine, Generic[SettingsT]):
             calls(self._ask, "end_load")
             calls(self._forget_prefixes)
         else:
+            # sharded tensors are gathered by all ranks, so this rank goes through them too
             for _ in tensors:
                 pass
-        self._agree(calls)
+        self._raise_if_ended(calls)
         if wrong_names:
             raise ValueError(
                 "weights do not belong to this model, or are missing: "
@@ -157,13 +159,15 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         on_cpu = {}
         model_class = architecture(self.policy.model)
         for name, tensor in piece.items():
-            dtype = tensor.dtype if name in self.buffers else self.stored or tensor.dtype
-            stored = tensor.detach().to("cpu", dtype)
+            dtype = self.stored_dtype or tensor.dtype
+            if name in self.buffers:
+                dtype = tensor.dtype
+            cpu_tensor = tensor.detach().to("cpu", dtype)
             if model_class == "MixtralForCausalLM":
-                parts = tensors_in_files(model_class, name, range(len(stored)), stored)
+                parts = tensors_in_files(model_class, name, range(len(cpu_tensor)), cpu_tensor)
                 on_cpu |= {file_name: part.contiguous() for file_name, _, part in parts}
             else:
-                on_cpu[name] = stored
+                on_cpu[name] = cpu_tensor
         path = folder.save_weights(on_cpu)
         self._ask("load", str(path))
         path.unlink()
@@ -175,10 +179,10 @@ class OutsideEngine(Engine, Generic[SettingsT]):
 
     def _note_precision(self) -> None:
         """Store the precision of the engine's weights, in which they will be handed over."""
-        stored = self._ask("stored_dtype")
-        self.stored = getattr(torch, stored) if stored else None
+        name = self._ask("stored_dtype")
+        self.stored_dtype = getattr(torch, name) if name else None
 
-    def _agree(self, calls: Calls) -> None:
+    def _raise_if_ended(self, calls: Calls) -> None:
         """Raise EngineEnded, with the same message on every rank, if a rank's engine has ended."""
         messages = [message for message in self.ranks.all_gather(calls.ended) if message]
         if messages:
@@ -211,7 +215,7 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         sampled_by_rank = None
         if self.sharers.rank == 0:
             sampled_by_rank = calls(self._sample_for_sharers, prompts_by_rank)
-        self._agree(calls)
+        self._raise_if_ended(calls)
         for row, sampled in zip(rows, self.sharers.scatter(sampled_by_rank), strict=True):
             fill(row, sampled, self.policy, request.sampling)
             row.experts = []
@@ -243,7 +247,7 @@ class OutsideEngine(Engine, Generic[SettingsT]):
         logprobs_by_rank = None
         if self.sharers.rank == 0:
             logprobs_by_rank = calls(self._logprobs_for_sharers, sequences_by_rank)
-        self._agree(calls)
+        self._raise_if_ended(calls)
         logprobs = self.sharers.scatter(logprobs_by_rank)
         rows = zip(logprobs, responses, strict=True)
         return [values[len(values) - len(response) :] for values, response in rows]
@@ -309,8 +313,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
             "detokenize": False,
         }
         if sampling.keeps_mask:
-            params["logprobs"] = returned(sampling.top_k, vocabulary_size(self.policy))
-        strings = self._strings_for_vllm(sampling.stop) if self.knows_text else []
+            params["logprobs"] = requested_logprobs(sampling.top_k, vocabulary_size(self.policy))
+        strings = self._strings_for_vllm(sampling.stop) if self.has_tokenizer else []
         if strings:
             params |= {
                 "stop": strings,

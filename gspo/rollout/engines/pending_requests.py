@@ -1,4 +1,4 @@
-"""The requests of a stream that an engine outside the trainer's process has not answered yet."""
+"""The requests of a stream that a vLLM engine has not answered yet."""
 
 from collections.abc import Callable
 from typing import Any

@@ -101,7 +101,7 @@ class Row:
     # pieces [positions fed, L, K], to be concatenated
     experts: list[np.ndarray] = field(default_factory=list)
     kept: KeptTokens | None = None  # of the tokens that this call has added
-    episode_index: int = 0  # the index of its episode in a conversation
+    episode_index: int = 0  # Episode.index: its episode in the chunk
     rendered: str = ""  # the prompt of a new response as the policy sees it
     # whether this call samples a turn of its own: then a stop string lies within the turn
     begins_turn: bool = False

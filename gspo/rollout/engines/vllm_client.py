@@ -219,7 +219,7 @@ class VLLMServerClient:
         if self.threads:
             self.threads.shutdown(wait=False, cancel_futures=True)
             if self.added:
-                with contextlib.suppress(EngineEnded):
+                with contextlib.suppress(EngineEnded, RequestRefused):
                     self.call("/abort_requests", {})
             self.threads.shutdown()
         self.threads = None

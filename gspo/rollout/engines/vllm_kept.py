@@ -30,13 +30,13 @@ def vocabulary_size(policy: Policy) -> int:
     return len(input_embedding(policy.model))
 
 
-def max_returned(settings: Truncation) -> int:
-    """Return the largest number of log-probs that a request asks for at a position."""
+def max_logprobs(settings: Truncation) -> int:
+    """Return vLLM's option max_logprobs: the most log-probs that a request may ask for."""
     return settings.top_k + MAX_TIES
 
 
-def returned(top_k: int, vocabulary: int) -> int:
-    """Return the number of log-probs that a request asks for at a position."""
+def requested_logprobs(top_k: int, vocabulary: int) -> int:
+    """Return how many log-probs a request asks for at each position."""
     return min(top_k + MAX_TIES, vocabulary)
 
 
@@ -44,7 +44,7 @@ def kept_of(finite_ids: list[list[int]], top_k: int, vocabulary: int) -> KeptTok
     """Return the kept tokens of a response from the tokens with finite log-probs.
 
     Raises RuntimeError if more tokens may have been kept than were returned."""
-    limit = returned(top_k, vocabulary)
+    limit = requested_logprobs(top_k, vocabulary)
     largest = max(map(len, finite_ids), default=0)
     if limit < vocabulary and largest >= limit:
         raise RuntimeError(

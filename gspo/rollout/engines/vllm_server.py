@@ -21,7 +21,7 @@ from gspo.rollout.engines.external import OutsideEngine
 from gspo.rollout.engines.server_guard import HEALTH_PATH
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
 from gspo.rollout.engines.vllm_client import RequestRefused, VLLMServerClient
-from gspo.rollout.engines.vllm_kept import max_returned
+from gspo.rollout.engines.vllm_kept import max_logprobs
 from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
 from gspo.rollout.vllm_settings import VLLMServerRollout
 
@@ -84,7 +84,7 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
             "rollout.url",
             settings.url,
             f"the server has vLLM {version}, this engine was tested with {TESTED_VERSION}.*",
-            remedy="install that there",
+            remedy=f"install vLLM {TESTED_VERSION} on the server's machine",
         )
     for key, value in (("dtype", settings.dtype), ("routes", settings.routes)):
         if description[key] != value:
@@ -95,12 +95,12 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
                 remedy=START,
             )
     # 0: the server was started without rollout.keep_mask
-    max_logprobs = description.get("max_logprobs", 0)
-    if settings.rules and bool(max_logprobs) != settings.keep_mask:
+    server_max_logprobs = description.get("max_logprobs", 0)
+    if settings.rules and bool(server_max_logprobs) != settings.keep_mask:
         raise SettingError(
             "rollout.keep_mask",
             settings.keep_mask,
-            f"the server at {settings.url} was started with {bool(max_logprobs)}",
+            f"the server at {settings.url} was started with {bool(server_max_logprobs)}",
             remedy=START,
         )
     if description["logprobs_mode"] != logprobs_mode(settings):
@@ -112,7 +112,7 @@ def check_server(settings: VLLMServerRollout) -> RunningServer:
             "its log-probs would be of another distribution than the ratio needs",
             remedy=START,
         )
-    if settings.keep_mask and max_logprobs < max_returned(settings):
+    if settings.keep_mask and server_max_logprobs < max_logprobs(settings):
         raise SettingError(
             "rollout.top_k",
             settings.top_k,

@@ -204,9 +204,9 @@ class EnvironmentEpisode(Episode):
         calls += [("act", turn) for turn in self.sampled_turns()[: self.answered_turns]]
         try:
             # the last turn may have no answer
-            for call, answer in zip(calls, self.player.answers, strict=False):
+            for call, expected in zip(calls, self.player.result_digests, strict=False):
                 player.finish(player.begin(*call))
-                if player.answers[-1] != answer:
+                if player.result_digests[-1] != expected:
                     return "the environment answered otherwise"
             return ""
         except EnvironmentFailed as error:

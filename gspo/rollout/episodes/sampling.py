@@ -293,7 +293,7 @@ class Play:
         replays_left: dict[str, int] = {}  # by task
         for episode in self.environment_episodes:
             name = episode.problem.task
-            if episode.finish_reason == ENVIRONMENT or len(episode.player.answers) < 2:
+            if episode.finish_reason == ENVIRONMENT or len(episode.player.result_digests) < 2:
                 continue
             if not replays_left.setdefault(name, episode.task.replays):
                 continue

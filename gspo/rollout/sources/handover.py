@@ -111,13 +111,14 @@ def is_token_lists(value: object, vocabulary: int) -> bool:
 def sequence_gap(trainer_N: Tensor, engine_N: Tensor, sequence_N: Tensor, quantile: float) -> float:
     """Return a quantile over the sequences of their mean |engine - trainer|.
 
-    The result is NaN if a difference is NaN."""
+    The result is NaN if a difference is NaN or infinite."""
     difference_N = (engine_N - trainer_N).abs()
+    if not difference_N.isfinite().all():
+        return math.nan
     num_sequences = int(sequence_N.max()) + 1
     sums_Q = difference_N.new_zeros(num_sequences).index_add(0, sequence_N, difference_N)
     counts_Q = sequence_N.bincount(minlength=num_sequences)
-    gap = (sums_Q / counts_Q).quantile(quantile)
-    return float(gap + 0.0 * difference_N.sum())
+    return float((sums_Q / counts_Q).quantile(quantile))
 
 
 @contextmanager
@@ -289,7 +290,7 @@ class HandoverCheck:
 
         `residual` is |y - x| of a quiet sequence."""
         if math.isnan(residual):
-            return "a log-prob is NaN"
+            return "a log-prob is not finite"
         if self.engine_rounding == "nothing":
             limit = ROUNDING_FACTOR * self.noisy_gap + MIN_ROUNDING
             if residual > limit:

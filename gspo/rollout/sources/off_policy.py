@@ -64,7 +64,7 @@ class PartialSource(OnPolicySource):
 
     def sample(self, step: int) -> Rollout:
         """Sample until enough groups have ended, and return the oldest of these groups."""
-        rollout = Rollout([], 0.0, 0.0, self.settings.limit(step))
+        rollout = Rollout([], rollout_s=0.0, score_s=0.0, limit=self.settings.limit(step))
         begun = self._draw_problems(self.settings.in_flight - len(self.unfinished), rollout)
         while True:
             self._round(begun, step, rollout)

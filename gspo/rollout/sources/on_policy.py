@@ -162,9 +162,13 @@ class OnPolicySource:
             groups = without_ungraded(groups)
         self.problems.record(groups)
         rollout = Rollout(
-            groups, seconds.sampling, seconds.waited, self.settings.limit(step), ungraded=ungraded
+            groups,
+            rollout_s=seconds.sampling,
+            score_s=seconds.waited,
+            limit=self.settings.limit(step),
+            ungraded=ungraded,
+            environment_s=seconds.environments,
         )
-        rollout.environment_s = seconds.environments
         rollout.filtered["ungraded"] = len(ungraded)
         if self.problems.max_prompt_tokens is not None:
             rollout.filtered["prompt_too_long"] = self.problems.skipped(problems)

@@ -16,7 +16,7 @@ the prompt becomes the user's turn of a chat or stays plain text.
 
 import math
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 from gspo.data.samples import Score
@@ -89,11 +89,11 @@ class MathBenchmark(Benchmark):
         )
         scores = []
         for (_, _, ended), judgement in zip(answers, judgements, strict=True):
-            verdict, answer = astuple(judgement)
+            verdict = judgement.verdict
             if verdict == "unreadable-gold":
                 scores.append(Score(None, verdict))
             elif ended:
-                scores.append(Score(float(verdict == "correct"), verdict, answer))
+                scores.append(Score(float(verdict == "correct"), verdict, judgement.answer))
             else:
                 scores.append(Score(0.0, "truncated"))
         return scores

@@ -1,12 +1,16 @@
 """The base of programming benchmarks: from a response to its program, and to the score.
 
-The answer of a chat model is a fenced block (``` or ~~~) with the language python, py or none. The
-fence may follow the mark of a list item, and "```python" may follow words on its line. If
-the tests call a function, it is the last block that defines the function. Otherwise it is the last
-block that is Python and does more than name values. If there is no such block, it is the last
-block. A block of more than 20,000 characters is not parsed, and counts as such Python. A block that
-is still open at the end of the response counts too. A block that is indented under a list item
-loses that indentation. Without a block the verdict is "no-answer".
+A chat model's program is a fenced block (``` or ~~~) with the language python, py or none. The
+fence may follow the mark of a list item, and "```python" may follow words on its line. Of several
+blocks one is chosen:
+
+1. If the tests call a function: the last block that defines this function.
+2. Otherwise: the last block of Python that does more than name values (`is_plain_output`).
+3. If there is no such block: the last block.
+
+A block of more than 20,000 characters is not parsed, and rule 2 accepts it. A block that is still
+open at the end of the response counts too. A block that is indented under a list item loses that
+indentation. Without a block the verdict is "no-answer".
 
 A base model's response continues the prompt. It is cut at the beginning of the next definition or
 statement, because base models often continue with another problem. A truncated response scores 0.

@@ -1,11 +1,14 @@
 """Reads the records of a benchmark from a file, a folder or the hub.
 
-Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder, the files whose names begin
-with the split are read ("test.jsonl", "test2.jsonl", "test-00000-of-00002.parquet"), or have it as
-a word ("gsm_test.jsonl"), in the order of their names. If there are none, all files are read whose
-names have no other split ("math500.jsonl"). If the folder has a subfolder with the name of the hub's subset ("main" of
-GSM8K), that is read alone. The Hugging Face hub needs the package datasets, which comes with pip install
--e ".[hub]".
+Files are JSONL (also .jsonl.gz), JSON (a list) or Parquet. In a folder these files are read, in the
+order of their names:
+
+1. files whose names begin with the split ("test.jsonl", "test2.jsonl",
+   "test-00000-of-00002.parquet") or have it as a word ("gsm_test.jsonl")
+2. if there are none, files whose names have no split at all ("math500.jsonl")
+
+If the folder has a subfolder with the name of the hub's subset ("main" of GSM8K), only this
+subfolder is read. The Hugging Face hub needs the package datasets: pip install -e ".[hub]".
 
 Every fault of a file raises a ValueError that names the setting, the file, the line and the key. A
 file may come from an untrusted source. Its unpacked size is therefore bounded, and each record is

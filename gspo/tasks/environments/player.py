@@ -75,8 +75,8 @@ class Player:
 
     def __init__(self, make: Callable[[], Environment], seconds: float):
         self.seconds = seconds
-        # digests of the beginning and of the outcome of each turn
-        self.answers: list[bytes] = []
+        # a digest of the beginning, then of each outcome
+        self.result_digests: list[bytes] = []
         self._given_up = False  # whether a call has timed out, which may still run
         self._calls: queue.SimpleQueue[tuple[Future, str, tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
@@ -106,7 +106,7 @@ class Player:
                 "environment-timeout",
                 f"the environment took longer than step_seconds={self.seconds:g}",
             ) from error
-        self.answers.append(digest(result))
+        self.result_digests.append(digest(result))
         return result
 
     def close(self) -> Call:

@@ -92,7 +92,7 @@ class Environment(ABC):
     tools: tuple[dict[str, Any], ...] = ()
     role = "user"  # the chat role of observations: "user" or "tool"
     group_size = 1  # the number of samples of the problem; set before `reset`
-    settles = False  # whether `settle` is called
+    settles = False  # whether `settle` is also called for an episode that was cut off
 
     def reset(self, problem: Problem) -> list[Message] | Awaitable[list[Message]]:
         """Begin the episode, and return the messages that the policy reads first.

@@ -213,7 +213,7 @@ def test_what_stands_in_masked_places_changes_nothing_bitwise(objective, scale):
                 )
                 bad_loss, bad_gradient, bad_outputs = run(objective, bad, aggregation)
                 assert bad_loss == loss and torch.equal(bad_gradient, gradient)
-                for name in ("loss_BT", "weight_BT", "active_BT", "outside_BT", "bounded_BT"):
+                for name in ("loss_BT", "weight_BT", "is_clipped_BT", "outside_BT", "bounded_BT"):
                     assert torch.equal(
                         getattr(bad_outputs, name)[mask], getattr(outputs, name)[mask]
                     )
@@ -254,7 +254,7 @@ def test_huge_ratios_stay_finite_carry_no_gradient_and_are_counted(objective, sc
         assert gradient.abs().max() == 0 and (outputs.weight_BT * adv)[mask].abs().max() == 0
         # GMPO clips before it exponentiates: on that side its tokens count as active
         counted = outputs.bounded_BT | (
-            outputs.active_BT | (adv == 0) if isinstance(objective, GMPO) else False
+            outputs.is_clipped_BT | (adv == 0) if isinstance(objective, GMPO) else False
         )
         assert counted[mask].all()
         return
@@ -264,7 +264,7 @@ def test_huge_ratios_stay_finite_carry_no_gradient_and_are_counted(objective, sc
     if isinstance(objective, CISPO):
         assert outputs.bounded_BT[mask].all()
         edge = 1 + objective.clip_high if shift > 0 else max(1 - objective.clip_low, math.exp(-20))
-    weight = torch.where(outputs.active_BT, 0.0, torch.full_like(adv, edge))
+    weight = torch.where(outputs.is_clipped_BT, 0.0, torch.full_like(adv, edge))
     close(
         gradient,
         torch.where(mask, -weight * adv / mask.sum(-1, keepdim=True) / (len(mask) - 1), 0.0),
@@ -307,7 +307,7 @@ def test_float32_is_close_to_float64(objective, scale):
     loss_32, gradient_32, outputs_32 = run(objective, batch, dtype=torch.float32)
     assert gradient_32.dtype == torch.float32 and loss_32 == pytest.approx(loss, rel=1e-4, abs=1e-6)
     close(gradient_32.double(), gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
-    for name in ("active_BT", "outside_BT", "bounded_BT"):
+    for name in ("is_clipped_BT", "outside_BT", "bounded_BT"):
         assert torch.equal(
             getattr(outputs_32, name)[torch.tensor(batch.mask)], getattr(outputs, name)[batch.mask]
         )

@@ -143,7 +143,7 @@ class ToldWrong(GRPO):
 class ClippedAndNot(GRPO):
     def __call__(self, inputs):
         outputs = super().__call__(inputs)
-        return replace(outputs, active_BT=torch.ones_like(outputs.active_BT))
+        return replace(outputs, is_clipped_BT=torch.ones_like(outputs.is_clipped_BT))
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_a_ratio_per_turn_is_gspo_on_one_turn_and_on_turns_of_one_token_grpo(agg
             outputs = objective(case)
             loss = aggregation(outputs.loss_BT, case.mask_BT, Totals.of(case.mask_BT))
             (gradient,) = torch.autograd.grad(loss, case.logp_BT)
-            results.append((loss.item(), gradient, outputs.active_BT & case.mask_BT))
+            results.append((loss.item(), gradient, outputs.is_clipped_BT & case.mask_BT))
         (loss, gradient, active), (other_loss, other_gradient, other_active) = results
         assert loss == pytest.approx(other_loss, abs=1e-14) and active.any()
         torch.testing.assert_close(gradient, other_gradient, rtol=1e-12, atol=1e-15)

@@ -101,7 +101,7 @@ def test_2_a_ratio_to_itself_is_always_one():
     logp_BT, old_BT, adv_B1 = slightly_off_policy(rows=2000)
     misread = outputs_of(Misread(), logp_BT, old_BT, adv_B1)[0]
     assert not misread.outside_BT.any() and (misread.weight_BT == 1).all()
-    assert outputs_of(GSPO(), logp_BT, old_BT, adv_B1)[0].active_BT.double().mean() > 0.14
+    assert outputs_of(GSPO(), logp_BT, old_BT, adv_B1)[0].is_clipped_BT.double().mean() > 0.14
     wrong_BT = gradient(Misread(), logp_BT, old_BT, adv_B1)[1]
     torch.testing.assert_close(
         wrong_BT, gradient(Reinforce(), logp_BT, old_BT, adv_B1)[1], rtol=1e-12, atol=0
@@ -154,7 +154,7 @@ def test_4_a_token_band_on_a_sequence_ratio_never_clips():
         outputs_of(o, logp_BT, old_BT, adv_B1)[0]
         for o in (GSPO(), GSPO(clip_low=0.2, clip_high=0.2))
     )
-    active, outside = (x.double().mean().item() for x in (paper.active_BT, paper.outside_BT))
+    active, outside = (x.double().mean().item() for x in (paper.is_clipped_BT, paper.outside_BT))
     assert 0.13 < active < 0.17 and not misread.outside_BT.any()
     farthest = (misread.weight_BT - 1).abs().max().item()
     assert farthest < 0.2 / 100
@@ -234,7 +234,7 @@ def test_6_with_one_update_per_rollout_there_is_no_gspo():
     after = logits - 0.1 * moving.grad
     gspo, grpo, _ = gradients(after, old_BT)
     clipped = [
-        outputs_of(kind, logp(after), old_BT, adv_B1)[0].active_BT.double().mean()
+        outputs_of(kind, logp(after), old_BT, adv_B1)[0].is_clipped_BT.double().mean()
         for kind in (GSPO(), GRPO())
     ]
     apart = ((gspo - grpo).norm() / grpo.norm()).item()

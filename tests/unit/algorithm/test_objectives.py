@@ -69,8 +69,10 @@ def test_equals_the_papers_formula_written_naively(objective, scale, seed):
     assert loss == pytest.approx(
         naive.aggregate(told.loss, batch.mask, "seq-mean-token-mean"), abs=1e-12
     )
-    for name in ("loss", "weight", "active", "outside"):
-        close(getattr(outputs, f"{name}_BT")[mask].detach(), getattr(told, name)[batch.mask])
+    names = {"loss": "loss", "weight": "weight", "is_clipped": "active", "outside": "outside"}
+    for name, naive_name in names.items():
+        expected = getattr(told, naive_name)[batch.mask]
+        close(getattr(outputs, f"{name}_BT")[mask].detach(), expected)
     close(gradient, slope(told, batch))
     assert not outputs.bounded_BT.any() and not outputs.weight_BT.requires_grad
     # the batch is not trivial: each mask has both values
@@ -124,9 +126,9 @@ def test_dual_clip_acts_on_high_ratios_of_negative_advantages_alone_and_tells_wh
     )
     dual = outputs.dual_BT
     assert plain.dual_BT is None and dual[mask].any() and not dual[mask & ~negative].any()
-    assert torch.equal(outputs.active_BT[mask], (plain.active_BT | dual)[mask])
+    assert torch.equal(outputs.is_clipped_BT[mask], (plain.is_clipped_BT | dual)[mask])
     assert (
-        not (plain.active_BT & dual)[mask].any()
+        not (plain.is_clipped_BT & dual)[mask].any()
         and plain.weight_BT[dual & mask].min() > DUAL["dual_clip"]
     )
     close(gradient, torch.where(dual & mask, 0.0, plain_gradient), rtol=0, atol=0)
@@ -188,7 +190,7 @@ def test_three_tokens_by_hand(objective, adv, loss, gradient, active, outside):
     ours, our_gradient, outputs = run(objective, batch)
     assert ours == pytest.approx(loss, abs=1e-12)
     assert our_gradient[0].tolist() == pytest.approx(gradient, abs=1e-12)
-    assert outputs.active_BT[0].tolist() == active and outputs.outside_BT[0].tolist() == outside
+    assert outputs.is_clipped_BT[0].tolist() == active and outputs.outside_BT[0].tolist() == outside
 
 
 # ---- equivalences
@@ -206,7 +208,7 @@ def test_on_policy_all_objectives_have_the_gradient_of_reinforce(kind, mode):
         expected = expected * torch.tensor(batch.mask.sum(-1, keepdims=True))
     close(gradient, expected, atol=1e-15)
     mask = torch.tensor(batch.mask)
-    assert not (outputs.active_BT | outputs.outside_BT)[mask].any()
+    assert not (outputs.is_clipped_BT | outputs.outside_BT)[mask].any()
 
 
 WIDE = {"clip_low": 0.999, "clip_high": 1e3}  # nothing is clipped
@@ -250,7 +252,7 @@ def test_equivalent_objectives(a, b, scale, where, rtol, seed):
     if "gradient" not in where:
         assert loss_a == pytest.approx(loss_b, abs=1e-14)
         mask = torch.tensor(batch.mask)
-        assert torch.equal(out_a.active_BT[mask], out_b.active_BT[mask])
+        assert torch.equal(out_a.is_clipped_BT[mask], out_b.is_clipped_BT[mask])
 
 
 def test_luspo_is_gspo_under_another_aggregation():

@@ -206,3 +206,17 @@ def test_the_command_draws_and_prints(arena, monkeypatch, capsys):
     assert (arena / "fig_arena.png").stat().st_size > 10_000
     for text in ("sums edge", "| 2 to 3 ", "| level ", "core-hours", "above"):
         assert text in printed
+
+
+@pytest.mark.slow
+def test_a_run_that_collapsed_before_its_end_leaves_its_pair_unjudged(arena):
+    numbers = measured(arena)
+    is_broken = (numbers["cell"] == "sums edge") & (numbers["arm"] == "SAPO")
+    first = numbers[is_broken].index[0]
+    numbers.loc[first, "end"] = np.nan
+    numbers.loc[first, "collapsed"] = True
+    intervals = fig_arena.paired(numbers, "GSPO").set_index(["cell", "arm"])["interval"]
+    assert np.isnan(intervals["sums edge", "SAPO"].mean), "the other seeds are no fair sample"
+    assert not np.isnan(intervals["sums edge", "GRPO"].mean)
+    pairs = fig_arena.rank(numbers).comparisons
+    assert not any("SAPO" in pair for pair in pairs)

@@ -54,7 +54,7 @@ def test_arms_doses_and_pairs(study):
     assert doses.order(numbers) == [1.0, 10.0, 60.0]
     replayed, frozen = "GRPO + Routing Replay (R2)", "GRPO [frozen router]"
     assert set(numbers["arm"]) == {"GSPO", "GRPO", replayed, frozen}
-    got = numbers[numbers["arm"] == "GRPO"].groupby("level")["got"].mean()
+    got = numbers[numbers["arm"] == "GRPO"].groupby("level")["measured"].mean()
     assert got.tolist() == pytest.approx([0.999, 0.99, 0.94]), (
         "of the first fifth, before runs have sunk"
     )

@@ -117,14 +117,14 @@ def test_the_effect_is_paired_by_seed(whole):
 
 
 def test_the_difference_of_differences(whole):
-    interval, p, both = engine_likelihoods.contrast(read(whole), "bfloat16", "no replay")
+    interval, both = engine_likelihoods.contrast(read(whole), "bfloat16", "no replay")
     assert both["GRPO"].to_dict() == pytest.approx(LOSS["grpo"])
     spread = 0.01  # of 0.10, 0.11, 0.09
     half = 4.302653 * spread / 3**0.5
     assert (interval.mean, interval.low, interval.high) == pytest.approx(
         (0.10, 0.10 - half, 0.10 + half), abs=1e-6
     )
-    assert p == 0.25
+    assert interval.p() == 0.25
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_missing_and_unfinished_runs_are_named_and_left_out(runs, tmp_path, monk
     assert len(data.runs) == 43 and {run.last for run in data.runs} == {20}
     # common seeds only
     assert list(fig.effect(data, "bfloat16", "GSPO", "no replay")[1].index) == [1, 2]
-    interval, _, both = engine_likelihoods.contrast(data, "bfloat16", "no replay")
+    interval, both = engine_likelihoods.contrast(data, "bfloat16", "no replay")
     assert list(both.index) == [2] and interval.mean == pytest.approx(0.11) and interval.seeds == 1
     assert fig.effect(data, "bfloat16", "GRPO", "R3") is None
     assert engine_likelihoods.answer(data, "bfloat16", "R3").endswith(

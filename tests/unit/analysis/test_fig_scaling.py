@@ -55,3 +55,16 @@ def test_the_script_draws_and_says_what_is_missing(tmp_path):
         [*command, str(tmp_path / "none.json")], capture_output=True, text=True, check=False
     )
     assert missing.returncode == 2 and "curves=true" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([], "no points"),
+        ([{"curve": "experts"}], "has no threads"),
+        ([point("experts", 4, 2, 0.3)], "'experts' was not measured with one thread"),
+    ],
+)
+def test_points_that_cannot_be_drawn_are_refused(points, message):
+    with pytest.raises(ValueError, match=message):
+        fig_scaling.check_records(points)

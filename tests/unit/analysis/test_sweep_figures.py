@@ -368,3 +368,16 @@ def test_what_a_logarithmic_axis_cannot_show_is_a_gap():
         0.12
     )
     assert all((line.get_ydata()[np.isfinite(line.get_ydata())] >= 0.1).all() for line in ax.lines)
+
+
+def test_values_are_sorted_by_size_and_written_so_that_they_are_found_again(tmp_path):
+    rate = 10**-3.5
+    runs = [
+        write(tmp_path, "gspo", HEALTHY, seed, optim__lr=rate, trainer__minibatches=count)
+        for seed, count in ((1, 16), (2, 4))
+    ]
+    data = load.load(runs)
+    assert load.setting_values(data.runs, "trainer.minibatches") == "4 or 16"
+    [text] = choosing.in_order([rate])
+    assert choosing.having(data.runs, "optim.lr", text) == data.runs
+    assert choosing.in_order([0.5, 1e-4, "a"]) == ["0.0001", "0.5", "a"]

@@ -496,7 +496,7 @@ BAD = [
     ("rollout=vllm rollout.tensor_parallel_size=0", ("rollout.tensor_parallel_size", 0)),
     (
         "rollout=vllm rollout.tensor_parallel_size=2 rollout.own_process=false",
-        ("rollout.tensor_parallel_size", 2, "its workers have processes of"),
+        ("rollout.tensor_parallel_size", 2, "vLLM must run in one process"),
     ),
     ("rollout=vllm rollout.max_model_len=80", ("rollout.max_model_len", 80, "leaves no room")),
     ("rollout=vllm rollout.kv_cache_gib=0", ("rollout.kv_cache_gib", 0.0)),
@@ -552,7 +552,7 @@ BAD = [
     ),
     (
         "rollout.min_p=.1 correction=rejection",
-        ("correction", "rejection", "with rollout.min_p=0.1"),
+        ("correction", "rejection", "but rollout.min_p=0.1 draws tokens"),
     ),
     (
         "rollout.top_k=5 objective=dppo",

@@ -54,7 +54,7 @@ def test_token_ids_take_two_bytes_if_they_fit():
 
 
 def test_a_response_whose_token_was_not_kept_is_refused():
-    assert kept([3, 4], [], [9]).problem([4, 8, 9]) == ""
+    assert kept([3, 4], [], [9]).fault([4, 8, 9]) == ""
     for wrong, tokens, words in [
         (kept([3, 4]), [4, 8], "at 1 positions, and 2 tokens"),
         (kept([3, 4], [8]), [5, 8], "sampled token 5 at position 0, which is found 0 times"),
@@ -62,7 +62,7 @@ def test_a_response_whose_token_was_not_kept_is_refused():
         (KeptTokens(np.array([2], np.int32), np.array([3], np.uint16)), [3], "do not add up"),
         (KeptTokens(np.array([2, -1], np.int32), np.array([3], np.uint16)), [3, 3], "add up"),
     ]:
-        assert words in wrong.problem(tokens)
+        assert words in wrong.fault(tokens)
         with pytest.raises(ValueError, match="problem 0"):
             pack([response(tokens, wrong)], 0)
 

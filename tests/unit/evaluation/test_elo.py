@@ -22,32 +22,32 @@ def test_the_chance_to_solve():
 
 def test_maximum_likelihood_by_hand():
     # half of the attempts at 1600 solved: 1600; 10 of 11: odds of 10, 400 points above
-    got = elo.most_likely(*arrays((1600, 50, 100)))
+    got = elo.maximum_likelihood(*arrays((1600, 50, 100)))
     assert got.rating == pytest.approx(1600) and got.stderr == pytest.approx(
         1 / (L * math.sqrt(100 / 4))
     )
-    assert elo.most_likely(*arrays((1600, 10, 11))).rating == pytest.approx(2000)
+    assert elo.maximum_likelihood(*arrays((1600, 10, 11))).rating == pytest.approx(2000)
     # one of two at 1000 and at 2000: by symmetry in the middle
-    assert elo.most_likely(*arrays((1000, 2, 2), (2000, 0, 2))).rating == pytest.approx(1500)
+    assert elo.maximum_likelihood(*arrays((1000, 2, 2), (2000, 0, 2))).rating == pytest.approx(1500)
 
 
 def test_off_the_scale():
-    assert elo.most_likely(*arrays((1600, 40, 40))) == elo.Rating(math.inf, math.inf)
-    assert elo.most_likely(*arrays((1600, 0, 40))) == elo.Rating(-math.inf, math.inf)
-    assert 1600 < elo.most_probable(*arrays((1600, 40, 40))).rating < 4000
-    assert elo.most_probable(*arrays((1600, 0, 40))).rating < 1200
+    assert elo.maximum_likelihood(*arrays((1600, 40, 40))) == elo.Rating(math.inf, math.inf)
+    assert elo.maximum_likelihood(*arrays((1600, 0, 40))) == elo.Rating(-math.inf, math.inf)
+    assert 1600 < elo.maximum_a_posteriori(*arrays((1600, 40, 40))).rating < 4000
+    assert elo.maximum_a_posteriori(*arrays((1600, 0, 40))).rating < 1200
 
 
 def test_the_prior(monkeypatch):
     # no data to speak of: the prior; a wide prior: maximum likelihood; Newton's method on the same
     # posterior
-    got = elo.most_probable(*arrays((1600, 0, 0)))
+    got = elo.maximum_a_posteriori(*arrays((1600, 0, 0)))
     assert (got.rating, got.stderr) == (pytest.approx(1500), pytest.approx(700))
     items = arrays((1200, 7, 8), (1600, 3, 8), (2000, 1, 8))
-    likely = elo.most_likely(*items)
+    likely = elo.maximum_likelihood(*items)
     with monkeypatch.context() as patched:
-        patched.setattr(elo, "SPREAD", 1e6)
-        wide = elo.most_probable(*items)
+        patched.setattr(elo, "PRIOR_STD", 1e6)
+        wide = elo.maximum_a_posteriori(*items)
     assert wide.rating == pytest.approx(likely.rating, abs=0.01) and wide.stderr == pytest.approx(
         likely.stderr
     )
@@ -62,7 +62,7 @@ def test_the_prior(monkeypatch):
             -sum(L * L * n * q * (1 - q) for n, q in zip(items[2], p, strict=True)) - 700**-2
         )
         rating -= slope / curvature
-    got = elo.most_probable(*items)
+    got = elo.maximum_a_posteriori(*items)
     assert got.rating == pytest.approx(rating) and got.stderr == pytest.approx((-curvature) ** -0.5)
 
 
@@ -75,8 +75,8 @@ def test_simulated_players(true, spread):
     rng = np.random.default_rng(true)
     difficulty, attempts = np.linspace(800, 3500, 100), np.full(100, 8)
     draws = rng.binomial(8, elo.chance(true, difficulty), size=(300, 100))
-    likely = [elo.most_likely(difficulty, solved, attempts) for solved in draws]
-    probable = [elo.most_probable(difficulty, solved, attempts) for solved in draws]
+    likely = [elo.maximum_likelihood(difficulty, solved, attempts) for solved in draws]
+    probable = [elo.maximum_a_posteriori(difficulty, solved, attempts) for solved in draws]
     for found in (likely, probable):
         ratings = np.array([r.rating for r in found])
         assert abs(ratings.mean() - true) < 8
@@ -97,7 +97,7 @@ def test_the_bootstrap_knows_that_attempts_at_one_problem_are_alike(monkeypatch)
         solved = rng.binomial(16, elo.chance(true, difficulty + rng.normal(0, 500, 60)))
         truth = 1600  # by symmetry of ratings and noise about 1600
         items = (difficulty, solved, attempts)
-        got, resampled = elo.most_probable(*items), elo.bootstrap(*items)
+        got, resampled = elo.maximum_a_posteriori(*items), elo.bootstrap(*items)
         covered_by_bootstrap += resampled.low <= truth <= resampled.high
         covered_by_curvature += abs(got.rating - truth) < 1.96 * got.stderr
     assert covered_by_bootstrap / times > 0.88 and covered_by_curvature / times < 0.75

@@ -11,7 +11,7 @@ import pytest
 from gspo.data.problems import Problem
 from gspo.data.samples import NO_ANSWER
 from gspo.evaluation.estimates import mean_difference
-from gspo.evaluation.paired import MAX_SUM, answered, compare, in_steps, split
+from gspo.evaluation.paired import MAX_SUM, compare, in_steps, problem_means, split
 from gspo.statistics import sign_flip_p, sign_flip_p_of_integers
 from gspo.tasks.benchmarks.math_sets import AIME24
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
@@ -184,7 +184,7 @@ def test_what_earned_something_had_an_answer():
     malformed.
     """
     rows = [row(reward) | {"verdict": "malformed"} for reward in (0.5, 0.0)]
-    assert answered([rows]).found_P.tolist() == [0.5]
+    assert problem_means([rows]).found_P.tolist() == [0.5]
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_the_mean_difference_worked_by_hand():
 def verdicts(task, problem: Problem, *responses: str) -> list[tuple[str, bool]]:
     scores = task.score([(problem, text, True) for text in responses])
     rows = [row(s.reward) | {"verdict": s.verdict} for s in scores]
-    return [(row["verdict"], answered([[row]]).found_P[0] == 1) for row in rows]
+    return [(row["verdict"], problem_means([[row]]).found_P[0] == 1) for row in rows]
 
 
 def test_math_verifiers_say_whether_there_was_an_answer():

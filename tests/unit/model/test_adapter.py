@@ -449,7 +449,7 @@ def test_a_merged_model_is_written_as_a_normal_folder_for_an_engine_that_starts_
 def test_without_peft_the_setting_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with refuses("policy.lora", problem="needs peft, which is not installed"):
-        adapters.installed()
+        adapters.import_peft()
 
 
 def test_how_many_parameters_a_token_passes_through_does_not_count_wrappers_twice():

@@ -11,6 +11,7 @@ from gspo.model.chat import control_tokens
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.conversation import Conversation
 from gspo.model.chat.prompts import PromptFormat, begin_ids, control_tokens_of
+from gspo.model.chat.template_trial import check_template
 from gspo.model.loading import save
 from gspo.model.policy import Policy
 from gspo.model.settings import StandIn
@@ -315,3 +316,10 @@ def test_tokens_without_an_embedding_are_refused_by_name_and_padding_needs_none(
         match=rf"no embedding for, which has {rows} rows: '<word>' \({rows + 1}\); use the",
     ):
         Policy(model, tokenizer)
+
+
+def test_a_constant_that_cannot_be_computed_does_not_hide_the_templates_after_it():
+    endless = "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}"
+    check_template("{{ 10**5000 }}", {}, "models/one")
+    with refuses("model.path", "models/two", "its chat template takes more than"):
+        check_template({"default": "{{ 10**5000 }}", "rag": endless}, {}, "models/two")

@@ -32,7 +32,13 @@ PAIRS = [
         "expected": False,
         "tags": ["chain"],
     },
-    {"id": "open", "prediction": "The answer is not 7.", "gold": 7, "expected": None},
+    {
+        "id": "open",
+        "prediction": "The answer is not 7.",
+        "gold": 7,
+        "expected": None,
+        "tags": None,
+    },
     {"id": "gold", "prediction": r"\boxed{7}", "gold": "", "expected": None, "tags": []},
 ]
 PROGRAMS = [

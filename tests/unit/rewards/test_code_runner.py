@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from gspo.rewards.sandbox import runner as runner_module
 from gspo.rewards.sandbox import server
 from gspo.rewards.sandbox.frames import Channel, FrameDecoder, ProtocolError, TooLong, encode
-from gspo.rewards.sandbox.launch import ForkServer
-from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd
+from gspo.rewards.sandbox.launch import ForkServer, ServerFailure
+from gspo.rewards.sandbox.runner import CodeRunner, Limits, ProgramEnd, Slot
 from gspo.rewards.sandbox.session import ProgramSession
 from processes import alive, gone
 
@@ -443,10 +444,10 @@ def test_a_report_that_no_server_sends_is_a_sandbox_error():
     session.server.lines.append(
         b'{"why": "pass", "status": 0, "cpu": 0, "memory_mb": 0, "waited": false}'
     )
-    session._hear()
+    session._receive_report()
     assert session.ended.why == "sandbox-error" and session.server_failed
     session.close()
-    session.server.say(b"k")
+    session.server.send_command(b"k")
     os.waitpid(session.server.server, 0)
 
 
@@ -522,3 +523,12 @@ def test_allowances_are_renewed_by_each_exchange_and_waiting_counts_only_within_
     assert (ended.why, ended.waited) == ("timeout", False) and 1.0 <= ended.cpu_seconds < 1.2
     session.close()
     os.waitpid(session.server.server, 0)
+
+
+def test_a_server_that_does_not_start_is_a_failure_of_the_sandbox(monkeypatch):
+    def fails(*_):
+        raise ServerFailure("the fork server did not start")
+
+    monkeypatch.setattr(runner_module, "ForkServer", fails)
+    with pytest.raises(ServerFailure, match="did not start"):
+        Slot(Limits(), False).run_program("print(1)", "")

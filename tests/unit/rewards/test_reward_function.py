@@ -7,12 +7,14 @@ import pickle
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import user_code
 from gspo.data.samples import Score
-from gspo.rewards.reward_function import RewardFunction
+from gspo.rewards import reward_function
+from gspo.rewards.reward_function import RewardFunction, RewardProcess
 from processes import gone
 from refusals import refuses
 
@@ -241,3 +243,14 @@ def test_several_workers_keep_the_order_and_a_dead_one_takes_one_response_with_i
 def test_a_function_of_all_responses_has_one_worker(function):
     with refuses("task.workers", 2, "that function gets all responses"):
         function("batch", workers=2).start()
+
+
+def test_a_process_that_ends_between_two_calls_keeps_the_scores_before(monkeypatch):
+    process = RewardProcess("own_package.rewards:digits", "task.reward", seconds=1.0)
+    messages = [("begins", [0]), ("outcome", 0, Score(1.0, "correct")), None]
+    monkeypatch.setattr(reward_function, "_receive", lambda *_: messages.pop(0))
+    ended = SimpleNamespace(process=SimpleNamespace(poll=lambda: 3))
+    assert process._collect(ended, {0: None, 1: None}) == {0: Score(1.0, "correct")}
+    messages.append(None)
+    scores = process._collect(ended, {1: None})
+    assert scores[1].reward is None, "a process that begins no call is not restarted for ever"

@@ -142,7 +142,7 @@ def test_rows_that_end_early_get_their_own_lists():
     alone = generate(LocalEngine(policy, batch_rows=3), sampling)
     assert len({len(r.token_ids) for r in together}) > 3
     for a, b in zip(together, alone, strict=True):
-        assert lists_of(a) == lists_of(b) and not a.kept.problem(a.token_ids)
+        assert lists_of(a) == lists_of(b) and not a.kept.fault(a.token_ids)
 
 
 CUT = {

@@ -78,7 +78,7 @@ class Loading(OutsideEngine):
         super().__init__(policy, VLLMRollout(), Ranks())
         self.folder = WeightsFolder()
         self.folder.path, self.folder.lock = folder, -1
-        self.stored = torch.bfloat16
+        self.stored_dtype = torch.bfloat16
         self.loaded: dict[str, torch.Tensor] = {}
 
     def _ask(self, method, *arguments):

@@ -33,7 +33,7 @@ def check_kept(engine, groups) -> None:
     same = 0
     positions = 0
     for r in responses:
-        assert not r.kept.problem(r.token_ids)
+        assert not r.kept.fault(r.token_ids)
         for t, (kept, token) in enumerate(zip(lists_of(r), r.token_ids, strict=True)):
             assert token in kept and len(kept) <= 9
             if t == 0:  # the prompt is the only prefix that both engines surely share

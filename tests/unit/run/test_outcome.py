@@ -1,8 +1,10 @@
 """What a job returns to Hydra: its score as a number, and why it did not finish."""
 
 import errno
+import json
 import math
 import pickle
+import signal
 
 import cloudpickle
 import pytest
@@ -10,9 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from composing import settings
 from gspo.run import entry_point
 from gspo.run.directory import RunDirectory
 from gspo.run.entry_point import Broken, Failed, JobResult, explain, one_line
+from gspo.run.lifecycle import ended_before
 from gspo.run.sweeps import is_search
 
 
@@ -85,3 +89,22 @@ def test_a_sweeper_that_is_not_hydras_own_is_a_search():
 
     assert not is_search(config("hydra._internal.core_plugins.basic_sweeper.BasicSweeper"))
     assert is_search(config("hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"))
+
+
+def test_a_job_that_finished_after_a_stop_was_requested_keeps_its_score(in_sweep, monkeypatch):
+    monkeypatch.setattr(entry_point._STOP, "number", signal.SIGINT)
+    finished = one_line(lambda config: 0.5)(OmegaConf.create({}))
+    assert finished == 0.5 and finished.unfinished == {}
+    stopped = one_line(lambda config: math.nan)(OmegaConf.create({}))
+    assert "SIGINT" in stopped.unfinished["stopped"]
+
+
+@pytest.mark.parametrize("how", ["collapsed", "ended early", "finished"])
+def test_a_run_that_ended_at_its_last_step_ends_the_same_way_again(tmp_path, how):
+    checkpoint = tmp_path / "checkpoints" / "step_000300"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 300, "settings": "0123456789", "rewards": {}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    directory = RunDirectory(tmp_path)
+    directory.write_status(how, 300)
+    assert ended_before(settings("steps=200"), directory, checkpoint, alone=True) == how

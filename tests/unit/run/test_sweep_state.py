@@ -43,7 +43,10 @@ def test_a_collapse_a_smoothed_reward_and_what_varies_are_shown(tmp_path):
     # .1 + .3 x (1 - .9^30) x .9^60 / (1 - .9^90): what is left of the first 30 batches
     assert collapsed.split()[1:5] == ["finished", "90/90", "reward", "0.101"]
     assert "COLLAPSED at step 3" in collapsed and collapsed.endswith("; objective=grpo")
-    assert lines["2"] == "2 runs (rewards are smoothed): 2 finished; 1 of them collapsed"
+    assert (
+        lines["2"]
+        == "2 runs (rewards are smoothed): 2 finished; 1 collapsed by the registered rule"
+    )
 
 
 def test_rewards_are_found_in_rows_of_any_form(tmp_path):

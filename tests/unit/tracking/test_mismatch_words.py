@@ -4,7 +4,7 @@ import pytest
 
 from composing import settings
 from gspo.config.remarks import engine_mismatch
-from gspo.tracking.rounding import mismatch_of_run
+from gspo.tracking.rounding import floor_of_run, mismatch_of_run
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,9 @@ def test_the_report_says_the_mean_over_the_run():
         "Over the run, the engine's log-probs differ from the trainer's by 0.2 nats"
     )
     assert mismatch_of_run(rows[:1]) is mismatch_of_run([]) is None
+
+
+@pytest.mark.parametrize("outside", [{}, {"ratio/floor_outside": None}])
+def test_rows_with_half_of_the_rounding_metrics_say_nothing(outside):
+    assert floor_of_run([{"ratio/floor_of_range": 0.9} | outside]) is None
+    assert "90%" in floor_of_run([{"ratio/floor_of_range": 0.9, "ratio/floor_outside": 0.1}])

@@ -18,6 +18,7 @@ import gspo.train.diagnostics
 from commands import environment, wandb_rows
 from gspo.data.seeding import permutation, seed_for, uniform_rows
 from gspo.io.errors import SettingError
+from gspo.io.tables import clock
 from gspo.tracking.metrics import METRICS, lookup
 from gspo.tracking.settings import TrackingSettings
 from gspo.tracking.tracker import Progress, Tracker, read_rollouts, read_rows, supersede
@@ -162,6 +163,11 @@ def test_progress_says_step_reward_and_time_left(capsys):
     progress(5, reward=0.25)
     line = capsys.readouterr().out
     assert "step 5/10" in line and "reward 0.250" in line and "left" in line
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59, "0:59"), (3599, "59:59"), (7200, "2:00:00")])
+def test_a_duration_of_hours_has_hours(seconds, text):
+    assert clock(seconds) == text
 
 
 def test_the_registry_is_unambiguous_and_explained():

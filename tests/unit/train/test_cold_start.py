@@ -15,6 +15,7 @@ import torch
 from builders import assert_same_sums, recorded_gradients
 from gspo.data.masked import masked_sum
 from gspo.data.problems import Problem
+from gspo.data.samples import Score
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.loading import load
 from gspo.model.policy import Policy
@@ -282,3 +283,10 @@ def test_the_demonstrations_of_the_own_tasks_are_those_that_their_cold_starts_we
     )
     found = hashlib.sha256(batch.tokens_BS.numpy().tobytes() + batch.mask_BT.numpy().tobytes())
     assert found.hexdigest()[:16] == digest
+
+
+def test_without_a_graded_response_the_reason_is_given(monkeypatch):
+    ungraded = Score(None, "sandbox-error", reason="the fork server has died")
+    monkeypatch.setattr(ChainArithmetic, "score", lambda self, answers: [ungraded] * len(answers))
+    with pytest.raises(RuntimeError, match="could be graded: the fork server has died"):
+        module.sampled_reward(Policy(*MODEL.make()), TASK, seed=1)

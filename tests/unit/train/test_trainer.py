@@ -382,3 +382,18 @@ def test_seconds_of_environments_are_a_part_of_sampling_in_every_round_and_after
     metrics = t.train_step(2, read)
     assert metrics["time/environment_s"] == rollout.environment_s and metrics["episode/turns"] >= 1
     assert all(lookup(name) for name in metrics)
+
+
+def test_a_prompt_of_an_ungraded_response_is_prefilled_once_with_its_group():
+    t = trainer()
+    rollout = t.source.next(1)
+    whole = t.train_step(1, rollout)["compute/flops"]
+    t = trainer()
+    rollout = t.source.next(1)
+    # as the source leaves out a response that could not be graded
+    ungraded = rollout.groups[0].pop()
+    rollout.ungraded.append(ungraded)
+    fewer = t.train_step(1, rollout)["compute/flops"]
+    length = torch.tensor([ungraded.length + len(ungraded.prompt_ids)])
+    # it is generated as before, and not trained on: a forward and a backward pass less
+    assert whole - fewer == pytest.approx(float(t.policy.forward_flops(length)) * 4, rel=1e-9)
