@@ -31,6 +31,7 @@ from gspo.config.own_file import check_own_file
 from gspo.config.settings import Settings, folder_of, vary
 from gspo.io.escaping import escape_line, outlive_reader
 from gspo.io.files import ENDED, append_to, read_status, refuse_links
+from gspo.run.devices import jobs_at_once
 from gspo.run.entry_point import (
     REASON_COLLECTORS,
     UNFINISHED_JOBS,
@@ -80,6 +81,7 @@ class WriteManifest(Callback):
 
         A dry run then exits. The jobs of a search are not known yet."""
         check_own_file(config.hydra)
+        jobs_at_once(config.hydra)  # refuses a launcher that would overload the machine
         planned = [] if is_search(config) else plan(config)
         if not planned and not is_search(config):
             raise ValueError(
