@@ -1,7 +1,7 @@
 """The figures of the article (article.py): a row of panels for each study, drawn from its numbers.
 
-The panels are those of `gspo figure dose`, in a size that fits the page. The comparison at the edge,
-the critical rates and the early warnings are drawn by their own figures.
+The panels are those of `gspo figure dose`, in a size that fits the page. The comparison at the
+edge, the critical rates and the early warnings are drawn by their own figures.
 """
 
 from collections.abc import Callable, Sequence

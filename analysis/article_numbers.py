@@ -1,4 +1,4 @@
-"""The numbers of the article (article.py), computed from the recorded rows by the figures' functions.
+"""Computes the numbers of the article from the recorded rows, by the figures' functions.
 
 Every number has a name, such as `A.4.ratio.plain`. The article's text and tables name numbers and
 contain none themselves. article_entries.py says what an entry holds.

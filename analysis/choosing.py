@@ -1,4 +1,4 @@
-"""Choose runs by the values of their settings: `where.KEY=VALUE`, and the advice on how to use it."""
+"""Choose runs by the values of their settings: `where.KEY=VALUE`, and advice on its use."""
 
 from collections.abc import Collection, Iterable
 from numbers import Real

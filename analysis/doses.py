@@ -43,10 +43,10 @@ def measure(
     """Return a row per run that has finished or collapsed, ordered by dose, arm and seed.
 
     The columns are level (of the dose, in words), label (of the level in a figure), position (of
-    the level in their order), measured (its metric in the first fifth), objective, remedy, arm, seed, end (the
-    mean of `outcome` in the last fifth of the batches), collapsed, and the means of `also`.
-    Raises RunsError if a setting, the metric or the outcome is missing, or if runs of the same
-    level and arm differ in anything else.
+    the level in their order), measured (its metric in the first fifth), objective, remedy, arm,
+    seed, end (the mean of `outcome` in the last fifth of the batches), collapsed, and the means of
+    `also`. Raises RunsError if a setting, the metric or the outcome is missing, or if runs of the
+    same level and arm differ in anything else.
     """
     for name in (metric, *also, outcome):
         data.check_metric(name)
@@ -153,7 +153,7 @@ def shared_differences(a_runs: pd.DataFrame, b_runs: pd.DataFrame) -> pd.Series:
 
 
 def paired_interval(differences_S: pd.Series, error_rate: float) -> Interval:
-    """Return the interval of differences, none if one is NaN: the other seeds are no fair sample."""
+    """Return the interval of differences. If one is NaN there is none: the rest is no fair sample."""
     if differences_S.isna().any():
         return replace(NO_INTERVAL, level=error_rate)
     return t_interval(differences_S, error_rate)

@@ -241,8 +241,8 @@ class Ranking:
 def rank(numbers: pd.DataFrame) -> Ranking:
     """Return the comparisons of all pairs of arms that are in every cell.
 
-    The sign flips hold their error rate if two arms are equal in every cell. If an arm leads in some
-    cells and trails in others, they tell a pair apart less often than its interval does.
+    The sign flips hold their error rate if two arms are equal in every cell. If an arm leads in
+    some cells and trails in others, they tell a pair apart less often than its interval does.
     """
     cells = numbers["cell"].unique()
     counts = numbers.groupby("arm")["cell"].nunique()

@@ -10,8 +10,9 @@ lie on the same line.
 
 Runs of an objective with several clip ranges are arms of their own, for example GRPO with the
 paper's range and with the range that gives it GSPO's KL. Prints Markdown tables, with the paired
-differences at each rate. With looks=[20,30,40] the runs are a sequential design, which is judged
-at these numbers of seeds (sequential.py). Writes fig_critical_rate.pdf and .png. Metrics: reward/mean, kl/old_k3.
+differences at each rate. With looks=[20,30,40] the runs are a sequential design, which is judged at
+these numbers of seeds (sequential.py). Writes fig_critical_rate.pdf and .png. Metrics: reward/mean,
+kl/old_k3.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@
 
 The rival is GRPO with Routing Replay. Expected, if the paper is right: about half (ratio 1.6 to 2
 in its Fig. 1). The exact definition of the two ratios and of their intervals is at the top of
-analysis/efficiency.py. The verdict is taken on the like-for-like ratio, which is near 1 for equal arms.
-Writes fig_efficiency.pdf and .png. Metrics: reward/mean, compute/flops.
+analysis/efficiency.py. The verdict is taken on the like-for-like ratio, which is near 1 for equal
+arms. Writes fig_efficiency.pdf and .png. Metrics: reward/mean, compute/flops.
 """
 
 from pathlib import Path

@@ -231,7 +231,7 @@ def table_of_own(about: About, framework: str, log: Log) -> Table | None:
 
 @cache
 def version() -> str:
-    """Return a digest of the code that reads logs: rows that another version cached are read anew."""
+    """Return a digest of the code that reads logs. Rows cached by other code are read anew."""
     files = [
         *Path(frameworks.__file__).parent.glob("*.py"),
         *Path(__file__).parent.glob("foreign*.py"),

@@ -6,8 +6,8 @@
     perf 3: {...}, rollout 3: {...}, step 12: {...}         slime
     metrics_tag: {"step": 3, "metrics": {...}}              ROLL
 
-TRL prints no step. Its rows are numbered. A row whose epoch is before that of the row above comes from
-a resumed run, and gets the number of the first row with its epoch.
+TRL prints no step. Its rows are numbered. A row whose epoch is before that of the row above comes
+from a resumed run, and gets the number of the first row with its epoch.
 """
 
 import re

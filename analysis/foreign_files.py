@@ -72,7 +72,7 @@ def read_log(path: Path) -> Log:
 
 
 def trainer_state(path: Path) -> Log:
-    """Read the `log_history` of a trainer_state.json, or a list of rows, also if the file is cut."""
+    """Read the `log_history` of a trainer_state.json, or a list of rows, also of a cut file."""
     log = Log(path, TRAINER_STATE)
     content = untrusted.read_bytes(path, MAX_STATE_BYTES)
     try:

@@ -47,7 +47,7 @@ def settled_runs(data: Data, settings: Iterable[str]) -> list[Run]:
 
 
 def value_of(run: Run, key: str) -> object:
-    """Return a run's value of a setting, the word "null" for null: pandas drops null from groups."""
+    """Return a run's value of a setting, "null" for null, which pandas would drop from groups."""
     value = run.settings[key]
     return "null" if value is None else value
 

@@ -43,7 +43,8 @@ def load_runs(
     """Load the runs of these sources, which may be any that the figures read.
 
     With `where`, {"optim.lr": 2e-4, ...}, only the runs with these settings. The last three say of
-    runs of other frameworks what their logs do not say (docs/other_frameworks.md). Raises RunsError.
+    runs of other frameworks what their logs do not say (docs/other_frameworks.md). Raises
+    RunsError.
     """
     if not sources:
         raise RunsError(

@@ -30,8 +30,8 @@ LEVEL = 0.05  # of intervals and verdicts
 class Interval:
     """A mean with its interval, which covers the truth with probability 1 - level: 95 %.
 
-    With `seeds` = 1 it holds within the run only. low and high are NaN if there is no interval.
-    In a sequential design the level is that of the look (sequential.py). Verdicts compare the p with
+    With `seeds` = 1 it holds within the run only. low and high are NaN if there is no interval. In
+    a sequential design the level is that of the look (sequential.py). Verdicts compare the p with
     it.
     """
 

@@ -65,8 +65,8 @@ class Advantage(Ranged, key="advantage"):
     # a group whose rewards are all equal can have advantages, so no group may be dropped for that
     learns_from_equal_rewards: ClassVar[bool] = False
     # Some estimators have these settings. The others behave as if they had these values
-    # (gspo.config.algorithm_checks reads them). Without annotations they are not fields, which would change
-    # the order of the subclasses' fields.
+    # (gspo.config.algorithm_checks reads them). Without annotations they are not fields, which
+    # would change the order of the subclasses' fields.
     group_of_one = "zero"
     whiten_eps = 1e-4
     gamma = 1.0

@@ -42,7 +42,7 @@ def job(config: DictConfig) -> None:
 
 
 def command_of(config: DictConfig) -> EvaluateCommand:
-    """Return the command of a composed configuration. Raises ValueError for settings that do not fit."""
+    """Return the command of a composed configuration. Raises ValueError for unfit settings."""
     find_data(config)
     if config[CONSENT]:
         give_consent(config.tasks)

@@ -11,8 +11,8 @@ only reads the run's other files, so it is safe during the run. A folder of run 
 for all its runs.
 
 Any other path may hold logs of TRL, verl, prime-rl, ROLL, slime, OpenRLHF, ms-swift, NeMo-RL or
-SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]. The page of each run is
-written to the folder `out`.
+SkyRL (docs/other_frameworks.md), and so may wandb:ENTITY/PROJECT[/GROUP or /RUN_ID]. The page of
+each run is written to the folder `out`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Group) or by any setting, and the x axis can be chosen. New rows appear within s
 it. in=terminal shows W&B's `leet` instead (h: help, q: quit).
 
 Logs of other frameworks (docs/other_frameworks.md) have their own metrics after ours, under trl/,
-verl/ and so on. The command only reads files, so it is safe during runs. The page's data is in a temporary folder,
-which is removed at the end.
+verl/ and so on. The command only reads files, so it is safe during runs. The page's data is in a
+temporary folder, which is removed at the end.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def literal(content: Any) -> Any:
 
 
 def field_names(node: DictConfig) -> list[Any]:
-    """Return the fields of a config's dataclass, or the keys of a plain mapping, texts or numbers."""
+    """Return the fields of a config's dataclass, or the keys of a mapping, texts or numbers."""
     kind = OmegaConf.get_type(node)
     return [field.name for field in fields(kind)] if is_dataclass(kind) else list(node.keys())
 

@@ -8,9 +8,9 @@ docs/replay.md describes the layout.
 The field names of `StepRecord` are the names of the arrays. The arrays of update 2 are
 `update_2.rows`, `update_2.logp`, ... Tokens stand row after row, without padding.
 
-Dimensions: B responses, which are the rows, N response tokens, M all tokens (of each row its prompt,
-then its response), L MoE layers, K experts per token, C kept tokens of all response tokens. Of an
-update: b rows and n response tokens.
+Dimensions: B responses, which are the rows, N response tokens, M all tokens (of each row its
+prompt, then its response), L MoE layers, K experts per token, C kept tokens of all response tokens.
+Of an update: b rows and n response tokens.
 
 This module does not import torch, so pages, figures and tests can read records on any machine.
 """

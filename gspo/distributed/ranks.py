@@ -110,9 +110,10 @@ class DistributedRanks(Ranks):
     """The ranks of torch.distributed's default group, or of a subgroup of `size` ranks.
 
     `dist.init_process_group` must have been called. Tensors on a GPU are reduced by the default
-    group. A subgroup reduces them by its own gloo group, like all else. Everything else goes through a gloo group of
-    this instance, so each thread can use an instance of its own. All ranks must create their
-    instances in the same order. Objects are signed (gspo.distributed.signed_objects).
+    group. A subgroup reduces them by its own gloo group, like all else. Everything else goes
+    through a gloo group of this instance, so each thread can use an instance of its own. All ranks
+    must create their instances in the same order. Objects are signed
+    (gspo.distributed.signed_objects).
 
     A collective raises RankLost if a rank has ended, or does not answer within `timeout`.
     """

@@ -182,7 +182,7 @@ DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def check_depth(value: object) -> None:
-    """Raise ValueError for a value of JSON with more than MAX_DEPTH lists and objects in each other.
+    """Raise ValueError for a value of JSON whose lists and objects nest deeper than MAX_DEPTH.
 
     The bound is the same in every process. Python's own limit on recursion is not: compiling a
     model raises it. `check_tree` also checks types, and is several times slower."""

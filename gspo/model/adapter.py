@@ -40,8 +40,8 @@ from gspo.model.weights import parts_without_text
 # peft's names of its files
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# linear layers whose weight the model reads itself, so that an adapter would do nothing: Mamba's and
-# DeepSeek-V4's
+# linear layers whose weight the model reads itself, so that an adapter would do nothing: Mamba's
+# and DeepSeek-V4's
 READ_WITHOUT_FORWARD = ("dt_proj", "o_a_proj")
 # transformers' names of the module that holds q, k, v and o
 ATTENTION = ("self_attn", "attention", "attn")
@@ -178,7 +178,8 @@ class Adapter:
     def load(self, folder: Path) -> None:
         """Load the files that `save` wrote.
 
-        Raises ValueError for an adapter of other layers, another rank or scale, or another model."""
+        Raises ValueError for an adapter of other layers, another rank or scale, or another
+        model."""
         with safe_open(folder / WEIGHTS, "pt") as file:
             base_sum = float((file.metadata() or {}).get("base_sum", "nan"))
         # rounding on another kind of CPU changes the sum by less

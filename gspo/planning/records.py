@@ -1,4 +1,4 @@
-"""How many bytes the record of a step takes (gspo.data.step_record), if all responses are longest."""
+"""Plans the size of a step's record (gspo.data.step_record) with responses of full length."""
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -22,7 +22,8 @@ def record_bytes(settings: Settings, config: PretrainedConfig, work: Work) -> in
         return 0
     epochs = settings.trainer.epochs
     has_critic = settings.advantage.needs_values
-    # bytes per response token: two masks, then log-probs of engine and old policy, and the advantage
+    # bytes per response token: two masks, then log-probs of engine and old policy, and the
+    # advantage
     per_response_token = 2 + 3 * 4
     # in each epoch: log-prob, weight, entropy, clip
     per_response_token += epochs * (3 * 4 + 1)

@@ -18,8 +18,8 @@ class StepProbe:
     """Accumulates the metrics of a training step over its micro-batches.
 
     Means are over all tokens or responses of the step, however it is cut. `objective` defines what
-    is clipped. Without it there are no clip fractions. Raises ValueError for an objective that needs
-    more than these log-probs, see gspo.probe.logprobs.
+    is clipped. Without it there are no clip fractions. Raises ValueError for an objective that
+    needs more than these log-probs, see gspo.probe.logprobs.
 
         probe = StepProbe(GSPO(clip_low=3e-4, clip_high=4e-4))
         probe.add_logprobs(logp, old_logp, advantages, mask, update_number=1)   # each micro-batch

@@ -126,7 +126,7 @@ class RewardProcess:
         return self._style
 
     def _started(self) -> ChildProcess:
-        """Return the running process, which is started if needed. Raises ValueError as `start` does."""
+        """Return the running process, started if needed. Raises ValueError as `start` does."""
         if self._running and self._running.process.poll() is None:
             return self._running
         # The current folder is searched last, by `import_object`: its files must not stand in for

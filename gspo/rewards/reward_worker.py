@@ -111,7 +111,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def checked_score(score: Score) -> Score:
-    """Return a Score of the user's with plain numbers. Raises NotAScore for a field of another type."""
+    """Return a user's Score with plain numbers. Raises NotAScore for a field of another type."""
     for name in ("verdict", "answer", "reason"):
         value = getattr(score, name)
         if not isinstance(value, str):
@@ -149,8 +149,8 @@ class Trial:
     """The result of calls before a run.
 
     is_certain  whether a call failed for a mistake that no response can fix: a column that the rows
-                do not have, a name that is not defined, a module that cannot be imported, or a value
-                that is no number. Other exceptions may be due to the trial's responses.
+                do not have, a name that is not defined, a module that cannot be imported, or a
+                value that is no number. Other exceptions may be due to the trial's responses.
     reason      why a call failed, in words, "" if none did
     scores      the scores of the calls, in no order
     """

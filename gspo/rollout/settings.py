@@ -51,8 +51,8 @@ class ResponseSettings(Truncation, key="rollout"):
     kept tokens (gspo.data.kept_tokens), for the engine and for the trainer.
     """
 
-    # Bounds the length of responses (0: it does not). `bound_by` sets it. Without an annotation it is
-    # no setting.
+    # Bounds the length of responses (0: it does not). `bound_by` sets it. Without an annotation it
+    # is no setting.
     half_of_positions = 0
 
     temperature: float = ranged(1.0, above=0, why="greedy groups are all alike")

@@ -201,7 +201,7 @@ class RunDirectory:
         ]
 
     def write_status(self, how: str, step: int, reason: str = "") -> None:
-        """Write status.json: `how` (of gspo.io.files.RUN_STATES), the step, the reason of a failure."""
+        """Write status.json: `how` (of files.RUN_STATES), the step, the reason of a failure."""
         entry = {
             "how": how,
             "step": step,

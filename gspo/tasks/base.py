@@ -98,7 +98,7 @@ class Task(Ranged, key="task"):
         return ""
 
     def environments(self) -> dict[str, Any]:
-        """Return the `EnvironmentTask`s whose problems are played in an environment, by `Problem.task`.
+        """Return the tasks whose problems are played in an environment, by `Problem.task`.
 
         They are this task, or some tasks of a mixture. `score` scores the responses to all other
         problems. See gspo.tasks.environments.protocol."""

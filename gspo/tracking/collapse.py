@@ -26,8 +26,8 @@ STEPS_FALLEN = 20
 # It has recovered if it is above this share of the peak within this number of further steps.
 RECOVERED = 0.9
 STEPS_TO_RECOVER = 50
-# A reward between 0 and 1 cannot collapse by this rule in fewer rollout batches: after ten of 1, two
-# of 0 leave the smoothed reward above 0.7, and 20 more have to be below it.
+# A reward between 0 and 1 cannot collapse by this rule in fewer rollout batches: after ten of 1,
+# two of 0 leave the smoothed reward above 0.7, and 20 more have to be below it.
 MIN_BATCHES = 32
 # A row that is the mean of many rollout batches counts as so many at most. The smoothing has
 # forgotten the rows before by then, so that more of them change nothing.

@@ -41,12 +41,13 @@ class TrackingSettings(Ranged, key="tracking"):
     # record every so many steps for `gspo replay`: token IDs, log-probs, advantages, clips, experts
     # (docs/replay.md); 0: none
     record_every: int = ranged(0, least=0)
-    # also keep the records of so many last steps: at the end of the run, and before each fall of the
-    # reward. Every step is then recorded, and older records are deleted; 0: none
+    # also keep the records of so many last steps: at the end of the run, and before each fall of
+    # the reward. Every step is then recorded, and older records are deleted; 0: none
     record_last: int = ranged(0, least=0)
     # whether records hold the experts of MoE models, which are most of their bytes
     record_experts: bool = True
-    # whether records hold log-probs after the last update too: a pass over all responses of the step
+    # whether records hold log-probs after the last update too: a pass over all responses of the
+    # step
     record_after: bool = False
     # measure every so many steps how much responses tell of their prompts (information/*): every
     # response is scored under every prompt, of the first prompts of the step and a few responses of
@@ -54,8 +55,8 @@ class TrackingSettings(Ranged, key="tracking"):
     information_every: int = ranged(0, least=0)
     information_prompts: int = ranged(16, least=2)
     information_samples: int = ranged(2, least=1)
-    # measure every so many steps signal and noise of the gradient (optim/snr), from the gradients of
-    # two halves of the batch: a forward and backward pass over it; 0: never
+    # measure every so many steps signal and noise of the gradient (optim/snr), from the gradients
+    # of two halves of the batch: a forward and backward pass over it; 0: never
     snr_every: int = ranged(0, least=0)
     # responses of a saved batch that are also shown as a W&B table
     table_rows: int = ranged(16, least=1)

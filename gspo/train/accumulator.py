@@ -90,8 +90,8 @@ class MetricAccumulator:
     ) -> None:
         """Add weights to the effective sample sizes of tokens, responses and groups.
 
-        The metrics are FAMILY/ess_token, ess_sequence and ess_group with the suffix. The weight of a
-        response is the mean over its tokens, and that of a group the mean over its responses. A
+        The metrics are FAMILY/ess_token, ess_sequence and ess_group with the suffix. The weight of
+        a response is the mean over its tokens, and that of a group the mean over its responses. A
         bound makes weights alike and raises the size. Weights of 0 lower it.
         """
         weight_BT = torch.where(mask_BT, weight_BT.detach(), 0.0)

@@ -45,11 +45,11 @@ def start_at_old_policy(
 ) -> TrainBatch:
     """Measure the effect of rounding on the first ratios, then make them exactly 1.
 
-    The policy still is the old policy in the first mini-batch, and this pass has just computed
-    its log-probs. The log-probs of the pass under the old policy differ from these by rounding
-    alone, because other matrix shapes round otherwise. Returns the micro-batch with this pass's
-    log-probs as its old log-probs. With policy.old_logprobs=engine (`engine_is_old`) the ratio is
-    to the engine, and the micro-batch stays as it is. `statistic` is Objective.statistic of the whole
+    The policy still is the old policy in the first mini-batch, and this pass has just computed its
+    log-probs. The log-probs of the pass under the old policy differ from these by rounding alone,
+    because other matrix shapes round otherwise. Returns the micro-batch with this pass's log-probs
+    as its old log-probs. With policy.old_logprobs=engine (`engine_is_old`) the ratio is to the
+    engine, and the micro-batch stays as it is. `statistic` is Objective.statistic of the whole
     mini-batch.
     """
     inputs = loss_inputs(output, micro, statistic)

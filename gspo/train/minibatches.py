@@ -1,4 +1,4 @@
-"""Choose the rows of each mini-batch, and the share of them that each rank passes through the model.
+"""Choose the rows of each mini-batch, and each rank's share of them.
 
 Shape suffix: N row indices.
 """

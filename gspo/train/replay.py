@@ -1,9 +1,9 @@
 """Computes the loss of a recorded step again, without the model, under any objective.
 
 The recorded log-probs take the place of the model. Everything else is the code of the trainer, so a
-replay under the recorded objective gives the step's metrics again, up to the rounding of sums. Under
-another objective it says what that objective would have done with the same responses at the same
-weights. The weights of the second update on are those to which the recorded objective had led.
+replay under the recorded objective gives the step's metrics again, up to the rounding of sums.
+Under another objective it says what that objective would have done with the same responses at the
+same weights. The weights of the second update on are those to which the recorded objective had led.
 
     record = read_record(find_record(Path("runs/STUDY/RUN"), 123))
     replayed = replay(record, Algorithm(GRPO(...)), TrainerSettings(), PolicySettings())

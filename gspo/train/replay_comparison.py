@@ -1,4 +1,4 @@
-"""Compares two replays of a step: which responses carry the gradient, and how alike two gradients are.
+"""Compares two replays of a step: which responses carry the gradients, and how alike these are.
 
 A gradient is the derivative of the loss by the log-probs of all tokens in all updates.
 """

@@ -203,9 +203,9 @@ class PolicySettings(Ranged, key="policy"):
         """Return whether the engine's log-probs and experts stand for those of the old policy.
 
         They are the same, but for rounding, if the engine computes with the trainer's own weights,
-        precision and forward pass (`exact_engine`) and no response is older than the step. The pass under the
-        old policy is still needed for a correction, for the values of a critic, for sum_v pi_v^2,
-        and for Routing Replay R3."""
+        precision and forward pass (`exact_engine`) and no response is older than the step. The pass
+        under the old policy is still needed for a correction, for the values of a critic, for sum_v
+        pi_v^2, and for Routing Replay R3."""
         pass_needed = correction != "none" or critic or sum_pi_squared
         pass_needed = pass_needed or self.routing_replay == "r3"
         engine_reports_old_policy = (

@@ -419,7 +419,7 @@ class Trainer:
         step: int,
         accumulator: MetricAccumulator,
     ) -> None:
-        """Measure mutual information, signal and noise of the batch, at steps at which it is due."""
+        """Measure mutual information, signal and noise of the batch, if they are due."""
         size = self.settings.micro_batch_size
         with accumulator.timed("time/diagnostics_s"):
             if self.probe.measures_information(step):

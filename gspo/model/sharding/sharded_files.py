@@ -46,7 +46,8 @@ FILE_BYTES = 4e9
 # The matrices of an expert that lie above each other in one tensor, by their names in files.
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 MIXTRAL_MATRICES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-# The routers of GLM-4.5 have a bias that is no parameter. Only parameters are read and written here.
+# The routers of GLM-4.5 have a bias that is no parameter. Only parameters are read and written
+# here.
 SHARDED_FAMILIES = tuple(name for name in FAMILIES if name != "Glm4MoeForCausalLM")
 STORED_DTYPES = ("F32", "BF16", "F16")
 

@@ -41,8 +41,8 @@ TYPES = {
 }
 DICTS = (dict, Counter, OrderedDict, defaultdict)
 SURROGATE = re.compile("[\ud800-\udfff]")
-# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts, which
-# are words here.
+# With ASCII digits only. Decimal also accepts `nan`, `inf`, `1_0` and digits of other scripts,
+# which are words here.
 DECIMAL = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?", re.ASCII)
 INTEGER = re.compile(r"[+-]?\d+")
 

@@ -64,8 +64,8 @@ class Engine(ABC):
     # whether the engine computes with the policy's own tensors: then there is nothing to load
     shares_weights: bool
     ranks = Ranks()
-    # whether `stream` yields chunk by chunk, in the order of the problems. A resumed evaluation then
-    # samples whole chunks again, because the last bits of log-probs depend on a chunk's shape.
+    # whether `stream` yields chunk by chunk, in the order of the problems. A resumed evaluation
+    # then samples whole chunks again, because the last bits of log-probs depend on a chunk's shape.
     in_chunks = True
 
     @property

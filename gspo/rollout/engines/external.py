@@ -64,8 +64,8 @@ class OutsideEngine(Engine, Generic[SettingsT]):
     """An engine that samples with vLLM, and loads the weights that it is handed.
 
     vLLM runs in the trainer's process (rollout.own_process=false), in a separate process, or behind
-    a server. `sharers` are the neighbouring ranks that sample with the same engine. The first of them calls
-    it for all. Only a rank that hands weights over has a `folder`.
+    a server. `sharers` are the neighbouring ranks that sample with the same engine. The first of
+    them calls it for all. Only a rank that hands weights over has a `folder`.
     """
 
     shares_weights = False

@@ -234,8 +234,8 @@ class LocalEngine(Engine):
 def row_uniforms(rows: list[Row], count: int, random_key: RandomKey) -> np.ndarray:
     """Draw the numbers in [0, 1) that choose the next `count` tokens of each row. Shape [R, count].
 
-    A number depends only on the random key, the problem, the sample, and the token's position in the
-    response."""
+    A number depends only on the random key, the problem, the sample, and the token's position in
+    the response."""
     positions = [(*random_key, row.problem.task, row.problem.index, row.sample) for row in rows]
     max_done = max(row.done for row in rows)
     pairs = zip(rows, uniform_rows(max_done + count, positions), strict=True)

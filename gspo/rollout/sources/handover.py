@@ -8,8 +8,8 @@ compute the log-probs of the recorded tokens again. For each token
 
 If all weights arrived, y = x except for rounding. If no weight arrived, y = 0. If a tensor is
 stale, y lacks the tensor's contribution. A difference between engine and trainer that stays the
-same, such as another kernel's rounding, cancels. So the check sees a stale tensor that the log-probs
-themselves do not show, because an update changes them by less than the tolerance
+same, such as another kernel's rounding, cancels. So the check sees a stale tensor that the
+log-probs themselves do not show, because an update changes them by less than the tolerance
 (gspo.rollout.sources.sampler_logprobs.check_engine).
 
 For an engine in bfloat16 the trainer's weights are rounded while it computes its log-probs. Else
@@ -41,9 +41,9 @@ MAX_SEQUENCES = 32
 MAX_PROMPT_TOKENS = 128  # the last ones
 MAX_RESPONSE_TOKENS = 64  # the first ones
 # In float32 the check fails if |y - x| exceeds so many times |engine - trainer| at the previous
-# load, plus MIN_ROUNDING nats. A stale tensor changes all sequences. Rounding alone changes a few of
-# them much more than the others, because a token's router chooses another expert. So |y - x| of a
-# quiet sequence is compared with the rounding of a noisy one: these are quantiles over sequences.
+# load, plus MIN_ROUNDING nats. A stale tensor changes all sequences. Rounding alone changes a few
+# of them much more than the others, because a token's router chooses another expert. So |y - x| of
+# a quiet sequence is compared with the rounding of a noisy one: these are quantiles over sequences.
 ROUNDING_FACTOR = 4.0
 MIN_ROUNDING = 2e-6
 QUIET = 0.5
@@ -125,9 +125,9 @@ def sequence_gap(trainer_N: Tensor, engine_N: Tensor, sequence_N: Tensor, quanti
 def rounded_to_bfloat16(model: nn.Module) -> Generator[None]:
     """Round the float32 weights to bfloat16 inside the block, and restore every bit afterwards.
 
-    bfloat16 has the upper 16 bits of float32. The bits that rounding changes are kept as a number of
-    16 bits. This number always fits, because numbers halfway between two neighbours are rounded away
-    from 0, and not to the even neighbour."""
+    bfloat16 has the upper 16 bits of float32. The bits that rounding changes are kept as a number
+    of 16 bits. This number always fits, because numbers halfway between two neighbours are rounded
+    away from 0, and not to the even neighbour."""
     parameters = [p for p in model.parameters() if p.dtype == torch.float32]
     bits_of_weights = [local_tensor(p.detach()).view(torch.int32) for p in parameters]
     lost_bits = []

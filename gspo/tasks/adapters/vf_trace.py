@@ -1,4 +1,4 @@
-"""Reads messages and traces of the library verifiers, and compares their tokens with the policy's."""
+"""Reads messages and traces of verifiers, and compares their tokens with the policy's."""
 
 import json
 import re

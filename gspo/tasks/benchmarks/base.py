@@ -25,8 +25,8 @@ from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order
 from gspo.tasks.benchmarks.data_row import DataRow
 from gspo.tasks.benchmarks.records_file import Source
 
-# Replacements for problems with too long prompts have indices above this number. The index modulo it
-# gives them epochs, and so an order, that no other problem has.
+# Replacements for problems with too long prompts have indices above this number. The index modulo
+# it gives them epochs, and so an order, that no other problem has.
 REPLACEMENT_INDEX = 2**40 + 15
 WHITE_SPACE = re.compile(r"(?<=\w)\s+(?=\w)|(\s+)")  # between two words, and elsewhere
 

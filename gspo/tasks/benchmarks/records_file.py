@@ -347,7 +347,8 @@ def bytes_of(array: Any) -> int:
         binaries = (pyarrow.binary(), pyarrow.large_binary())
         if array.type.value_type not in (*texts, *binaries):
             return array.nbytes
-        # pyarrow makes its functions such as compute.sum at import, so type checkers do not see them
+        # pyarrow makes its functions such as compute.sum at import, so type checkers do not see
+        # them
         sizes = compute.call_function("binary_length", [array.dictionary])
         return compute.call_function("sum", [sizes.take(array.indices)]).as_py() or 0
     if "dictionary<" in str(array.type):

@@ -14,8 +14,8 @@ from gspo.io import untrusted
 from gspo.io.untrusted import MAX_MAGNITUDE
 from gspo.tracking.frameworks.table import Axis, Table, has
 
-# A run that is restarted goes on, each time from a later step. A file whose steps go back in another
-# way more often holds no run.
+# A run that is restarted goes on, each time from a later step. A file whose steps go back in
+# another way more often holds no run.
 MAX_REWINDS = 20
 MAX_RESTARTS = 200
 MAX_REWINDS_NAMED = 5

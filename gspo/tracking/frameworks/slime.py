@@ -1,4 +1,4 @@
-"""slime, which writes rows of rollout batches and rows of optimizer steps, each with its own axis."""
+"""slime. Rows of rollout batches and rows of optimizer steps have different axes."""
 
 from gspo.tracking.frameworks.table import Axis, Table, other, reweighted, same
 

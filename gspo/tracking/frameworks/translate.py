@@ -320,7 +320,8 @@ def _batches_per_row(rows: list[dict[str, float]], log: Log, updates: int, table
     """Return the median distance of two successive rows of training.
 
     The framework's gradient norm is in every such row. The reward is not, if a batch has several
-    updates. The log may say of how many steps a row is the mean, which need not be whole batches."""
+    updates. The log may say of how many steps a row is the mean, which need not be whole
+    batches."""
     steps = [int(row["step"]) for row in rows if table.gradient_norm in row]
     if not steps:
         steps = [int(row["step"]) for row in rows if REWARD in row]
