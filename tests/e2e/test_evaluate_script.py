@@ -431,7 +431,7 @@ def test_a_run_is_compared_with_what_it_started_from(tmp_path):
         [sys.executable, "-P", "-m", "gspo", "compare", "base", "trained"], cwd=tmp_path
     )
     assert (
-        again.returncode == 0 and again.stdout in trained.stdout and "of it format" in again.stdout
+        again.returncode == 0 and again.stdout in trained.stdout and "gain: format" in again.stdout
     )
     fewer = forked.run([*call, "against=base", "problems=5", "out=fewer"], cwd=tmp_path)
     assert (
