@@ -88,7 +88,7 @@ def test_two_evaluations_are_compared_set_by_set(base, trained):
     )
     assert (
         "note: they differ in samples: 4 against 3" in text
-        and "an answer found in 1.000 -> 1.000" in text
+        and "an answer was found in 1.000 -> 1.000" in text
     )
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_finished_evaluation_is_refused(tmp_path, base):
 def test_the_command_compares_evaluations(base, trained, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare", str(base), str(trained)])
     command.compare()
-    assert "of it format" in capsys.readouterr().out
+    assert "gain: format" in capsys.readouterr().out
     for paths in ([base], [base, trained, base], [base, base.parent]):
         with pytest.raises(RunsError, match="is an evaluation: name two"):
             monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
