@@ -231,6 +231,7 @@ def test_the_tables_and_the_figure_of_few_runs(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.daily
 def test_the_recorded_runs_give_the_numbers_of_the_log():
     runs = warning_rules.recorded_runs(pd.read_parquet(RECORDED))
     assert len(runs) == 1772 and sum(run.collapsed is not None for run in runs) == 474
