@@ -185,7 +185,9 @@ class BalancedExpertRanks(ExpertRanks):
     Without content, a tensor of counts cannot tell how many tokens go to each rank.
     """
 
-    def numbers(self, rows: Tensor, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    def exchange_counts(
+        self, rows: Tensor, counts_E: Tensor
+    ) -> tuple[Tensor, list[int], list[int]]:
         count = self.group.size()
         parts = torch.arange(len(rows), device="cpu").tensor_split(count)
         row_counts = [len(part) for part in parts]

@@ -41,7 +41,7 @@ class ExpertRanks:
         `counts_E` is the number of rows for each expert. `apply_experts` is called with the rows of
         all ranks for this rank's experts, sorted by expert, and their counts [P]. All ranks must
         call this."""
-        counts_RP, sent_R, received_R = self.exchange_counts(counts_E)
+        counts_RP, sent_R, received_R = self.exchange_counts(rows, counts_E)
         received = wait_tensor(all_to_all_single(rows, received_R, sent_R, self.group))
         # The rows arrive sorted by rank, and by expert within a rank.
         expert_P = torch.arange(counts_RP.shape[1], device=rows.device)
@@ -54,11 +54,14 @@ class ExpertRanks:
         by_rank = ToExperts.apply(out, inverse, order, 1)
         return wait_tensor(all_to_all_single(by_rank, sent_R, received_R, self.group))
 
-    def exchange_counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    def exchange_counts(
+        self, rows: Tensor, counts_E: Tensor
+    ) -> tuple[Tensor, list[int], list[int]]:
         """Exchange and return the numbers of rows that the ranks will send each other.
 
         These are the rows from each rank for each of this rank's experts [R, P], the rows that this
-        rank sends to each rank [R], and the rows that it receives from each rank [R]."""
+        rank sends to each rank [R], and the rows that it receives from each rank [R]. The planner
+        overrides this by a method that reads the number of `rows`."""
         counts_RP = torch.empty_like(counts_E).view(self.group.size(), -1)
         sent_RP = counts_E.view_as(counts_RP)
         dist.all_to_all_single(counts_RP, sent_RP, group=self.group)
