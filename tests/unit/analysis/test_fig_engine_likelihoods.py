@@ -165,7 +165,7 @@ def test_the_gap_in_words(whole):
     )
     routing = "GRPO, bfloat16, trainer's log-probs: k3 0.0004 without R3, 0.0001 with: a share of 0.75 [0.75, 0.75]"
     assert routing in text
-    assert "in float32, where only rounding differs, single seeds differ by up to 0.000" in text
+    assert "in float32, where only rounding differs, a single seed's effect is up to 0.000" in text
 
 
 @pytest.mark.slow
