@@ -225,7 +225,7 @@ def draw_precisions(
 
 
 def warnings(folder: Path, out: Path) -> list[Path]:
-    """Draw the signals that foresee collapses best, of the runs under six kinds of stress."""
+    """Draw the signals that foresee collapses best, of the runs of the stressors."""
     frame = pd.read_parquet(folder / early_warning.RECORDED.name)
     thresholds = early_warning.shipped(frame)
     runs = warning_rules.stressor_runs(frame)

@@ -240,7 +240,7 @@ def arena(numbers: Numbers, folder: Path) -> None:
 
 
 def warnings(numbers: Numbers, folder: Path) -> None:
-    """Add the worth of early warnings, on the stressed runs and on all recorded runs."""
+    """Add the worth of early warnings, on the stressors, and on them and 19 studies."""
     frame = pd.read_parquet(folder / early_warning.RECORDED.name)
     thresholds = early_warning.shipped(frame)
     stressed = warning_rules.stressor_runs(frame)

@@ -324,7 +324,8 @@ def interim(differences: pd.DataFrame, design: Design | None, margin: float) -> 
         return []
     last = design.looks[-1]
     # a decided pair gets no more seeds
-    early = [x for x in differences["interval"] if x.seeds < last]
+    intervals = [x for x in differences["interval"] if not math.isnan(x.mean)]
+    early = [x for x in intervals if x.seeds < last]
     undecided = [x for x in early if direction(x, margin) == "undecided"]
     if not undecided:
         return []

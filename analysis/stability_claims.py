@@ -99,7 +99,7 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
     if not len(common):
         return "undecided (no control: GRPO without Routing Replay on the same seeds)"
     if falls.isna().any() or control_falls[common].isna().any():
-        return "undecided (a run without a positive reward at its end has no decline)"
+        return "undecided (a reward that is never positive, or missing at the end, has no decline)"
     if control_falls[common].mean() < MIN_DECLINE:
         declined = int((control_falls[common] >= MIN_DECLINE).sum())
         elsewhere = int((control_falls >= MIN_DECLINE).sum())
@@ -120,13 +120,15 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
 def in_percent(declines_S: pd.Series) -> str:
     """Return declines as changes in percent: the mean, and the range if there are several seeds."""
     if declines_S.isna().all():
-        return "- (no positive reward at the end)"
+        return "- (no reward is positive, or none is at the end)"
     mean = f"{-100 * declines_S.mean():+.1f} %"
     if len(declines_S) == 1:
         return mean
     worst = f"{-100 * declines_S.max():+.1f} %"
     best = f"{-100 * declines_S.min():+.1f} %"
-    return f"{mean} (seeds {worst} to {best})"
+    without = int(declines_S.isna().sum())
+    rest = f", {without} without a reward at the end" if without else ""
+    return f"{mean} (seeds {worst} to {best}{rest})"
 
 
 def seeds_text(count: int) -> str:

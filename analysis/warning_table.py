@@ -1,4 +1,4 @@
-"""The tables and the figure of every warning rule on all recorded runs.
+"""The tables and the figure of every warning rule on the recorded runs of warning_rules.py.
 
 `gspo figure early-warning rules=true` prints and draws them. warning_rules.py says which runs and
 thresholds, warning_worth.py says how the intervals are computed.

@@ -21,7 +21,7 @@ from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
 SPREADS = (1e-3, 0.05, 0.5)
 BATCH_SIZE = 10
 MAX_RESPONSE_TOKENS = 8
-STEP = 1e-6  # nats, of the difference quotients
+STEP = 1e-6  # nats, of the finite differences
 AGGREGATION = Aggregation("seq-mean-token-mean")
 FIELDS = ("logp_BT", "old_logp_BT", "adv_BT", "engine_logp_BT", "ref_logp_BT")
 

@@ -62,6 +62,9 @@ from gspo.train.checkpoint_files import read_state
 DEFAULT_RESPONSE_TOKENS = 2048
 MAX_TRUNCATED_SHARE = 0.2  # a larger share of a set's responses prints a warning
 
+# the metrics of one rated set
+ELO = ("eval/elo", "eval/elo_stderr")
+
 
 @dataclass
 class Subject:
@@ -204,8 +207,14 @@ def track(
     if subject.checkpoint:
         wandb_run.lineage.record_input(subject.checkpoint, subject_name, (subject.checkpoint.name,))
     row: dict[str, float] = {"step": subject.step}
+    rated = [name for name, result in results.items() if result["elo"]]
+    if len(rated) > 1:
+        print(f"W&B's eval/elo is of {rated[0]}; result.json has the Elo of {', '.join(rated)}")
     for name, result in results.items():
-        row |= as_metrics(name, result)
+        metrics = as_metrics(name, result)
+        if name in rated[1:]:
+            metrics = {key: value for key, value in metrics.items() if key not in ELO}
+        row |= metrics
         row[f"eval/{name}/prompt_too_long"] = float(result["prompt_too_long"])
     wandb_run.send(row, [])
     wandb_run.lineage.record_output(

@@ -78,6 +78,18 @@ def load_evaluation_sets(
     return sets
 
 
+def check_ratings(sets: list[EvaluationSet]) -> None:
+    """Raise ValueError for two sets with ratings: the metric eval/elo is of one of them."""
+    rated = [s.name for s in sets if all(p.rating is not None for p in s.problems)]
+    if len(rated) > 1:
+        raise SettingError(
+            "evaluation.sets",
+            rated,
+            "all of them have ratings, and eval/elo is of one set",
+            remedy="choose one of them",
+        )
+
+
 def with_room(evaluation_set: EvaluationSet, engine: Engine, max_new_tokens: int) -> EvaluationSet:
     """Leave out the problems whose prompts leave no room for `max_new_tokens` response tokens.
 
@@ -117,13 +129,7 @@ def evaluate(
         row_groups = [rows(group) for group in groups]
         result = summarise(row_groups, [settings.samples])
         name = evaluation_set.name
-        set_metrics = as_metrics(name, result)
-        if "eval/elo" in metrics and "eval/elo" in set_metrics:
-            raise ValueError(
-                f"the set {name} has ratings, and another set has too: eval/elo is of one rated "
-                "set, so choose one with evaluation.sets=[...]"
-            )
-        metrics |= set_metrics
+        metrics |= as_metrics(name, result)
         metrics[f"eval/{name}/prompt_too_long"] = float(evaluation_set.left_out)
         all_groups += groups
     return metrics, all_groups

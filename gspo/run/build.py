@@ -12,7 +12,7 @@ import torch
 from gspo.config.checks import check_training_set
 from gspo.config.settings import Settings, folder_of, loss_settings
 from gspo.distributed.ranks import Ranks, ranks_lost_in_passes
-from gspo.evaluation.evaluate import load_evaluation_sets, with_room
+from gspo.evaluation.evaluate import check_ratings, load_evaluation_sets, with_room
 from gspo.io.errors import SettingError
 from gspo.model.adapter import import_peft
 from gspo.model.policy import Policy
@@ -164,10 +164,11 @@ def trainer_on_engine(
             load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index))
         )
     check_engine_weights(source, trainer.state.step)
-    for evaluation_set in load_evaluation_sets(
-        task, settings.evaluation.sets, settings.evaluation.problems
-    ):
-        # raises before anything is written
+    evaluation = settings.evaluation
+    evaluation_sets = load_evaluation_sets(task, evaluation.sets, evaluation.problems)
+    # both checks raise before anything is written
+    check_ratings(evaluation_sets)
+    for evaluation_set in evaluation_sets:
         with_room(evaluation_set, engine, settings.rollout.longest_limit)
     return trainer
 

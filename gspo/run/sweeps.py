@@ -81,7 +81,6 @@ class WriteManifest(Callback):
 
         A dry run then exits. The jobs of a search are not known yet."""
         check_own_file(config.hydra)
-        jobs_at_once(config.hydra)  # refuses a launcher that would overload the machine
         planned = [] if is_search(config) else plan(config)
         if not planned and not is_search(config):
             raise ValueError(
@@ -91,6 +90,7 @@ class WriteManifest(Callback):
             no_plan = "a search chooses the settings of its jobs as it goes: no plan"
             print(forecast(planned) if planned else no_plan)
             sys.exit(0)
+        jobs_at_once(config.hydra)  # refuses a launcher that would overload the machine
         for number, job in enumerate(planned):
             if job.get("uncomposed"):
                 raise ValueError(

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from gspo.distributed.ranks import Ranks
-from gspo.io.errors import first_line
 from gspo.io.files import errors_of_the_disk, sync
 from gspo.model.policy import Policy
 from gspo.model.sharding.sharded_files import Files, local_files, write_files, write_rest
@@ -69,16 +68,16 @@ class ShardedCheckpointWriter(CheckpointWriter):
     ) -> None:
         self.wait()
         unfinished = self._unfinished(state.step)
-        problem = ""
+        failure: Exception | None = None
         if self.ranks.rank == 0:
             try:
                 self._begin(unfinished, pending)
-            except OSError as error:
-                problem = first_line(error)
+            except Exception as error:  # the other ranks would wait for ever
+                failure = error
         # the other ranks wait here until the folder exists
-        unfinished, problem = self.ranks.broadcast((unfinished, problem))
-        if problem:
-            raise OSError(problem)
+        unfinished, failure = self.ranks.broadcast((unfinished, failure))
+        if failure:
+            raise failure
         files, index = local_files(self.policy.model, self.ranks)
         head = self.policy.value_head
         shard = Shard(

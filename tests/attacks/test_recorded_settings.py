@@ -336,6 +336,7 @@ program = Program(len(filters), ctypes.cast(code, ctypes.c_void_p))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
 sys.argv[0] = "gspo"
+sys.path.pop(0)  # the current folder, as with python -P
 runpy.run_module("gspo", run_name="__main__")
 """
 

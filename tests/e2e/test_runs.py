@@ -154,11 +154,14 @@ def interrupted(folder: Path, number: int, *overrides: str, reader_ends: bool = 
         with subprocess.Popen(
             words, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
-            wait_for_step(folder, 3, process)
-            process.stdout.close()
-            process.stderr.close()
-            process.send_signal(number)
-            return process.wait(timeout=120)
+            try:
+                wait_for_step(folder, 3, process)
+                process.stdout.close()
+                process.stderr.close()
+                process.send_signal(number)
+                return process.wait(timeout=120)
+            finally:
+                process.kill()
     process = forked.start(words, cwd=folder, env=environment())
     wait_for_step(folder, 3, process)
     process.send_signal(number)

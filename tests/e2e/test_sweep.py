@@ -69,6 +69,7 @@ def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path):
     stopped = steps_of(tmp_path)
     time.sleep(3)
     assert steps_of(tmp_path) == stopped and max(stopped.values()) < 1000 and len(stopped) == 2
+    process.wait_for_session(60)
 
 
 @pytest.mark.slow
@@ -76,7 +77,8 @@ def test_a_sweep_can_be_interrupted_and_continued_by_typing_it_again(tmp_path):
     process = two_runs_under_way(tmp_path)
     # what a terminal's Ctrl-C does: everyone in the foreground gets it
     os.killpg(process.pid, signal.SIGINT)
-    written = "".join(process.communicate(timeout=120))
+    process.wait_for_session(120)
+    written = "".join(process.communicate())
     assert process.returncode == 130, written
     assert "Traceback" not in written and written.count("stopping after the current step") == 1
     stopped = steps_of(tmp_path)

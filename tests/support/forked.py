@@ -100,7 +100,10 @@ class Script:
         self.pid = self._number()
 
     def _number(self) -> int:
-        return NUMBER.unpack(self._connection.recv(NUMBER.size, socket.MSG_WAITALL))[0]
+        received = self._connection.recv(NUMBER.size, socket.MSG_WAITALL)
+        if len(received) < NUMBER.size:
+            raise OSError("the server of the forked scripts has ended")
+        return NUMBER.unpack(received)[0]
 
     def poll(self) -> int | None:
         """The return code, None while the script runs. It is negative after a deadly signal."""
@@ -125,10 +128,29 @@ class Script:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def wait_for_session(self, seconds: float) -> None:
+        """Wait until the processes that the script started, and it itself, have ended."""
+        deadline = time.monotonic() + seconds
+        while left := in_session(self.pid):
+            assert time.monotonic() < deadline, f"processes {left} of {self.args} have not ended"
+            time.sleep(0.1)
+
+
+def in_session(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def start(command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> Script:
@@ -227,15 +249,33 @@ def _handler(listener: socket.socket, folders: list[tempfile.TemporaryDirectory]
     if not request:  # a test process has ended
         os._exit(0)
     if child := os.fork():
-        with suppress(BrokenPipeError):  # a test that failed did not wait
+        with suppress(ConnectionError):  # the test process has ended
             connection.sendall(NUMBER.pack(child))
-            status = os.waitpid(child, 0)[1]
-            connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+            _wait(child, connection)
         os._exit(0)
-    connection.close()
-    for folder in folders:
-        folder.__init__()  # each process makes its own, and removes it at its end
-    os._exit(_become(**json.loads(request)))
+    code = 1
+    try:
+        connection.close()
+        for folder in folders:
+            folder.__init__()  # each process makes its own, and removes it at its end
+        code = _become(**json.loads(request))
+    except BaseException:  # no error may lead back into the loop of the server
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _wait(child: int, connection: socket.socket) -> None:
+    """Send the return code of the script. If the test process ends before, end its session."""
+    ended = os.pidfd_open(child)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    # its id is not used again before the test has the code
+    end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    connection.sendall(NUMBER.pack(code))
+    os.waitpid(child, 0)
 
 
 def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], seconds: int) -> int:
@@ -272,8 +312,9 @@ def _become(argv: list[str], cwd: str, env: dict[str, str], files: list[str], se
     # what the interpreter does at its end, but for taking every module apart
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
     return code
 
 

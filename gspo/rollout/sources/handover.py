@@ -155,7 +155,7 @@ class HandoverCheck:
     `engine_rounding` says what rounds in the engine and not in the trainer. "nothing": both compute
     in float32, and a single stale tensor is an error. "bfloat16": the engine's weights and
     activations are rounded to bfloat16, and an engine that lacks a large part of an update is an
-    error. "otherwise": the numbers are measured, and only NaN is an error.
+    error. "otherwise": the numbers are measured, and only a log-prob that is not finite is an error.
     """
 
     def __init__(self, engine: Engine, engine_rounding: str):

@@ -322,8 +322,11 @@ def test_stable_needs_a_control_that_is_not(tmp_path):
     )
     never = load.load([tmp_path / "alone", tmp_path / "negative"])
     claim = stability_claims.stable(never)
-    assert claim.verdict.startswith("undecided (a run without a positive reward at its end")
-    assert "nan" not in claim.finding and "- (no positive reward at the end)" in claim.finding
+    assert claim.verdict.startswith("undecided (a reward that is never positive, or missing")
+    assert (
+        "nan" not in claim.finding
+        and "- (no reward is positive, or none is at the end)" in claim.finding
+    )
 
 
 def test_seeds_of_different_arms_are_no_more_seeds_of_changed_experts(tmp_path):

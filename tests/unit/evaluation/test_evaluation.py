@@ -18,7 +18,15 @@ from demonstrator import Demonstrator
 from games import Echoes
 from gspo.data.problems import Problem
 from gspo.data.samples import Score, ScoredResponse
-from gspo.evaluation.evaluate import as_metrics, evaluate, load_evaluation_sets, rows, summarise
+from gspo.evaluation.evaluate import (
+    EvaluationSet,
+    as_metrics,
+    check_ratings,
+    evaluate,
+    load_evaluation_sets,
+    rows,
+    summarise,
+)
 from gspo.evaluation.resumable import (
     Folder,
     describe,
@@ -451,3 +459,15 @@ def test_a_response_with_named_rewards_is_right_if_each_of_them_is_1():
     result = summarise([group], [1, 4])
     assert result["avg"]["value"] == 3.5 / 4
     assert (result["pass"]["1"]["value"], result["pass"]["4"]["value"]) == (0.25, 1.0)
+
+
+def test_two_sets_with_ratings_are_refused():
+    def evaluation_set(name: str, rating: float | None) -> EvaluationSet:
+        return EvaluationSet(
+            name, ChainArithmetic(), [Problem("math", 0, "1+1=?", "2", rating=rating)]
+        )
+
+    rated = [evaluation_set("a", 1500.0), evaluation_set("b", 1600.0)]
+    check_ratings([rated[0], evaluation_set("c", None)])
+    with refuses("evaluation.sets", ["a", "b"], "eval/elo is of one set"):
+        check_ratings(rated)

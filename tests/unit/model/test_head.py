@@ -125,6 +125,10 @@ def test_a_sampler_in_bfloat16_has_the_heads_precision(head_dtype):
     hidden = torch.randn(5, plain.model.config.hidden_size, generator=generator).bfloat16()
     with network.frozen(copy_experts=True):
         logits = network.logits(hidden)
+        head = network._float32_head
+        with network.frozen():
+            pass
+        assert network._float32_head is head, "a context within keeps the head of the outer one"
     assert logits.dtype == head_dtype
     true = hidden.double() @ network.head.double().t()
     error = (logits.double() - true).abs().max() / true.abs().max()

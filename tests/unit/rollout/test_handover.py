@@ -80,6 +80,8 @@ def test_by_hand():
     assert noisy.residual == 0.5
     y = x + torch.tensor([1.0, 3.0, 0.0, 0.0])
     assert sequence_gap(x, y, sequences, 0.0) == 0 and sequence_gap(x, y, sequences, 1.0) == 2
+    for odd in (float("nan"), float("inf"), float("-inf")):
+        assert math.isnan(sequence_gap(torch.full_like(x, odd), y, sequences, 0.5))
 
 
 def test_rounding_restores_every_bit():

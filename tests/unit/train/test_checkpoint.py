@@ -2,6 +2,7 @@
 raised.
 """
 
+import errno
 import json
 import threading
 import time
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 
 from gspo.model.loading import load
 from gspo.train import checkpoint
-from gspo.train.checkpoint import CheckpointWriter, load_optimizer
+from gspo.train.checkpoint import CheckpointWriter, TrainState, load_optimizer
 from gspo.train.checkpoint_files import latest_checkpoint
+from gspo.train.sharded_checkpoint import ShardedCheckpointWriter
+from ranked import ranked
 from trainers import steps, trainer
 
 
@@ -105,3 +108,22 @@ def test_a_checkpoint_after_a_million_steps_is_the_latest_and_older_ones_are_del
     assert latest_checkpoint(tmp_path).name == "step_1000010"
     names = {folder.name for folder in (tmp_path / "checkpoints").glob("step_*")}
     assert names == {"step_1000000", "step_1000010"}
+
+
+@pytest.mark.distributed
+def test_every_rank_raises_the_error_of_the_rank_that_makes_the_folder(tmp_path):
+    def save(ranks):
+        writer = object.__new__(ShardedCheckpointWriter)
+        writer.ranks = ranks
+        writer.writing = None
+        writer.folder = tmp_path
+
+        def begin(*_):
+            raise OSError(errno.ENOSPC, "no space left")
+
+        writer._begin = begin
+        with pytest.raises(OSError) as raised:
+            writer.save(TrainState(step=1))
+        return raised.value.errno
+
+    assert ranked(2, save) == [errno.ENOSPC] * 2
