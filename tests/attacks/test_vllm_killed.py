@@ -171,6 +171,7 @@ def test_no_port_is_open_to_other_machines_and_a_signal_to_the_group_leaves_noth
     assert [p.name for p in temporary.iterdir() if "wandb" not in p.name] == []
 
 
+@pytest.mark.daily
 def test_a_worker_that_is_killed_ends_the_engine():
     """Of an engine on several devices, two halves of the CPU here."""
     engine = VLLMEngine(

@@ -92,6 +92,7 @@ def test_greedy_tokens_are_those_of_the_engine_of_this_process(run, tmp_path):
     )
 
 
+@pytest.mark.daily
 def test_samples_are_printed_as_by_the_engine_of_this_process(run, tmp_path):
     greedy = [f"run={run}", "set=rated", "samples=1", "temperature=0"]
     local, vllm = (call("sample", tmp_path, *greedy, *more) for more in ([], VLLM))

@@ -76,6 +76,7 @@ def test_the_greedy_tokens_are_the_policys_own():
         ] == of_one_process()[2 * step]
 
 
+@pytest.mark.daily
 def test_all_ranks_hear_the_same_when_the_engine_that_they_share_ends():
     """test_vllm_runs.py kills the one of a rank that has its own."""
 

@@ -45,6 +45,7 @@ def settings(url: str, **changed) -> VLLMServerRollout:
     return VLLMServerRollout(**{"url": url, "routes": True, "batch_rows": 8} | changed)
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
 def test_two_ranks_sample_what_one_process_does(server, spread):
     url, _ = server
