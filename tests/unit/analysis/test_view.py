@@ -88,18 +88,19 @@ def test_a_running_run_refreshes(study, page):
         *SMALL,
         "objective=grpo",
         "study=live",
-        "steps=400",
+        "steps=100000",  # it is stopped before, however slowly the browser begins
         "tracking.wandb=disabled",
-        "evaluation.every=500",
+        "evaluation.every=100000",
     ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     run = subprocess.Popen(command(*slow), cwd=study, env=environment(), **quiet)
     try:
-        rows = wait_for_rows(study / "runs" / "live", 3)
+        wait_for_rows(study / "runs" / "live", 3)
         with Viewer(study, "runs/live") as viewer:
             page.goto(viewer.address)
             page.locator(CURVE).first.wait_for(timeout=60_000)
             before = picture(page)
+            rows = wait_for_rows(study / "runs" / "live", 3)
             wait_for_rows(study / "runs" / "live", rows + 20)
             end = time.monotonic() + 60
             while picture(page) == before:
