@@ -400,7 +400,7 @@ def caption(
     numbers: pd.DataFrame, differences: pd.DataFrame, baseline: str, options: Options
 ) -> str:
     """Return the caption: what a row, a mark and the strip mean, and what it cost."""
-    seeds = [interval.seeds for interval in differences["interval"]]
+    seeds = [x.seeds for x in differences["interval"] if not math.isnan(x.mean)] or [0]
     hours = numbers["hours"].sum()
     levels = sorted({interval.level for interval in differences["interval"]})
     covered = " and ".join(coverage(level) for level in levels)

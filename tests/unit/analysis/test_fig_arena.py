@@ -220,3 +220,8 @@ def test_a_run_that_collapsed_before_its_end_leaves_its_pair_unjudged(arena):
     assert not np.isnan(intervals["sums edge", "GRPO"].mean)
     pairs = fig_arena.rank(numbers).comparisons
     assert not any("SAPO" in pair for pair in pairs)
+    differences = fig_arena.paired(numbers, "GSPO")
+    design = Design((len(SEEDS), 2 * len(SEEDS)))
+    assert "undecided pair" in fig_arena.interim(differences, design, 0.0)[0]
+    unjudged = differences[[np.isnan(x.mean) for x in differences["interval"]]]
+    assert fig_arena.interim(unjudged, design, 0.0) == [], "further seeds cannot decide it"
