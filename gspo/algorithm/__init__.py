@@ -4,12 +4,12 @@
     aggregation.py      from the loss of every token to one number
     advantages.py       from rewards to the advantage of every token
     turn_advantage.py   an advantage for every turn of an episode
-    maxrl.py, gdpo.py, nsr.py, otb.py    advantages of 2026
+    maxrl.py, gdpo.py, nsr.py, otb.py    further advantages: MaxRL, GDPO, NSR, OTB
     mutual_information.py    how much responses tell of their prompts
     reward_shaping.py   changes to rewards before advantages: penalties, scaling
     kl.py               the distance from a reference policy
     corrections.py      weights for the mismatch of engine and trainer
-    masks.py            corrections of 2026: OPSM, M2PO, KPop, masks by total variation
+    masks.py            further corrections: KPop, M2PO, OPSM, rho
     entropy.py          the coefficient of the entropy bonus
     invariances.py      checks that every objective must pass (`gspo check-objective`)
 

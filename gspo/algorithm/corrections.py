@@ -11,8 +11,8 @@ levels are
 
 Weights carry no gradient and are 0 where masked. The exponent is kept within +-20, as in verl.
 
-The corrections of this module act before the updates. gspo.algorithm.masks has corrections of
-2026, of which some act in the updates.
+The corrections of this module act before the updates. gspo.algorithm.masks has further
+corrections, of which some act in the updates.
 
 Shape suffixes: B responses, T response tokens.
 """

@@ -1,4 +1,4 @@
-"""GDPO: each of several rewards is normalised for itself (arXiv:2601.05242).
+"""GDPO: each of several rewards is normalised by itself (arXiv:2601.05242).
 
 Shape suffixes: B responses, K named rewards, G responses of a group.
 """

@@ -62,7 +62,7 @@ class Penalized(KL):
 
     The coefficient beta is fixed, or adaptive if `target` is set (arXiv:1909.08593, section 2.2):
 
-        beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+        beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) min(n / horizon, 1))
 
     n is the number of responses in a step.
     """
@@ -173,8 +173,8 @@ def kl_estimate(d_BT: Tensor, estimator: str, bound: float) -> Tensor:
 class KLCoefficient:
     """The coefficient beta of the KL term, adaptive if `target` is set. `value` is the whole state.
 
-    The formula stands at `Penalized`. In other frameworks the factor of beta becomes negative for
-    n > 5 horizon. Here n / horizon is at most 1.
+    The formula stands at `Penalized`. Other frameworks do not bound n / horizon, so for
+    n > 5 horizon their factor of beta can become negative.
     """
 
     def __init__(self, settings: KL):

@@ -1,4 +1,4 @@
-"""Corrections of 2026 for the mismatch of engine and trainer: KPop, M2PO, OPSM, rho.
+"""Further corrections for the mismatch of engine and trainer: KPop, M2PO, OPSM, rho.
 
     m_t    log pi_old(y_t) - log mu(y_t), with the policy mu that sampled
 

@@ -35,7 +35,7 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling
 from gspo.rollout.engines.vllm import installed_version
 from gspo.rollout.settings import RolloutSettings, engine_record
-from gspo.rollout.sources.sampler_logprobs import check_on_prompts
+from gspo.rollout.sources.behaviour_logprobs import check_on_prompts
 from gspo.run.build import (
     check_engine_start,
     local_engine,

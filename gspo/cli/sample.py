@@ -72,7 +72,7 @@ def show(command: SampleCommand, settings: Settings, engine: Engine) -> None:
     """Sample responses, score them, and print the groups."""
     from gspo.evaluation.evaluate import SEED, EvaluationSet, with_room
     from gspo.rollout.scoring import sample, score
-    from gspo.rollout.sources.sampler_logprobs import check_on_prompts
+    from gspo.rollout.sources.behaviour_logprobs import check_on_prompts
 
     seed = settings.seed if command.set == "train" else SEED
     problems = [

@@ -60,8 +60,8 @@ def serve() -> None:
             remedy="set rollout=vllm_server",
         )
     # these import PyTorch, which takes seconds
-    from gspo.rollout.engines.external import PIECE_BYTES
     from gspo.rollout.engines.vllm import check_installed
+    from gspo.rollout.engines.vllm_base import PIECE_BYTES
     from gspo.rollout.engines.vllm_environment import own_environment, set_environment
     from gspo.rollout.engines.weights_folder import EngineFolder
 

@@ -13,7 +13,7 @@ from gspo.config.episodes import check_episodes
 from gspo.config.unread_options import changed, check_unread_options
 from gspo.io.errors import SettingError
 from gspo.rollout.settings import check_sampler
-from gspo.rollout.vllm_settings import OutsideRollout, check_temperature
+from gspo.rollout.vllm_settings import VLLMRolloutBase, check_temperature
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
@@ -39,14 +39,15 @@ def check(s: Settings) -> None:
             remedy="start from a trained model, model=hf model.path=... cold_start.steps=0",
         )
     check_sampler(s.rollout, s.sampler)
-    if isinstance(s.rollout, OutsideRollout):
+    if isinstance(s.rollout, VLLMRolloutBase):
         check_temperature("evaluation.temperature", s.evaluation.temperature)
     longest = getattr(s.rollout, "max_model_len", None)
     if longest and longest <= s.rollout.longest_limit:
         raise SettingError(
             "rollout.max_model_len",
             longest,
-            f"leaves no room for a prompt beside rollout.max_new_tokens={s.rollout.longest_limit}",
+            "leaves no room for a prompt beside responses of up to "
+            f"{s.rollout.longest_limit} tokens (rollout.max_new_tokens, rollout.extend)",
         )
     unknown = set(s.evaluation.sets) - set(s.task.evaluation_sets())
     if unknown:

@@ -122,8 +122,8 @@ def nothing_to_learn(
         else:
             earned = f"each earned {s.reward.truncated:g} without being judged"
         lines.append(
-            f"{truncated_share:.1%} of the responses were cut off at "
-            f"rollout.max_new_tokens={s.rollout.limit(step)}, and {earned}: raise the limit"
+            f"{truncated_share:.1%} of the responses were cut off at {s.rollout.limit(step)} tokens "
+            f"(rollout.max_new_tokens, rollout.extend), and {earned}: raise the limit"
         )
     if s.advantage.learns_from_equal_rewards:
         return lines

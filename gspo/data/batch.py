@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from numpy import ndarray
 
-# stands for experts at padding, and at the last token, which engines do not feed to the model
+# stands for experts at padding, and where no experts were recorded, such as at the last token
 NOT_RECORDED = -1
 Part = TypeVar("Part", bound="DataclassInstance")
 

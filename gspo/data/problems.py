@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """A query, which its task computes from (seed, split, index) alone."""
+    """A problem, which its task computes from (seed, split, index) alone."""
 
     task: str  # the task that makes and scores it, for example "math" or "code"
     index: int  # its position in the split

@@ -86,7 +86,7 @@ class Header:
     # the groups of settings that the loss depends on: objective, advantage, kl, correction, reward,
     # trainer, policy
     settings: dict[str, Any] = field(default_factory=dict)
-    # the coefficients and moments at the start of the step, see gspo.train.recorder
+    # the coefficients and moments at the start of the step, see Trainer.loss_state
     state: dict[str, Any] = field(default_factory=dict)
     tasks: list[str] = field(default_factory=list)  # [B]
     finish_reasons: list[str] = field(default_factory=list)  # [B]

@@ -42,7 +42,7 @@ class ModelSettings(Ranged, key="model"):
 
     def make(self) -> Loaded:
         """Return model and tokenizer as they are before any of our training."""
-        raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf")
+        raise TypeError("choose a concrete model: tiny_moe, tiny_dense, hf, stand_in")
 
     def without_name(self) -> dict[str, Any]:
         """Return all settings but the name, as arguments of the function that builds the model."""

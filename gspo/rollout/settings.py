@@ -223,8 +223,8 @@ class OffPolicySettings(ProblemSettings, ResponseSettings, BatchSettings):
             raise SettingError(
                 "rollout.token_budget",
                 self.token_budget,
-                "must be below the longest response, "
-                f"rollout.max_new_tokens={self.longest_limit}: else none is ever cut",
+                f"must be below the longest response of {self.longest_limit} tokens "
+                "(rollout.max_new_tokens, rollout.extend): else none is ever cut",
             )
         if self.query_set and self.in_flight > self.query_set:
             raise SettingError(

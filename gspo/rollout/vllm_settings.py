@@ -27,7 +27,7 @@ def check_temperature(key: str, temperature: float) -> None:
 
 
 @dataclass
-class OutsideRollout(RolloutSettings):
+class VLLMRolloutBase(RolloutSettings):
     """The settings of vLLM, in any process. `batch_rows` becomes vLLM's max_num_seqs."""
 
     # GPUs that one vLLM uses together; with rollout=vllm and several ranks, as many neighbouring
@@ -77,7 +77,7 @@ class OutsideRollout(RolloutSettings):
 
 
 @dataclass
-class VLLMRollout(OutsideRollout):
+class VLLMRollout(VLLMRolloutBase):
     """The settings of a vLLM that the run starts beside the trainer."""
 
     name: str = "vllm"
@@ -103,7 +103,7 @@ class VLLMRollout(OutsideRollout):
 
 
 @dataclass
-class VLLMServerRollout(OutsideRollout):
+class VLLMServerRollout(VLLMRolloutBase):
     """The settings of a vLLM server, for `gspo serve` and for the runs that use the server."""
 
     name: str = "vllm_server"

@@ -23,9 +23,9 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm_server import VLLMServerEngine, check_server
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import RolloutSource
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
 from gspo.run.entry_point import stop_signal
 from gspo.run.event_files import check_event_files

@@ -120,7 +120,8 @@ def check_belongs(folder: Path, settings: str) -> None:
     written = read_state(folder)["settings"]
     if written != settings:
         raise ValueError(
-            f"{folder} belongs to a run with other settings ({written}, here {settings})"
+            f"{folder} belongs to a run with other settings (their hash is {written}, here it is "
+            f"{settings}): move it back to the run that wrote it"
         )
 
 

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def measure_rollout(rollout: Rollout, accumulator: MetricAccumulator) -> None:
-    """Measure all sampled groups, trained on or not, and count the dropped responses by reason."""
+    """Measure all sampled groups, trained on or not, and count the dropped responses by reason.
+
+    Kept tokens are measured in the groups that are trained on."""
     groups = rollout.sampled
     measure_rewards(groups, accumulator)
     responses = list(chain.from_iterable(groups))

@@ -38,5 +38,6 @@ class EngineComparison:
                 raise RuntimeError(
                     f"routing/engine_agreement={agreement:.3f} is below "
                     f"rollout.routes_floor={self.routes_floor}: the engine returned the experts of "
-                    "other tokens, or its weights are far from the trainer's"
+                    "other tokens, or its weights are far from the trainer's; set "
+                    "rollout.routes=false, or lower rollout.routes_floor"
                 )

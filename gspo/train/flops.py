@@ -19,9 +19,8 @@ def account(
     """Add the step to the run's counters, and return the metrics of the step and of the run so far.
 
     A prompt is prefilled once per problem. A response is generated. Then it is trained on, at the
-    cost of `passes` forward passes. A backward pass counts as two. Groups that were sampled and
-    dropped cost their generation. `compute/flops` is left out if the number of active parameters is
-    not known.
+    cost of `passes` forward passes. Groups that were sampled and dropped cost their generation.
+    `compute/flops` is left out if the number of active parameters is not known.
     """
     sampled = [r for group in rollout.sampled for r in group]
     generated_responses = [*sampled, *rollout.ungraded]

@@ -178,8 +178,8 @@ class BalanceTerm(Term):
 
     P_e is the mean over the response tokens of the probability that the router gives expert e. f_e
     is the share of expert e in the mini-batch's choices under the old policy. It is fixed for the
-    whole optimizer step, so the gradient does not depend on the micro-batches. The sum is 1 if all
-    experts are used equally. The term raises ValueError outside Routing.balancing.
+    whole optimizer step, so the gradient does not depend on the micro-batches. If all experts are
+    used equally, E * sum_e f_e P_e is 1. The term raises ValueError outside Routing.balancing.
     """
 
     coef: float

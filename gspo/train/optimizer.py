@@ -1,6 +1,6 @@
 """The optimizer and its parameter groups: AdamW of PyTorch, or of bitsandbytes with 8-bit moments.
 
-For example, AdamW's two moments in float32 take 8 bytes for every weight. With
+AdamW's two moments in float32 take 8 bytes for every weight. With
 `optim.name=adamw_8bit` they take 2: each is a number of 8 bits, in blocks of 256 that have a scale
 each (arXiv:2110.02861). The update itself, and the moments of tensors with less than 4096 numbers,
 stay in float32. `paged_adamw_8bit` keeps the moments in memory that a GPU shares with the host. Its

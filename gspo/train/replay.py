@@ -6,7 +6,8 @@ Under another objective it says what that objective would have done with the sam
 same weights. The weights of the second update on are those to which the recorded objective had led.
 
     record = read_record(find_record(Path("runs/STUDY/RUN"), 123))
-    replayed = replay(record, Algorithm(GRPO(...)), TrainerSettings(), PolicySettings())
+    settings = TrainerSettings(aggregation=Aggregation("seq-mean-token-mean"))
+    replayed = replay(record, Algorithm(GRPO()), settings, PolicySettings())
     replayed.metrics["clip/token_active"]
 
 The balancing loss of routers (trainer.router_aux_loss_coef) needs probabilities that no record

@@ -40,7 +40,9 @@ def check_advantages(record: StepRecord, algorithm: Algorithm, recorded_advantag
         raise SettingError("advantage", advantage.name, f"needs {missing}")
     if recorded_advantages and np.isnan(record.advantages).all():
         raise SettingError(
-            "advantage", problem="this record holds no advantages, so compute them from the rewards"
+            "advantage",
+            problem="this record holds no advantages",
+            remedy="compute them from the rewards, for example advantage=group_normalized",
         )
 
 
@@ -61,6 +63,7 @@ def check_record(
             "objective",
             algorithm.objective.name,
             "divides by the engine's log-probs, which this record does not hold",
+            remedy="choose an objective whose ratio is to the old policy, such as objective=gspo",
         )
     has_values = record.old_values is not None
     has_values = has_values and all(update.values is not None for update in record.updates)
@@ -69,12 +72,14 @@ def check_record(
             "advantage",
             algorithm.advantage.name,
             "needs the values of a critic, which this record does not hold",
+            remedy="choose an advantage without critic, such as advantage=group_normalized",
         )
     if settings.entropy_coefficient() and any(u.entropy is None for u in record.updates):
         raise SettingError(
             "trainer.entropy_coef",
             settings.entropy_coef,
             "needs the entropy of every token, which this record does not hold",
+            remedy="set trainer.entropy_coef=0 and trainer.entropy_target=null",
         )
     is_dump = record.header.source != "gspo"
     if is_dump and algorithm.correction.name != "none" and algorithm.correction.compares_old:

@@ -206,12 +206,13 @@ class PolicySettings(Ranged, key="policy"):
         precision and forward pass (`exact_engine`) and no response is older than the step. The pass
         under the old policy is still needed for a correction, for the values of a critic, for sum_v
         pi_v^2, and for Routing Replay R3."""
-        pass_needed = correction != "none" or critic or sum_pi_squared
-        pass_needed = pass_needed or self.routing_replay == "r3"
-        engine_reports_old_policy = (
-            exact_engine and not samples_ahead and self.old_logprobs == "step_start"
-        )
-        return self.old_pass == "auto" and engine_reports_old_policy and not pass_needed
+        if self.old_pass == "always" or self.old_logprobs != "step_start":
+            return False
+        if not exact_engine or samples_ahead:
+            return False
+        if critic or sum_pi_squared or self.routing_replay == "r3":
+            return False
+        return correction == "none"
 
 
 @dataclass
@@ -225,9 +226,9 @@ class ParallelSettings(Ranged, key="parallel"):
     mode: str = choice("none", ("none", "replicate", "shard"))
     # with mode=shard: the number of ranks over which a copy of the weights is sharded; 0: all
     shard_size: int = ranged(0, least=0)
-    # with mode=shard: the number of these ranks over which a layer's experts are divided (expert
-    # parallelism). It divides the number of these ranks and the number of experts. 1: experts are
-    # all-gathered like all other weights
+    # with mode=shard: the number of ranks that share a layer's experts (expert parallelism). It
+    # divides the ranks of a copy and the number of experts. 1: experts are all-gathered like all
+    # other weights
     experts: int = ranged(1, least=1)
     # the number of processes of the run, which `gspo plan` reads; another number is refused. 0: any
     ranks: int = ranged(0, least=0)

@@ -100,7 +100,7 @@ def cross_log_probs(
     prompts, or if no response is left.
 
     The log-probs are of the whole vocabulary, with rollout.keep_mask too. The kept tokens depend on
-    the own prompt, so a softmax over them would tell it to the other prompts."""
+    the own prompt, so a softmax over them would carry information about that prompt."""
     ids: dict[tuple[int, ...], int] = {}
     chosen: list[tuple[int, list[ScoredResponse]]] = []
     for group in groups:
@@ -134,7 +134,7 @@ def cross_log_probs(
 
 @dataclass
 class HalfInputs:
-    """The numbers of a half of the batch that the loss of each of its micro-batches depends on."""
+    """The facts about a half of the batch that the losses of its micro-batches need."""
 
     totals: Totals
     statistic: Tensor | None  # Objective.statistic

@@ -253,6 +253,7 @@ class Trainer:
         if self.algorithm.objective.needs_statistic:
             passes += num_epochs
             if self.first_ratios_are_1:
+                # the first mini-batch's statistic takes no pass, see OldPolicyPass.statistic
                 passes -= len(minibatches[0]) / len(batch)
         costs = flops.account(self.state, self.policy, batch, rollout, passes, train_s)
         try:
@@ -335,19 +336,25 @@ class Trainer:
         loads_LE = None
         if self.settings.router_aux_loss_coef:
             loads_LE = routing.old_loads(local, self.policy, self.ranks)
-        splits = local.split_rows(self.settings.micro_batch_size) if local else []
-        micros = [local.rows(split_N) for split_N in splits] if local else []
+        splits: list[Tensor] = []
+        micros: list[TrainBatch] = []
+        if local:
+            splits = local.split_rows(self.settings.micro_batch_size)
+            micros = [local.rows(split_N) for split_N in splits]
         # A micro-batch whose advantages are all 0 needs no backward pass. If all advantages of the
         # mini-batch are 0, every micro-batch gets one, so that the gradient is 0 and not None.
         needs_every_row = self.needs_every_row or not minibatch.adv_BT.any()
         needs_backward = [needs_every_row or bool(micro.adv_BT.any()) for micro in micros]
         with self.policy.cached_casts():
-            for i, learns in self.policy.lockstep(needs_backward):
+            for i, needs_gradient in self.policy.lockstep(needs_backward):
                 if i is None:
-                    self.policy.idle(minibatch, learns)
+                    self.policy.idle(minibatch, needs_gradient)
                     continue
                 micro = micros[i].to(self.policy.device)
-                with self.policy.routing.balancing(loads_LE), torch.set_grad_enabled(learns):
+                with (
+                    self.policy.routing.balancing(loads_LE),
+                    torch.set_grad_enabled(needs_gradient),
+                ):
                     output = self.policy.forward(micros[i])
                     if is_at_old_policy:
                         micro = start_at_old_policy(
@@ -359,7 +366,7 @@ class Trainer:
                     )
                     for term in self.terms:
                         loss = loss + term(inputs)
-                    if learns:
+                    if needs_gradient:
                         loss.backward()
                 share = len(micro) / len(minibatch)
                 accumulator.mean("optim/loss", loss.detach(), share)
@@ -450,7 +457,8 @@ class Trainer:
         order = permutation(len(batch), self.seed, "consistency", step)
         rows_N = torch.from_numpy(order[: self.settings.consistency_sample])
         sample = batch.rows(rows_N)
-        # the record was made without replay, while the record of r3 was made with one
+        # The old policy's experts were chosen without a replay under r2, and with one under r3. The
+        # same must hold here.
         if self.policy_settings.routing_replay == "r2":
             sample = replace(sample, replay_BSLK=None)
         is_local_B = torch.isin(rows_N, local_rows_N)

@@ -17,8 +17,8 @@ from gspo.rollout.engines.vllm_client import RequestRefused, VLLMServerClient
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.engines.weights_folder import running_servers
 from gspo.rollout.vllm_settings import VLLMServerRollout
-from outside_engines import GREEDY, SERVER, sampled, whole_policy
 from served import free_url, served
+from vllm_engines import GREEDY, SERVER, sampled, whole_policy
 
 pytestmark = pytest.mark.vllm
 

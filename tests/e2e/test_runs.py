@@ -277,7 +277,8 @@ def test_a_missing_or_foreign_checkpoint_is_refused(straight, tmp_path):
     before = (run / "metrics.jsonl").read_text()
     done = train(tmp_path, f"resume={run}", "steps=20")
     assert (
-        done.returncode == 2 and "belongs to a run with other settings (0123456789" in done.stderr
+        done.returncode == 2
+        and "belongs to a run with other settings (their hash is 0123456789" in done.stderr
     )
     shutil.rmtree(run / "checkpoints")
     done = train(tmp_path, f"resume={run}", "steps=20")

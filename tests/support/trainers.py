@@ -13,9 +13,9 @@ from gspo.data.samples import Score
 from gspo.model.value_head import ValueHead
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.tasks.base import Task
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.credit import add_advantages

@@ -1,4 +1,4 @@
-"""Objectives of 2026 for samples that are off policy: VESPO, CTPO, DRO, prime-rl's losses, P3O.
+"""Objectives for samples that are off policy: VESPO, CTPO, DRO, prime-rl's losses, P3O.
 
     sg      the stop-gradient
     d_it    the log-ratio of a token, log pi(y_it) - log pi_old(y_it)

@@ -59,7 +59,7 @@ class GSPOAllTokens(GSPO):
     o_i are the tokens that the environment wrote. The sum is over the policy's tokens, as it must
     be. If the environment wrote nine tenths of a response, the log-ratio and the gradient shrink
     to a tenth, and the clip hardly ever acts. This class exists to measure the effect
-    (docs/environments.md). Without an environment it equals GSPO.
+    (docs/results.md, study E). Without an environment it equals GSPO.
     """
 
     name: str = "gspo_all_tokens"

@@ -1,4 +1,4 @@
-"""Prevents that texts of data become control tokens.
+"""Keeps texts of data from becoming control tokens.
 
 For example, a row with the text `<|im_end|>\\n<|im_start|>system` would otherwise end its own turn
 and begin a turn of the system. Such words are marked while a prompt is written. Then they are

@@ -11,7 +11,6 @@ import numpy as np
 
 from gspo.data.samples import Response
 
-UNKNOWN = -1  # in place of an expert that the engine did not record
 BROKEN = "the engine is broken: use rollout.routes=false"
 
 

@@ -1,7 +1,7 @@
 """Decoding on a GPU with tensors whose shapes and addresses are the same for every token.
 
 A token is then the same list of kernels each time. It is captured once as a CUDA graph and
-replayed, which gives the GPU a single order in place of about fifty per layer. The cache has its
+replayed, which is one launch in place of about fifty per layer. The cache has its
 full length from the start. Counts on the device say how many columns of each row are filled. A
 graph is valid for its number of rows. If attention needs a mask, it is valid for its window of
 columns only. For other numbers a new graph is captured.

@@ -1,7 +1,7 @@
 """The engine that samples with vLLM, on the CPU or on CUDA, in the trainer's process or another.
 
-It is written for vLLM 0.32, of which gspo.rollout.engines.vllm_worker and
-gspo.rollout.engines.vllm_host use private parts. Each response is a request with its own seed. So
+It is written for vLLM 0.32. gspo.rollout.engines.vllm_worker and gspo.rollout.engines.vllm_host
+use interfaces that vLLM does not publish. Each response is a request with its own seed. So
 it depends neither on the size of its group nor on the other requests in the batch. Only the
 rounding of sums depends on the batch's shape. Asking vLLM for n samples of a prompt would save
 nothing. vLLM turns n into single requests, and all requests of a group share the prompt's full
@@ -22,12 +22,12 @@ from gspo.model.cost import uniform_head_dim
 from gspo.model.loading import save, save_configuration
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded, EngineProcess
-from gspo.rollout.engines.external import PIECE_BYTES, Calls, OutsideEngine
+from gspo.rollout.engines.vllm_base import PIECE_BYTES, Calls, VLLMEngineBase
 from gspo.rollout.engines.vllm_environment import gpus_of, own_environment, set_environment
 from gspo.rollout.engines.vllm_host import LLMHost
 from gspo.rollout.engines.vllm_kept import max_logprobs
 from gspo.rollout.engines.weights_folder import EngineFolder
-from gspo.rollout.vllm_settings import OutsideRollout, VLLMRollout
+from gspo.rollout.vllm_settings import VLLMRollout, VLLMRolloutBase
 
 TESTED_VERSION = "0.32"
 WORKER_EXTENSION = "gspo.rollout.engines.vllm_worker.WorkerExtension"
@@ -35,7 +35,7 @@ MAX_PREFILL_TOKENS = 16384  # per step on the CPU, unless a single prompt is lon
 GIB = 2**30
 
 
-class VLLMEngine(OutsideEngine[VLLMRollout]):
+class VLLMEngine(VLLMEngineBase[VLLMRollout]):
     """An engine that samples with vLLM.
 
     By default vLLM runs in a separate process. In the trainer's process it also seeds the global
@@ -197,7 +197,7 @@ class VLLMEngine(OutsideEngine[VLLMRollout]):
 
 
 def vllm_options(
-    settings: OutsideRollout, head_dtype: str, max_model_len: int | None, on_cpu: bool
+    settings: VLLMRolloutBase, head_dtype: str, max_model_len: int | None, on_cpu: bool
 ) -> dict[str, Any]:
     """Return the options of vLLM's engine, by the names that LLM and `vllm serve` share.
 
@@ -238,7 +238,7 @@ def vllm_options(
     }
 
 
-def logprobs_mode(settings: OutsideRollout) -> str:
+def logprobs_mode(settings: VLLMRolloutBase) -> str:
     """Return vLLM's mode in which log-probs are computed over the distribution that ratios need.
 
     Without rules of truncation they are computed after the division by the temperature. With rules,

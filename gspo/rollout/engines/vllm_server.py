@@ -17,9 +17,9 @@ from gspo.distributed.ranks import Ranks
 from gspo.io.errors import SettingError
 from gspo.model.policy import Policy
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.engines.external import OutsideEngine
 from gspo.rollout.engines.server_guard import HEALTH_PATH
 from gspo.rollout.engines.vllm import TESTED_VERSION, logprobs_mode
+from gspo.rollout.engines.vllm_base import VLLMEngineBase
 from gspo.rollout.engines.vllm_client import RequestRefused, VLLMServerClient
 from gspo.rollout.engines.vllm_kept import max_logprobs
 from gspo.rollout.engines.weights_folder import RunningServer, ServerFolder, running_servers
@@ -28,7 +28,7 @@ from gspo.rollout.vllm_settings import VLLMServerRollout
 START = "start one with `gspo serve` and the settings of this run"
 
 
-class VLLMServerEngine(OutsideEngine[VLLMServerRollout]):
+class VLLMServerEngine(VLLMEngineBase[VLLMServerRollout]):
     """An engine that samples with a vLLM server.
 
     All ranks send requests, and rank 0 hands over the weights."""

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from gspo.rollout.engines.route_checks import UNKNOWN
+from gspo.data.batch import NOT_RECORDED
 from gspo.rollout.engines.server_guard import (
     DESCRIPTION_VARIABLE,
     SERVER_PID_VARIABLE,
@@ -261,13 +261,13 @@ class RoutedExpertsCapture:
     def pop(self, request_ids: set[str] | None = None) -> dict[str, np.ndarray]:
         """Return and forget the experts [S, L, K] of these requests, by default of all.
 
-        They are UNKNOWN at a position that was not fed."""
+        They are NOT_RECORDED at a position that was not fed."""
         routes = {}
         for request_id in list(self.pieces) if request_ids is None else request_ids:
             pieces = self.pieces.pop(request_id)
             length = max(position + len(experts_NLK) for position, experts_NLK in pieces)
             layers_and_experts = pieces[0][1].shape[1:]
-            route_SLK = np.full((length, *layers_and_experts), UNKNOWN, dtype=np.int16)
+            route_SLK = np.full((length, *layers_and_experts), NOT_RECORDED, dtype=np.int16)
             for position, experts_NLK in pieces:
                 route_SLK[position : position + len(experts_NLK)] = experts_NLK
             routes[request_id] = route_SLK

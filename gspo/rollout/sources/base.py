@@ -55,8 +55,8 @@ class Rollout:
 class PendingRollouts:
     """Responses that were sampled and not trained on yet. A checkpoint keeps them.
 
-    `rollouts` holds whole batches by the step that will train on them. `groups` holds groups with
-    unfinished responses, each with the number of its problem's draw.
+    `rollouts` holds whole batches by the step that will train on them. `groups` holds the groups
+    under way, complete or not, each with the number of its problem's draw.
     """
 
     rollouts: dict[int, Rollout] = field(default_factory=dict)

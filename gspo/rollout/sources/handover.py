@@ -10,7 +10,7 @@ If all weights arrived, y = x except for rounding. If no weight arrived, y = 0. 
 stale, y lacks the tensor's contribution. A difference between engine and trainer that stays the
 same, such as another kernel's rounding, cancels. So the check sees a stale tensor that the
 log-probs themselves do not show, because an update changes them by less than the tolerance
-(gspo.rollout.sources.sampler_logprobs.check_engine).
+(gspo.rollout.sources.behaviour_logprobs.check_engine).
 
 For an engine in bfloat16 the trainer's weights are rounded while it computes its log-probs. Else
 x would have changes that rounding removes: a weight of 0.02 has neighbours in bfloat16 at a

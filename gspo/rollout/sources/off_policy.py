@@ -26,9 +26,9 @@ from gspo.rollout.sources.base import (
     Rollout,
     RolloutSource,
 )
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.on_policy import DynamicSource, OnPolicySource, without_ungraded
 from gspo.rollout.sources.problem_sampler import Sampler
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from gspo.tasks.base import Task
 
 
@@ -58,28 +58,28 @@ class PartialSource(OnPolicySource):
     ):
         super().__init__(engine, task, settings, seed, sampler, behaviour_logprobs)
         # groups under way, the oldest first, each with the number of its problem's draw
-        self.unfinished: list[tuple[int, list[Response]]] = []
+        self.under_way: list[tuple[int, list[Response]]] = []
         self.drawn = 0  # how many batches of problems were drawn from the sampler
         self.not_begun: list[Problem] = []  # problems of the last draw that were not begun yet
 
     def sample(self, step: int) -> Rollout:
         """Sample until enough groups have ended, and return the oldest of these groups."""
         rollout = Rollout([], rollout_s=0.0, score_s=0.0, limit=self.settings.limit(step))
-        begun = self._draw_problems(self.settings.in_flight - len(self.unfinished), rollout)
+        begun = self._draw_problems(self.settings.in_flight - len(self.under_way), rollout)
         while True:
             self._round(begun, step, rollout)
             begun = []
-            complete = [i for i, (_, group) in enumerate(self.unfinished) if scored_group(group)]
+            complete = [i for i, (_, group) in enumerate(self.under_way) if scored_group(group)]
             if len(complete) >= self.settings.prompts_per_step:
                 break
         oldest = complete[: self.settings.prompts_per_step]
-        groups = [scored_group(self.unfinished[i][1]) for i in oldest]
-        self.unfinished = [entry for i, entry in enumerate(self.unfinished) if i not in oldest]
+        groups = [scored_group(self.under_way[i][1]) for i in oldest]
+        self.under_way = [entry for i, entry in enumerate(self.under_way) if i not in oldest]
         rollout.ungraded = [r for group in groups for r in group if r.score.reward is None]
         rollout.groups = without_ungraded(groups) if rollout.ungraded else groups
         rollout.filtered["ungraded"] = len(rollout.ungraded)
         rollout.num_unfinished = sum(
-            r.finish_reason == "budget" for _, group in self.unfinished for r in group
+            r.finish_reason == "budget" for _, group in self.under_way for r in group
         )
         self.problems.record(rollout.groups)
         return rollout
@@ -106,8 +106,8 @@ class PartialSource(OnPolicySource):
         ranks = self.engine.ranks
         sampled: list[Response] = []
         # one draw at a time: the random key of a query set's problem depends on the draw
-        for draw in sorted({draw for draw, group in self.unfinished if not scored_group(group)}):
-            groups = [group for d, group in self.unfinished if d == draw]
+        for draw in sorted({draw for draw, group in self.under_way if not scored_group(group)}):
+            groups = [group for d, group in self.under_way if d == draw]
             cut = [r for group in groups for r in group if r.finish_reason == "budget"]
             request = self.request([], step, self.random_key(draw, 0))
             extended = ranks.unshard(self.engine.extend(ranks.shard(cut), request))
@@ -121,14 +121,14 @@ class PartialSource(OnPolicySource):
             problems = [problem for d, problem in begun if d == draw]
             request = self.request(ranks.shard(problems), step, self.random_key(draw, 0))
             groups = ranks.unshard(self.engine.generate(request))
-            self.unfinished += [(draw, group) for group in groups]
+            self.under_way += [(draw, group) for group in groups]
             sampled += [r for group in groups for r in group]
         rollout.rollout_s += time.perf_counter() - started
         self.keep_behaviour_logprobs(sampled, rollout)
         started = time.perf_counter()
         ended = [
             (group, i)
-            for _, group in self.unfinished
+            for _, group in self.under_way
             for i, r in enumerate(group)
             if r.finish_reason != "budget" and not isinstance(r, ScoredResponse)
         ]
@@ -152,11 +152,11 @@ class PartialSource(OnPolicySource):
 
     def pending(self) -> PendingRollouts:
         """Return the groups under way."""
-        return PendingRollouts(groups=[(draw, list(group)) for draw, group in self.unfinished])
+        return PendingRollouts(groups=[(draw, list(group)) for draw, group in self.under_way])
 
     def restore_pending(self, pending: PendingRollouts) -> None:
         """Restore the result of `pending`."""
-        self.unfinished = pending.groups
+        self.under_way = pending.groups
 
 
 def scored_group(group: list[Response]) -> list[ScoredResponse]:

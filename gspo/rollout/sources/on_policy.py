@@ -21,14 +21,14 @@ from gspo.rollout.episodes.episode import Seconds
 from gspo.rollout.scoring import scored_chunks
 from gspo.rollout.settings import RolloutSettings, check_sampler
 from gspo.rollout.sources.base import NothingGraded, PendingRollouts, Rollout
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs, check_engine
 from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.sources.problem_sampler import Sampler, TrainingProblems, Uniform
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs, check_engine
 from gspo.tasks.base import Task
 
 MAX_REASONS = 3  # how many reasons a message names
 # problems on which engine and trainer are compared after a load of weights
-GUARD_PROBLEMS = 2
+CHECK_PROBLEMS = 2
 
 
 class OnPolicySource:
@@ -142,7 +142,7 @@ class OnPolicySource:
 
     def check(self, step: int) -> None:
         """Raise RuntimeError if the engine's weights are not the trainer's after this step."""
-        problems = [self.problems.problem(position) for position in range(GUARD_PROBLEMS)]
+        problems = [self.problems.problem(position) for position in range(CHECK_PROBLEMS)]
         precision = str(self.engine.policy.precision).removeprefix("torch.")
         difference = check_engine(self.engine, problems, self.settings.tolerance(precision), step)
         self.synced = {} if difference is None else {"mismatch/after_sync": difference}
@@ -317,8 +317,8 @@ def longest_prompt(engine: Engine, settings: RolloutSettings) -> tuple[int | Non
         return user_limit, ""
     room = positions - response_limit
     reason = (
-        f"rollout.max_new_tokens={response_limit} leaves {room} of {positions} positions for a "
-        "prompt"
+        f"responses of up to {response_limit} tokens (rollout.max_new_tokens, rollout.extend) "
+        f"leave {room} of {positions} positions for a prompt"
     )
     return room, reason
 

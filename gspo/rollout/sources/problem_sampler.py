@@ -4,8 +4,8 @@ The training split is an endless stream of problems. A position in it is an inde
 `Task.problem(seed, "train", index)`. A sampler chooses positions: in the order of the stream, or
 from a query set. A query set is a range of the stream that is visited epoch after epoch, and may be
 replaced by the next range. The choice is a pure function of (seed, step, refill round). Only a
-sampler that sorts by difficulty also reads pass rates, which belong to a run's state. Refill rounds
-are the further problems that dynamic sampling samples.
+sampler that sorts by difficulty also reads pass rates, which belong to a run's state. A refill
+round is a further batch of problems that dynamic sampling draws.
 
 Over a finite training set of n problems the stream consists of epochs: the positions e*n ... e*n +
 n - 1 hold every problem once. Refill rounds stay within the epoch of their step, and a query set
@@ -27,6 +27,7 @@ from gspo.tasks.base import Task
 REFILL = 2**40 + 15
 # replacement number a of a problem whose prompt is too long is at its position + a * REPLACEMENT
 REPLACEMENT = 2**50 + 55
+# the last refill round ends before the first replacement
 MAX_REFILLS = REPLACEMENT // REFILL - 1
 MAX_REPLACEMENTS = 1000
 UNSEEN_PASS_RATE = 0.5  # the assumed pass rate of a problem without samples

@@ -10,6 +10,7 @@ import pytest
 
 from builders import small_policy
 from demonstrator import Demonstrator
+from drawing_engine import Drawn
 from gspo.analysis.runs import RunsError
 from gspo.cli import compare as command
 from gspo.evaluation.comparison import (
@@ -23,7 +24,6 @@ from gspo.evaluation.evaluate import load_evaluation_sets
 from gspo.evaluation.resumable import Folder, describe, evaluate_into
 from gspo.rollout.engines.requests import Sampling
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
-from outside_host import Drawn
 
 TASK = ChainArithmetic()
 

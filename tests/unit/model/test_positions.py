@@ -137,9 +137,7 @@ def test_the_smaller_of_the_users_limit_and_the_room_holds():
 def test_where_no_prompt_fits_one_line_says_so():
     rollout = RolloutSettings(prompts_per_step=8, group_size=2, max_new_tokens=POSITIONS - 2)
     source = make_source(LocalEngine(short_model("gpt2")), LONG, rollout, Uniform(), 1)
-    problem = (
-        "max_new_tokens=22 leaves 2 of 24 positions for a prompt, and 1000 problems of task=math"
-    )
+    problem = "leave 2 of 24 positions for a prompt, and 1000 problems of task=math"
     with refuses("rollout.max_prompt_tokens", 2, problem):
         source.check(0)
 

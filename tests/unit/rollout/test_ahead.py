@@ -13,10 +13,10 @@ from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.off_policy import PartialSource, make_source
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from trainers import FirstCharacter, flat, gap_trainer, steps
 
 SIZES = {
@@ -82,7 +82,7 @@ def test_under_the_same_weights_a_cut_response_is_the_whole_one():
         seen += [problem.index for problem in problems]
         source.update(step)
     assert len(seen) == len(set(seen)) == 24, "no problem is lost or taken twice"
-    assert set(seen) | {group[0].problem.index for _, group in source.unfinished} >= set(range(24))
+    assert set(seen) | {group[0].problem.index for _, group in source.under_way} >= set(range(24))
 
 
 @pytest.mark.slow

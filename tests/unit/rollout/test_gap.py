@@ -29,10 +29,10 @@ from gspo.model.settings import TinyDense
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
+from gspo.rollout.sources.behaviour_logprobs import check_engine, check_on_prompts
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.rollout.sources.sampler_logprobs import check_engine, check_on_prompts
 from gspo.train.accumulator import MetricAccumulator
 from gspo.train.diagnostics import measure_mismatch
 from gspo.train.routing import engine_agreement

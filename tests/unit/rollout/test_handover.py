@@ -16,9 +16,9 @@ from gspo.rollout.sources.handover import (
     rounded_to_bfloat16,
     sequence_gap,
 )
-from outside_engines import spread_policy
 from ranked import ranked
 from trainers import gap_trainer, steps
+from vllm_engines import spread_policy
 
 RATE = 1e-3  # of an update: log-probs change by far less than the tolerance of check_engine
 

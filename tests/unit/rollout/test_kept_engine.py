@@ -19,10 +19,10 @@ from gspo.rollout.engines.vllm_kept import MAX_TIES, kept_of
 from gspo.rollout.episodes.sampling import play
 from gspo.rollout.settings import RolloutSettings
 from gspo.rollout.sources.base import PendingRollouts
+from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.rollout.sources.problem_sampler import Uniform
-from gspo.rollout.sources.sampler_logprobs import BehaviourLogprobs
 from trainers import FirstCharacter
 
 RULES = [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"min_p": 0.02, "top_k": 9, "top_p": 0.9}]

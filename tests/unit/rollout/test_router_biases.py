@@ -11,9 +11,9 @@ from gspo.evaluation.resumable import fingerprint
 from gspo.model.policy import Policy
 from gspo.model.routers import SELECTION_BIAS
 from gspo.model.settings import LoraSettings
-from gspo.rollout.engines.external import OutsideEngine
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.quantization import quantize
+from gspo.rollout.engines.vllm_base import VLLMEngineBase
 from gspo.rollout.engines.weights_folder import WeightsFolder
 from gspo.rollout.vllm_settings import VLLMRollout
 from moe_families import LAYERS, MOE_FAMILIES
@@ -71,7 +71,7 @@ def test_they_come_along_with_an_adapter():
         assert torch.equal(bias, biases(policy)[name])
 
 
-class Loading(OutsideEngine):
+class Loading(VLLMEngineBase):
     """An engine outside the process that stores weights in bfloat16, as far as loading goes."""
 
     def __init__(self, policy: Policy, folder):

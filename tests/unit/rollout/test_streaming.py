@@ -5,14 +5,14 @@ after Ctrl-C.
 import pytest
 
 from builders import small_policy
+from drawing_engine import Drawn
 from gspo.evaluation.evaluate import load_evaluation_sets
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.engines.external import QUEUED_BATCHES
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.requests import Sampling, SamplingRequest
+from gspo.rollout.engines.vllm_base import QUEUED_BATCHES
 from gspo.rollout.scoring import scored_stream
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
-from outside_host import Drawn
 
 SAMPLING = Sampling(1.0, 12)
 

@@ -31,8 +31,8 @@ from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.sources.handover import HandoverCheck
 from gspo.rollout.vllm_settings import VLLMRollout
 from moe_families import MOE_FAMILIES, wider
-from outside_engines import agreement, gap
 from refusals import refuses
+from vllm_engines import agreement, gap
 
 pytestmark = pytest.mark.vllm
 

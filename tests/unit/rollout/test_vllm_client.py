@@ -10,7 +10,7 @@ import pytest
 
 from gspo.rollout.engines import external
 from gspo.rollout.engines.engine_process import EngineEnded
-from gspo.rollout.engines.external import reach
+from gspo.rollout.engines.vllm_base import reach
 from gspo.rollout.engines.vllm_client import VLLMServerClient
 
 SECONDS = 60  # a request that nobody aborts

@@ -22,7 +22,7 @@ from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
 from gspo.rollout.vllm_settings import VLLMRollout
-from outside_engines import MODEL, STOPS, agreement, gap, letters_end_turns
+from vllm_engines import MODEL, STOPS, agreement, gap, letters_end_turns
 
 pytestmark = pytest.mark.vllm
 

@@ -15,8 +15,8 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
-from outside_engines import SERVER, whole_policy
 from served import free_url, served
+from vllm_engines import SERVER, whole_policy
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,8 @@ from gspo.rollout.engines import external
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VLLMEngine
-from outside_engines import (
+from ranked import ranked
+from vllm_engines import (
     GREEDY,
     SECONDS,
     of_one_process,
@@ -24,7 +25,6 @@ from outside_engines import (
     update,
     whole_policy,
 )
-from ranked import ranked
 
 pytestmark = pytest.mark.vllm
 

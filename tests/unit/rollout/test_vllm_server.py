@@ -15,7 +15,10 @@ from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
 from gspo.rollout.vllm_settings import VLLMServerRollout
-from outside_engines import (
+from ranked import ranked
+from refusals import refuses
+from served import free_url, served
+from vllm_engines import (
     GREEDY,
     SAMPLED,
     SECONDS,
@@ -26,9 +29,6 @@ from outside_engines import (
     story,
     whole_policy,
 )
-from ranked import ranked
-from refusals import refuses
-from served import free_url, served
 
 pytestmark = pytest.mark.vllm
 WORDS = [*SERVER, "rollout.routes=true"]

@@ -13,6 +13,7 @@ import torch
 
 from builders import SMOOTH, assert_same_sums, perturb, recorded_gradients, small_policy
 from daily import daily_but
+from drawing_engine import Drawn
 from games import Echoes
 from gspo.algorithm.advantages import (
     GAE,
@@ -38,10 +39,9 @@ from gspo.rollout.sources.base import Rollout
 from gspo.rollout.sources.pending import load_pending, save_pending
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Outcome
 from gspo.train.accumulator import MetricAccumulator
-from outside_engines import played
-from outside_host import Drawn
 from ranked import ranked
 from trainers import FirstCharacter, gap_trainer, steps, trainer, weights, with_advantages
+from vllm_engines import played
 
 DENSE = TinyDense(hidden=32, layers=2, heads=2, width=48)
 MEAN = Aggregation("seq-mean-token-mean")

@@ -31,11 +31,11 @@ from gspo.rollout.engines.requests import Row, SamplingRequest
 from gspo.rollout.engines.vllm_host import Completion
 from gspo.rollout.engines.vllm_kept import requested_logprobs, vocabulary_size
 from gspo.rollout.engines.weights_folder import WeightsFolder
-from gspo.rollout.vllm_settings import OutsideRollout
+from gspo.rollout.vllm_settings import VLLMRolloutBase
 
 P = ParamSpec("P")
 T = TypeVar("T")
-SettingsT = TypeVar("SettingsT", bound=OutsideRollout)
+SettingsT = TypeVar("SettingsT", bound=VLLMRolloutBase)
 # the largest piece of the weights that is handed over; a single larger tensor is a piece of its own
 PIECE_BYTES = 1e9
 # a stream gives the engine this many times as many requests as the engine samples at once
@@ -60,7 +60,7 @@ class Calls:
             return None
 
 
-class OutsideEngine(Engine, Generic[SettingsT]):
+class VLLMEngineBase(Engine, Generic[SettingsT]):
     """An engine that samples with vLLM, and loads the weights that it is handed.
 
     vLLM runs in the trainer's process (rollout.own_process=false), in a separate process, or behind

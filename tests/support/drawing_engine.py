@@ -6,12 +6,12 @@ import numpy as np
 
 from gspo.distributed.ranks import Ranks
 from gspo.model.policy import Policy
-from gspo.rollout.engines.external import OutsideEngine
+from gspo.rollout.engines.vllm_base import VLLMEngineBase
 from gspo.rollout.engines.vllm_host import Completion
 from gspo.rollout.vllm_settings import VLLMRollout
 
 
-class Drawn(OutsideEngine):
+class Drawn(VLLMEngineBase):
     """Samples `batch_rows` requests at a time, a token of each per round; those that were added
     later wait.
     """

@@ -20,10 +20,10 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.settings import RolloutSettings
 
 # `check_engine` samples short responses. `check_on_prompts` reads prompts.
-GUARD_GROUP_SIZE = 2  # responses per problem
-GUARD_TOKENS = 8  # tokens of a response
-GUARD_PROMPTS = 4
-GUARD_PROMPT_TOKENS = 128  # the first tokens of a prompt
+CHECK_GROUP_SIZE = 2  # responses per problem
+CHECK_TOKENS = 8  # tokens of a response
+CHECK_PROMPTS = 4
+CHECK_PROMPT_TOKENS = 128  # the first tokens of a prompt
 # nats: prompts have unlikely tokens, whose log-probs depend more on the precision
 MIN_PROMPT_TOLERANCE = 0.3
 MAX_TOKEN_DIFFERENCE = 1.0  # nats: a larger difference at one token counts as this much
@@ -85,8 +85,8 @@ def check_on_prompts(engine: Engine, problems: list[Problem], settings: RolloutS
         return
     policy = engine.policy
     prompts = [
-        policy.encode_prompt(problem.prompt)[:GUARD_PROMPT_TOKENS]
-        for problem in problems[:GUARD_PROMPTS]
+        policy.encode_prompt(problem.prompt)[:CHECK_PROMPT_TOKENS]
+        for problem in problems[:CHECK_PROMPTS]
     ]
     firsts = [prompt[:1] for prompt in prompts if len(prompt) > 1]
     others = [prompt[1:] for prompt in prompts if len(prompt) > 1]
@@ -132,8 +132,8 @@ def check_engine(
     if engine.shares_weights:
         return None
     policy = engine.policy
-    sampling = Sampling(policy.temperature, engine.room(problems, GUARD_TOKENS))
-    request = SamplingRequest(problems, GUARD_GROUP_SIZE, sampling, (0, "sync"), step)
+    sampling = Sampling(policy.temperature, engine.room(problems, CHECK_TOKENS))
+    request = SamplingRequest(problems, CHECK_GROUP_SIZE, sampling, (0, "sync"), step)
     groups = engine.generate(request)
     batch = pack([r for group in groups for r in group], policy.pad_id)
     trainer_logp_BT = policy.score(batch, len(batch)).logp_BT

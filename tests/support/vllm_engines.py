@@ -22,8 +22,8 @@ from gspo.rollout.engines.requests import Sampling, SamplingRequest
 from gspo.rollout.engines.route_checks import check_routes
 from gspo.rollout.engines.vllm import VLLMEngine
 from gspo.rollout.episodes.sampling import play
+from gspo.rollout.sources.behaviour_logprobs import check_engine
 from gspo.rollout.sources.handover import HandoverCheck
-from gspo.rollout.sources.sampler_logprobs import check_engine
 from gspo.rollout.vllm_settings import VLLMRollout
 
 SECONDS = 500  # two engines start on a busy machine
