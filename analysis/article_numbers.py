@@ -186,7 +186,7 @@ def critical_rates(
     """
     runs = fig_critical_rate.measure(data)
     numbers.count(f"{setting}.runs", len(runs))
-    counts, arms = rate_ratios.counted(runs)
+    counts, arms = rate_ratios.collapse_counts(runs)
     _, rates = rate_ratios.fit_pooled(counts)
     grpo = PAPER_RANGE if PAPER_RANGE in arms else GRPO
     words = {GSPO: "gspo", GRPO_R2: "replay", grpo: "grpo", QUARTER_RANGE: "quarter"}

@@ -38,6 +38,7 @@ from gspo.analysis.stats import (
     ratio,
 )
 from gspo.analysis.verdicts import Claim, judge
+from gspo.tracking.metrics import stderr_of
 
 TENFOLD = 10.0
 # the margin of "the same within", for the reward and for held-out scores, which have the reward's
@@ -197,11 +198,6 @@ def held_out(data: Data) -> Claim | None:
 def scores(data: Data) -> list[str]:
     """Return the names of the held-out scores, eval/<set>/avg@k."""
     return [name for name in data.metrics("eval/") if fnmatchcase(name, "eval/*/avg@*")]
-
-
-def stderr_of(score: str) -> str:
-    """Return the metric of a score's standard error over problems."""
-    return score.rsplit("/", 1)[0] + "/stderr"
 
 
 def reward_and_flops(data: Data) -> list[pd.DataFrame]:

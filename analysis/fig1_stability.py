@@ -21,6 +21,7 @@ from gspo.analysis.load import GRPO_R2, GSPO, Data
 from gspo.analysis.runs import RunsError
 from gspo.analysis.style import DEFAULTS, FigureOptions
 from gspo.analysis.verdicts import Claim, with_verdicts
+from gspo.tracking.metrics import stderr_of
 
 PAPER_ARMS = (GSPO, GRPO_R2)
 BENCHMARKS = {
@@ -146,7 +147,7 @@ def draw_score(
     """
     largest = 0.0
     has_compute = style.has_compute(data, arms)
-    error_name = "eval/elo_stderr" if name == ELO else claims.stderr_of(name)
+    error_name = "eval/elo_stderr" if name == ELO else stderr_of(name)
     for index, arm in enumerate(arms):
         table = data.table(arm, name, first_step=0).dropna()
         x = table.index.to_series()

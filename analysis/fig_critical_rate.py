@@ -45,8 +45,8 @@ from gspo.analysis.grid import (
 from gspo.analysis.load import Data
 from gspo.analysis.rate_ratios import (
     Ratios,
+    collapse_counts,
     compare,
-    counted,
     decision,
     fit_pooled,
     in_order,
@@ -168,7 +168,7 @@ def table(numbers: pd.DataFrame) -> list[str]:
 
 def ratio_table(numbers: pd.DataFrame, ratios: Ratios) -> list[str]:
     """Return a Markdown row per arm with its critical rate, and a row per pair with the ratio."""
-    counts, arms = counted(numbers)
+    counts, arms = collapse_counts(numbers)
     if len(counts.rates_R) < 2:
         return ["Critical rates need runs at two learning rates or more."]
     _, critical_A = fit_pooled(counts)
@@ -243,7 +243,7 @@ def draw_ends(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
 
 def draw_shares(ax: Axes, numbers: pd.DataFrame, styles: ArmStyles) -> None:
     """Draw the share of collapsed runs against the rate, with the fitted curves."""
-    counts, arms = counted(numbers)
+    counts, arms = collapse_counts(numbers)
     slope, critical_A = fit_pooled(counts)
     rates = counts.rates_R
     fine_rates = np.geomspace(rates[0], rates[-1], 200)

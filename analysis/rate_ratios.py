@@ -56,7 +56,7 @@ def in_order(numbers: pd.DataFrame) -> list[str]:
     return sorted(numbers["arm"].unique(), key=order)
 
 
-def counted(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
+def collapse_counts(numbers: pd.DataFrame) -> tuple[Counts, list[str]]:
     """Return the runs for the fit, and the arms' names in their order there."""
     arms = in_order(numbers)
     rates = np.sort(numbers["rate"].unique())
@@ -80,7 +80,7 @@ def compare(numbers: pd.DataFrame, design: Design | None = None) -> Ratios:
     In a sequential design a pair has the seeds that ran at every rate in both arms, and its
     interval has the level of the look. Raises RunsError if the design has no look at their number.
     """
-    counts, arms = counted(numbers)
+    counts, arms = collapse_counts(numbers)
     if len(counts.rates_R) < 2:
         return {}
     seeds = numbers.groupby("arm")["seed"].agg(set)

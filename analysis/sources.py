@@ -29,10 +29,12 @@ from pyarrow import parquet
 from gspo.analysis import foreign, foreign_files, foreign_search, wandb_files
 from gspo.analysis.record_cache import Record, cached, cached_copy, keep
 from gspo.io import untrusted
+from gspo.io.files import METRICS_FILE, SETTINGS_FILE
 from gspo.io.nested import dotted
-from gspo.io.ownership import is_own_file
+from gspo.io.rows import own_run_factor
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
 from gspo.tracking.frameworks.translate import ForeignRun, Log
+from gspo.tracking.wandb_choice import account
 
 SERVER = "wandb:"
 # runs of W&B that hold a report's pictures, or the numbers of one evaluation
@@ -57,9 +59,9 @@ def records(path: Path | str, options: ForeignOptions = NOTHING_SAID) -> list[Re
         return recorded_study(path)
     run_folders = set()
     run_records = []
-    for settings_file in sorted(path.rglob("settings.yaml")):
+    for settings_file in sorted(path.rglob(SETTINGS_FILE)):
         folder = settings_file.parent
-        metrics_file = folder / "metrics.jsonl"
+        metrics_file = folder / METRICS_FILE
         if not os.path.lexists(metrics_file):
             if not any(folder.rglob("*.wandb")):
                 run_records.append(_without_rows(folder))
@@ -98,7 +100,7 @@ def records(path: Path | str, options: ForeignOptions = NOTHING_SAID) -> list[Re
 def _without_rows(folder: Path) -> Record:
     """Return the record of a run directory that has no metrics.jsonl yet."""
     notes: list[str] = []
-    settings = read_settings(folder / "settings.yaml", notes)
+    settings = read_settings(folder / SETTINGS_FILE, notes)
     return Record(folder, flatten(settings), pd.DataFrame(), notes)
 
 
@@ -146,8 +148,8 @@ def file_stamp(*files: Path) -> list:
 def from_folder(folder: Path) -> Record:
     """Read a run directory. Unreadable parts become notes; nothing in its files raises."""
     notes: list[str] = []
-    settings = read_settings(folder / "settings.yaml", notes)
-    rows = numeric_rows(folder / "metrics.jsonl", notes)
+    settings = read_settings(folder / SETTINGS_FILE, notes)
+    rows = numeric_rows(folder / METRICS_FILE, notes)
     return Record(folder, flatten(settings), pd.DataFrame(rows), notes)
 
 
@@ -166,10 +168,8 @@ def numeric_rows(file: Path, notes: list[str]) -> list[dict]:
     null (a NaN or infinity when written) becomes NaN. Cut and damaged lines are left out, and
     noted.
     """
-    own_run = is_own_file(file.with_name("settings.yaml"))
-    allowance = untrusted.OWN_RUN_FACTOR if own_run else 1
     try:
-        rows, damaged = untrusted.read_rows(file, allowance)
+        rows, damaged = untrusted.read_bounded_rows(file, own_run_factor(file))
     except (OSError, untrusted.Unreadable) as error:
         notes.append(str(error))
         return []
@@ -331,7 +331,7 @@ def server_runs(source: str) -> list:
         raise ValueError(
             f"{source}: write {SERVER}ENTITY/PROJECT, and /GROUP or /RUN_ID for a part of its runs"
         )
-    if not signed_in():
+    if not account():  # W&B would ask for a key at the terminal
         raise ValueError(f"{source}: no W&B account is configured on this machine: wandb login")
     api = wandb.Api()
     filters = {"group": group} if group else None
@@ -351,19 +351,6 @@ def server_errors(source: str) -> Iterator[None]:
         yield
     except (wandb.Error, WandbApiFailedError) as error:
         raise ValueError(f"{source}: {error}") from error
-
-
-def signed_in() -> bool:
-    """Return whether a W&B account is configured.
-
-    Without an account W&B would ask for a key at the terminal.
-    """
-    import wandb
-    from requests.utils import get_netrc_auth
-
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    return get_netrc_auth(wandb.Settings().base_url) is not None
 
 
 def from_server(run: object, options: ForeignOptions = NOTHING_SAID) -> Record:

@@ -18,10 +18,11 @@ import wandb_workspaces.reports.v2 as wr
 from wandb.sdk.lib.service.service_connection import WandbApiFailedError
 from wandb_workspaces import expr
 
-from gspo.analysis import sources, study_parts
+from gspo.analysis import study_parts
 from gspo.analysis.blocks import Block, Folded, Heading, Items, Link, Table, Text, to_markdown
 from gspo.analysis.load import Data, Run
 from gspo.analysis.runs import RunsError
+from gspo.tracking.wandb_choice import account
 
 LIVE = ("reward/mean", "clip/token_active", "routing/consistency", "optim/grad_norm")
 GROUP_BY = "objective.name"
@@ -42,7 +43,7 @@ def check(address: str, data: Data) -> None:
             raise RunsError(
                 f"study {name!r}: W&B's filters take letters, digits, spaces and _ . , + - alone"
             )
-    if not sources.signed_in():
+    if not account():
         raise RunsError(
             f"publish={address}: no W&B account is configured on this machine: wandb login"
         )

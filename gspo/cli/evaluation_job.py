@@ -21,12 +21,12 @@ from gspo.evaluation.resumable import (
     describe,
     digest,
     evaluate_into,
-    fingerprint,
     table,
+    weights_digest,
 )
 from gspo.io import ownership
 from gspo.io.errors import SettingError
-from gspo.io.files import check_run_directory, refuse_links
+from gspo.io.files import SETTINGS_FILE, check_run_directory, refuse_links
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
@@ -43,7 +43,7 @@ from gspo.run.build import (
     print_sandbox_layers,
 )
 from gspo.run.code_state import code_state
-from gspo.run.directory import SETTINGS, exclusive, settings_and_checkpoint
+from gspo.run.directory import exclusive, settings_and_checkpoint
 from gspo.run.entry_point import Ended
 from gspo.run.policies import open_policy, usable_device
 from gspo.tasks.base import Task
@@ -89,7 +89,7 @@ class Subject:
 def evaluate_subject(command: EvaluateCommand) -> None:
     """Evaluate the run or the model that the command names."""
     device = usable_device(command.device, "device")
-    subject = of_run(command) if command.run else of_model(command, device)
+    subject = subject_of_run(command) if command.run else subject_of_model(command, device)
     with closing(subject.engine):
         layers: dict = {}
         for evaluation_set in subject.sets:
@@ -159,7 +159,7 @@ def settings_of(command: EvaluateCommand, subject: Subject, sets: list[Evaluatio
     the same settings."""
     policy = subject.engine.policy
     settings = subject.identity | {
-        "weights": fingerprint(policy.model),
+        "weights": weights_digest(policy.model),
         "prompt": asdict(policy.prompts) | {"used": policy.prompt_format_used},
         "samples": command.k,
         "temperature": command.temperature,
@@ -284,7 +284,7 @@ def sample(
         return evaluate_into(folder, subject.engine, sets, requests, bar)
 
 
-def of_run(command: EvaluateCommand) -> Subject:
+def subject_of_run(command: EvaluateCommand) -> Subject:
     """Return a run's checkpoint as the subject, on benchmarks or on the run's task.
 
     It samples in the precision of the run's own evaluations."""
@@ -312,7 +312,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     step = read_state(checkpoint)["step"] if checkpoint else 0
     identity = {"run": Path(command.run).resolve().name, "step": step, "dtype": rollout.dtype}
     tracking = TrackingSettings()
-    if ownership.is_own_file(Path(command.run) / SETTINGS):
+    if ownership.is_own_file(Path(command.run) / SETTINGS_FILE):
         entity, project, _ = server_run(Path(command.run))
         tracking.entity = entity or settings.tracking.entity
         tracking.project = project or settings.tracking.project
@@ -341,7 +341,7 @@ def of_run(command: EvaluateCommand) -> Subject:
     )
 
 
-def of_model(command: EvaluateCommand, device: str) -> Subject:
+def subject_of_model(command: EvaluateCommand, device: str) -> Subject:
     """Return a model as the subject, on benchmarks."""
     sets = all_sets(command, command.tasks)
     rollout = command.rollout

@@ -31,6 +31,7 @@ import numpy as np
 
 from gspo.cli import replay_settings
 from gspo.cli.replay_output import RECORDED, Column, numbers, write_replay_page
+from gspo.config.load import read_settings
 from gspo.config.settings import (
     Settings,
     has_recorded_entropy_bonus,
@@ -42,7 +43,7 @@ from gspo.data.step_record_files import read_record, read_step
 from gspo.io.arguments import HELP, help_text, option, parsed
 from gspo.io.errors import SettingError
 from gspo.io.escaping import escape_line
-from gspo.io.files import SETTINGS_FILE, replace_text
+from gspo.io.files import METRICS_FILE, SETTINGS_FILE, replace_text
 from gspo.io.nested import finite_or_none, mapped
 from gspo.io.rows import read_rows
 from gspo.io.tables import counted, text_table
@@ -160,7 +161,7 @@ def read(options: Options) -> tuple[Path, StepRecord, dict[str, float | None]]:
     if (path / SETTINGS_FILE).exists():
         record = read_step(path, options.step)
         step = record.header.step
-        rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] == step]
+        rows = [row for row in read_rows(path / METRICS_FILE) if row["step"] == step]
         return path, record, rows[0] if rows else record.header.metrics
     if path.suffix == ".safetensors":
         if options.step >= 0:
@@ -186,7 +187,7 @@ def replays(
     trust = options.allow_outside_code
     is_run = (path / SETTINGS_FILE).exists()
     if is_run:
-        recorded = replay_settings.of_run(path, trust)
+        recorded = read_settings(path, trust=trust)
     else:
         recorded = replay_settings.of_header(record.header, trust)
     # it imports PyTorch, which takes seconds
@@ -242,14 +243,14 @@ def check_dump_settings(
             raise SettingError("kl", settings.kl.name, reward_reason, remedy=reward_remedy)
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
-        if replay_settings.is_among(key, of_truncation):
+        if replay_settings.belongs_to(key, of_truncation):
             raise SettingError(key, value, truncation_reason, remedy="leave it out")
-        if replay_settings.is_among(key, of_rewards):
+        if replay_settings.belongs_to(key, of_rewards):
             raise SettingError(key, value, reward_reason, remedy=reward_remedy)
     notes = []
     preset_keys = replay_settings.keys_of_preset(overrides)
     for unread, reason in ((of_truncation, truncation_reason), (of_rewards, reward_reason)):
-        from_preset = [key for key in preset_keys if replay_settings.is_among(key, unread)]
+        from_preset = [key for key in preset_keys if replay_settings.belongs_to(key, unread)]
         preset_keys = [key for key in preset_keys if key not in from_preset]
         if from_preset:
             notes.append(f"the preset also sets {', '.join(from_preset)}: {reason}")

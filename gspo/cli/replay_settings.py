@@ -8,12 +8,11 @@ mini-batches: its log-probs are those of the updates that the run made.
 import copy
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gspo.algorithm.aggregation import LENGTH_WEIGHTED, Aggregation
@@ -21,10 +20,10 @@ from gspo.cli.option_files import CONF, quoted, refuse_dashes, register_options
 from gspo.config.algorithm_checks import check_objective, check_token_advantages
 from gspo.config.checks import check
 from gspo.config.conversion import to_dataclass
-from gspo.config.load import read_settings, resolve
+from gspo.config.load import recorded_schema, resolve
 from gspo.config.schema import literal, merged
 from gspo.config.settings import CHOICES, CLASS_PATH, LOSS_GROUPS, Settings
-from gspo.config.user_code import class_schema, load_class, outside_code, with_outside_parts
+from gspo.config.user_code import outside_code, with_outside_parts
 from gspo.data.step_record import Header
 from gspo.io.arguments import NO_SUCH_OPTION, nearest
 from gspo.io.errors import SettingError, first_line
@@ -50,18 +49,13 @@ REPLAYABLE = (
 )
 
 
-def of_run(run: Path, trust: bool) -> Settings:
-    """Return the settings of a run directory. `trust` permits to import the code that it names."""
-    return read_settings(run, trust=trust)
-
-
 def of_header(header: Header, trust: bool) -> Settings:
     """Return the settings that the header of a record without run directory holds.
 
     Settings that it lacks are the defaults. Raises ValueError for settings that are unknown here,
     and for code of the user's own without `trust`. Only the groups that the loss depends on may
     occur, because others name code too, such as metrics and callbacks."""
-    config = composed([])
+    config = train_config([])
     content = literal(header.settings)
     for group, value in content.items():
         if group not in LOSS_GROUPS:
@@ -72,23 +66,15 @@ def of_header(header: Header, trust: bool) -> Settings:
             raise SettingError(group, str(value)[:40], "must be a mapping")
         outside = value.pop(CLASS_PATH, "")
         if group in CHOICES:
-            name = value.get("name")
-            if outside:
-                if not trust:
-                    raise SettingError(
-                        group,
-                        outside,
-                        "the record names code from outside this package",
-                        remedy="read that code, then set allow_outside_code=true",
-                    )
-                node = class_schema(load_class(outside, group, group), group)
-            elif isinstance(name, str) and name in CHOICES[group]:
-                node = OmegaConf.structured(CHOICES[group][name])
-            else:
-                options = ", ".join(CHOICES[group])
-                raise SettingError(f"{group}.name", name, f"is unknown here; there are {options}")
+            if outside and not trust:
+                raise SettingError(
+                    group,
+                    outside,
+                    "the record names code from outside this package",
+                    remedy="read that code, then set allow_outside_code=true",
+                )
             with open_dict(config):
-                config[group] = node
+                config[group] = recorded_schema(group, value.get("name"), outside)
     try:
         return to_dataclass(with_outside_parts(merged(config, content)))
     except OmegaConfBaseException as error:
@@ -96,7 +82,7 @@ def of_header(header: Header, trust: bool) -> Settings:
         raise ValueError(f"the record's settings are unknown here: {reason}") from None
 
 
-def composed(words: Sequence[str]) -> DictConfig:
+def train_config(words: Sequence[str]) -> DictConfig:
     """Compose the settings of `gspo train` with these words."""
     register_options()
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -115,7 +101,7 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     keys = [word.partition("=")[0].lstrip("+") for word in words] + preset_keys
     chosen = {key for key in keys if key in GROUPS}
     options = [f"{group}={option_of(recorded, group)}" for group in GROUPS if group not in chosen]
-    source = to_dataclass(with_outside_parts(composed([*options, *words])))
+    source = to_dataclass(with_outside_parts(train_config([*options, *words])))
     settings = copy.deepcopy(recorded)
     for group in chosen:
         setattr(settings, group, getattr(source, group))
@@ -124,15 +110,15 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     for key in keys:
         if key in chosen or key == "preset" or key.partition(".")[0] in chosen:
             continue
-        if is_among(key, [AGGREGATION]):
+        if belongs_to(key, [AGGREGATION]):
             continue
         if key == TRUNCATED:
             ignored.append(key)
-        elif is_among(key) or key.partition(".")[0] in GROUPS:
+        elif belongs_to(key) or key.partition(".")[0] in GROUPS:
             copy_setting(settings, source, key)
         else:
             ignored.append(key)
-    given = [key for key in keys if is_among(key, [AGGREGATION])]
+    given = [key for key in keys if belongs_to(key, [AGGREGATION])]
     if "objective" in chosen or given:
         settings.trainer.aggregation = changed_aggregation(
             recorded.trainer.aggregation,
@@ -141,7 +127,7 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
             settings.objective.aggregation,
             is_new="objective" in chosen,
         )
-    kl_is_given = "kl" in chosen or any(is_among(key, ["kl.aggregation"]) for key in keys)
+    kl_is_given = "kl" in chosen or any(belongs_to(key, ["kl.aggregation"]) for key in keys)
     kl_followed = recorded.kl.in_loss and recorded.kl.aggregation == recorded.trainer.aggregation
     if kl_followed and not kl_is_given:
         settings.kl.aggregation = Aggregation()  # it follows the replay's trainer.aggregation
@@ -190,7 +176,7 @@ def refuse_unless_changeable(word: str) -> None:
     """Raise ValueError for a word that a replay cannot follow."""
     key, _, value = word.partition("=")
     key = key.lstrip("+")
-    is_changeable = is_among(key) and key != TRUNCATED
+    is_changeable = belongs_to(key) and key != TRUNCATED
     if key == "preset" or key.partition(".")[0] in GROUPS or is_changeable:
         return
     choices = ", ".join([*GROUPS, "preset", *REPLAYABLE])
@@ -205,7 +191,7 @@ def refuse_unless_changeable(word: str) -> None:
     )
 
 
-def is_among(key: str, names: Sequence[str] = REPLAYABLE) -> bool:
+def belongs_to(key: str, names: Sequence[str] = REPLAYABLE) -> bool:
     """Return whether a setting is one of `names` or belongs to one of these groups.
 
     By default: whether a replay may change a setting beside GROUPS."""

@@ -40,7 +40,7 @@ from gspo.analysis.foreign_joining import lasting_path, run_folder
 from gspo.analysis.sources import Record
 from gspo.io.arguments import command_options, option
 from gspo.io.escaping import escape_line
-from gspo.io.files import read_events
+from gspo.io.files import METRICS_FILE, read_events
 from gspo.io.tables import counted
 from gspo.run.entry_point import command_line
 from gspo.tracking.foreign_options import NOTHING_SAID, ForeignOptions
@@ -321,7 +321,7 @@ def times(record: Record, rows: list[dict[str, float]]) -> list[str]:
     """Return the times at which the rows were written, estimated from their seconds of training.
 
     The last row has the time of the file's last change."""
-    file = record.path / "metrics.jsonl"
+    file = record.path / METRICS_FILE
     end = file.stat().st_mtime if file.exists() else time.time()
     seconds = [min(max(row.get("compute/seconds", 0.0), 0.0), 1e9) for row in rows]
     start = end - max(seconds)

@@ -44,7 +44,7 @@ from gspo.config.user_code import (
     with_outside_parts,
 )
 from gspo.io.errors import SettingError
-from gspo.io.files import check_run_directory, replace_text
+from gspo.io.files import SETTINGS_FILE, check_run_directory, replace_text
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.ranges import fields_with
 from gspo.io.untrusted import read_yaml
@@ -187,7 +187,7 @@ def resolved(aggregation: Aggregation, auto_mode: str, longest_limit: int) -> Ag
 # ------------------------------------------------------------------------------- recorded settings
 def write_settings(settings: Settings, folder: Path) -> None:
     """Write settings.yaml to a run directory, signed as this user's."""
-    write_signed(folder / "settings.yaml", yaml.safe_dump(asdict(settings), sort_keys=False))
+    write_signed(folder / SETTINGS_FILE, yaml.safe_dump(asdict(settings), sort_keys=False))
 
 
 def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> Settings:
@@ -207,7 +207,7 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
     check_run_directory(folder)
-    path = folder / "settings.yaml"
+    path = folder / SETTINGS_FILE
     config = OmegaConf.structured(Settings)
     content = literal(read_yaml(path))
     code_paths = recorded_code_paths(content)
@@ -217,19 +217,10 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
             "read that code, then set allow_outside_code=true"
         )
     try:
-        for group, options in CHOICES.items():
+        for group in CHOICES:
             chosen = content.get(group)
             name = chosen.get("name") if isinstance(chosen, dict) else chosen
-            if group in code_paths:
-                kind = load_class(code_paths[group], group, group)
-                config[group] = class_schema(kind, group)
-            elif isinstance(name, str) and name in options:
-                config[group] = OmegaConf.structured(options[name])
-            else:
-                option_names = ", ".join(options)
-                raise SettingError(
-                    f"{group}.name", name, f"is unknown here; there are {option_names}"
-                )
+            config[group] = recorded_schema(group, name, code_paths.get(group, ""))
         config = merged(config, content | {"task": with_consent(content["task"], consent)})
         to_settings(config)
     except OmegaConfBaseException as error:
@@ -240,6 +231,16 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config
+
+
+def recorded_schema(group: str, name: object, class_path: str) -> DictConfig:
+    """Return the schema of a group's recorded option, or of the user's class at `class_path`."""
+    if class_path:
+        return class_schema(load_class(class_path, group, group), group)
+    if isinstance(name, str) and name in CHOICES[group]:
+        return OmegaConf.structured(CHOICES[group][name])
+    options = ", ".join(CHOICES[group])
+    raise SettingError(f"{group}.name", name, f"is unknown here; there are {options}")
 
 
 def recorded_code_paths(content: dict[str, Any]) -> dict[str, str]:
@@ -348,7 +349,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
             f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run"
         )
     named_addresses: dict[str, str] = {}
-    if not is_own_file(folder / "settings.yaml"):
+    if not is_own_file(folder / SETTINGS_FILE):
         named_addresses = addresses(plain(recorded))
         overridden = {override.key_or_group for override in parsed}
         missing = {key: value for key, value in named_addresses.items() if key not in overridden}

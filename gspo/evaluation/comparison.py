@@ -74,14 +74,14 @@ def read_finished(path: str | Path) -> Finished:
     for name in settings["sets"]:
         groups[name] = {}
         prompts[name] = {}
-        for row in read_rows(path_inside(path / "responses", f"{name}.jsonl")):
+        for row in read_responses(path_inside(path / "responses", f"{name}.jsonl")):
             problem = row["problem"]
             prompts[name].setdefault(problem, row["prompt"])
             groups[name].setdefault(problem, []).append(slim(row))
     return Finished(path, settings, groups, prompts)
 
 
-def read_rows(path: Path) -> Iterator[dict]:
+def read_responses(path: Path) -> Iterator[dict]:
     """Yield the rows of a file of responses. Raises ValueError for a line that is no row."""
     with open_plain_file(path) as file:
         for number, line in enumerate(file, start=1):

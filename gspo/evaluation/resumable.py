@@ -35,7 +35,7 @@ from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.scoring import scored_stream
 
-FINGERPRINT_WEIGHTS = 64  # how many weights of every parameter a fingerprint hashes
+DIGEST_WEIGHTS = 64  # how many weights of every parameter a weights_digest hashes
 WRITTEN = ("settings.json", "responses", "result.json", LOCK_FILE)
 
 
@@ -193,7 +193,7 @@ def slim(row: dict) -> dict:
     return slim_row
 
 
-def fingerprint(model: torch.nn.Module) -> str:
+def weights_digest(model: torch.nn.Module) -> str:
     """Hash a model's weights to twelve hexadecimal digits.
 
     It hashes evenly spaced weights of every parameter. An optimizer step changes nearly all
@@ -206,8 +206,8 @@ def fingerprint(model: torch.nn.Module) -> str:
     tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
     for name, parameter in tensors.items():
         flat = parameter.detach().flatten()
-        stride = max(1, len(flat) // FINGERPRINT_WEIGHTS)
-        weights = flat[::stride][:FINGERPRINT_WEIGHTS]
+        stride = max(1, len(flat) // DIGEST_WEIGHTS)
+        weights = flat[::stride][:DIGEST_WEIGHTS]
         values = weights.float().cpu().numpy()
         description = f"{name} {tuple(parameter.shape)}"
         hashed.update(description.encode())

@@ -20,6 +20,7 @@ from typing import TextIO
 from gspo.io import untrusted
 
 SETTINGS_FILE = "settings.yaml"
+METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
 LOCK_FILE = ".lock"
 ENDED_EARLY = "ended early"  # by a callback of the user's

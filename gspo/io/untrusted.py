@@ -276,7 +276,9 @@ def _check_events(content: bytes) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # rows
-def read_rows(path: Path, factor: int = 1) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
+def read_bounded_rows(
+    path: Path, factor: int = 1
+) -> tuple[list[dict[str, Any]], list[tuple[int, bytes]]]:
     """Return the rows of a metrics file, and its damaged lines as (line number, line).
 
     A row is a step and numbers, or None for a number that is not finite. A line is damaged if the

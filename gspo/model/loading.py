@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import logging
 
 from gspo.io.errors import SettingError, first_line
-from gspo.io.files import errors_of_the_disk
+from gspo.io.files import SETTINGS_FILE, errors_of_the_disk
 from gspo.model.chat.template_trial import check_template
 from gspo.model.claimed_size import check_claimed_size, check_stated_sizes
 from gspo.model.folder_checks import (
@@ -224,7 +224,7 @@ def check_path(path: str) -> None:
     could_be_hub_name = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
     if not is_folder and not could_be_hub_name and "/" in path:
         raise SettingError("model.path", path, "there is no such folder")
-    if Path(path, "settings.yaml").exists() and not Path(path, "config.json").exists():
+    if Path(path, SETTINGS_FILE).exists() and not Path(path, "config.json").exists():
         raise SettingError(
             "model.path",
             path,

@@ -7,6 +7,7 @@ from hydra.types import RunMode
 
 from gspo.data.lazy_torch import torch
 from gspo.io.errors import SettingError
+from gspo.run.sweep_configs import launcher_of
 
 # CUDA_VISIBLE_DEVICES as the user set it, because submitit changes that of its jobs
 DEVICES = "GSPO_DEVICES"
@@ -27,7 +28,7 @@ def take_share(job: HydraConf, threads: int) -> None:
     ValueError as `jobs_at_once` does, and for missing GPUs.
     """
     jobs = jobs_at_once(job)
-    is_submitit_local = job.mode == RunMode.MULTIRUN and _launcher(job) == "LocalLauncher"
+    is_submitit_local = job.mode == RunMode.MULTIRUN and launcher_of(job) == "LocalLauncher"
     processes = jobs * job.launcher.tasks_per_node if is_submitit_local else jobs
     if threads or processes > 1:
         torch.set_num_threads(threads or max(1, cores() // processes))
@@ -61,7 +62,7 @@ def jobs_at_once(job: HydraConf) -> int:
     a batch at once."""
     if job.mode != RunMode.MULTIRUN:
         return 1
-    kind = _launcher(job)
+    kind = launcher_of(job)
     if kind == "JoblibLauncher":
         count = job.launcher.n_jobs
         # -1 means as many jobs as cores, -2 one fewer
@@ -103,8 +104,3 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _launcher(job: HydraConf) -> str:
-    """Return the class name of the launcher."""
-    return job.launcher._target_.rpartition(".")[2]

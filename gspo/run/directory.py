@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Collection, Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gspo.config.load import (
@@ -31,11 +31,12 @@ from gspo.io.escaping import EscapingFormatter
 from gspo.io.files import (
     ENDED,
     LOCK_FILE,
+    METRICS_FILE,
+    SETTINGS_FILE,
     STATUS_FILE,
     CreatedFiles,
     append_to,
     locked,
-    note_start,
     read_status,
     refuse_links,
     remove_unfinished,
@@ -47,18 +48,14 @@ from gspo.io.rows import read_rows
 from gspo.io.untrusted import MAX_SMALL_FILE_BYTES, beginning, read_json
 from gspo.run.code_state import code_state, uncommitted
 from gspo.run.entry_point import Stopped
-from gspo.run.rollback import Rollbacks
-from gspo.tracking import run_report
 from gspo.tracking.metrics import CUSTOM
 from gspo.tracking.monitor import stability_report
 from gspo.tracking.score import score
-from gspo.tracking.tracker import STEP_FOLDERS, supersede
+from gspo.tracking.tracker import STEP_FOLDERS
 from gspo.train.checkpoint_files import check_belongs, damage, latest_checkpoint, read_state
 
 LOG = "train.log"
-ROWS = "metrics.jsonl"
 REPORT = "report.txt"
-SETTINGS = "settings.yaml"
 CODE = "code.json"
 CHANGED = " and uncommitted changes"
 DIFF = "code.diff"
@@ -67,7 +64,7 @@ PATH_SETTINGS = ("path", "train_path", "hub")
 
 
 class RunDirectory:
-    """The directory of a run. Only the process that holds `exclusive_access` may write there."""
+    """The directory of a run. Only a process within `exclusive` may write there."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -82,8 +79,8 @@ class RunDirectory:
         """
         directory = cls(folder_of(settings))
         folder = directory.path
-        if (folder / ROWS).exists():
-            how = directory.status().get("how", "interrupted")
+        if (folder / METRICS_FILE).exists():
+            how = read_status(folder).get("how", "interrupted")
             continues = settings.on_existing == "auto" and (in_sweep or how not in ENDED)
             if not (settings.resume or settings.on_existing == "resume" or continues):
                 raise ValueError(
@@ -100,11 +97,7 @@ class RunDirectory:
                 print(f"{folder} is there already ({how}): this command resumes it")
         return directory
 
-    # ----------------------------------------------------------------------------- access and log
-    def exclusive_access(self) -> AbstractContextManager[CreatedFiles]:
-        """Let no other process write here within this context, as `exclusive` does."""
-        return exclusive(self.path)
-
+    # ---------------------------------------------------------------------------------------- log
     @contextmanager
     def log_to_file(self) -> Generator[None]:
         """Log to train.log within this context, with the traceback of an error that ends it."""
@@ -134,14 +127,14 @@ class RunDirectory:
 
         The settings are written at once, so that a run that is killed in its cold start can be
         resumed. `created_files` are the files that this process made."""
-        new = not (self.path / SETTINGS).exists()
+        new = not (self.path / SETTINGS_FILE).exists()
         if new:
             write_settings(settings, self.path)
         try:
             yield
         except ValueError:
             if new:
-                created_files.remove(SETTINGS, SIGNATURES, LOG)
+                created_files.remove(SETTINGS_FILE, SIGNATURES, LOG)
             raise
 
     # -------------------------------------------------------------------------------------- files
@@ -212,19 +205,13 @@ class RunDirectory:
         }
         replace_text(self.path / STATUS_FILE, json.dumps(entry))
 
-    def status(self) -> dict:
-        """Return the content of status.json, empty if there is none."""
-        return read_status(self.path)
-
-    def note_start(self, checkpoint_step: int | None) -> None:
-        """Note that this process begins to train, from a step's checkpoint or from scratch."""
-        note_start(self.path, checkpoint_step)
-
     def write_stability_report(self, how: str) -> None:
         """Answer the three stability questions from the run's rows, in report.txt.
 
         `how` is the status with which the run ended."""
-        replace_text(self.path / REPORT, stability_report(read_rows(self.path / ROWS), how) + "\n")
+        replace_text(
+            self.path / REPORT, stability_report(read_rows(self.path / METRICS_FILE), how) + "\n"
+        )
 
     def stability_report(self) -> str:
         """Return the text of report.txt."""
@@ -234,11 +221,11 @@ class RunDirectory:
         """Return the score (gspo.tracking.score) of a run that ended with the status `how`.
 
         The score of a run that is not at its end is NaN."""
-        return score(read_rows(self.path / ROWS), how == "collapsed") if how in ENDED else math.nan
-
-    def write_page(self) -> None:
-        """Write the run's HTML page."""
-        run_report.write_page(self.path)
+        return (
+            score(read_rows(self.path / METRICS_FILE), how == "collapsed")
+            if how in ENDED
+            else math.nan
+        )
 
     # ------------------------------------------------------------------------------------- resume
     def newest_checkpoint(self, settings: Settings) -> Path | None:
@@ -252,7 +239,7 @@ class RunDirectory:
         if checkpoint:
             check_belongs(checkpoint, settings_hash(settings))
             return checkpoint
-        last = max((row["step"] for row in read_rows(self.path / ROWS)), default=-1)
+        last = max((row["step"] for row in read_rows(self.path / METRICS_FILE)), default=-1)
         if last >= 0:
             recorded = read_settings(self.path, trust=settings.allow_outside_code)
             every = recorded.checkpoint.every
@@ -270,14 +257,6 @@ class RunDirectory:
             )
         return None
 
-    def supersede_after(self, step: int) -> list[str]:
-        """Move the output after a step to superseded/, and return warnings about lost rows."""
-        return supersede(self.path, step)
-
-    def rollbacks(self) -> Rollbacks:
-        """Return the rollbacks that the monitor has decided on so far."""
-        return Rollbacks(self.path)
-
     def saved_up_to(self) -> str:
         """Say in words up to which checkpoint the run is saved."""
         latest = self.path / "checkpoints" / "latest"
@@ -287,12 +266,12 @@ class RunDirectory:
 
     def other_users_settings_warnings(self, settings: Settings) -> list[str]:
         """Return the warnings before a run is resumed whose settings another user wrote."""
-        if not settings.resume or is_own_file(self.path / SETTINGS):
+        if not settings.resume or is_own_file(self.path / SETTINGS_FILE):
             return []
         paths = external_data(settings)
         reads = f"; it reads {paths}" if paths else ""
         return [
-            f"{self.path / SETTINGS} {why_not_own()}; tracking.wandb, tracking.entity and "
+            f"{self.path / SETTINGS_FILE} {why_not_own()}; tracking.wandb, tracking.entity and "
             "tracking.project count as this command gives them, "
             f"so wandb={settings.tracking.wandb}{reads}"
         ]
@@ -347,7 +326,7 @@ def settings_and_checkpoint(
     directory = Path(run)
     recorded = recorded_config(directory, consent, trust)
     settings = to_settings(recorded)
-    is_own = is_own_file(directory / SETTINGS)
+    is_own = is_own_file(directory / SETTINGS_FILE)
     if not is_own:
         content = plain(recorded)
         content.pop("rollout")  # the engine is this command's

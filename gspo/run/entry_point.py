@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gspo.config.refusals import plain_words
 from gspo.io import interrupt
 from gspo.io.escaping import escape_line, escape_output
+from gspo.io.files import SETTINGS_FILE
 from gspo.io.untrusted import SURROGATES
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.run.launched import say_error
@@ -337,7 +338,7 @@ def run_of(file: object) -> Path | None:
     if not isinstance(file, str | bytes | os.PathLike):
         return None
     for folder in Path(os.fsdecode(file)).parents:
-        if (folder / "settings.yaml").is_file():
+        if (folder / SETTINGS_FILE).is_file():
             return folder
     return None
 

@@ -11,14 +11,14 @@ from gspo.config.settings import Settings
 from gspo.distributed.ranks import RankLost
 from gspo.io.errors import SettingError
 from gspo.io.escaping import outlive_reader
-from gspo.io.files import ENDED, ENDED_EARLY, CreatedFiles
+from gspo.io.files import ENDED, ENDED_EARLY, METRICS_FILE, CreatedFiles, note_start, read_status
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.model.sharding.dtensors import architecture
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import NothingGraded
 from gspo.run.build import build_trainer, print_sandbox_layers
-from gspo.run.directory import ROWS, RunDirectory, has_reached
+from gspo.run.directory import RunDirectory, exclusive, has_reached
 from gspo.run.entry_point import (
     DISK_ERRORS,
     Broken,
@@ -35,8 +35,9 @@ from gspo.run.inputs import left_out_in_words
 from gspo.run.loop import TrainingLoop, follow, warn
 from gspo.run.policies import cold_start_folder
 from gspo.run.processes import Peers
-from gspo.tracking.run_report import PAGE
-from gspo.tracking.tracker import Tracker
+from gspo.run.rollback import Rollbacks
+from gspo.tracking.run_report import PAGE, write_page
+from gspo.tracking.tracker import Tracker, supersede
 from gspo.tracking.wandb_choice import check_installed, check_variables
 
 # The exit codes that are sent to W&B, by the status with which a run ended.
@@ -66,7 +67,7 @@ def run(settings: Settings, alone: bool, peers: Peers) -> float:
     directory = RunDirectory.for_run(settings, in_sweep=not alone)
     try:
         with (
-            directory.exclusive_access() as created_files,
+            exclusive(directory.path) as created_files,
             directory.log_to_file(),
             closing(settings.task),
         ):
@@ -122,7 +123,7 @@ def attempt(
 
     Returns the status with which it ended, or "rolled back"."""
     folder = directory.path
-    rollbacks = directory.rollbacks()
+    rollbacks = Rollbacks(folder)
     warn(rollbacks.move())
     checkpoint = directory.newest_checkpoint(settings)
     if checkpoint is None:
@@ -137,7 +138,7 @@ def attempt(
         trainer = build_trainer(lowered, checkpoint, alone, peers.ranks, folder)
     settings.inputs = lowered.inputs
     print_sampling_notes(lowered)
-    warn(directory.supersede_after(trainer.state.step if checkpoint else -1))
+    warn(supersede(folder, trainer.state.step if checkpoint else -1))
     warn(directory.record_start(settings, trainer.policy.prompt_format_used))
     warn(warnings(settings))
     warn(model_warnings(trainer.policy))
@@ -146,7 +147,7 @@ def attempt(
     how = "failed"
     reason = ""
     outlive_reader()
-    directory.note_start(trainer.state.step if checkpoint else None)
+    note_start(folder, trainer.state.step if checkpoint else None)
     directory.write_status("running", trainer.state.step)
     try:
         how = TrainingLoop(
@@ -206,7 +207,9 @@ def open_tracker(settings: Settings, folder: Path) -> Tracker:
         settings.study,
         settings.tags(),
         start=cold_start_folder(settings),
-        elsewhere=EventFiles(folder, read_rows(folder / ROWS)) if tracking.tensorboard else None,
+        elsewhere=EventFiles(folder, read_rows(folder / METRICS_FILE))
+        if tracking.tensorboard
+        else None,
     )
 
 
@@ -217,7 +220,7 @@ def ended_before(
     folder = directory.path
     if has_reached(checkpoint, settings.steps):
         print(f"{folder} has reached step {settings.steps} already")
-        how = str(directory.status().get("how"))
+        how = str(read_status(folder).get("how"))
         if how in ENDED:
             return how
         recorded_steps = read_settings(folder, trust=settings.allow_outside_code).steps
@@ -228,7 +231,7 @@ def ended_before(
         directory.write_stability_report("finished")
         directory.write_status("finished", settings.steps)
         return "finished"
-    how = str(directory.status().get("how"))
+    how = str(read_status(folder).get("how"))
     if not alone and how in ENDED and how != "finished":
         print(f"{folder} has {how}; it goes on with resume={folder} only")
         return how
@@ -245,7 +248,7 @@ def record_end(
         directory.write_status(how, step, reason)
         # a full disk was reported already; `gspo report` can make the page later
         with suppress(OSError):
-            directory.write_page()
+            write_page(directory.path)
     finally:
         sync = tracker.finish(EXIT_CODES[how])
     return sync

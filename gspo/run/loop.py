@@ -19,15 +19,16 @@ from gspo.config.remarks import (
 from gspo.config.settings import Settings, settings_hash
 from gspo.distributed.ranks import ranks_lost_in_passes
 from gspo.evaluation.evaluate import evaluate
-from gspo.io.files import ENDED_EARLY, append_to, replace_text
+from gspo.io.files import ENDED_EARLY, METRICS_FILE, append_to, replace_text
 from gspo.io.rows import read_rows
 from gspo.model.policy import Policy
 from gspo.rollout.engines.base import Engine
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.sources.base import NothingGraded, Rollout
 from gspo.run.build import evaluation_engine, in_process_engine
-from gspo.run.directory import ROWS, RunDirectory
+from gspo.run.directory import RunDirectory
 from gspo.run.old_records import delete_old_records
+from gspo.run.rollback import Rollbacks
 from gspo.run.sweep_progress import shown_by_sweep
 from gspo.tracking.monitor import Monitor, as_lines
 from gspo.tracking.tracker import PAUSE, Progress, Tracker
@@ -68,7 +69,7 @@ class TrainingLoop:
         pause = math.inf if shown_by_sweep() else PAUSE
         self.progress = Progress(settings.label(), settings.steps, trainer.state.step, alone, pause)
         self.monitor = Monitor(settings.monitor)
-        rows = read_rows(folder / ROWS)
+        rows = read_rows(folder / METRICS_FILE)
         events = [event for row in rows for event in self.monitor.observe(row["step"], row)]
         # all of the monitor's state is a function of the rows, and so are its events
         replace_text(folder / EVENTS, as_lines(events))
@@ -208,7 +209,7 @@ class TrainingLoop:
     def apply_monitor_action(self, step: int) -> None:
         """Apply monitor.action after the reward has fallen: warn, end the run, or roll it back."""
         monitor = self.settings.monitor
-        rollbacks = self.directory.rollbacks()
+        rollbacks = Rollbacks(self.directory.path)
         if monitor.action == "rollback" and len(rollbacks.entries) < monitor.rollbacks:
             self.writer.wait()
             rollback_step = rollbacks.plan(step, self.last_healthy_step())

@@ -14,7 +14,7 @@ import torch
 
 from gspo.config.settings import Settings
 from gspo.distributed.ranks import Ranks
-from gspo.evaluation.resumable import fingerprint
+from gspo.evaluation.resumable import weights_digest
 from gspo.io.errors import SettingError, first_line
 from gspo.model.loading import Loaded, check_can_be_written, positions
 from gspo.model.policy import Policy
@@ -64,7 +64,7 @@ def open_policy(
         head_dtype=head_precision(settings),
         checkpointing=settings.policy.checkpointing,
         shards=shards,
-        initial_weights_digest="" if model_checkpoint or shards else fingerprint(model),
+        initial_weights_digest="" if model_checkpoint or shards else weights_digest(model),
     )
     policy.stop_at(settings.rollout.stop, "rollout.stop")
     if folder is None and not settings.model.built_from_settings and not shards:
@@ -110,7 +110,7 @@ def open_reference(
         precision=training_precision(settings),
         head_dtype=head_precision(settings),
         shards=shards,
-        initial_weights_digest="" if has_refreshed or shards else fingerprint(model),
+        initial_weights_digest="" if has_refreshed or shards else weights_digest(model),
     )
 
 

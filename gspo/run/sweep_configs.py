@@ -4,6 +4,7 @@ import itertools
 import pickle
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -78,8 +79,8 @@ class SweepConfigs:
 
     def check_launcher(self, composed: DictConfig, overrides: list[str]) -> None:
         """Raise OtherLauncher if a job's configuration chooses a launcher of its own."""
-        chosen = launcher_of(composed)
-        of_sweep = launcher_of(self.config)
+        chosen = launcher_of(composed.hydra)
+        of_sweep = launcher_of(self.config.hydra)
         if chosen != of_sweep:
             groups = " ".join(
                 override for override in overrides if "." not in override.partition("=")[0]
@@ -90,6 +91,6 @@ class SweepConfigs:
             )
 
 
-def launcher_of(config: DictConfig) -> str:
-    """Return the class name of the launcher in a configuration."""
-    return config.hydra.launcher._target_.rpartition(".")[2]
+def launcher_of(hydra: HydraConf | DictConfig) -> str:
+    """Return the class name of the launcher in the configuration of Hydra."""
+    return hydra.launcher._target_.rpartition(".")[2]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
-from gspo.io.files import ENDED_EARLY, read_status
+from gspo.io.files import ENDED_EARLY, METRICS_FILE, read_status
 from gspo.io.tables import clock
 
 # the id of the process that shows the line; its jobs inherit the variable
@@ -104,7 +104,7 @@ class SweepProgress(threading.Thread):
         runs = 0
         counted = 0
         for folder, steps in self.jobs:
-            step = min(last_step(folder / "metrics.jsonl"), steps)
+            step = min(last_step(folder / METRICS_FILE), steps)
             # "finished" may be of an earlier sweep with fewer steps
             how = read_status(folder).get("how")
             ended = step == steps or how in (ENDED_EARLY, "collapsed")

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo.io import escaping, untrusted
-from gspo.io.files import ENDED, ENDED_EARLY, locked, read_status
+from gspo.io.files import ENDED, ENDED_EARLY, METRICS_FILE, SETTINGS_FILE, locked, read_status
 from gspo.io.ownership import is_own_file
+from gspo.io.rows import own_run_factor
 from gspo.io.tables import counted, text_table
 from gspo.tracking.collapse import collapse, levels
 
@@ -170,9 +171,9 @@ def _job(folder: Path, plan: dict | None) -> Job:
     unreadable = ""
     try:
         with contextlib.suppress(FileNotFoundError):
-            rows = untrusted.last_rows(folder / "metrics.jsonl", PACE_STEPS)
+            rows = untrusted.last_rows(folder / METRICS_FILE, PACE_STEPS)
         if not plan:
-            steps = _steps(folder / "settings.yaml")
+            steps = _steps(folder / SETTINGS_FILE)
     except (OSError, ValueError) as error:
         unreadable = str(error)
     step = rows[-1]["step"] if rows else 0
@@ -182,7 +183,7 @@ def _job(folder: Path, plan: dict | None) -> Job:
         reason = unreadable
     else:
         state, reason = _state(folder, plan or {}, step, steps)
-    reward, collapsed = rewards_of(folder / "metrics.jsonl") if rows else (None, None)
+    reward, collapsed = rewards_of(folder / METRICS_FILE) if rows else (None, None)
     return Job(
         folder.name,
         steps,
@@ -201,10 +202,9 @@ def rewards_of(metrics: Path) -> tuple[float | None, int | None]:
 
     Each is None if the run has none. The rows are searched for two numbers, which takes a fiftieth
     of the time of parsing them."""
-    factor = untrusted.OWN_RUN_FACTOR if is_own_file(metrics.with_name("settings.yaml")) else 1
     rewards: dict[int, float | None] = {}
     try:
-        for row in untrusted.read_lines(metrics, factor):
+        for row in untrusted.read_lines(metrics, own_run_factor(metrics)):
             step = STEP.search(row)
             reward = REWARD.search(row)
             if step and reward and int(step[1]):
@@ -240,7 +240,7 @@ def _seconds(row: dict) -> float:
 
 def _state(folder: Path, plan: dict, step: int, steps: int) -> tuple[str, str]:
     """Return the state of a run, and the reason if it failed."""
-    if not os.path.lexists(folder / "settings.yaml"):
+    if not os.path.lexists(folder / SETTINGS_FILE):
         return ("failed", plan["reason"]) if plan.get("reason") else ("missing", "")
     if locked(folder):
         return "running", ""

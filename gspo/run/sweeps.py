@@ -115,7 +115,7 @@ class WriteManifest(Callback):
         pickles = config.hydra.launcher.get("submitit_folder")
         if pickles:
             make_private(Path(pickles.partition("%")[0]))
-        if launcher_of(config) == "LocalLauncher":
+        if launcher_of(config.hydra) == "LocalLauncher":
             # submitit's controllers kill their jobs at Ctrl-C, so there is nothing to wait for and
             # no job may follow.
             signal.signal(signal.SIGINT, signal.default_int_handler)

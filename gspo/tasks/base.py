@@ -81,9 +81,15 @@ class Task(Ranged, key="task"):
         """Return the names of the held-out sets. Each is also a split of `problem`."""
         raise NotImplementedError
 
+    def check_split(self, split: str) -> None:
+        """Raise ValueError for a split that the task does not have."""
+        splits = [*TRAINING_SPLITS, *self.evaluation_sets()]
+        if split not in splits:
+            raise SettingError("split", split, f"is none of {splits}")
+
     def size(self, split: str) -> int | None:
         """Return the number of different problems of a split, or None if there is no end."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         return None
 
     def data(self) -> dict[str, Any]:
@@ -143,7 +149,7 @@ class SingleSet(Task):
         return [self.name]
 
     def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         return None if split in TRAINING_SPLITS else self.evaluation_size or None
 
 
@@ -174,9 +180,3 @@ def draw_prompt(split: str, make: Callable[[], str]) -> str:
 def epoch_order(count: int, *position: int | str) -> list[int]:
     """Return the order of `count` training problems in an epoch, by its position."""
     return permutation(count, *position).tolist()
-
-
-def check_split(split: str, evaluation_sets: list[str]) -> None:
-    """Raise ValueError for a split that the task does not have."""
-    if split not in TRAINING_SPLITS and split not in evaluation_sets:
-        raise SettingError("split", split, f"is none of {[*TRAINING_SPLITS, *evaluation_sets]}")

@@ -9,7 +9,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Answer, Task, check_split
+from gspo.tasks.base import Answer, Task
 from gspo.tasks.testbed.chain_arithmetic import ChainArithmetic
 from gspo.tasks.testbed.function_writing import FunctionWriting
 
@@ -72,7 +72,7 @@ class Mixture(Task):
 
     def _owner_of_set(self, split: str) -> ChainArithmetic | FunctionWriting | None:
         """Return the task that has an evaluation set, or None for a training split."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         tasks = (self.math, self.code)
         return next((task for task in tasks if split in task.evaluation_sets()), None)
 

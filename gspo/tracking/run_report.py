@@ -17,6 +17,8 @@ from gspo.io import untrusted
 from gspo.io.files import (
     CONTINUATIONS_FILE,
     ENDED_EARLY,
+    METRICS_FILE,
+    SETTINGS_FILE,
     check_run_directory,
     read_events,
     read_status,
@@ -65,9 +67,9 @@ def page(folder: Path, known_problems: Sequence[str] = ()) -> str:
     `known_problems` are reasons why other pages could not be written, which this page tells.
     Raises ValueError if the settings cannot be read. The page names other files that cannot be
     read."""
-    settings = untrusted.read_yaml(folder / "settings.yaml")
+    settings = untrusted.read_yaml(folder / SETTINGS_FILE)
     problems = list(known_problems)  # why files could not be read
-    rows = _read(read_rows, folder / "metrics.jsonl", problems) or []
+    rows = _read(read_rows, folder / METRICS_FILE, problems) or []
     events = _read(read_events, folder / "monitor.jsonl", problems) or []
     custom = _read(custom_metrics, folder, problems) or {}
     status = read_status(folder)

@@ -109,7 +109,7 @@ def step_page(record: StepRecord, views: Sequence[View], title: str) -> str:
         _check_view(record, view)
     passes = Passes(record)
     tokens_of_views = [ViewTokens(record, passes, view) for view in views]
-    arrays = _Arrays(record, passes)
+    arrays = _Arrays()
     content = _content(record, passes, tokens_of_views, arrays)
     values = {
         "about": _about(record, views),
@@ -135,11 +135,9 @@ def _check_view(record: StepRecord, view: View) -> None:
 class _Arrays:
     """The arrays of a page in base64, and their encodings."""
 
-    def __init__(self, record: StepRecord, passes: Passes):
+    def __init__(self) -> None:
         self.texts: dict[str, Markup] = {}
         self.encodings: dict[str, dict[str, Any]] = {}
-        self.row_begins = record.ends - record.response_lengths
-        self.pass_begins = passes.begins
 
     def add(self, name: str, values: ndarray, encoding: str, scale: float = 1.0) -> None:
         """Add an array. base64 has no character that is markup."""
@@ -155,15 +153,8 @@ class _Arrays:
         scaled = np.divide(values, scale, dtype=np.float64)
         self.add(name, scaled.astype(np.float16), "half", scale)
 
-    def add_rows(self, name: str, values: ndarray) -> None:
-        """Add numbers of tokens that may be constant in each response."""
-        self._add_segments(name, values, self.row_begins)
-
-    def add_passes(self, name: str, values: ndarray) -> None:
-        """Add numbers of tokens that may be constant in each pass."""
-        self._add_segments(name, values, self.pass_begins)
-
-    def _add_segments(self, name: str, values: ndarray, begins: ndarray) -> None:
+    def add_segments(self, name: str, values: ndarray, begins: ndarray) -> None:
+        """Add numbers of tokens that may be constant from each of `begins` to the next."""
         if len(values):
             # without the NaN of tokens that are out of the loss
             smallest = np.fmin.reduceat(values, begins)
@@ -199,9 +190,10 @@ def _content(
         if values is not None and np.isfinite(values).any():
             arrays.add_half(name, values)
             scales[name] = color_scale([values])
+    row_begins = record.ends - record.response_lengths
     for number, view in enumerate(views):
-        arrays.add_passes(f"weight_{number}", view.weights)
-        arrays.add_rows(f"advantage_{number}", view.advantages)
+        arrays.add_segments(f"weight_{number}", view.weights, passes.begins)
+        arrays.add_segments(f"advantage_{number}", view.advantages, row_begins)
         if view.knows_clips:
             arrays.add(f"clip_{number}", view.clipped, "uint8")
             scales["clip"] = None

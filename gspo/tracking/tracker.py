@@ -19,7 +19,7 @@ from tqdm import tqdm
 from gspo.data.samples import ScoredResponse
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
-from gspo.io.files import append_to, replace_text
+from gspo.io.files import METRICS_FILE, append_to, replace_text
 from gspo.io.rows import read_rows, rows_and_damage
 from gspo.io.tables import clock
 from gspo.tracking.metrics import lookup
@@ -59,7 +59,7 @@ class Tracker:
         self.settings = settings
         self.wandb = None
         self.elsewhere = elsewhere
-        self.rows = append_to(run / "metrics.jsonl")  # `finish` closes it
+        self.rows = append_to(run / METRICS_FILE)  # `finish` closes it
         mode = chosen_mode(settings.wandb)
         if mode != "disabled":
             from gspo.tracking.wandb_run import WandbRun  # it imports W&B
@@ -69,7 +69,7 @@ class Tracker:
             if start:
                 self.wandb.lineage.record_input(start, start.name)
             # the rows of a resumed run: `send` leaves out rows that W&B has
-            for row in read_rows(run / "metrics.jsonl"):
+            for row in read_rows(run / METRICS_FILE):
                 self.wandb.send(
                     row, read_rollouts(run / "rollouts" / f"step_{row['step']:06d}.jsonl")
                 )
@@ -174,7 +174,7 @@ def supersede(run: Path, step: int) -> list[str]:
     checkpoints. Damaged lines of metrics.jsonl are moved too. Returns a list with a warning if rows
     up to `step` are lost by the damage, else an empty list.
     """
-    metrics = run / "metrics.jsonl"
+    metrics = run / METRICS_FILE
     files = [
         path
         for folder in STEP_FOLDERS
@@ -189,7 +189,7 @@ def supersede(run: Path, step: int) -> list[str]:
         numbers = [int(path.name) for path in superseded.glob("*") if path.name.isdecimal()]
         target = superseded / str(1 + max(numbers, default=0))
         target.mkdir(parents=True)
-        _write_lines(target / "metrics.jsonl", later)
+        _write_lines(target / METRICS_FILE, later)
         if damaged:
             replace_text(target / "damaged_metrics.jsonl", "".join(damaged))
         for path in files:

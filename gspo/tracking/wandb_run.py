@@ -26,7 +26,7 @@ from pathlib import Path
 
 import wandb
 
-from gspo.io.files import append_to, step_folders
+from gspo.io.files import SETTINGS_FILE, append_to, step_folders
 from gspo.io.ownership import is_own_file, why_not_own, write_signed
 from gspo.io.untrusted import SURROGATES, read_bytes, read_json
 from gspo.tracking.artifacts import Lineage, warn
@@ -71,7 +71,7 @@ def refuse_settings_of_the_folder() -> None:
             continue
         address = BASE_URL.search(read_bytes(path).decode(errors="replace"))
         trusted = {PUBLIC, os.environ.get("WANDB_BASE_URL", PUBLIC).rstrip("/")}
-        if Path("settings.yaml").exists() or (address and address[1].rstrip("/") not in trusted):
+        if Path(SETTINGS_FILE).exists() or (address and address[1].rstrip("/") not in trusted):
             raise ValueError(
                 f"{path}: W&B would take from this file where your key and data go; start in "
                 "another folder, remove it, or give the address itself, WANDB_BASE_URL=..."

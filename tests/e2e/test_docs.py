@@ -203,7 +203,7 @@ def can_be_replayed(words: list[str]) -> None:
     _, overrides = replay.with_options(words)
     for word in overrides:
         replay_settings.refuse_unless_changeable(word)
-    replay_settings.composed(overrides)
+    replay_settings.train_config(overrides)
 
 
 OTHERS = {

@@ -208,7 +208,7 @@ def test_the_engine_is_told_of_the_stop_strings(monkeypatch):
 
     monkeypatch.setattr(evaluation_job, "make_engine", started)
     monkeypatch.setattr(evaluation_job, "check_engine_start", lambda *_: None)
-    evaluation_job.of_model(
+    evaluation_job.subject_of_model(
         command("model=tiny_dense", "benchmark=math", "rollout=vllm", "stop=['7']"), "cpu"
     )
     assert told == [["7"]]

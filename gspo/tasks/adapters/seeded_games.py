@@ -5,7 +5,7 @@ from functools import cached_property
 from gspo.data.problems import Problem
 from gspo.data.seeding import seed_for
 from gspo.io.errors import SettingError
-from gspo.tasks.base import SingleSet, check_split
+from gspo.tasks.base import SingleSet
 from gspo.tasks.environments.protocol import EnvironmentTask, Outcome
 
 
@@ -28,7 +28,7 @@ class SeededGames(SingleSet, EnvironmentTask):
         Raises CannotBegin if the first game cannot begin. For a later game, the prompt is the
         reason instead of a beginning. Its episodes then try to begin the game themselves, and count
         a failure if they cannot."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         game_seed = seed_for(seed, self.name, split, index) % 2**31
         if game_seed not in self._beginnings:
             try:

@@ -21,7 +21,7 @@ from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, outside_code, ranged
 from gspo.io.user_code import import_object, is_path
-from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order, held_out
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, epoch_order, held_out
 from gspo.tasks.environments.protocol import Environment, EnvironmentTask, Position
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class VfEnvironments(SingleSet, EnvironmentTask):
 
     def _indices(self, split: str) -> list[int]:
         """Return which tasks of the taskset belong to a split. Raises ValueError if none do."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         training = split in TRAINING_SPLITS
         indices = self._training_tasks if training else self._evaluation_tasks
         if not indices and training:

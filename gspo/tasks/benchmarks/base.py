@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from gspo.data.problems import Problem
 from gspo.io.errors import SettingError
-from gspo.tasks.base import TRAINING_SPLITS, SingleSet, check_split, epoch_order
+from gspo.tasks.base import TRAINING_SPLITS, SingleSet, epoch_order
 from gspo.tasks.benchmarks.data_row import DataRow
 from gspo.tasks.benchmarks.records_file import Source
 
@@ -123,7 +123,7 @@ class Benchmark(SingleSet):
         return Problem(self.name, index, item.prompt, item.answer, item.family, item.rating)
 
     def _items(self, split: str) -> list[Item]:
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         training = split in TRAINING_SPLITS
         if training not in self._cached_items:
             items = self._training_items() if training else self._evaluation_items()
@@ -145,9 +145,9 @@ class Benchmark(SingleSet):
         return f"there is no problem of {self.name} in it"
 
     def _training_items(self) -> list[Item]:
-        evaluation_texts = {fingerprint(item.text) for item in self._items(self.name)}
+        evaluation_texts = {text_digest(item.text) for item in self._items(self.name)}
         items = self._items_of(self._training_source(), training=True)
-        not_held_out = [item for item in items if fingerprint(item.text) not in evaluation_texts]
+        not_held_out = [item for item in items if text_digest(item.text) not in evaluation_texts]
         training_items = without_repeats(not_held_out)
         self._left_out = {
             "held out": len(items) - len(not_held_out),
@@ -206,15 +206,15 @@ class Benchmark(SingleSet):
         return Source(setting, self.path, split, self.hub, self.hub_config, hub_split)
 
 
-def fingerprint(text: str) -> str:
+def text_digest(text: str) -> str:
     """Return a form of the text that is the same for all spellings of a problem.
 
     It ignores case and white space. Only white space between two words or numbers counts, as one
     blank.
 
-    >>> fingerprint(" What is\\n3 + 5?")
+    >>> text_digest(" What is\\n3 + 5?")
     'what is 3+5?'
-    >>> fingerprint("what is 3+5?") == fingerprint("what is 3-5?")
+    >>> text_digest("what is 3+5?") == text_digest("what is 3-5?")
     False
     """
     return WHITE_SPACE.sub(lambda match: "" if match[1] else " ", text.strip().casefold())
@@ -224,7 +224,7 @@ def without_repeats(items: Iterable[Item]) -> list[Item]:
     """Return the first item of each text, in their order."""
     first_items = {}
     for item in items:
-        first_items.setdefault(fingerprint(item.text), item)
+        first_items.setdefault(text_digest(item.text), item)
     return list(first_items.values())
 
 

@@ -32,7 +32,7 @@ from gspo.data.seeding import seed_for
 from gspo.io.errors import SettingError
 from gspo.io.ranges import choice, ranged
 from gspo.rewards.math.extract import UnusableAnswer, extract
-from gspo.tasks.base import TRAINING_SPLITS, Answer, SingleSet, check_split, draw_prompt
+from gspo.tasks.base import TRAINING_SPLITS, Answer, SingleSet, draw_prompt
 
 EXACT_FAMILIES = """
     ab aiw arc_1d arc_agi base_conversion basic_arithmetic binary_alternation binary_matrix
@@ -154,7 +154,7 @@ class GymProblems(SingleSet):
         """Return problem `index` of a split.
 
         Raises ValueError if the library is missing or refuses `config`."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         if (seed, index) in self._held_out and split not in TRAINING_SPLITS:
             return self._held_out[seed, index]
         drawn = []

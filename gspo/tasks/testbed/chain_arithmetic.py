@@ -18,7 +18,7 @@ from gspo.data.samples import Score
 from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import ranged
-from gspo.tasks.base import Answer, Task, check_split, draw_prompt, held_out
+from gspo.tasks.base import Answer, Task, draw_prompt, held_out
 
 # one spelling per number: no leading zeros, no +, no -0, ASCII digits only
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
@@ -54,7 +54,7 @@ class ChainArithmetic(Task):
         return ["math_easy", "math_hard", "rated"]
 
     def size(self, split: str) -> int | None:
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         return len(sums_of_two(self.largest)) if self._is_small(split) else None
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
@@ -62,7 +62,7 @@ class ChainArithmetic(Task):
 
         Rated problems have 1000 + 200 (operands - 2) Elo points: 1000 for two operands, 1800 for
         six (the longest of training by default), 2200 for eight."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         low, high = self._operands(split)
         if self._is_small(split):
             sums = sums_of_two(self.largest)

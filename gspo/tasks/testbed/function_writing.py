@@ -18,7 +18,7 @@ from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import HASHED_IF_CHANGED, SPEED_ONLY, ranged
 from gspo.rewards.code.grader import FunctionCase, Submission
-from gspo.tasks.base import Answer, check_split, draw_prompt
+from gspo.tasks.base import Answer, draw_prompt
 from gspo.tasks.graded_programs import GradedPrograms
 from gspo.tasks.testbed.operations import (
     CATALOGUE,
@@ -75,7 +75,7 @@ class FunctionWriting(GradedPrograms):
         """Return problem `index` of a split.
 
         "code_heldout" has the families of functions that training never sees."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         families = HELD_OUT_FAMILIES if split == "code_heldout" else FAMILIES
         families = [family for family in families if family[0] in self.variables]
         rng = generator(seed, self.name, split, index)

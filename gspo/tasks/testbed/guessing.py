@@ -21,7 +21,7 @@ from typing import ClassVar
 from gspo.data.problems import Problem
 from gspo.data.seeding import generator
 from gspo.io.ranges import ranged
-from gspo.tasks.base import SingleSet, check_split, draw_prompt
+from gspo.tasks.base import SingleSet, draw_prompt
 from gspo.tasks.environments.protocol import (
     Environment,
     EnvironmentTask,
@@ -45,7 +45,7 @@ class Guessing(SingleSet, EnvironmentTask):
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split. Its answer is the number to guess."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         rng = generator(seed, self.name, split, index)
         prompt = draw_prompt(split, lambda: self._interval(rng.randint(1, 100 - self.numbers)))
         low, high = bounds(prompt)

@@ -25,7 +25,7 @@ from gspo.data.seeding import generator
 from gspo.io.errors import SettingError
 from gspo.io.ranges import SPEED_ONLY, ranged
 from gspo.rewards.sandbox.runner import CodeRunner, Limits
-from gspo.tasks.base import SingleSet, check_split, draw_prompt
+from gspo.tasks.base import SingleSet, draw_prompt
 from gspo.tasks.environments.protocol import (
     END_OF_THOUGHTS,
     Environment,
@@ -132,7 +132,7 @@ class PythonTool(SingleSet, EnvironmentTask):
 
     def problem(self, seed: int, split: str, index: int) -> Problem:
         """Return problem `index` of a split."""
-        check_split(split, self.evaluation_sets())
+        self.check_split(split)
         rng = generator(seed, self.name, split, index)
         prompt = draw_prompt(split, lambda: f"{self._expression(rng)}=?")
         return Problem(

@@ -31,8 +31,8 @@ from gspo.evaluation.resumable import (
     Folder,
     describe,
     evaluate_into,
-    fingerprint,
     table,
+    weights_digest,
     without_speed_settings,
 )
 from gspo.evaluation.settings import EvaluationSettings
@@ -411,9 +411,9 @@ def test_what_makes_an_evaluation_another_one():
     again = describe(replace(evaluation_set, problems=corrected))
     assert again["prompts"] == one["prompts"] and again["answers"] != one["answers"]
     a, b = small_policy().model, small_policy().model
-    assert fingerprint(a) == fingerprint(b)
+    assert weights_digest(a) == weights_digest(b)
     b.get_input_embeddings().weight.data += 1e-6
-    assert fingerprint(a) != fingerprint(b)
+    assert weights_digest(a) != weights_digest(b)
 
 
 def test_the_table_says_what_the_ratings_rest_on():

@@ -7,7 +7,7 @@ import pytest
 
 from gspo.io import ownership, rows, untrusted
 from gspo.io.rows import rows_and_damage
-from gspo.io.untrusted import Unreadable, last_rows, read_rows
+from gspo.io.untrusted import Unreadable, last_rows, read_bounded_rows
 
 
 def row(step: int, **values) -> str:
@@ -44,7 +44,7 @@ def test_they_are_those_of_the_whole_file(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(untrusted, "FIRST_TAIL_BYTES", block)
     path = tmp_path / "metrics.jsonl"
     path.write_text(CASES[name])
-    whole = read_rows(path)[0]
+    whole = read_bounded_rows(path)[0]
     for count in (1, 3, 10):
         assert last_rows(path, count) == whole[-count:]
 
@@ -55,7 +55,7 @@ def test_little_of_a_large_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "MAX_ROWS_FILE_BYTES", 1000)
     assert [r["step"] for r in last_rows(path, 3)] == [997, 998, 999]
     with pytest.raises(Unreadable, match="is larger than 1,000 bytes"):
-        read_rows(path)
+        read_bounded_rows(path)
 
 
 def test_a_link_is_not_read(tmp_path):

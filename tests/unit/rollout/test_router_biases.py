@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from builders import batch_of, fed, sample, small_policy
 from gspo.distributed.ranks import Ranks
-from gspo.evaluation.resumable import fingerprint
+from gspo.evaluation.resumable import weights_digest
 from gspo.model.policy import Policy
 from gspo.model.routers import SELECTION_BIAS
 from gspo.model.settings import LoraSettings
@@ -38,10 +38,10 @@ def test_they_are_among_the_weights_that_engines_load(family):
     policy = small_policy(MOE_FAMILIES[family])
     assert len(biases(policy)) == LAYERS
     assert biases(policy).keys() <= dict(policy.named_tensors()).keys()
-    before = fingerprint(policy.model)
+    before = weights_digest(policy.model)
     lower = policy.copy(torch.bfloat16)
     set_biases(policy)
-    assert fingerprint(policy.model) != before, "another model"
+    assert weights_digest(policy.model) != before, "another model"
     lower.load_tensors(policy.named_tensors())
     for name, bias in biases(lower).items():
         assert bias.dtype == torch.float32 and torch.equal(bias, biases(policy)[name])

@@ -6,9 +6,9 @@ import pytest
 
 from builders import small_policy
 from composing import settings
-from gspo.evaluation.resumable import fingerprint
+from gspo.evaluation.resumable import weights_digest
 from gspo.run.inputs import check_inputs, inputs_of, left_out_in_words
-from gspo.tasks.benchmarks.base import fingerprint as same_problem
+from gspo.tasks.benchmarks.base import text_digest as same_problem
 
 ROWS = ("task=rows", "task.reward=daily:daily_but", "cold_start.steps=0")
 
@@ -93,13 +93,13 @@ def test_other_rows_are_refused_when_a_run_is_resumed(tmp_path, change):
 def test_other_weights_are_refused_and_those_that_nobody_read_again_stay_recorded():
     chosen = settings("task=math", "cold_start.steps=0")
     policy = small_policy()
-    policy.initial_weights_digest = fingerprint(policy.model)
+    policy.initial_weights_digest = weights_digest(policy.model)
     check_inputs(chosen, inputs_of(chosen, policy, None))
     recorded = dict(chosen.inputs)
     assert recorded == {"model": policy.initial_weights_digest}
     check_inputs(chosen, inputs_of(chosen, small_policy(), None))
     assert chosen.inputs == recorded
     policy.model.lm_head.weight.data[0] += 1
-    policy.initial_weights_digest = fingerprint(policy.model)
+    policy.initial_weights_digest = weights_digest(policy.model)
     with pytest.raises(ValueError, match="are not those that the run started from"):
         check_inputs(chosen, inputs_of(chosen, small_policy(), policy))

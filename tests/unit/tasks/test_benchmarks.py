@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from gspo.rollout.sources.problem_sampler import REPLACEMENT, TrainingProblems, Uniform
-from gspo.tasks.benchmarks.base import fingerprint
+from gspo.tasks.benchmarks.base import text_digest
 from gspo.tasks.benchmarks.code_sets import HumanEval, Mbpp, RatedPrograms
 from gspo.tasks.benchmarks.math_sets import AIME24, AIME25, AMC23, GSM8K, Math500
 from gspo.tasks.benchmarks.programs import answer_block, with_preamble
@@ -323,7 +323,7 @@ def test_no_evaluation_problem_is_in_a_training_stream(gsm8k, tmp_path):
     test = {task.problem(0, "gsm8k", i).prompt for i in range(5)}
     assert not test & {task.problem(seed, "train", i).prompt for seed in (1, 2) for i in range(100)}
     shouted = [gsm(i, text="  HOW many\nare  %d apples ?") for i in range(5)]
-    assert fingerprint(shouted[0]["question"]) == fingerprint(gsm(0)["question"])
+    assert text_digest(shouted[0]["question"]) == text_digest(gsm(0)["question"])
     path = write(tmp_path / "mine.jsonl", [*shouted, gsm(77), gsm(77)])
     assert GSM8K(path=str(gsm8k / "test.jsonl"), train_path=str(path)).size("train") == 1
     path = write(tmp_path / "mine.jsonl", shouted)
@@ -717,8 +717,8 @@ def test_every_real_record_is_read(kind, folder, size, train):
             task.size("train")
     else:
         assert task.size("train") == train
-        assert not {fingerprint(item.text) for item in task._items("train")} & {
-            fingerprint(item.text) for item in task._items(task.name)
+        assert not {text_digest(item.text) for item in task._items("train")} & {
+            text_digest(item.text) for item in task._items(task.name)
         }
 
 
