@@ -24,7 +24,7 @@ A trainer of your own is read if the file says which of its metrics are ours:
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -114,19 +114,31 @@ def read_foreign_runs(
         else:
             segments.append(segment)
     logs = foreign_files.wandb_logs(segments)
-    for file in foreign_search.find_logs(path, (), notes):
+    other_logs, unreadable = read_logs(path, (), notes)
+    runs, untranslated = translated(logs + other_logs, options)
+    problems += [log.notes[-1] for log in unreadable + untranslated]
+    if not runs and not problems:
+        problems += notes or [f"{path}: {foreign_search.content_of(path)}"]
+        notes = []
+    return [run for run, _ in runs], problems, notes
+
+
+def read_logs(
+    path: Path, own_runs: Collection[Path], notes: list[str]
+) -> tuple[list[Log], list[UnreadableLog]]:
+    """Return the logs of other frameworks at a path that are no logs of W&B, and those not read.
+
+    The folders `own_runs` are left out. `notes` gets what else is left out."""
+    logs = []
+    unreadable = []
+    for file in foreign_search.find_logs(path, own_runs, notes):
         if file.suffix == ".wandb":
             continue
         try:
             logs.append(foreign_files.read_log(file))
         except (OSError, ValueError) as error:
-            problems.append(str(error))
-    runs, unreadable = translated(logs, options)
-    problems += [log.notes[-1] for log in unreadable]
-    if not runs and not problems:
-        problems += notes or [f"{path}: {foreign_search.content_of(path)}"]
-        notes = []
-    return [run for run, _ in runs], problems, notes
+            unreadable.append(UnreadableLog(file, [str(error)]))
+    return logs, unreadable
 
 
 def translated(

@@ -111,16 +111,10 @@ def foreign_records(
 
     An unreadable log becomes a record without rows, with a note."""
     notes: list[str] = []
-    log_records = []
-    for file in foreign_search.find_logs(path, run_folders, notes):
-        if file.suffix == ".wandb":
-            continue
-        try:
-            logs.append(foreign_files.read_log(file))
-        except (OSError, ValueError) as error:
-            log_records.append(Record(file, {}, pd.DataFrame(), [str(error)]))
-    runs, unreadable = foreign.translated(logs, options)
-    log_records += [Record(log.path, {}, pd.DataFrame(), log.notes) for log in unreadable]
+    other_logs, unreadable = foreign.read_logs(path, run_folders, notes)
+    runs, untranslated = foreign.translated(logs + other_logs, options)
+    unreadable += untranslated
+    log_records = [Record(log.path, {}, pd.DataFrame(), log.notes) for log in unreadable]
     log_records += [foreign_record(run, about) for run, about in runs]
     if notes:
         log_records.append(Record(path, {}, pd.DataFrame(), notes))

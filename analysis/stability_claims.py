@@ -9,6 +9,7 @@ import pandas as pd
 from gspo.analysis.load import GRPO, GRPO_R2, GSPO, Data, Run
 from gspo.analysis.stats import START, WINDOW, decline, estimate, t_interval
 from gspo.analysis.verdicts import Claim, between, judge
+from gspo.io.tables import counted
 
 # a run declines if the mean of its last 10 batches lies this share below the peak of its smoothed
 # reward
@@ -68,7 +69,7 @@ def stable(data: Data) -> Claim:
     gain_text = "-" if np.isnan(gains).any() else f"{np.mean(gains):+.3f}"
     text = (
         f"end against peak {in_percent(falls)}, end against start {gain_text} reward, "
-        f"{seeds_text(len(falls))}"
+        f"{counted(len(falls), 'seed')}"
     )
     control_falls = pd.Series(dtype=float)
     if GRPO in data.arms:
@@ -90,7 +91,7 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
         words = judge(t_interval(-falls), -MIN_DECLINE, DECLINE_NAME)
         if words.startswith("not seen"):
             return words
-        return f"points against it ({declined} of {seeds_text(len(falls))} declined by 30 %)"
+        return f"points against it ({declined} of {counted(len(falls), 'seed')} declined by 30 %)"
     if np.isnan(gains).any():
         return "undecided (a run has no reward at its end)"
     if np.mean(gains) <= 0:
@@ -105,14 +106,14 @@ def judge_stability(falls: pd.Series, gains: list[float], control_falls: pd.Seri
         elsewhere = int((control_falls >= MIN_DECLINE).sum())
         if not declined and elsewhere:
             return (
-                f"undecided (the control does not decline on the {seeds_text(len(common))} that "
-                f"both have; it declines on {seeds_text(elsewhere)} of its own)"
+                f"undecided (the control does not decline on the {counted(len(common), 'seed')} that "
+                f"both have; it declines on {counted(elsewhere, 'seed')} of its own)"
             )
         if not declined:
             return "undecided (the control does not decline either: nothing here is unstable)"
         return (
             f"undecided (the control declines by less than 30 % in the mean; {declined} of "
-            f"{seeds_text(len(common))} declined by 30 %)"
+            f"{counted(len(common), 'seed')} declined by 30 %)"
         )
     return judge(t_interval(control_falls[common] - falls[common]), 0, "0")
 
@@ -129,10 +130,6 @@ def in_percent(declines_S: pd.Series) -> str:
     without = int(declines_S.isna().sum())
     rest = f", {without} without a reward at the end" if without else ""
     return f"{mean} (seeds {worst} to {best}{rest})"
-
-
-def seeds_text(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
 
 
 def experts_change(data: Data) -> Claim | None:

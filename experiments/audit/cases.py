@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.io.tables import text_table
 from gspo.rewards.code.grader import CodeGrader, FunctionCase, StdinCase, Submission
 from gspo.rewards.math.verifier import MathVerifier
 
@@ -122,18 +123,11 @@ def _submission(row: dict[str, Any], path: Path) -> Submission:
 def confusion(outcomes: list[CaseResult]) -> str:
     """Return a table of counts, with the expected verdicts as rows and the given ones as columns."""
     counts = Counter((outcome.expected or "undecided", outcome.said) for outcome in outcomes)
-    return _table(
-        counts, sorted({row for row, _ in counts}), sorted({column for _, column in counts})
-    )
-
-
-def _table(counts: Counter, rows: list[str], columns: list[str]) -> str:
-    first = max([len("expected"), *map(len, rows)])
-    lines = [f"{'expected':<{first}}" + "".join(f"  {column}" for column in columns)]
-    for row in rows:
-        cells = (f"  {counts[row, column] or '.':>{len(column)}}" for column in columns)
-        lines.append(f"{row:<{first}}" + "".join(cells))
-    return "\n".join(lines)
+    columns = sorted({column for _, column in counts})
+    rows = [["expected", *columns]]
+    for row in sorted({row for row, _ in counts}):
+        rows.append([row, *(str(counts[row, column] or ".") for column in columns)])
+    return "\n".join(text_table(rows, right_aligned=True))
 
 
 def disagreements(outcomes: list[CaseResult]) -> list[CaseResult]:

@@ -150,37 +150,47 @@ def plain_words(error: BaseException) -> str:
     if unmerged and "is not a ListConfig" in str(error.__cause__):
         key, _, value = unmerged[1].partition("=")
         return f"{unmerged[1]}: must be a list, as {key}=[{value}]"
+    if unmerged and "does not support deletion" in str(error.__cause__):
+        return str(taken_away(unmerged[1].removeprefix("~")))
     existing = re.match(r"Could not append to config. An item is already at '(.+?)'", text)
     if existing:
         return f"+{existing[1]}: this is a setting already; give it without +"
     option_file = re.match(r"In '([^']+)': ", text)
-    if unmerged and "does not support deletion" in str(error.__cause__):
-        return str(taken_away(unmerged[1].removeprefix("~")))
     cause: BaseException | None = error
     while cause is not None:
-        unfit = re.search(r"str is not a subclass of (\w+)\. value: (.*)", str(cause))
-        if unfit:
-            return of_a_group(*unfit.groups())
-        if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-            key = cause.full_key
-            if key and cause.parent_node is not None:
-                root = cause.parent_node._get_root()
-                if key.startswith("hydra."):
-                    settings = settings_of(root.hydra, "hydra.")
-                else:
-                    settings = settings_of(root)
-                if option_file:
-                    misfit = file_of_another_option(option_file[1], key, root)
-                    return misfit or f"{option_file[0]}{no_such_setting(key, settings)}"
-                return str(no_such_setting(key, settings))
-        if isinstance(cause, ValidationError) and cause.full_key:
-            typed = key_on_command_line(cause.full_key)
-            if typed != cause.full_key:
-                return f"{typed}: there is no such setting: {cause.full_key} has no parts"
-            mistake = wrong_type(cause)
-            return f"{option_file[0] if option_file else ''}{mistake}" if mistake else ""
+        words = words_of_cause(cause, option_file[1] if option_file else "")
+        if words is not None:
+            return words
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def words_of_cause(cause: BaseException, option_file: str) -> str | None:
+    """Say what is wrong with a key or a value, or return "" if no words are known.
+
+    Returns None for an error about something else, whose own cause may tell. `option_file` is the
+    file that has the key, "" for the command line."""
+    prefix = f"In '{option_file}': " if option_file else ""
+    unfit = re.search(r"str is not a subclass of (\w+)\. value: (.*)", str(cause))
+    if unfit:
+        return of_a_group(*unfit.groups())
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        key = cause.full_key
+        if key and cause.parent_node is not None:
+            root = cause.parent_node._get_root()
+            if key.startswith("hydra."):
+                settings = settings_of(root.hydra, "hydra.")
+            else:
+                settings = settings_of(root)
+            misfit = file_of_another_option(option_file, key, root) if option_file else ""
+            return misfit or f"{prefix}{no_such_setting(key, settings)}"
+    if isinstance(cause, ValidationError) and cause.full_key:
+        typed = key_on_command_line(cause.full_key)
+        if typed != cause.full_key:
+            return f"{typed}: there is no such setting: {cause.full_key} has no parts"
+        mistake = wrong_type(cause)
+        return f"{prefix}{mistake}" if mistake else ""
+    return None
 
 
 def of_a_group(class_name: str, value: str) -> str:

@@ -287,19 +287,23 @@ def table(runs: list[Job]) -> str:
     counts = {state: sum(job.state == state for job in runs) for state in (*ENDED, *UNFINISHED)}
     parallel = max(1, counts["running"])
     seconds = sum(job.seconds_left() for job in runs) / parallel
-    clock = "unknown"
-    if 0 <= seconds < 1e9:
-        clock = f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
-    if 0 <= seconds < 3600:
-        clock = f"{math.ceil(seconds / 60)} min"
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     collapsed = sum(job.collapsed is not None for job in runs)
     if collapsed:
         states += f"; {collapsed} collapsed by the registered rule"
     last = f"{counted(len(runs), 'run')} (rewards are smoothed): {states}"
     if any(job.state in UNFINISHED for job in runs):
-        last += f"; left with {parallel} at a time: {clock}"
+        last += f"; left with {parallel} at a time: {time_left(seconds)}"
     return "\n".join([*lines, last])
+
+
+def time_left(seconds: float) -> str:
+    """Return a time in words, such as "9 min" or "3:05 h"; "unknown" for NaN or infinity."""
+    if 0 <= seconds < 3600:
+        return f"{math.ceil(seconds / 60)} min"
+    if 0 <= seconds < 1e9:
+        return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+    return "unknown"
 
 
 def forecast(planned: list[dict]) -> str:

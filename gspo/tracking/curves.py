@@ -92,14 +92,9 @@ def curve(rows: list[dict], metric: Metric, log: bool, batches_per_row: int = 1)
     high = max(drawn)
     last = max(*steps, 1)
     is_score = fnmatch.fnmatchcase(metric.name, HELD_OUT_MEANS)
-    intervals: list[tuple[int, float, float]] = []  # step, and both ends of the interval
+    intervals: list[tuple[int, float, float]] = []
     if is_score:
-        stderr = stderr_of(metric.name)
-        # scores that are never negative are shares of the problems
-        floor = 0.0 if min(values) >= 0 else -math.inf
-        for row, value in zip(rows, values, strict=True):
-            half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
-            intervals.append((row["step"], max(floor, value - half), value + half))
+        intervals = held_out_intervals(rows, metric.name)
         low = min([0.0, *(bottom for _, bottom, _ in intervals)])
         high = max([high, *(top for _, _, top in intervals)])
 
@@ -141,6 +136,18 @@ def curve(rows: list[dict], metric: Metric, log: bool, batches_per_row: int = 1)
         collapse=collapse_mark,
         is_log=log,
     )
+
+
+def held_out_intervals(rows: list[dict], name: str) -> list[tuple[int, float, float]]:
+    """Return the step and both ends of the 95 % interval over problems of each held-out score."""
+    stderr = stderr_of(name)
+    # scores that are never negative are shares of the problems
+    floor = 0.0 if min(row[name] for row in rows) >= 0 else -math.inf
+    intervals = []
+    for row in rows:
+        half = 1.96 * row[stderr] if is_finite(row.get(stderr)) else 0.0
+        intervals.append((row["step"], max(floor, row[name] - half), row[name] + half))
+    return intervals
 
 
 def extremes(steps: Sequence[int], series: Sequence[float]) -> list[int]:

@@ -1,5 +1,6 @@
 """The settings under `tracking` and `profile`: how a run is shown, and which steps are profiled."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gspo.io.errors import SettingError
@@ -70,27 +71,28 @@ class TrackingSettings(Ranged, key="tracking"):
         check_project("tracking.project", self.project)
         check_tags("tracking.tags", self.tags)
         if not (self.record_every or self.record_last):
-            for name in ("record_experts", "record_after"):
-                value = getattr(self, name)
-                if value != getattr(TrackingSettings, name):
-                    raise SettingError(
-                        f"tracking.{name}",
-                        value,
-                        "without tracking.record_every or tracking.record_last, nothing is recorded",
-                    )
+            self.refuse_changed(
+                ("record_experts", "record_after"),
+                "without tracking.record_every or tracking.record_last, nothing is recorded",
+            )
         if not self.information_every:
-            for name in ("information_prompts", "information_samples"):
-                value = getattr(self, name)
-                if value != getattr(TrackingSettings, name):
-                    raise SettingError(
-                        f"tracking.{name}", value, "is not read with tracking.information_every=0"
-                    )
+            self.refuse_changed(
+                ("information_prompts", "information_samples"),
+                "is not read with tracking.information_every=0",
+            )
         if self.upload_checkpoints and self.wandb == "disabled":
             raise SettingError(
                 "tracking.upload_checkpoints",
                 True,
                 "with tracking.wandb=disabled, there is no W&B to upload to",
             )
+
+    def refuse_changed(self, names: Sequence[str], problem: str) -> None:
+        """Raise SettingError for the first of these settings that is not at its default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(TrackingSettings, name):
+                raise SettingError(f"tracking.{name}", value, problem)
 
 
 @dataclass

@@ -243,33 +243,37 @@ def _rows(
     for name in sorted(by_batch, key=lambda name: _distance(entries[name][0])):
         column = by_batch[name]
         entry, ours = entries[name]
-        if entry is not None and entry.absent_if_all_zero and not any(column.values()):
+        if entry is None:  # the table lacks it: it keeps its name and its numbers
+            for batch, value in column.items():
+                rows.setdefault(batch, {})[ours] = value
+            continue
+        if entry.absent_if_all_zero and not any(column.values()):
             absent.append(name)
             continue
-        if entry is not None and ours in sources:
+        if ours in sources:
             note = f"{sources[ours]} counts as {ours}"
             notes.append(f"{name} keeps its name, because {note}")
             entry = other(name, note)
             ours = f"{table.name}/{name}"
         sources[ours] = name
-        if entry is not None:
-            relations[ours] = entry
-        if entry is not None and entry.plus:
-            second = by_batch[filled(entry.plus, match(entry.theirs, name) or ())]
+        relations[ours] = entry
+        if entry.plus:
+            second_name = filled(entry.plus, match(entry.theirs, name) or ())
+            second = by_batch[second_name]
             alone = len(column.keys() - second.keys())
             if alone:
                 notes.append(
-                    f"absent: {counted(alone, 'number')} of {name}, because "
-                    f"{filled(entry.plus, match(entry.theirs, name) or ())} is missing beside it"
+                    f"absent: {counted(alone, 'number')} of {name}, because {second_name} is "
+                    "missing beside it"
                 )
             column = {
                 batch: value + second[batch] for batch, value in column.items() if batch in second
             }
         for batch, value in column.items():
-            if entry is not None and value == entry.absent_value:
+            if value == entry.absent_value:
                 none_values[name, value] += 1
                 continue
-            if entry is not None and entry.ours:
+            if entry.ours:
                 value = entry.value(value)
             rows.setdefault(batch, {})[ours] = value
     if absent:
