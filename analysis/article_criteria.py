@@ -22,8 +22,9 @@ All else is undecided. In a sequential design interval and p have the level of t
 .05 (sequential.py).
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 
 from gspo.analysis.article_entries import Numbers
@@ -72,20 +73,10 @@ class Criterion:
     joint: bool = False
 
 
-def parts(
-    numbers: Iterable[str],
-    rule: str = "above",
-    line: float = 0.0,
-    expected: bool | str | None = True,
-) -> tuple[Part, ...]:
-    """Return a part for each of these numbers, with the same rule."""
-    return tuple(Part(number, rule, line, expected) for number in numbers)
-
-
-def criterion(
-    expected: str, *numbers: str, rule: str = "above", line: float = 0.0, joint: bool = False
-) -> Criterion:
+def criterion(expected: str, *numbers: str, rule: str = "above", line: float = 0.0) -> Criterion:
     """Return a criterion whose parts share a rule.
+
+    The numbers are names, in which "{4,16}" stands for two names, as in a shell.
 
     The expectation is "yes", "no", a verdict as in STRENGTH, or other words. Other words are
     printed, and nothing is compared with them.
@@ -95,7 +86,20 @@ def criterion(
         holds = expected
     elif rule == "decided" and expected == "yes":
         holds = SEEN  # this rule may also find that a ratio is the same as the line
-    return Criterion(expected, parts(numbers, rule, line, holds), joint)
+    names = [name for pattern in numbers for name in expanded(pattern)]
+    parts = [Part(name, rule, line, holds) for name in names]
+    return Criterion(expected, tuple(parts))
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the names that a pattern stands for.
+
+    >>> expanded("A.{4,16}.ratio")
+    ['A.4.ratio', 'A.16.ratio']
+    """
+    pieces = re.split(r"\{(.*?)\}", pattern)
+    choices = [piece.split(",") if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    return ["".join(combination) for combination in itertools.product(*choices)]
 
 
 # ------------------------------------------------------------------------------------------------

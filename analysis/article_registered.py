@@ -3,18 +3,17 @@
 experiments/STUDIES.md has the registrations. article_criteria.py has the rules.
 """
 
+from functools import partial
+
 from gspo.analysis.article_criteria import Criterion, Part, criterion, judge
 from gspo.analysis.article_doses import ENOUGH
 from gspo.analysis.article_entries import Numbers
 from gspo.analysis.article_numbers import ARENA_TASKS
 from gspo.analysis.stability_claims import CHANGED, MIN_DECLINE
 
+# a ratio of critical rates, against 1
+decided = partial(criterion, rule="decided", line=1)
 EDGE = "edge.paper_ranges"
-ARMS_OF_B = ("GSPO", "replay", "CISPO", "GMPO", "SAPO", "MiniRL")
-RATES = ("low", "high")
-OBJECTIVES_OF_F = ("GSPO", "GSPO-token", "GRPO", "CISPO")
-OBJECTIVES_OF_H = ("GSPO", "GRPO")
-TRUNCATIONS = ("p90", "p95", "p99")
 ARMS_OF_I = (
     "GSPO",
     "GRPO [clip range 0.2]",
@@ -34,9 +33,7 @@ RIVALS_OF_ARENA = ARMS_OF_I[1:]
 # in the order of the article's table
 REGISTERED = {
     "edge.stopped": criterion("yes", f"{EDGE}_at_3.5e-4.replay"),
-    "edge.comfortable": criterion(
-        "yes", *(f"edge.comfortable.{pair}" for pair in ("replay", "plain", "none")), rule="same"
-    ),
+    "edge.comfortable": criterion("yes", "edge.comfortable.{replay,plain,none}", rule="same"),
     "edge.paper.replay": criterion("yes", f"{EDGE}.replay"),
     "edge.paper.plain": criterion("yes", f"{EDGE}.plain"),
     "edge.paper.none": criterion("yes", f"{EDGE}.none"),
@@ -44,11 +41,7 @@ REGISTERED = {
     "edge.own.plain": criterion("yes", "edge.edge_rate.plain", rule="same"),
     "edge.own.none": criterion("yes", "edge.edge_rate.none", rule="same"),
     "edge.quarter": criterion("yes", "edge.own_range.replay", "edge.own_range.plain"),
-    "edge.again": criterion(
-        "yes",
-        *(f"edge.edge_rate_again.{pair}" for pair in ("replay", "plain", "none")),
-        rule="same",
-    ),
+    "edge.again": criterion("yes", "edge.edge_rate_again.{replay,plain,none}", rule="same"),
     "beyond.plain": criterion("yes", "edge.beyond_edge.plain"),
     "beyond.replay": criterion("yes", "edge.beyond_edge.replay"),
     "beyond.falls": criterion("yes", "edge.fall.grpo", "edge.fall.replay", line=100 * MIN_DECLINE),
@@ -64,48 +57,27 @@ REGISTERED = {
         (Part("effect.gain"), Part("effect.range.replay", "not_above")),
         joint=True,
     ),
-    "A.plain": criterion(
-        "yes", *(f"A.{setting}.ratio.plain" for setting in ("4", "16", "top1")), line=1
-    ),
-    "A.replay": criterion(
-        "yes", *(f"A.{setting}.ratio.replay" for setting in ("4", "16", "top1")), line=1
-    ),
+    "A.plain": criterion("yes", "A.{4,16,top1}.ratio.plain", line=1),
+    "A.replay": criterion("yes", "A.{4,16,top1}.ratio.replay", line=1),
     "A.step": criterion("yes", "A.4.ratio.quarter", rule="within", line=1),
-    "A.none": criterion(
-        "open", *(f"A.{setting}.ratio.none" for setting in ("4", "16", "top1")), line=1
-    ),
-    "decided.plain": criterion("yes", "decided.4.ratio.plain", rule="decided", line=1),
-    "decided.replay": criterion("yes", "decided.4.ratio.replay", rule="decided", line=1),
-    "decided.step": criterion("same", "decided.4.ratio.quarter", rule="decided", line=1),
-    "decided.none": criterion("undecided", "decided.4.ratio.none", rule="decided", line=1),
-    "decided.others.plain": criterion(
-        "not said",
-        *(f"decided.{setting}.ratio.plain" for setting in ("16", "top1")),
-        rule="decided",
-        line=1,
-    ),
-    "decided.others.replay": criterion(
-        "not said",
-        *(f"decided.{setting}.ratio.replay" for setting in ("16", "top1")),
-        rule="decided",
-        line=1,
-    ),
-    "decided.others.none": criterion(
-        "undecided",
-        *(f"decided.{setting}.ratio.none" for setting in ("16", "top1")),
-        rule="decided",
-        line=1,
-    ),
-    "K.plain": criterion("yes", "K.ratio.plain", rule="decided", line=1),
-    "K.replay": criterion("yes", "K.ratio.replay", rule="decided", line=1),
-    "K.step": criterion("undecided", "K.ratio.quarter", rule="decided", line=1),
-    "K.none": criterion("undecided", "K.ratio.none", rule="decided", line=1),
-    "L.plain": criterion("undecided", "L.ratio.plain", rule="decided", line=1),
-    "L.replay": criterion("undecided", "L.ratio.replay", rule="decided", line=1),
-    "L.step": criterion("undecided", "L.ratio.quarter", rule="decided", line=1),
-    "L.none": criterion("undecided", "L.ratio.none", rule="decided", line=1),
-    "M.plain": criterion("yes", "M.ratio.plain", rule="decided", line=1),
-    "M.step": criterion("same", "M.ratio.quarter", rule="decided", line=1),
+    "A.none": criterion("open", "A.{4,16,top1}.ratio.none", line=1),
+    "decided.plain": decided("yes", "decided.4.ratio.plain"),
+    "decided.replay": decided("yes", "decided.4.ratio.replay"),
+    "decided.step": decided("same", "decided.4.ratio.quarter"),
+    "decided.none": decided("undecided", "decided.4.ratio.none"),
+    "decided.others.plain": decided("not said", "decided.{16,top1}.ratio.plain"),
+    "decided.others.replay": decided("not said", "decided.{16,top1}.ratio.replay"),
+    "decided.others.none": decided("undecided", "decided.{16,top1}.ratio.none"),
+    "K.plain": decided("yes", "K.ratio.plain"),
+    "K.replay": decided("yes", "K.ratio.replay"),
+    "K.step": decided("undecided", "K.ratio.quarter"),
+    "K.none": decided("undecided", "K.ratio.none"),
+    "L.plain": decided("undecided", "L.ratio.plain"),
+    "L.replay": decided("undecided", "L.ratio.replay"),
+    "L.step": decided("undecided", "L.ratio.quarter"),
+    "L.none": decided("undecided", "L.ratio.none"),
+    "M.plain": decided("yes", "M.ratio.plain"),
+    "M.step": decided("same", "M.ratio.quarter"),
     "B.turn": Criterion(
         "no",
         (
@@ -114,10 +86,8 @@ REGISTERED = {
         ),
         joint=True,
     ),
-    "B.level": criterion(
-        "yes", *(f"B.{arm}.{number}" for arm in ARMS_OF_B for number in (2, 4)), rule="level"
-    ),
-    "B.falls": criterion("yes", *(f"B.loss.{arm}" for arm in ("GRPO", *ARMS_OF_B))),
+    "B.level": criterion("yes", "B.{GSPO,replay,CISPO,GMPO,SAPO,MiniRL}.{2,4}", rule="level"),
+    "B.falls": criterion("yes", "B.loss.{GRPO,GSPO,replay,CISPO,GMPO,SAPO,MiniRL}"),
     "C.two_bits": criterion("yes", "C.harm.none.GRPO.int2", "C.harm.none.GSPO.int2", rule="below"),
     "C.four_bits": criterion(
         "yes", "C.harm.none.GRPO.fp4_e2m1", "C.harm.none.GSPO.fp4_e2m1", rule="same"
@@ -141,11 +111,7 @@ REGISTERED = {
     ),
     "D.frozen": criterion("yes", "D.frozen.GSPO", "D.frozen.GRPO", rule="frozen"),
     "E.grpo": criterion("yes", "E.grpo.0", "E.grpo.28", "E.grpo.290", rule="same"),
-    "E.others": criterion(
-        "yes",
-        *(f"E.{arm}.{level}" for arm in ("cispo", "token") for level in (0, 28, 290)),
-        rule="same",
-    ),
+    "E.others": criterion("yes", "E.{cispo,token}.{0,28,290}", rule="same"),
     "E.clip": Criterion(
         "at 50 and 90 %",
         (
@@ -155,66 +121,24 @@ REGISTERED = {
         ),
     ),
     "E.cost": criterion("no", "E.mistake.0", "E.mistake.28", "E.mistake.290"),
-    "F.share": criterion(
-        "yes",
-        *(
-            f"F.{rate}.{precision}.clipped"
-            for rate in RATES
-            for precision in ("head", "all", "engine")
-        ),
-    ),
+    "F.share": criterion("yes", "F.{low,high}.{head,all,engine}.clipped"),
     "F.head": criterion("yes", "F.low.help.GSPO", "F.high.help.GSPO"),
     "F.enough": criterion("no", "F.low.head.floor", "F.high.head.floor", rule="below", line=ENOUGH),
     "F.reward": criterion(
-        "yes",
-        *(
-            f"F.{rate}.{precision}.reward.{objective}"
-            for rate in RATES
-            for precision in ("head", "all")
-            for objective in OBJECTIVES_OF_F
-        ),
-        rule="level",
+        "yes", "F.{low,high}.{head,all}.reward.{GSPO,GSPO-token,GRPO,CISPO}", rule="level"
     ),
-    "F.engine": criterion("yes", *(f"F.{rate}.engine.reward.GSPO" for rate in RATES), rule="below"),
+    "F.engine": criterion("yes", "F.{low,high}.engine.reward.GSPO", rule="below"),
     "H.gain": criterion("yes", "H.high.p90.reward.GSPO"),
     "H.harm": criterion(
-        "not said",
-        *(
-            f"H.{rate}.{top_p}.held_out.{objective}"
-            for rate in RATES
-            for top_p in TRUNCATIONS
-            for objective in OBJECTIVES_OF_H
-        ),
-        rule="below",
+        "not said", "H.{low,high}.{p90,p95,p99}.held_out.{GSPO,GRPO}", rule="below"
     ),
-    "H.nothing": criterion(
-        "yes",
-        *(
-            f"H.low.{top_p}.{outcome}.{objective}"
-            for top_p in ("p95", "p99")
-            for outcome in ("reward", "held_out")
-            for objective in OBJECTIVES_OF_H
-        ),
-        rule="same",
-    ),
-    "H.cut": criterion(
-        "yes",
-        *(f"H.{rate}.p90.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
-        rule="below",
-    ),
-    "H.cut_little": criterion(
-        "yes",
-        *(f"H.{rate}.p99.cut.{objective}" for rate in RATES for objective in OBJECTIVES_OF_H),
-        rule="same",
-    ),
+    "H.nothing": criterion("yes", "H.low.{p95,p99}.{reward,held_out}.{GSPO,GRPO}", rule="same"),
+    "H.cut": criterion("yes", "H.{low,high}.p90.cut.{GSPO,GRPO}", rule="below"),
+    "H.cut_little": criterion("yes", "H.{low,high}.p99.cut.{GSPO,GRPO}", rule="same"),
     "I.head": criterion("yes", *(f"I.head.reward.{arm}" for arm in ARMS_OF_I), rule="same"),
     "I.all": criterion("yes", "I.all.reward.CISPO", "I.all.reward.SAPO", rule="below"),
     "I.engine": criterion("yes", "I.engine.reward.GSPO", "I.engine.reward.MiniRL", rule="below"),
-    "I.clip": criterion(
-        "yes",
-        *(f"I.{precision}.clip.GSPO" for precision in ("head", "all", "engine")),
-        rule="changes",
-    ),
+    "I.clip": criterion("yes", "I.{head,all,engine}.clip.GSPO", rule="changes"),
     "I.clip_others": criterion(
         "yes",
         *(f"I.engine.clip.{arm}" for arm in ("GMPO", "MiniRL", "GRPO + Routing Replay (R2)")),
@@ -227,8 +151,7 @@ REGISTERED = {
         rule="same",
     ),
     "arena.above": criterion(
-        "no",
-        *(f"arena.{task}_{cell}.SAPO" for task in ARENA_TASKS for cell in ("edge", "sixteen")),
+        "no", *(f"arena.{task}_{cell}.SAPO" for task in ARENA_TASKS for cell in ("edge", "sixteen"))
     ),
     "arena.sapo": criterion("yes", "arena.tools_edge.SAPO", rule="below"),
     "arena.ranking": criterion(
