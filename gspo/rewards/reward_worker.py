@@ -169,6 +169,8 @@ class RewardCaller:
     style: str
     name: str  # the setting and its value, for messages
     errors: list[Exception] = field(default_factory=list)  # the function's exceptions
+    # One event loop for all calls: a lock or a client of the user's module belongs to its first.
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def failure(self, error: Exception) -> Score:
         """Return the score of a response whose reward function raised an exception.
@@ -224,7 +226,7 @@ class RewardCaller:
         if self.style == "batch":
             self.answer_batch(calls, seconds)
         elif inspect.iscoroutinefunction(self.function):
-            asyncio.run(self.answer_async(calls, seconds))
+            self.runner.run(self.answer_async(calls, seconds))
         else:
             for index, *arguments in calls:
                 self.send(("begins", [index]))
@@ -232,7 +234,7 @@ class RewardCaller:
                     value = self.function(*arguments)
                     # a decorated function, or an object that can be called, hides that it is async
                     if inspect.isawaitable(value):
-                        value = asyncio.run(within(value, seconds))
+                        value = self.runner.run(within(value, seconds))
                     score = as_score(value)
                 except TooSlow:
                     score = timeout(seconds)
@@ -247,7 +249,7 @@ class RewardCaller:
         try:
             values = self.function(prompts, responses, rows)
             if inspect.iscoroutine(values):
-                values = asyncio.run(within(values, seconds))
+                values = self.runner.run(within(values, seconds))
             values = as_list(values)
             if len(values) != len(indices):
                 raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")

@@ -26,6 +26,7 @@ from gspo.rollout.sources.base import RolloutSource
 from gspo.rollout.sources.behaviour_logprobs import BehaviourLogprobs
 from gspo.rollout.sources.off_policy import make_source
 from gspo.rollout.sources.pending import load_pending
+from gspo.rollout.sources.problem_sampler import check_chats
 from gspo.rollout.vllm_settings import VLLMRollout, VLLMServerRollout
 from gspo.run.entry_point import stop_signal
 from gspo.run.event_files import check_event_files
@@ -163,6 +164,7 @@ def trainer_on_engine(
         source.restore_pending(
             load_pending(checkpoint, lambda index: task.problem(settings.seed, "train", index))
         )
+    check_chats(task, settings.seed, engine.policy.encode_prompt)
     check_engine_weights(source, trainer.state.step)
     evaluation = settings.evaluation
     evaluation_sets = load_evaluation_sets(task, evaluation.sets, evaluation.problems)

@@ -148,6 +148,15 @@ async def later(prompt, response, row):
     return response == "right"
 
 
+TWO_AT_A_TIME = asyncio.Semaphore(2)
+
+
+async def limited(prompt, response, row):
+    async with TWO_AT_A_TIME:
+        await asyncio.sleep(0.001)
+    return 1
+
+
 def decorated(prompt, response, row):
     return later(prompt, response, row)
 

@@ -197,7 +197,8 @@ class PromptFormat(Ranged, key="prompt"):
         `tools` are the functions that the policy may call. The chat template writes them. A plain
         text is the concatenation of the messages' contents.
 
-        Raises ValueError if the template refuses the chat or leaves out the system message."""
+        Raises ValueError if the template refuses the chat or leaves out a message of the system or
+        of the user."""
         if not self.control_tokens:
             marked = control_tokens_of(tokenizer).marked
             messages = [marked(tokenizer, message) for message in messages]
@@ -214,9 +215,12 @@ class PromptFormat(Ranged, key="prompt"):
             raise ValueError(
                 f"this model's chat template refuses a chat of {roles}: {error}"
             ) from None
-        first = messages[0]
-        if first["role"] == "system" and str(first["content"]).strip() not in prompt:
-            raise ValueError("this model's chat template leaves out what a system turn says")
+        for message in messages:
+            role = message["role"]
+            content = message["content"]
+            is_text = role in ("system", "user") and isinstance(content, str)
+            if is_text and content.strip() not in prompt:
+                raise ValueError(f"this model's chat template leaves out what a {role} turn says")
         return prompt
 
     def apply_chat_template(

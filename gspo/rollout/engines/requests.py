@@ -63,6 +63,9 @@ class Sampling(Truncation):
         return min(self.budget or self.max_new_tokens, self.max_new_tokens - done)
 
 
+MAX_SHOWN_CHARS = 100  # of a prompt in a message
+
+
 @dataclass(frozen=True)
 class SamplingRequest:
     """A request to an engine: `group_size` responses to each problem.
@@ -140,13 +143,17 @@ class Row:
 def new_rows(policy: Policy, request: SamplingRequest) -> list[Row]:
     """Return the rows of a request, group by group.
 
-    Raises ValueError for a problem with an empty prompt."""
+    Raises SettingError for a problem with an empty prompt."""
     rows = []
     for problem in request.problems:
         prompt_ids = policy.encode_prompt(problem.prompt)
         if not prompt_ids:
-            raise ValueError(
-                f"problem {problem.index} of task {problem.task!r} has an empty prompt"
+            raise SettingError(
+                "task",
+                problem.task,
+                f"problem {problem.index} ({problem.prompt[:MAX_SHOWN_CHARS]!r}) has an empty "
+                "prompt: no token of this tokenizer stands for its text",
+                remedy="leave it out",
             )
         rendered = policy.rendered(prompt_ids)
         limit = request.sampling.limit()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from gspo.data.problems import Problem
+from gspo.data.problems import ChatPrompt, Problem
 from gspo.data.samples import ScoredResponse
 from gspo.data.seeding import permutation
 from gspo.io.errors import SettingError
@@ -186,6 +186,34 @@ class Grouped(Ranged, key="sampler"):
         return keys[self.by]
 
 
+def check_chats(task: Task, seed: int, encode: Callable[[str], list[int]]) -> None:
+    """Raise SettingError for a training problem that the model's chat template refuses.
+
+    `encode` returns the tokens of a prompt. Of the problems with the same roles one is tried."""
+    if task.environments():
+        return
+    tried: set[tuple[str, ...]] = set()
+    for index in range(task.size("train") or 0):
+        problem = task.problem(seed, "train", index)
+        prompt = problem.prompt
+        if not isinstance(prompt, ChatPrompt):
+            continue
+        roles = tuple(message["role"] for message in prompt.messages)
+        if roles in tried:
+            continue
+        tried.add(roles)
+        try:
+            encode(prompt)
+        except ValueError as error:
+            raise unfit_prompt(task, problem, str(error)) from None
+
+
+def unfit_prompt(task: Task, problem: Problem, reason: str) -> SettingError:
+    """Return the error of a training problem whose prompt cannot be written."""
+    remedy = "leave such problems out, or set prompt.format=plain"
+    return SettingError("task", task.name, f"{task.in_words(problem)}: {reason}", remedy)
+
+
 @dataclass
 class TrainingProblems:
     """Returns every step's problems, and keeps the pass rates that a sampler may read.
@@ -279,11 +307,15 @@ class TrainingProblems:
         return QuerySet(self.problem, start, size, number, number * every + 1)
 
     def _fits(self, problem: Problem) -> bool:
-        """Return whether a problem's prompt is short enough."""
-        return (
-            self.max_prompt_tokens is None
-            or self.prompt_length(problem.prompt) <= self.max_prompt_tokens
-        )
+        """Return whether a problem's prompt is short enough.
+
+        Raises SettingError if the chat template refuses the prompt."""
+        if self.max_prompt_tokens is None:
+            return True
+        try:
+            return self.prompt_length(problem.prompt) <= self.max_prompt_tokens
+        except ValueError as error:
+            raise unfit_prompt(self.task, problem, str(error)) from None
 
     def problem(self, position: int) -> Problem:
         """Return the problem at a position. Raises ValueError if no replacement's prompt fits."""

@@ -52,6 +52,13 @@ def test_numbers_of_one_response_of_a_batch_and_of_async_calls(function):
     assert ask(function("decorated"), "right") == [Score(1.0, "correct")]
 
 
+@pytest.mark.slow
+def test_a_semaphore_of_the_users_module_serves_all_batches(function):
+    limited = function("limited")
+    for _ in range(3):
+        assert ask(limited, *"abcdefgh") == [Score(1.0, "correct")] * 8
+
+
 def test_exceptions_none_and_odd_numbers_leave_a_response_ungraded_with_the_reason(function, capfd):
     good, bad, none, nan = ask(function("raises"), "good", "bad", "none", "nan")
     assert good == Score(0.5, "partial")

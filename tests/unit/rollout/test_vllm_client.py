@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from gspo.rollout.engines import external
+from gspo.rollout.engines import vllm_base
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.vllm_base import reach
 from gspo.rollout.engines.vllm_client import VLLMServerClient
@@ -83,7 +83,7 @@ def test_ctrl_c_ends_the_requests(server):
 
 
 def test_a_stop_string_that_reaches_into_a_word_that_the_text_leaves_out():
-    assert doctest.testmod(external).failed == 0
+    assert doctest.testmod(vllm_base).failed == 0
     inside = ["p", "<pad>", "x<pad>y", "<", "d> ", "\n<p"]
     assert [string for string in inside if not reach(string, "<pad>")] == []
     outside = ["ab", "</answer>x", "\n\n", "dap"]

@@ -13,6 +13,7 @@ from gspo.data.samples import Score
 from gspo.model.chat.chat_formats import chat_format
 from gspo.model.chat.prompts import PromptFormat
 from gspo.model.stand_in import byte_tokenizer
+from gspo.rollout.sources.problem_sampler import TrainingProblems, Uniform, check_chats
 from gspo.tasks.base import held_out
 from gspo.tasks.own_rows import OwnRows
 from refusals import refuses
@@ -204,6 +205,37 @@ def test_a_chat_that_the_template_refuses_is_one_line():
         ValueError, match="chat template refuses a chat of system, user: only users"
     ):
         PromptFormat().encode(tokenizer, ChatPrompt(CHAT))
+
+
+def test_a_template_that_drops_an_earlier_turn_is_refused():
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    turns = [CHAT[1], {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
+    with pytest.raises(ValueError, match="leaves out what a user turn says"):
+        PromptFormat().encode(tokenizer, ChatPrompt(turns))
+
+
+def test_one_row_that_the_template_refuses_is_found_before_the_first_step(tmp_path):
+    rows = [{"prompt": f"{i}+{i}?"} for i in range(30)]
+    rows[17] = {"prompt": CHAT, "source": "odd"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    tokenizer.chat_template = (
+        "{{ raise_exception('only users') if messages[0].role == 'system' }}" + "x"
+    )
+    held_out_rows = tmp_path / "held_out.jsonl"
+    held_out_rows.write_text(json.dumps({"prompt": "9+9?"}) + "\n")
+    task = OwnRows(path=str(held_out_rows), train_path=str(path), reward="json:dumps")
+
+    def encode(prompt):
+        return PromptFormat().encode(tokenizer, prompt)
+
+    with refuses("task", "rows", '"source": "odd"}: this model\'s chat template refuses'):
+        check_chats(task, 1, encode)
+    problems = TrainingProblems(task, 1, Uniform(), 30, 0, 0, 100, lambda text: len(encode(text)))
+    with refuses("task", "rows", "only users"):
+        problems.take(1)
 
 
 @pytest.mark.parametrize(
