@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from gspo.analysis.stats import WINDOW, Interval, block_indices, centred_mean, trailing_mean
-from gspo.statistics import sign_flip_p
+from gspo.statistics import sign_flip_p_of_integers
 
 REPS = 1000  # bootstrap draws
 
@@ -54,7 +54,7 @@ class Ratio(Interval):
         if len(self.values) < 2:
             return np.nan
         sides = np.sign(np.array(self.values) - null)
-        return sign_flip_p(np.nan_to_num(sides))
+        return sign_flip_p_of_integers(np.nan_to_num(sides).astype(int))
 
     def text(self, form: str = ".2f") -> str:
         """Return the ratio with its interval in brackets, also if the level is not reached.

@@ -99,8 +99,8 @@ def check_one_study(path: str, options: ForeignOptions = NOTHING_SAID) -> None:
 def command(main: Callable[[], None]) -> None:
     """Run a script's main.
 
-    A wrong command line and a RunsError become a line on stderr with exit code 2. No text from the
-    runs can control the terminal.
+    A wrong command line and a RunsError become a line on stderr with exit code 2, an error of a
+    file one with exit code 1. No text from the runs can control the terminal.
     """
     escaping.escape_output()
     try:
@@ -108,6 +108,11 @@ def command(main: Callable[[], None]) -> None:
     except (ArgumentsError, RunsError) as error:
         print(f"error: {escaping.escape_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:
+        raise  # gspo.cli.main handles it
+    except OSError as error:
+        print(f"error: {escaping.escape_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def print_lines(*parts: Iterable[object]) -> None:

@@ -59,7 +59,7 @@ class Interval:
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
     def p(self, null: float = 0.0) -> float:
-        """Return the exact two-sided sign-flip p of the hypothesis that the seeds' mean is `null`.
+        """Return the two-sided sign-flip p of the hypothesis that the seeds' mean is `null`.
 
         It is NaN without several seeds.
         """

@@ -14,6 +14,7 @@ import numpy as np
 # it count as equal.
 TIE_TOLERANCE = 1e-9
 SMALLEST_P = 1e-15  # of the convolutions of `sign_flip_p_of_integers`
+MAX_EXACT = 40  # differences whose sign patterns are all counted: 2^20 sums take half a second
 
 
 def t_quantile(freedom: float, level: float = 0.05) -> float:
@@ -51,7 +52,7 @@ def wilson_interval(share: float, size: float, quantile: float) -> tuple[float, 
 
 
 def sign_flip_p(differences_N: np.ndarray) -> float:
-    """Return the exact two-sided p of the hypothesis that paired differences have mean 0.
+    """Return the two-sided p of the hypothesis that paired differences have mean 0.
 
         p = P( |sum s_i d_i| >= |sum d_i| ),    the signs s_i being +1 or -1 with equal chances
 
@@ -62,9 +63,12 @@ def sign_flip_p(differences_N: np.ndarray) -> float:
     The 2^N sign patterns are counted without listing them. The sum of a pattern is a sum over the
     first half of the differences plus a sum over the second half. The sums over the second half
     are sorted, so for each sum over the first half one search counts the extreme patterns. Time and
-    memory are 2^(N/2). `sign_flip_p_of_integers` takes any number of whole numbers.
+    memory are 2^(N/2). So with more than MAX_EXACT differences the p comes from random patterns
+    (`random_sign_flip_p`). `sign_flip_p_of_integers` takes any number of whole numbers.
     """
     d = np.asarray(differences_N, float)
+    if len(d) > MAX_EXACT:
+        return random_sign_flip_p(d)
     if not len(d) or not np.isfinite(d).all():
         return math.nan
     threshold = abs(d.sum()) - TIE_TOLERANCE * np.abs(d).sum()

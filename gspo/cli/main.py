@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from gspo.io.arguments import HELP, nearest
 
@@ -86,15 +86,62 @@ COMMANDS = {
 
 def main() -> None:
     """Call the command that the first word of the command line names, with the other words."""
+    open_closed_streams()
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("error: the current folder no longer exists: change to another", file=sys.stderr)
+        sys.exit(2)
+    try:
+        dispatch()
+    except BrokenPipeError:
+        end_without_reader()
+    except OSError as error:
+        end_with_error(error)
+    except KeyboardInterrupt:  # of a command that has nothing to save
+        print("\nstopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        flush_output()
+
+
+def open_closed_streams() -> None:
+    """Connect the standard streams that the caller has closed to /dev/null.
+
+    Otherwise the next file that is opened would get the stream's number, and its output."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
-            dispatch()
-        finally:
-            # Python also flushes at exit, but there an error cannot be caught
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+            os.fstat(number)
+        except OSError:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number is `number`
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def flush_output() -> None:
+    """Write out what is left of the output. Python does so too, where no error can be caught."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        end_without_reader()
+    except OSError as error:
+        end_with_error(error)
+
+
+def end_with_error(error: OSError) -> NoReturn:
+    """End with an error of a file, in most cases of the output."""
+    # Python would flush the output again
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+    sys.exit(1)
+
+
+def end_without_reader() -> NoReturn:
+    """End after the reader of the output, such as `head`, has ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def dispatch() -> None:

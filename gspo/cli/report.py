@@ -77,6 +77,8 @@ def write_pages() -> None:
                 write_server_pages(path, options, pages)
             else:
                 write_foreign_pages(Path(path), options, pages)
+        except BrokenPipeError:
+            raise  # gspo.cli.main handles it
         except (ValueError, OSError) as error:
             exit_code = print_error(error)
     sys.exit(exit_code)

@@ -33,6 +33,8 @@ def main() -> None:
             command = upload(Path(path))
             if command:
                 print(f"to upload them to W&B: {command}")
+    except BrokenPipeError:
+        raise  # gspo.cli.main handles it
     except (ValueError, OSError) as error:
         print(f"error: {escape_line(error)}", file=sys.stderr)
         sys.exit(2)

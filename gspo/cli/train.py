@@ -40,6 +40,7 @@ def main() -> None:
     if under_agent():
         sys.argv[1:] = own_arguments(sys.argv[1:], WRITTEN)
     keep_devices()
+    stop_signal().ends_at_once = not set(MULTIRUN) & set(sys.argv)
     # in a sweep with workers, this process waits for them to end their steps
     stop_signal().install(signal.SIGINT)
     register_options()
@@ -79,12 +80,13 @@ def job(config: DictConfig) -> float:
 
     stop = stop_signal()
     stop.loud = stop.loud and not is_follower()
-    stop.install(signal.SIGINT, signal.SIGTERM)
+    stop.install(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stop.install_scheduler()
     if not stop.loud:
         stop.end_with_parent()
     take_share(hydra, settings.threads)
     score = math.nan
+    stop.ends_at_once = False
     with stop.busy:
         try:
             if not stop.requested():  # a sweep that was asked to stop starts no further run

@@ -106,13 +106,26 @@ def replace_bytes(path: Path, content: bytes) -> None:
     """
     unfinished = path.with_name(f".{secrets.token_hex(8)}.unfinished")
     try:
-        with open(unfinished, "xb") as file:  # "x" fails if the file exists, and follows no link
+        with (
+            named_errors(path),
+            open(unfinished, "xb") as file,  # "x" fails if the file exists, and follows no link
+        ):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def named_errors(path: Path) -> Generator[None]:
+    """Let an OSError within this context name the file, which the error of a write does not do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 

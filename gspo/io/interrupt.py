@@ -7,12 +7,21 @@ Every entry point imports this module first, which installs the handler. Once
 import multiprocessing
 import os
 import signal
-import sys
+from contextlib import suppress
+from typing import NoReturn
 
 
 def _exit(number: int, frame: object) -> None:
-    """Handle the signal: print a message and exit."""
-    print("\nstopped before it had begun; nothing was written", file=sys.stderr)
+    """Handle the signal."""
+    end_at_once(number)
+
+
+def end_at_once(number: int) -> NoReturn:
+    """End the process after a signal that came before its work, with a message."""
+    text = "\nstopped before it had begun; nothing was written\n"
+    # the signal may have come amid a print, and then another print raises RuntimeError
+    with suppress(OSError):
+        os.write(2, text.encode())
     os._exit(128 + number)  # an exception could be caught by a library that is being imported
 
 

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done; 1 the run failed, or a job of a sweep did; 2 the settings are wrong; 4 the
 monitor ended the run; 128 + n the process was stopped by signal n, with everything saved, so that a
-scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM).
+scheduler may start the same command again (130 after Ctrl-C, 143 after SIGTERM, 129 if the terminal
+was closed).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """A request to stop after the current step, made by SIGINT or SIGTERM.
+    """A request to stop after the current step, made by SIGINT, SIGTERM or SIGHUP.
 
     A second signal stops at once. Each process has its own object: a process that was asked to stop
     runs no further jobs of its sweep.
@@ -88,6 +89,8 @@ class StopSignal:
         self.repeats = 0  # this many further signals count as repetitions of the first
         # whether this process tells the user; a sweep's workers leave that to their parent
         self.loud = False
+        # whether a signal finds nothing to save: in a process for a single run, before it begins
+        self.ends_at_once = False
         self.busy = threading.Lock()  # locked during a run
         self._watcher: threading.Thread | None = None
         self._marker: Path | None = None  # a sweep's file that tells its workers to stop
@@ -95,9 +98,10 @@ class StopSignal:
         self._requeue: Callable[[int, FrameType | None], object] | None = None
 
     def install(self, *numbers: int) -> None:
-        """Listen to these signals."""
+        """Listen to these signals, unless this process was started to ignore them (nohup)."""
         for number in numbers:
-            signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
 
     def install_scheduler(self) -> None:
         """Inside a job of submitit, listen to SIGUSR2, which means that the job's time is up.
@@ -161,9 +165,15 @@ class StopSignal:
         if self.number and self.repeats:
             self.repeats -= 1
             return
+        if self.number and number == signal.SIGHUP:  # a shell and the kernel send one each
+            return
         if self.number:
+            if self._marker:  # the workers see that this process has ended
+                self._marker.unlink(missing_ok=True)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if self.ends_at_once:
+            interrupt.end_at_once(number)
         self.number = number
         if self._marker:
             with suppress(OSError):
@@ -325,7 +335,8 @@ def print_error(error: BaseException) -> int:
         return 1
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         run = run_of(error.filename)
-        command = f"resume={run}" if run else "the same command"
+        is_training = sys.argv[0].endswith("train")
+        command = f"resume={run}" if run and is_training else "the same command"
         remedy = f"what was written is kept: fix this and continue with {command}"
         say_error(f"error: {escape_line(explain(error))}; {remedy}")
         return 1

@@ -121,6 +121,9 @@ class WriteManifest(Callback):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         else:
             stop_signal().tell_workers()
+        if launcher_of(config.hydra) == "JoblibLauncher":
+            # as at Ctrl-C, this process waits for its workers to end their steps
+            stop_signal().install(signal.SIGTERM, signal.SIGHUP)
         self.progress = None
         outlive_reader()
         if planned:
@@ -180,6 +183,8 @@ class WriteManifest(Callback):
         for study in self.studies:
             for entry in entries(study):
                 if entry.get("sweep") == self.sweep and "run" in entry:
+                    if read_status(study / entry["run"]).get("how") in ENDED:
+                        continue  # another sweep has made the run meanwhile
                     stopped = f"stopped {entry.get('stopped')}"
                     run = self._named(entry["run"], study)
                     UNFINISHED_JOBS[run] = entry.get("reason", stopped)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from gspo.data.samples import ScoredResponse
 from gspo.io import untrusted
 from gspo.io.escaping import escape_line
-from gspo.io.files import METRICS_FILE, append_to, replace_text
+from gspo.io.files import METRICS_FILE, append_to, named_errors, replace_text
 from gspo.io.rows import read_rows, rows_and_damage
 from gspo.io.tables import clock
 from gspo.tracking.metrics import lookup
@@ -91,9 +91,10 @@ class Tracker:
         row = {"step": step} | finite
         if responses:
             write_rollouts(self.run / "rollouts" / f"step_{step:06d}.jsonl", responses)
-        self.rows.write(json.dumps(row) + "\n")
-        self.rows.flush()
-        os.fsync(self.rows.fileno())
+        with named_errors(self.run / METRICS_FILE):
+            self.rows.write(json.dumps(row) + "\n")
+            self.rows.flush()
+            os.fsync(self.rows.fileno())
         if self.wandb:
             self.wandb.send(row, [rollout_row(response) for response in responses or []])
         if self.elsewhere:

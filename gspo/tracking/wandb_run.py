@@ -239,9 +239,15 @@ class WandbRun:
         self.points.append(point(row))
         if row["step"] >= self.run.starting_step:
             score = self._score() if self.about.job_type == "train" else {}
-            self.run.log(
-                row | score | self._table(row["step"], rollouts), step=row["step"], commit=True
-            )
+            entries = row | score | self._table(row["step"], rollouts)
+            try:
+                self.run.log(entries, step=row["step"], commit=True)
+            except FileNotFoundError as error:
+                if not error.filename:
+                    raise
+                # the system has cleaned its temporary files, among them W&B's folder for tables
+                Path(error.filename).parent.mkdir(mode=0o700, exist_ok=True)
+                self.run.log(entries, step=row["step"], commit=True)
             self.run.summary.update({f"mean_of_last_{RECENT}": self._means()})
 
     def _define(self, row: dict) -> None:

@@ -197,7 +197,7 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
     [
         (signal.SIGTERM, False),
         (signal.SIGINT, True),
-        pytest.param(signal.SIGINT, False, marks=pytest.mark.daily),
+        pytest.param(signal.SIGHUP, False, marks=pytest.mark.daily),
     ],
 )
 def test_a_polite_stop_finishes_the_step_writes_a_checkpoint_and_goes_on_later(

@@ -56,10 +56,13 @@ def latest(folder, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path):
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.daily)]
+)
+def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path, number):
     # one may begin long after the other
     process = two_runs_under_way(tmp_path, "steps=1000", "checkpoint.every=1000")
-    process.kill()  # only the process above them: no signal reaches the workers
+    process.send_signal(number)  # only the process above them: no signal reaches the workers
     deadline = time.monotonic() + 60
     while not all(
         latest(tmp_path, name) == f"step_{step:06d}" for name, step in steps_of(tmp_path).items()
@@ -70,6 +73,8 @@ def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path):
     time.sleep(3)
     assert steps_of(tmp_path) == stopped and max(stopped.values()) < 1000 and len(stopped) == 2
     process.wait_for_session(60)
+    if number == signal.SIGTERM:
+        assert process.returncode == 128 + number, "it has waited for its workers"
 
 
 @pytest.mark.slow

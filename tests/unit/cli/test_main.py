@@ -50,6 +50,30 @@ def test_the_help_has_a_line_and_an_example_for_each(monkeypatch, capsys):
     assert called(monkeypatch, capsys) == (2, text, "")
 
 
+@pytest.mark.parametrize(
+    ("shell", "code", "text"),
+    [
+        ("{gspo} --help >&-", 0, ""),
+        ("{gspo} --help <&- >&- 2>&-", 0, ""),
+        ("{gspo} --help >/dev/full", 1, "error: the output: No space left on device"),
+        ("mkdir gone; cd gone; rmdir ../gone; {gspo} --help", 2, "error: the current folder no"),
+    ],
+)
+def test_a_closed_or_full_output_and_a_deleted_folder(tmp_path, shell, code, text):
+    command = shell.format(gspo=f"PYTHONPATH={ROOT} {sys.executable} -m gspo")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.startswith(text)
+    assert done.stderr.count("\n") == bool(text)
+
+
+def test_ctrl_c_in_a_command_that_saves_nothing_is_one_line(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "dispatch", interrupted)
+    assert called(monkeypatch, capsys, "compare") == (130, "", "\nstopped\n")
+
+
 def test_the_help_loads_no_library():
     script = f"""
 import sys

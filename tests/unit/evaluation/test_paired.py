@@ -219,6 +219,11 @@ def test_differences_need_not_be_whole_numbers():
         assert sign_flip_p(d) == pytest.approx(expected), d
 
 
+def test_of_many_differences_the_p_comes_from_random_patterns():
+    d = np.random.default_rng(4).integers(-20, 30, 100)
+    assert sign_flip_p(d / 7) == pytest.approx(sign_flip_p_of_integers(d), abs=0.01)
+
+
 def test_fractional_differences_equal_whole_ones_in_another_unit():
     d = np.random.default_rng(3).integers(-20, 30, 30)
     assert sign_flip_p(d / 7) == pytest.approx(sign_flip_p_of_integers(d), abs=1e-12)

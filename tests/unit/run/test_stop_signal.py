@@ -10,6 +10,34 @@ import pytest
 from gspo.run.entry_point import STOP_MARKER, StopSignal
 
 
+def test_a_signal_before_a_single_run_begins_ends_the_process_at_once(capfd):
+    child = os.fork()
+    if child == 0:
+        stop = StopSignal()
+        stop.ends_at_once = True
+        stop._note(signal.SIGTERM, None)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == "\nstopped before it had begun; nothing was written\n"
+
+
+def test_a_terminal_that_closes_may_say_so_twice():
+    stop = StopSignal()
+    stop._note(signal.SIGHUP, None)
+    stop._note(signal.SIGHUP, None)
+    assert stop.number == signal.SIGHUP
+
+
+def test_a_process_that_was_started_to_ignore_a_signal_ignores_it():
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        StopSignal().install(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, earlier)
+
+
 @pytest.mark.slow
 def test_workers_learn_of_a_stop_that_reached_their_launcher_alone(monkeypatch):
     monkeypatch.setenv(STOP_MARKER, "")

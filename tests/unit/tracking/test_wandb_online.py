@@ -230,6 +230,21 @@ def test_the_rollouts_of_every_saved_step_are_in_one_table_also_of_a_resumed_run
 
 
 @pytest.mark.slow
+def test_a_table_survives_the_cleaning_of_temporary_files(tmp_path):
+    """As systemd-tmpfiles does in long runs, among others with W&B's folder for tables."""
+    (tmp_path / "temporary").mkdir()
+    cleaning = "    for folder in Path(os.environ['TMPDIR']).glob('*wandb-media'): folder.rmdir()\n"
+    script = "import os\n" + TABLES.replace("    tracker.log(", f"{cleaning}    tracker.log(")
+    with serving() as server:
+        command = [sys.executable, "-c", script, str(tmp_path / "run"), "0", "7"]
+        variables = environment() | server.environment | {"TMPDIR": str(tmp_path / "temporary")}
+        (tmp_path / "run").mkdir()
+        forked.run(command, tmp_path, variables).check_returncode()
+        (run,) = server.runs.values()
+        assert shown(run) == EVERY_STEP
+
+
+@pytest.mark.slow
 def test_wandbs_own_variables_count_where_no_setting_is_given(tmp_path):
     folder = tmp_path / "study" / "gspo-seed1-abc"
     folder.mkdir(parents=True)
