@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from gspo.algorithm.aggregation import Aggregation, Totals
 from gspo.algorithm.objectives import LossInputs, LossOutputs, Objective
+from gspo.algorithm.objectives.base import log_ratio
+from gspo.data.masked import masked_mean
 
 # standard deviations of the log-ratios in nats, from within GSPO's clip range to beyond GRPO's
 SPREADS = (1e-3, 0.05, 0.5)
@@ -36,11 +38,17 @@ class CheckResult:
 
 
 def check_objective(objective: Objective) -> list[CheckResult]:
-    """Return the results of all checks. If the shapes are wrong, only that result is returned."""
+    """Return the results of all checks.
+
+    If the shapes are wrong, or if two calls differ, only the results up to this one are returned.
+    """
     shapes = outputs_fit(objective)
     if not shapes.holds:
         return [shapes]
-    return [shapes, *(check(objective) for check in CHECKS)]
+    repeated = calls_repeat(objective)
+    if not repeated.holds:
+        return [shapes, repeated]
+    return [shapes, repeated, *(check(objective) for check in CHECKS)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -73,6 +81,12 @@ def random_inputs(seed: int, spread: float) -> LossInputs:
         engine_logp_BT=old_BT + 0.1 * spread * normal(*shape),
         ref_logp_BT=old_BT + normal(*shape),
     )
+
+
+def on_policy_inputs() -> LossInputs:
+    """Return random inputs with the same log-probs under the policy, the old one and the engine."""
+    inputs = random_inputs(0, 0.0)
+    return changed(replace(inputs, engine_logp_BT=inputs.old_logp_BT), torch.clone)
 
 
 def all_inputs(objective: Objective) -> Iterator[LossInputs]:
@@ -147,6 +161,13 @@ def outputs_fit(objective: Objective) -> CheckResult:
             if not fits or (value.dtype == torch.bool) != is_mask:
                 kind = "a mask (bool)" if is_mask else "numbers"
                 return CheckResult(name, False, f"{field} must be {kind} of shape [B, T] or [B, 1]")
+        if outputs.loss_BT.dtype != inputs.logp_BT.dtype:
+            return CheckResult(
+                name,
+                False,
+                f"loss_BT is {outputs.loss_BT.dtype} for log-probs in {inputs.logp_BT.dtype}: "
+                "compute in the precision of the inputs",
+            )
         if tuple(outputs.loss_BT.shape) != tuple(inputs.mask_BT.shape):
             return CheckResult(
                 name, False, f"loss_BT has the shape {tuple(outputs.loss_BT.shape)}, not [B, T]"
@@ -156,6 +177,25 @@ def outputs_fit(objective: Objective) -> CheckResult:
                 name, False, "weight_BT has a gradient: it is a measurement, call detach()"
             )
     return CheckResult(name, True, "a loss for every token, and clip masks that fit it")
+
+
+def calls_repeat(objective: Objective) -> CheckResult:
+    """Check that two calls give the same loss, and that a call leaves its inputs as they are."""
+    name = "repeated calls"
+    for inputs in all_inputs(objective):
+        before = changed(inputs, torch.clone)
+        first_loss, first_BT = gradient(objective, inputs)
+        for field in (*FIELDS, "mask_BT"):
+            if not torch.equal(getattr(inputs, field), getattr(before, field)):
+                return CheckResult(name, False, f"a call changes its input {field}: copy it first")
+        second_loss, second_BT = gradient(objective, inputs)
+        if not torch.equal(first_loss, second_loss) or not torch.equal(first_BT, second_BT):
+            return CheckResult(
+                name,
+                False,
+                "two calls with the same inputs differ: draw no random numbers, and keep no state",
+            )
+    return CheckResult(name, True, "two calls give the same loss, and leave the inputs unchanged")
 
 
 def masked_tokens_do_nothing(objective: Objective) -> CheckResult:
@@ -256,10 +296,16 @@ def no_advantage_no_gradient(objective: Objective) -> CheckResult:
 
 
 def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
-    """Check that at ratios of 1 the gradient is REINFORCE's, times a positive factor."""
+    """Check that at ratios of 1 the gradient is REINFORCE's, times a positive factor.
+
+    The advantages differ from token to token, if the objective permits it."""
     name = "gradient on policy"
-    inputs = random_inputs(0, 0.0)
-    inputs = changed(replace(inputs, engine_logp_BT=inputs.old_logp_BT), lambda x: x)
+    inputs = on_policy_inputs()
+    if not objective.sequence_level or objective.token_advantages:
+        generator = torch.Generator().manual_seed(1)
+        adv_BT = torch.randn(inputs.adv_BT.shape, generator=generator, dtype=torch.float64)
+        inputs = replace(inputs, adv_BT=adv_BT)
+    inputs = replace(inputs, statistic=objective.statistic(inputs))
     _, gradient_BT = gradient(objective, inputs)
     count_B1 = inputs.mask_BT.sum(-1, keepdim=True)
     expected_BT = torch.where(inputs.mask_BT, -inputs.adv_BT / count_B1 / BATCH_SIZE, 0.0)
@@ -280,8 +326,62 @@ def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
         name,
         False,
         f"if all ratios are 1, tokens have {low:.4g} to {high:.4g} times REINFORCE's gradient: "
-        "it does not follow the advantage",
+        "it does not follow the token's advantage (if a response has one advantage for all of its "
+        "tokens, set the class attribute sequence_level = True)",
     )
+
+
+def ratio_is_to_the_declared_policy(objective: Objective) -> CheckResult:
+    """Check that the loss depends on the log-probs that `ratio_to` names."""
+    name = "ratio_to"
+    read = set()
+    for inputs in all_inputs(objective):
+        loss, gradient_BT = gradient(objective, inputs)
+        for policy, field in (("old", "old_logp_BT"), ("engine", "engine_logp_BT")):
+            moved = changed(replace(inputs, **{field: getattr(inputs, field) - 0.01}), torch.clone)
+            moved = replace(moved, statistic=objective.statistic(moved))
+            moved_loss, moved_BT = gradient(objective, moved)
+            if not torch.equal(moved_loss, loss) or not torch.equal(moved_BT, gradient_BT):
+                read.add(policy)
+    declared = objective.ratio_to
+    if declared == "none" and read:
+        policy = min(read)
+        return CheckResult(
+            name, False, f"the loss depends on {policy}_logp_BT: set ratio_to = {policy!r}"
+        )
+    if declared != "none" and declared not in read:
+        policy = min(read, default="none")
+        return CheckResult(
+            name,
+            False,
+            f"the loss does not depend on {declared}_logp_BT: set the class attribute "
+            f"ratio_to = {policy!r}",
+        )
+    others = " and ".join(f"{policy}_logp_BT" for policy in sorted(read))
+    return CheckResult(name, True, f"ratio_to={declared!r}: the loss reads {others or 'neither'}")
+
+
+def extreme_ratios_are_finite(objective: Objective) -> CheckResult:
+    """Check that ratios of exp(1000) and exp(-1000) give a finite loss and gradient."""
+    name = "extreme ratios"
+    for inputs in all_inputs(objective):
+        for shift in (1000.0, -1000.0):
+            # of half of the tokens: log pi falls, or the log-probs that it is compared with
+            moved_BT = torch.zeros_like(inputs.adv_BT)
+            moved_BT[:, ::2] = -1000.0
+            fields = ("logp_BT",) if shift < 0 else ("old_logp_BT", "engine_logp_BT")
+            moved = {field: getattr(inputs, field).detach() + moved_BT for field in fields}
+            extreme = changed(replace(inputs, **moved), torch.clone)
+            extreme = replace(extreme, statistic=objective.statistic(extreme))
+            loss, gradient_BT = gradient(objective, extreme)
+            if not torch.isfinite(loss) or not bool(torch.isfinite(gradient_BT).all()):
+                return CheckResult(
+                    name,
+                    False,
+                    f"log-ratios of {shift:g} nats give an infinite or undefined loss or gradient: "
+                    "bound them before exp, as RatioObjective.bounded_exp does",
+                )
+    return CheckResult(name, True, "log-ratios of +-1000 nats give a finite loss and gradient")
 
 
 class RecordDetach(TorchFunctionMode):
@@ -363,8 +463,11 @@ def gradient_fits_the_loss(objective: Objective) -> CheckResult:
 
 
 def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
-    """Check that `is_clipped_BT` and `weight_BT`, which metrics show, describe the gradient."""
+    """Check that `is_clipped_BT` and `weight_BT`, which metrics show, describe the gradient.
+
+    On which side of 1 a loss should clip is its author's choice, so the result only says it."""
     name = "clip metrics"
+    sides: set[str] = set()
     for inputs in all_inputs(objective):
         _, gradient_BT = gradient(objective, inputs, penalty=False)
         outputs = objective(inputs)
@@ -374,6 +477,16 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
         if bool(gradient_BT[is_clipped_BT].any()):
             return CheckResult(
                 name, False, "tokens that is_clipped_BT calls clipped have a gradient"
+            )
+        sides |= clip_sides(objective, inputs, is_clipped_BT)
+        is_counted_BT = outputs.is_clipped_BT | outputs.bounded_BT
+        is_missing_BT = mask_BT & (inputs.adv_BT != 0) & (gradient_BT == 0) & ~is_counted_BT
+        if bool(is_missing_BT.any()):
+            return CheckResult(
+                name,
+                False,
+                f"{int(is_missing_BT.sum())} of {int(mask_BT.sum())} tokens have no gradient, and "
+                "is_clipped_BT does not say so",
             )
         count_B1 = mask_BT.sum(-1, keepdim=True)
         expected_BT = -outputs.weight_BT * inputs.adv_BT / count_B1 / BATCH_SIZE
@@ -386,7 +499,29 @@ def clipped_tokens_have_no_gradient(objective: Objective) -> CheckResult:
                 False,
                 f"weight_BT is not the factor of A grad log pi: off by {error:.2g}",
             )
-    return CheckResult(name, True, "is_clipped_BT and weight_BT describe the gradient")
+    inputs = on_policy_inputs()
+    outputs = objective(replace(inputs, statistic=objective.statistic(inputs)))
+    for field in ("is_clipped_BT", "outside_BT"):
+        if bool((getattr(outputs, field) & inputs.mask_BT).any()):
+            return CheckResult(name, False, f"if all ratios are 1, {field} is True somewhere")
+    text = "is_clipped_BT and weight_BT describe the gradient"
+    return CheckResult(name, True, f"{text}; it clips {' and '.join(sorted(sides)) or 'nothing'}")
+
+
+def clip_sides(objective: Objective, inputs: LossInputs, is_clipped_BT: Tensor) -> set[str]:
+    """Return for which signs of the advantage A ratios above 1, and below 1, are clipped."""
+    denominator_BT = inputs.old_logp_BT
+    if objective.ratio_to == "engine" and inputs.engine_logp_BT is not None:
+        denominator_BT = inputs.engine_logp_BT
+    log_BT = log_ratio(inputs.logp_BT.detach(), denominator_BT, inputs.mask_BT)
+    if objective.sequence_level:
+        log_BT = masked_mean(log_BT, inputs.mask_BT).unsqueeze(-1).expand_as(log_BT)
+    sides = set()
+    for sign, has_sign_BT in (("A > 0", inputs.adv_BT > 0), ("A < 0", inputs.adv_BT < 0)):
+        for side, is_there_BT in (("above 1", log_BT > 0), ("below 1", log_BT < 0)):
+            if bool((is_clipped_BT & has_sign_BT & is_there_BT).any()):
+                sides.add(f"{sign} at ratios {side}")
+    return sides
 
 
 CHECKS = (
@@ -395,6 +530,8 @@ CHECKS = (
     cut_of_the_batch_does_not_matter,
     no_advantage_no_gradient,
     on_policy_it_is_reinforce,
+    ratio_is_to_the_declared_policy,
+    extreme_ratios_are_finite,
     gradient_fits_the_loss,
     clipped_tokens_have_no_gradient,
 )

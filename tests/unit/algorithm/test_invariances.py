@@ -16,7 +16,7 @@ from gspo.algorithm.objectives.token import GRPO
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_every_objective_of_ours_passes(kind):
     findings = check_objective(kind())
-    assert len(findings) == 1 + len(CHECKS)
+    assert len(findings) == 2 + len(CHECKS)
     assert [finding for finding in findings if not finding.holds] == []
 
 
@@ -146,15 +146,71 @@ class ClippedAndNot(GRPO):
         return replace(outputs, is_clipped_BT=torch.ones_like(outputs.is_clipped_BT))
 
 
+@dataclass
+class WithoutOld(GRPO):
+    """Divides by itself, so every ratio is 1."""
+
+    def __call__(self, inputs):
+        return self.clipped(*self.token_ratio(inputs, inputs.logp_BT.detach()), inputs)
+
+
+@dataclass
+class ByTheEngine(GRPO):
+    def __call__(self, inputs):
+        return self.clipped(*self.token_ratio(inputs, inputs.engine_logp_BT), inputs)
+
+
+@dataclass
+class MeanAdvantage(GRPO):
+    def __call__(self, inputs):
+        counts_B1 = inputs.mask_BT.sum(-1, keepdim=True)
+        mean_B1 = inputs.advantage_BT.sum(-1, keepdim=True) / counts_B1
+        return super().__call__(replace(inputs, adv_BT=mean_B1.expand_as(inputs.adv_BT)))
+
+
+@dataclass
+class Unbounded(GRPO):
+    def __call__(self, inputs):
+        outputs = super().__call__(inputs)
+        log_BT = torch.where(inputs.mask_BT, inputs.logp_BT - inputs.old_logp_BT, 0.0)
+        none_BT = torch.zeros_like(inputs.mask_BT)
+        return replace(
+            outputs,
+            loss_BT=-log_BT.exp() * inputs.advantage_BT,
+            weight_BT=log_BT.exp().detach(),
+            is_clipped_BT=none_BT,
+        )
+
+
+@dataclass
+class ClipsInSilence(GRPO):
+    def __call__(self, inputs):
+        outputs = super().__call__(inputs)
+        return replace(outputs, is_clipped_BT=torch.zeros_like(outputs.is_clipped_BT))
+
+
+@dataclass
+class OutsideInverted(GRPO):
+    def __call__(self, inputs):
+        outputs = super().__call__(inputs)
+        return replace(outputs, outside_BT=~outputs.outside_BT)
+
+
 @pytest.mark.parametrize(
     "kind, name, text",
     [
+        (WithoutOld, "ratio_to", "does not depend on old_logp_BT: set the class attribute"),
+        (ByTheEngine, "ratio_to", "ratio_to = 'engine'"),
+        (MeanAdvantage, "gradient on policy", "sequence_level = True"),
+        (Unbounded, "extreme ratios", "bound them before exp"),
+        (ClipsInSilence, "clip metrics", "have no gradient, and is_clipped_BT does not say so"),
+        (OutsideInverted, "clip metrics", "outside_BT is True somewhere"),
         (MeanOfAllColumns, "masking", "tokens outside the mask have a gradient"),
         (MeanOfAllColumns, "cut of the batch", "count tokens by inputs.mask_BT"),
         (MaskTimes, "NaN in padding", "nan outside the mask reaches the gradient"),
         (ByNeighbours, "cut of the batch", "reads its neighbours"),
         (Entropic, "no advantage, no gradient", "needs_every_row = True"),
-        (WrongSign, "gradient on policy", "does not follow the advantage"),
+        (WrongSign, "gradient on policy", "does not follow the token's advantage"),
         (WrongGradient, "finite differences", "off by"),
         (ToldWrong, "clip metrics", "weight_BT is not the factor"),
         (ClippedAndNot, "clip metrics", "calls clipped have a gradient"),
@@ -162,6 +218,54 @@ class ClippedAndNot(GRPO):
 )
 def test_each_check_refuses_what_breaks_it(kind, name, text):
     assert text in failures(kind)[name]
+
+
+@dataclass
+class Dropout(GRPO):
+    def __call__(self, inputs):
+        outputs = super().__call__(inputs)
+        return replace(outputs, loss_BT=torch.nn.functional.dropout(outputs.loss_BT))
+
+
+@dataclass
+class InPlace(GRPO):
+    def __call__(self, inputs):
+        inputs.adv_BT.mul_(0.9)
+        return super().__call__(inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(Dropout, "draw no random numbers"), (InPlace, "a call changes its input adv_BT")],
+)
+def test_a_loss_that_does_not_repeat_itself_is_told_alone(kind, text):
+    first, second = check_objective(kind())
+    assert first.holds and second.name == "repeated calls" and text in second.text
+
+
+@dataclass
+class InFloat32(GRPO):
+    def __call__(self, inputs):
+        return super().__call__(
+            replace(
+                inputs,
+                logp_BT=inputs.logp_BT.float(),
+                old_logp_BT=inputs.old_logp_BT.float(),
+                adv_BT=inputs.adv_BT.float(),
+            )
+        )
+
+
+def test_a_loss_in_a_lower_precision_than_its_inputs_is_told_alone():
+    (finding,) = check_objective(InFloat32())
+    assert not finding.holds and "compute in the precision of the inputs" in finding.text
+
+
+def test_the_sides_of_the_clip_are_said():
+    texts = {finding.name: finding.text for finding in check_objective(GSPO())}
+    assert texts["clip metrics"].endswith(
+        "it clips A < 0 at ratios below 1 and A > 0 at ratios above 1"
+    )
 
 
 def test_a_gradient_without_advantage_is_allowed_where_the_class_says_so():
