@@ -56,7 +56,7 @@ def unread_reward_options(s: Settings) -> list[tuple[bool, str, str]]:
 
 
 def unread_options(s: Settings) -> list[tuple[bool, str, str]]:
-    """List options of routing, synchronisation and KL: (nothing reads it, key, reason)."""
+    """List options of the other groups: (nothing reads it, key, reason)."""
     is_dense = s.model.is_dense
     no_routers = f"model={s.model.name}: it has no routers"
     same_weights = "rollout=local in float32: it has the same weights"
@@ -65,7 +65,14 @@ def unread_options(s: Settings) -> list[tuple[bool, str, str]]:
         (not s.rollout.routes, "rollout.routes_floor", "rollout.routes=false"),
         (s.rollout.shares_weights, "rollout.sync_tolerance", same_weights),
         (is_dense, "trainer.consistency_sample", no_routers),
+        (s.parallel.mode == "none", "parallel.timeout_minutes", "parallel.mode=none"),
     ]
+    for name in ("rollbacks", "rollback_lr"):
+        no_rollback = s.monitor.action != "rollback"
+        options.append((no_rollback, f"monitor.{name}", f"monitor.action={s.monitor.action}"))
+    # an experiment may set the other settings of its cold start
+    for name in ("seed", "warmup_steps", "log_normalizer"):
+        options.append((s.cold_start.steps == 0, f"cold_start.{name}", "cold_start.steps=0"))
     if s.kl.needs_reference:
         options.append((s.kl.target is None, "kl.horizon", "kl.target=null (a fixed coefficient)"))
     return options

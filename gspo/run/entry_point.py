@@ -98,9 +98,10 @@ class StopSignal:
         self._requeue: Callable[[int, FrameType | None], object] | None = None
 
     def install(self, *numbers: int) -> None:
-        """Listen to these signals, unless this process was started to ignore them (nohup)."""
+        """Listen to these signals. Under nohup SIGHUP stays ignored."""
         for number in numbers:
-            if signal.getsignal(number) != signal.SIG_IGN:
+            under_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not under_nohup:
                 signal.signal(number, self._note)
 
     def install_scheduler(self) -> None:

@@ -121,7 +121,8 @@ def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
     )
 
 
-def test_the_advice_names_the_run(tmp_path, capsys):
+def test_the_advice_names_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gspo train"])
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "settings.yaml").touch()
     inside = OSError(
@@ -131,6 +132,9 @@ def test_the_advice_names_the_run(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(
         f"fix this and continue with resume={tmp_path / 'run'}\n"
     )
+    monkeypatch.setattr(sys, "argv", ["gspo evaluate"])
+    assert print_error(inside) == 1
+    assert capsys.readouterr().err.endswith("fix this and continue with the same command\n")
     assert print_error(OSError(errno.ENOSPC, "No space left on device")) == 1
     assert capsys.readouterr().err.endswith("fix this and continue with the same command\n")
 

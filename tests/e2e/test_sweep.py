@@ -74,7 +74,7 @@ def test_workers_whose_sweep_is_killed_save_their_work_and_end(tmp_path, number)
     assert steps_of(tmp_path) == stopped and max(stopped.values()) < 1000 and len(stopped) == 2
     process.wait_for_session(60)
     if number == signal.SIGTERM:
-        assert process.returncode == 128 + number, "it has waited for its workers"
+        assert process.wait(60) == 128 + number, "it has waited for its workers"
 
 
 @pytest.mark.slow

@@ -421,6 +421,20 @@ BAD = [
     ("kl=loss kl.horizon=5", ("kl.horizon", 5.0, "is not read with kl.target=null")),
     ("kl=loss kl.weighted=true", ("kl.weighted", True, "with correction=none")),
     ("kl=loss kl.estimator=k9", ("kl.estimator", "k9")),
+    ("monitor.rollbacks=3", ("monitor.rollbacks", 3, "is not read with monitor.action=warn")),
+    ("monitor.action=stop monitor.rollback_lr=.1", ("monitor.rollback_lr", 0.1, "action=stop")),
+    (
+        "parallel.timeout_minutes=5",
+        ("parallel.timeout_minutes", 5.0, "is not read with parallel.mode=none"),
+    ),
+    (
+        "cold_start.steps=0 cold_start.seed=3",
+        ("cold_start.seed", 3, "is not read with cold_start.steps=0"),
+    ),
+    (
+        "task=rows task.reward=gspo.data.seeding:seed_for task.hub_split=dev",
+        ("task.hub_split", "dev", "is not read without task.hub"),
+    ),
     ("reward.shift=batch", ("reward.shift", "batch", "is not read with")),
     ("reward.scale=running", ("reward.scale", "running", "is not read with")),
     (

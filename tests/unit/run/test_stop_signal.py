@@ -29,7 +29,7 @@ def test_a_terminal_that_closes_may_say_so_twice():
     assert stop.number == signal.SIGHUP
 
 
-def test_a_process_that_was_started_to_ignore_a_signal_ignores_it():
+def test_under_nohup_the_end_of_the_terminal_is_ignored():
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         StopSignal().install(signal.SIGHUP)
