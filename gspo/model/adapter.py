@@ -84,7 +84,15 @@ class Adapter:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(seed, "lora"))
-            peft.inject_adapter_in_model(self.config, model, NAME)
+            try:
+                peft.inject_adapter_in_model(self.config, model, NAME)
+            except ValueError as error:
+                raise SettingError(
+                    "policy.lora.targets",
+                    settings.targets,
+                    f"peft refuses {type(model).__name__}: {error}",
+                    remedy="try another of all, attention and experts, or policy.lora.rank=0",
+                ) from None
         self.layers = [module for module in model.modules() if is_wrapped(module)]
         self._wrappers = _wrappers_by_weight(model)
         expected = {f"{name}.weight" for name in linear} | set(experts)

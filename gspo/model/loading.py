@@ -180,12 +180,14 @@ def load_config(path: str, attention: str) -> transformers.PretrainedConfig:
     """Load a model's configuration, and set our choice of attention.
 
     The attention of config.json is not used, because it may name code on the hub. Models without
-    PyTorch's own attention (sdpa), such as Mamba, get "eager" instead."""
+    PyTorch's own attention (sdpa), such as Mamba, get "eager" instead. So do models with a soft cap
+    on attention scores, such as Gemma 2: sdpa would leave it out."""
     check_stated_sizes(path)
     check_generation_config(path)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+    has_cap = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if attention == "sdpa" and (has_cap or not getattr(model_class, "_supports_sdpa", True)):
         attention = "eager"
     config._attn_implementation = attention
     config.return_dict = True

@@ -41,6 +41,18 @@ def cache_per_token(config: PretrainedConfig, itemsize: int) -> float:
     return 2.0 * text.num_hidden_layers * kv_heads * head_dim_of(config) * itemsize
 
 
+def check_tensor_parallel(gpus: int, config: PretrainedConfig, hardware: Hardware) -> None:
+    """Raise SettingError if vLLM cannot share a model out over this number of GPUs."""
+    heads = config.get_text_config().num_attention_heads
+    problem = ""
+    if heads % gpus:
+        problem = f"does not divide the model's {heads} attention heads"
+    elif gpus > hardware.per_machine:
+        problem = f"exceeds the {hardware.per_machine} GPUs of a machine"
+    if problem:
+        raise SettingError("rollout.tensor_parallel_size", gpus, problem)
+
+
 def engine_estimate(
     settings: Settings,
     config: PretrainedConfig,
@@ -51,7 +63,8 @@ def engine_estimate(
 ) -> EngineEstimate:
     """Return the estimate of a run's engine, for `responses` responses per GPU and step.
 
-    Raises SettingError if vLLM's share of a GPU is too small for a response.
+    Raises SettingError if vLLM's share of a GPU is too small for a response, or if it cannot use
+    so many GPUs together.
     """
     rollout = settings.rollout
     itemsize = BYTES[rollout.dtype]
@@ -67,6 +80,7 @@ def engine_estimate(
     gpus = 1
     if rollout.name in ("vllm", "vllm_server"):
         gpus = rollout.tensor_parallel_size
+        check_tensor_parallel(gpus, config, hardware)
         weights_per_gpu = all_weights / gpus
         share = rollout.gpu_memory * hardware.memory * GB
         if share < weights_per_gpu + per_response / gpus:

@@ -225,6 +225,13 @@ def test_what_does_not_fit_is_refused_in_a_line(override, text):
     assert text in said and "\n" not in said and len(said) < 400
 
 
+def test_a_file_that_an_installed_module_hides_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code.py").write_text("class Copy: pass\n")
+    said = refusal("objective=code:Copy")
+    assert said.endswith("the installed module code, which hides code.py; rename your file")
+
+
 @pytest.mark.slow
 def test_a_class_beside_its_settings_is_answered_with_the_form_that_works(monkeypatch):
     words = ["metrics.a=own_package.extras:Long", "metrics.a.tokens=3"]

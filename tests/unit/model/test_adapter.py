@@ -373,6 +373,12 @@ def test_a_forward_that_fails_with_an_adapter_is_refused(monkeypatch):
         check_adapted_forward(policy.model)
 
 
+def test_a_model_that_peft_refuses_is_one_line():
+    policy = Policy(small_model("mamba"), character_tokenizer())
+    with refuses("policy.lora.targets", "all", "peft refuses MambaForCausalLM: "):
+        policy.adapt(LoraSettings(rank=2), seed=0)
+
+
 def test_a_critic_has_the_width_of_the_head():
     """OPT-350M's head is narrower than its layers."""
     config = OPTConfig(

@@ -48,6 +48,23 @@ def test_one_that_nothing_mends_keeps_the_ids_of_tokens():
     assert (mended.eos_token_id, mended.pad_token_id, mended.bos_token_id) == (2, 0, None)
 
 
+def test_a_soft_cap_on_attention_scores_is_not_left_out(tmp_path):
+    capped = small_model("gemma2")
+    capped.config.attn_logit_softcapping = 0.5
+    save(capped, character_tokenizer(), tmp_path)
+    model, _ = load(str(tmp_path))
+    ids = torch.arange(3, 40)[None]
+
+    def logits(attention: str) -> torch.Tensor:
+        plain = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation=attention
+        )
+        return plain(ids).logits
+
+    assert torch.allclose(model(ids).logits, logits("eager"), atol=1e-5)
+    assert (logits("sdpa") - logits("eager")).abs().max() > 1e-3
+
+
 def test_a_folder_with_such_a_file_is_loaded_and_written_again(tmp_path):
     policy = small_policy()
     save(policy.model, policy.tokenizer, tmp_path)

@@ -368,6 +368,15 @@ def test_experts_are_dealt_where_gathering_them_takes_too_much():
             ("rollout.tensor_parallel_size", 3, "does not divide the 4 processes"),
         ),
         (
+            [
+                "parallel.mode=replicate",
+                "parallel.ranks=8",
+                "rollout=vllm",
+                "rollout.tensor_parallel_size=8",
+            ],
+            ("rollout.tensor_parallel_size", 8, "does not divide the model's"),
+        ),
+        (
             ["parallel.mode=shard", "parallel.ranks=64"],
             ("rollout.prompts_per_step", 32, "is less than the 64 processes"),
         ),
