@@ -141,28 +141,27 @@ def translate(
             f"{log.path}: none of its {len(log.records)} records could be read as a row of "
             f"{table.title}{_reasons(notes)}"
         )
-    counts_updates = columns.counts == {"updates"} and not updates
+    settings = _settings(table, log.config)
+    steps = settings.pop("steps", None)
+    planned = math.ceil(log.planned / max(updates, 1))
+    if not planned and type(steps) is int:
+        planned = max(steps, 0)
     run = ForeignRun(
         path=log.path,
         kind=log.kind,
         table=table,
         rows=rows,
         config=log.config,
-        settings=_settings(table, log.config),
+        settings=settings,
         objective=objective,
-        planned=0,
+        planned=planned,
         updates_per_batch=updates,
         batches_per_row=_batches_per_row(rows, log, updates, table) if table.row_is_mean else 1,
-        counts_updates=counts_updates,
+        counts_updates=columns.counts == {"updates"} and not updates,
         relations=relations,
         notes=notes,
         dropped=dict(columns.dropped),
     )
-    steps = run.settings.pop("steps", None)
-    if log.planned:
-        run.planned = math.ceil(log.planned / max(updates, 1))
-    elif type(steps) is int and steps > 0:
-        run.planned = steps
     run.notes += _notes(run, table, columns.counts)
     return run
 
