@@ -301,7 +301,8 @@ def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
     The advantages differ from token to token, if the objective permits it."""
     name = "gradient on policy"
     inputs = on_policy_inputs()
-    if not objective.sequence_level or objective.token_advantages:
+    has_joint_ratio = objective.sequence_level or objective.joint_ratio
+    if not has_joint_ratio or objective.token_advantages:
         generator = torch.Generator().manual_seed(1)
         adv_BT = torch.randn(inputs.adv_BT.shape, generator=generator, dtype=torch.float64)
         inputs = replace(inputs, adv_BT=adv_BT)
@@ -326,23 +327,27 @@ def on_policy_it_is_reinforce(objective: Objective) -> CheckResult:
         name,
         False,
         f"if all ratios are 1, tokens have {low:.4g} to {high:.4g} times REINFORCE's gradient: "
-        "it does not follow the token's advantage (if a response has one advantage for all of its "
-        "tokens, set the class attribute sequence_level = True)",
+        "it does not follow the token's advantage. A loss that needs one advantage for all tokens of "
+        "a response says so by the class attribute sequence_level = True",
     )
 
 
 def ratio_is_to_the_declared_policy(objective: Objective) -> CheckResult:
-    """Check that the loss depends on the log-probs that `ratio_to` names."""
+    """Check that the loss depends on the log-probs that `ratio_to` names.
+
+    They are shifted by several sizes, because a hard mask changes at few ratios."""
     name = "ratio_to"
     read = set()
     for inputs in all_inputs(objective):
         loss, gradient_BT = gradient(objective, inputs)
         for policy, field in (("old", "old_logp_BT"), ("engine", "engine_logp_BT")):
-            moved = changed(replace(inputs, **{field: getattr(inputs, field) - 0.01}), torch.clone)
-            moved = replace(moved, statistic=objective.statistic(moved))
-            moved_loss, moved_BT = gradient(objective, moved)
-            if not torch.equal(moved_loss, loss) or not torch.equal(moved_BT, gradient_BT):
-                read.add(policy)
+            for shift in (-0.01, 0.01, -0.3, 0.3, -3.0, 3.0):
+                shifted_BT = getattr(inputs, field) + shift
+                moved = changed(replace(inputs, **{field: shifted_BT}), torch.clone)
+                moved = replace(moved, statistic=objective.statistic(moved))
+                moved_loss, moved_BT = gradient(objective, moved)
+                if not torch.equal(moved_loss, loss) or not torch.equal(moved_BT, gradient_BT):
+                    read.add(policy)
     declared = objective.ratio_to
     if declared == "none" and read:
         policy = min(read)

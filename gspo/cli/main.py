@@ -94,15 +94,19 @@ def main() -> None:
         sys.exit(2)
     try:
         dispatch()
+        flush_output()
+    except SystemExit:
+        flush_output()
+        raise
     except BrokenPipeError:
         end_without_reader()
     except OSError as error:
+        if error.errno is None:  # of a library, with a message of its own
+            raise
         end_with_error(error)
     except KeyboardInterrupt:  # of a command that has nothing to save
         print("\nstopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    finally:
-        flush_output()
 
 
 def open_closed_streams() -> None:
@@ -131,10 +135,10 @@ def flush_output() -> None:
 
 
 def end_with_error(error: OSError) -> NoReturn:
-    """End with an error of a file, in most cases of the output."""
+    """End with an error of a file, or without a file's name of the output."""
     # Python would flush the output again
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    print(f"error: {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr)
     sys.exit(1)
 
 

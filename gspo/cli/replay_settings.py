@@ -134,7 +134,7 @@ def changed(recorded: Settings, words: Sequence[str], complete: bool) -> tuple[S
     settings.outside = outside_code(settings)
     resolve(settings)
     if complete:
-        check(settings)
+        check(settings, given=LOSS_GROUPS)
     else:
         # the header does not say that the run permitted its own average
         mode = recorded.trainer.aggregation.mode

@@ -6,6 +6,7 @@ loads. algorithm_checks.py has the checks of the algorithm.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from gspo.config.algorithm_checks import check_algorithm, starts_at_one
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
 
-def check(s: Settings) -> None:
-    """Raise ValueError for the first combination of settings that cannot work."""
+def check(s: Settings, given: Collection[str] | None = None) -> None:
+    """Raise ValueError for the first combination of settings that cannot work.
+
+    `given` names the settings, and the groups, in which options that nothing reads are refused.
+    None stands for all."""
     check_updates(s)
     check_replay(s)
     check_optimizer(s)
@@ -30,7 +34,7 @@ def check(s: Settings) -> None:
     check_head(s)
     check_algorithm(s)
     check_episodes(s)
-    check_unread_options(s)
+    check_unread_options(s, given)
     if s.cold_start.steps and not s.task.has_demonstrations:
         raise SettingError(
             "cold_start.steps",

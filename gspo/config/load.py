@@ -6,7 +6,7 @@ another user made are not used.
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,15 @@ def chosen_settings(
     return to_settings(config, choices)
 
 
-def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = None) -> Settings:
+def to_settings(
+    config: DictConfig,
+    choices: Mapping[str, str | None] | None = None,
+    given: Collection[str] | None = None,
+) -> Settings:
     """Convert a composed config to dataclasses, complete them and check them.
 
-    `choices` (hydra.runtime.choices) are the chosen options, which are recorded. Raises ValueError
+    `choices` (hydra.runtime.choices) are the chosen options, which are recorded. `given` names the
+    settings that the command line adds to recorded ones; None: all are its own. Raises ValueError
     or an OmegaConf error that names key and value.
     """
     settings = to_dataclass(with_outside_parts(config))
@@ -139,7 +144,7 @@ def to_settings(config: DictConfig, choices: Mapping[str, str | None] | None = N
     settings.outside = outside_code(settings)
     resolve(settings)
     try:
-        check(settings)
+        check(settings, given)
     except SettingError as error:
         # the refusal names the option that was chosen: correction=tv, which is rho with settings
         option = settings.options.get(error.key)
@@ -195,7 +200,7 @@ def read_settings(folder: Path, consent: bool = False, trust: bool = False) -> S
 
     Raises ValueError if the folder is no run directory, or was written by another version.
     """
-    return to_settings(recorded_config(folder, consent, trust))
+    return to_settings(recorded_config(folder, consent, trust), given=())
 
 
 def recorded_config(folder: Path, consent: bool = False, trust: bool = False) -> DictConfig:
@@ -222,7 +227,7 @@ def recorded_config(folder: Path, consent: bool = False, trust: bool = False) ->
             name = chosen.get("name") if isinstance(chosen, dict) else chosen
             config[group] = recorded_schema(group, name, code_paths.get(group, ""))
         config = merged(config, content | {"task": with_consent(content["task"], consent)})
-        to_settings(config)
+        to_settings(config, given=())
     except OmegaConfBaseException as error:
         raise ValueError(f"{path} was written by another version:") from error
     except SettingError as error:
@@ -343,7 +348,7 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     """
     parsed = OverridesParser.create().parse_overrides(overrides)
     recorded = recorded_config(folder, trust=trust)
-    change = source_change(folder, recorded, to_settings(recorded))
+    change = source_change(folder, recorded, to_settings(recorded, given=()))
     if change:
         raise ValueError(
             f"{change}: put it back (a copy is in {folder / OUTSIDE}), or begin a new run"
@@ -371,7 +376,8 @@ def resumed_settings(folder: Path, overrides: list[str], trust: bool = False) ->
     for override in parsed:
         check_change(override, keys, named_addresses, folder)
         OmegaConf.update(changes, override.key_or_group, override.value())
-    return to_settings(merged(recorded, changes, {"resume": str(folder)}))
+    given = [override.key_or_group for override in parsed]
+    return to_settings(merged(recorded, changes, {"resume": str(folder)}), given=given)
 
 
 def check_change(

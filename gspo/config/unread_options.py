@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from gspo.io.errors import SettingError
+from gspo.tasks.own_rows import OwnRows
 
 if TYPE_CHECKING:
     from gspo.config.settings import Settings
 
 
-def check_unread_options(s: Settings) -> None:
-    """Refuse options that differ from their default although nothing reads them."""
+def check_unread_options(s: Settings, given: Collection[str] | None = None) -> None:
+    """Refuse options that differ from their default although nothing reads them.
+
+    `given` names the options, and the groups of options, that this command line has set. None
+    stands for all. The others were accepted when the run began, so they are not checked again."""
     for is_unread, key, reason in [*unread_reward_options(s), *unread_options(s)]:
         group, _, name = key.partition(".")
+        if given is not None and key not in given and group not in given:
+            continue
         settings = getattr(s, group)
         if is_unread and changed(settings, name):
             raise SettingError(key, getattr(settings, name), f"is not read with {reason}")
@@ -70,6 +77,9 @@ def unread_options(s: Settings) -> list[tuple[bool, str, str]]:
     for name in ("rollbacks", "rollback_lr"):
         no_rollback = s.monitor.action != "rollback"
         options.append((no_rollback, f"monitor.{name}", f"monitor.action={s.monitor.action}"))
+    if isinstance(s.task, OwnRows):
+        for name in ("hub_config", "hub_split", "hub_train_split"):
+            options.append((not s.task.hub, f"task.{name}", "task.hub=''"))
     # an experiment may set the other settings of its cold start
     for name in ("seed", "warmup_steps", "log_normalizer"):
         options.append((s.cold_start.steps == 0, f"cold_start.{name}", "cold_start.steps=0"))

@@ -77,8 +77,11 @@ def import_object(path: str, key: str) -> Any:
         raise SettingError(key, path, f"importing {module} failed: {reason}") from None
     if name not in content:
         own_file = Path(f"{module.replace('.', '/')}.py")
-        imported_file = content.get("__file__")
-        if own_file.is_file() and not (imported_file and own_file.samefile(imported_file)):
+        imported_file = content.get("__file__") or ""
+        is_hidden = own_file.is_file()
+        if is_hidden and os.path.exists(imported_file):
+            is_hidden = not own_file.samefile(imported_file)
+        if is_hidden:
             problem = f"there is no {name} in the installed module {module}, which hides {own_file}"
             raise SettingError(key, path, problem, remedy="rename your file")
         public = [public_name for public_name in content if not public_name.startswith("_")]

@@ -41,14 +41,16 @@ def cache_per_token(config: PretrainedConfig, itemsize: int) -> float:
     return 2.0 * text.num_hidden_layers * kv_heads * head_dim_of(config) * itemsize
 
 
-def check_tensor_parallel(gpus: int, config: PretrainedConfig, hardware: Hardware) -> None:
-    """Raise SettingError if vLLM cannot share a model out over this number of GPUs."""
-    heads = config.get_text_config().num_attention_heads
+def check_tensor_parallel(gpus: int, config: PretrainedConfig, most: int | None) -> None:
+    """Raise SettingError if vLLM cannot share a model out over this number of GPUs.
+
+    `most` is the number of GPUs of its machine, None if it is not known."""
+    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
     problem = ""
     if heads % gpus:
         problem = f"does not divide the model's {heads} attention heads"
-    elif gpus > hardware.per_machine:
-        problem = f"exceeds the {hardware.per_machine} GPUs of a machine"
+    elif most is not None and gpus > most:
+        problem = f"exceeds the GPUs of a machine: {most}"
     if problem:
         raise SettingError("rollout.tensor_parallel_size", gpus, problem)
 
@@ -80,7 +82,9 @@ def engine_estimate(
     gpus = 1
     if rollout.name in ("vllm", "vllm_server"):
         gpus = rollout.tensor_parallel_size
-        check_tensor_parallel(gpus, config, hardware)
+        # a server may be on another machine
+        most = hardware.per_machine if rollout.name == "vllm" else None
+        check_tensor_parallel(gpus, config, most)
         weights_per_gpu = all_weights / gpus
         share = rollout.gpu_memory * hardware.memory * GB
         if share < weights_per_gpu + per_response / gpus:

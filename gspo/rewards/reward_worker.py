@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -191,6 +192,14 @@ class RewardCaller:
         what = str(error) if isinstance(error, NotAScore) else f"it raised {kind}: {error}"
         return Score(None, "error", reason=f"{self.name}: {what}{location}"[:MAX_REASON_CHARS])
 
+    def too_slow(self, seconds: float) -> Score:
+        """Return the score of a response whose reward took too long.
+
+        Threads of the event loop (asyncio.to_thread) may hang in that call, so later calls get
+        other threads."""
+        self.runner.get_loop().set_default_executor(ThreadPoolExecutor())
+        return timeout(seconds)
+
     def trial(self, calls: list[RewardCall], seconds: float) -> Trial:
         """Make these calls before a run, and return their result. Nothing is sent."""
         scores, errors = self._try(calls, seconds)
@@ -237,7 +246,7 @@ class RewardCaller:
                         value = self.runner.run(within(value, seconds))
                     score = as_score(value)
                 except TooSlow:
-                    score = timeout(seconds)
+                    score = self.too_slow(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
                 self.send(("outcome", index, score))
@@ -255,7 +264,7 @@ class RewardCaller:
                 raise NotAScore(f"it returned {len(values)} rewards for {len(indices)} responses")
             scores = [self.score_of(value) for value in values]
         except TooSlow:
-            scores = [timeout(seconds)] * len(indices)
+            scores = [self.too_slow(seconds)] * len(indices)
         except Exception as error:  # the user's function may raise anything
             scores = [self.failure(error)] * len(indices)
         for index, score in zip(indices, scores, strict=True):
@@ -278,7 +287,7 @@ class RewardCaller:
                 try:
                     score = as_score(await within(self.function(*arguments), seconds))
                 except TooSlow:
-                    score = timeout(seconds)
+                    score = self.too_slow(seconds)
                 except Exception as error:  # the user's function may raise anything
                     score = self.failure(error)
                 self.send(("outcome", index, score))

@@ -71,6 +71,7 @@ class WriteManifest(Callback):
 
         Hydra turns every exception of a callback into a warning, and a sweep without a plan would
         lose its failures. So an exception ends the process here, with its reason as a line."""
+        stop_signal().ends_at_once = False
         try:
             self._begin(config)
         except Exception as error:  # every error must end the process
@@ -183,7 +184,9 @@ class WriteManifest(Callback):
         for study in self.studies:
             for entry in entries(study):
                 if entry.get("sweep") == self.sweep and "run" in entry:
-                    if read_status(study / entry["run"]).get("how") in ENDED:
+                    status = read_status(study / entry["run"])
+                    is_later = status.get("time", 0) > entry["time"]
+                    if is_later and status.get("how") in ENDED:
                         continue  # another sweep has made the run meanwhile
                     stopped = f"stopped {entry.get('stopped')}"
                     run = self._named(entry["run"], study)

@@ -9,7 +9,7 @@ file is held out. The text of a problem alone decides, so every run holds out th
 
 import json
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,13 +70,6 @@ class OwnRows(Benchmark):
                 problem="is not given",
                 remedy="name the column that holds the prompt",
             )
-        if not self.hub:
-            for f in fields(self):
-                value = getattr(self, f.name)
-                if f.name.startswith("hub_") and value != f.default:
-                    raise SettingError(
-                        f"{self.key}.{f.name}", value, f"is not read without {self.key}.hub"
-                    )
         if "/" in self.name or not self.name:
             raise SettingError(
                 f"{self.key}.name",

@@ -243,10 +243,11 @@ class WandbRun:
             try:
                 self.run.log(entries, step=row["step"], commit=True)
             except FileNotFoundError as error:
-                if not error.filename:
-                    raise
                 # the system has cleaned its temporary files, among them W&B's folder for tables
-                Path(error.filename).parent.mkdir(mode=0o700, exist_ok=True)
+                folder = Path(error.filename or "").parent
+                if not folder.name.endswith("wandb-media"):
+                    raise
+                folder.mkdir(mode=0o700, parents=True)
                 self.run.log(entries, step=row["step"], commit=True)
             self.run.summary.update({f"mean_of_last_{RECENT}": self._means()})
 

@@ -197,6 +197,7 @@ def test_a_run_killed_by_sigkill_ends_as_if_it_had_not_been(straight, tmp_path):
     [
         (signal.SIGTERM, False),
         (signal.SIGINT, True),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.daily),
         pytest.param(signal.SIGHUP, False, marks=pytest.mark.daily),
     ],
 )

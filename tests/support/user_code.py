@@ -148,6 +148,11 @@ async def later(prompt, response, row):
     return response == "right"
 
 
+async def hangs_in_a_thread(prompt, response, row):
+    await asyncio.to_thread(time.sleep, 600 if response == "hang" else 0.001)
+    return 1
+
+
 TWO_AT_A_TIME = asyncio.Semaphore(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -197,8 +198,8 @@ class PromptFormat(Ranged, key="prompt"):
         `tools` are the functions that the policy may call. The chat template writes them. A plain
         text is the concatenation of the messages' contents.
 
-        Raises ValueError if the template refuses the chat or leaves out a message of the system or
-        of the user."""
+        Raises ValueError if the template refuses the chat or leaves out turns of the system or of
+        the user."""
         if not self.control_tokens:
             marked = control_tokens_of(tokenizer).marked
             messages = [marked(tokenizer, message) for message in messages]
@@ -215,13 +216,35 @@ class PromptFormat(Ranged, key="prompt"):
             raise ValueError(
                 f"this model's chat template refuses a chat of {roles}: {error}"
             ) from None
-        for message in messages:
-            role = message["role"]
-            content = message["content"]
-            is_text = role in ("system", "user") and isinstance(content, str)
-            if is_text and content.strip() not in prompt:
-                raise ValueError(f"this model's chat template leaves out what a {role} turn says")
+        lost_role = self.lost_role(
+            tokenizer, tuple(str(message.get("role")) for message in messages)
+        )
+        if lost_role:
+            raise ValueError(f"this model's chat template leaves out what a {lost_role} turn says")
         return prompt
+
+    def lost_role(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, roles: tuple[str, ...]
+    ) -> str:
+        """Return the role of a turn that the chat template leaves out of a chat, "" if there is none.
+
+        The chat has these roles, and texts that no template edits. Only turns of the system and of
+        the user count: some templates leave out the thoughts of earlier turns of the assistant."""
+        known = _LOST_ROLES.setdefault(tokenizer, {})
+        key = (tokenizer.chat_template, roles, *self.variables)
+        if key not in known:
+            known[key] = ""
+            texts = [f"{QUESTION} {number}." for number in range(len(roles))]
+            turns = [
+                {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+            ]
+            # templates raise any exception, for example for a tool's result without a call
+            with suppress(Exception):
+                prompt = self.apply_chat_template(tokenizer, turns)
+                for role, text in zip(roles, texts, strict=True):
+                    if role in ("system", "user") and text not in prompt:
+                        known[key] = role
+        return known[key]
 
     def apply_chat_template(
         self,
@@ -293,6 +316,10 @@ def around_turns(tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
     return {i for i in chat_ids if i in added and added[i].content not in THINK_TOKENS}
 
 
+# by tokenizer: the results of PromptFormat.lost_role
+_LOST_ROLES: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, dict[tuple, str]] = (
+    WeakKeyDictionary()
+)
 _CACHE: WeakKeyDictionary[transformers.PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
 
 

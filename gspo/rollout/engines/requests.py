@@ -143,16 +143,23 @@ class Row:
 def new_rows(policy: Policy, request: SamplingRequest) -> list[Row]:
     """Return the rows of a request, group by group.
 
-    Raises SettingError for a problem with an empty prompt."""
+    Raises SettingError for a problem whose prompt cannot be written, or is empty."""
     rows = []
     for problem in request.problems:
-        prompt_ids = policy.encode_prompt(problem.prompt)
-        if not prompt_ids:
+        fault = ""
+        try:
+            prompt_ids = policy.encode_prompt(problem.prompt)
+        except ValueError as error:
+            fault = str(error)
+        else:
+            if not prompt_ids:
+                fault = "an empty prompt: no token of this tokenizer stands for its text"
+        if fault:
+            shown = repr(problem.prompt[:MAX_SHOWN_CHARS])
             raise SettingError(
                 "task",
                 problem.task,
-                f"problem {problem.index} ({problem.prompt[:MAX_SHOWN_CHARS]!r}) has an empty "
-                "prompt: no token of this tokenizer stands for its text",
+                f"problem {problem.index} ({shown}): {fault}",
                 remedy="leave it out",
             )
         rendered = policy.rendered(prompt_ids)

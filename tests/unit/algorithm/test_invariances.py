@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo.algorithm.invariances import CHECKS, check_objective, outputs_fit
-from gspo.algorithm.objectives import GSPO, OBJECTIVES
+from gspo.algorithm.objectives import GSPO, OBJECTIVES, LossOutputs
 from gspo.algorithm.objectives.token import GRPO
 
 
@@ -218,6 +218,47 @@ class OutsideInverted(GRPO):
 )
 def test_each_check_refuses_what_breaks_it(kind, name, text):
     assert text in failures(kind)[name]
+
+
+@dataclass
+class HardMask(GRPO):
+    """REINFORCE for the tokens whose ratio to the old policy is near 1."""
+
+    def __call__(self, inputs):
+        ratio_BT, bounded_BT = self.token_ratio(inputs)
+        far_BT = (ratio_BT.detach().log().abs() > 0.5) & inputs.mask_BT
+        kept_BT = inputs.mask_BT & ~far_BT
+        logp_BT = torch.where(kept_BT, inputs.logp_BT, 0.0)
+        return LossOutputs(
+            loss_BT=-logp_BT * inputs.advantage_BT,
+            weight_BT=kept_BT.to(logp_BT.dtype),
+            is_clipped_BT=far_BT,
+            outside_BT=far_BT,
+            bounded_BT=torch.zeros_like(bounded_BT),
+        )
+
+
+@dataclass
+class BySegments(GRPO):
+    """A ratio for each half of a response, and one advantage for a response."""
+
+    joint_ratio: ClassVar[bool] = True
+
+    def __call__(self, inputs):
+        log_BT = torch.where(inputs.mask_BT, inputs.logp_BT - inputs.old_logp_BT, 0.0)
+        halves = []
+        for half_BT in (log_BT[:, :4], log_BT[:, 4:]):
+            halves.append(half_BT.mean(-1, keepdim=True).expand_as(half_BT))
+        log_BT = torch.where(inputs.mask_BT, torch.cat(halves, dim=1), 0.0)
+        ratio_BT, bounded_BT = self.bounded_exp(log_BT)
+        return self.clipped(ratio_BT, bounded_BT, inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(HardMask, "ratio_to"), (BySegments, "gradient on policy")]
+)
+def test_hard_masks_and_ratios_of_segments_are_not_refused_by_these_checks(kind, name):
+    assert name not in failures(kind)
 
 
 @dataclass

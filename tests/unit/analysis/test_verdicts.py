@@ -136,7 +136,7 @@ def test_seeds_that_do_not_reach_the_level_lie_below_one():
     assert result.values == (0,) * 6 and result.p(1) == 2 / 64
     assert judge(result, 1, "1").startswith("not seen: contradicted")
     mixed = np.column_stack([0 * rival[:, :5], 2 * rival[:, 5]])
-    assert efficiency.efficiency(mixed, flops, rival, flops).like.p(1) == 14 / 64
+    assert efficiency.efficiency(mixed, flops, rival, flops).like.p(1) == pytest.approx(14 / 64)
 
 
 def test_an_unknown_compute_is_said_and_not_judged(tmp_path):

@@ -55,7 +55,7 @@ def test_the_help_has_a_line_and_an_example_for_each(monkeypatch, capsys):
     [
         ("{gspo} --help >&-", 0, ""),
         ("{gspo} --help <&- >&- 2>&-", 0, ""),
-        ("{gspo} --help >/dev/full", 1, "error: the output: No space left on device"),
+        ("{gspo} --help >/dev/full", 1, "error: [Errno 28] No space left on device"),
         ("mkdir gone; cd gone; rmdir ../gone; {gspo} --help", 2, "error: the current folder no"),
     ],
 )

@@ -433,7 +433,7 @@ BAD = [
     ),
     (
         "task=rows task.reward=gspo.data.seeding:seed_for task.hub_split=dev",
-        ("task.hub_split", "dev", "is not read without task.hub"),
+        ("task.hub_split", "dev", "is not read with task.hub"),
     ),
     ("reward.shift=batch", ("reward.shift", "batch", "is not read with")),
     ("reward.scale=running", ("reward.scale", "running", "is not read with")),

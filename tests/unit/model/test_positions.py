@@ -274,7 +274,7 @@ def test_whole_runs_on_a_model_with_few_positions(tmp_path):
         done = forked.run(call, cwd=tmp_path)
         assert done.returncode == 0 and words in done.stdout, done.stderr[-2000:]
     none = train(tmp_path, *small, "rollout.max_new_tokens=22", "study=none")
-    assert none.returncode == 2 and "leaves 2 of 24 positions for a prompt" in none.stderr
+    assert none.returncode == 2 and "leave 2 of 24 positions for a prompt" in none.stderr
     hard = train(
         tmp_path, *small, "rollout.max_new_tokens=14", "evaluation.sets=[math_hard]", "study=none"
     )

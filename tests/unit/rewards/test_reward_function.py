@@ -59,6 +59,13 @@ def test_a_semaphore_of_the_users_module_serves_all_batches(function):
         assert ask(limited, *"abcdefgh") == [Score(1.0, "correct")] * 8
 
 
+@pytest.mark.slow
+def test_threads_that_hang_do_not_take_the_threads_of_later_calls(function):
+    in_threads = function("hangs_in_a_thread", seconds=5.0)
+    assert {s.verdict for s in ask(in_threads, *["hang"] * 40)} == {"timeout"}
+    assert ask(in_threads, *"abcdefgh") == [Score(1.0, "correct")] * 8
+
+
 def test_exceptions_none_and_odd_numbers_leave_a_response_ungraded_with_the_reason(function, capfd):
     good, bad, none, nan = ask(function("raises"), "good", "bad", "none", "nan")
     assert good == Score(0.5, "partial")

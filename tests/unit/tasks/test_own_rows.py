@@ -215,6 +215,32 @@ def test_a_template_that_drops_an_earlier_turn_is_refused():
         PromptFormat().encode(tokenizer, ChatPrompt(turns))
 
 
+def test_a_template_that_edits_a_text_is_not_refused():
+    """Templates of Nemotron remove the switch /no_think from the texts of turns."""
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content.replace('/no_think', '') }} {% endfor %}"
+    )
+    turns = [
+        {"role": "system", "content": "Be brief. /no_think"},
+        {"role": "user", "content": "Where is /no_think/x?"},
+    ]
+    written = tokenizer.decode(PromptFormat().encode(tokenizer, ChatPrompt(turns)))
+    assert written == "Be brief.  Where is /x? "
+
+
+def test_a_dropped_turn_is_found_also_if_a_later_turn_holds_its_text():
+    tokenizer = byte_tokenizer(chat_format("Qwen/Qwen3-0.6B"))
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    turns = [
+        {"role": "user", "content": "4"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+4=?"},
+    ]
+    with pytest.raises(ValueError, match="leaves out what a user turn says"):
+        PromptFormat().encode(tokenizer, ChatPrompt(turns))
+
+
 def test_one_row_that_the_template_refuses_is_found_before_the_first_step(tmp_path):
     rows = [{"prompt": f"{i}+{i}?"} for i in range(30)]
     rows[17] = {"prompt": CHAT, "source": "odd"}
