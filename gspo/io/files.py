@@ -35,7 +35,7 @@ RUN_STATES = (
     "rolled back",
 )
 # the entries of status.json that are read, with their types
-STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int}
+STATUS_FIELDS = {"how": str, "step": int, "reason": str, "pid": int, "time": float}
 # has a line for each time that another process continued the run from a checkpoint
 CONTINUATIONS_FILE = "continued.jsonl"
 # the folder in a run directory with a folder for each evaluation of its checkpoints
@@ -248,7 +248,7 @@ def sync(path: Path) -> None:
 
 
 def read_status(folder: Path) -> dict:
-    """Return a run's last entry in status.json: its state (`how`), step, reason and process id.
+    """Return a run's last entry in status.json: state (`how`), step, reason, process id and time.
 
     The result is empty if there is no such file. If the file is damaged, the result has only a
     reason, which says so.

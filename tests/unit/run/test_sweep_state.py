@@ -3,15 +3,18 @@ folders show.
 """
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from composing import settings as composed
 from gspo.config.settings import Settings, run_directory, settings_hash, vary
 from gspo.run import sweeps
 from gspo.run.directory import exclusive
+from gspo.run.entry_point import StopSignal
 from gspo.run.sweep_state import forecast, jobs, rewards_of, table
 from gspo.tracking.collapse import collapse
 from recorded_runs import COLLAPSED, HEALTHY, write
@@ -187,6 +190,35 @@ def test_failures_of_another_sweep_of_the_study_are_not_this_ones(tmp_path, monk
         sweeps.append_entry(study, {"sweep": "b" * 16, "run": "gspo-seed2-x", "reason": "theirs"})
     sweep.collect_reasons()
     assert unfinished == {"f/gspo-seed1-x": "ours", "g/gspo-seed1-x": "ours"}
+
+
+@pytest.mark.parametrize(("later", "expected"), [(10, {}), (-10, {"gspo-seed1-x": "refused"})])
+def test_a_failure_counts_unless_another_sweep_has_made_the_run_since(
+    tmp_path, monkeypatch, later, expected
+):
+    """A run that finished before, with fewer steps, does not hide the refusal of this sweep."""
+    monkeypatch.setattr(sweeps, "UNFINISHED_JOBS", unfinished := {})
+    sweep = sweeps.WriteManifest()
+    sweep.sweep = "a" * 16
+    sweep.studies = [tmp_path]
+    folder = tmp_path / "gspo-seed1-x"
+    sweep.planned = [{"run": folder.name, "folder": str(folder), "overrides": ["seed=1"]}]
+    folder.mkdir()
+    status = {"how": "finished", "step": 4, "time": time.time() + later}
+    (folder / "status.json").write_text(json.dumps(status))
+    sweeps.append_entry(tmp_path, {"sweep": "a" * 16, "run": folder.name, "reason": "refused"})
+    sweep.collect_reasons()
+    assert unfinished == expected
+
+
+def test_the_start_of_a_sweep_lets_signals_wait_for_its_workers(monkeypatch):
+    """Also of a sweep by `mode: MULTIRUN` in a file, without -m on the command line."""
+    stop = StopSignal()
+    stop.ends_at_once = True
+    monkeypatch.setattr(sweeps, "stop_signal", lambda: stop)
+    monkeypatch.setattr(sweeps.WriteManifest, "_begin", lambda self, config: None)
+    sweeps.WriteManifest().on_multirun_start(OmegaConf.create())
+    assert not stop.ends_at_once
 
 
 def test_a_shuffled_job_is_found_in_the_plan_by_its_overrides():
