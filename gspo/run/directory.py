@@ -221,11 +221,9 @@ class RunDirectory:
         """Return the score (gspo.tracking.score) of a run that ended with the status `how`.
 
         The score of a run that is not at its end is NaN."""
-        return (
-            score(read_rows(self.path / METRICS_FILE), how == "collapsed")
-            if how in ENDED
-            else math.nan
-        )
+        if how not in ENDED:
+            return math.nan
+        return score(read_rows(self.path / METRICS_FILE), how == "collapsed")
 
     # ------------------------------------------------------------------------------------- resume
     def newest_checkpoint(self, settings: Settings) -> Path | None:

@@ -200,6 +200,9 @@ def end_in_words(
 def open_tracker(settings: Settings, folder: Path) -> Tracker:
     """Return the tracker, which writes and sends the rows of a run."""
     tracking = settings.tracking
+    event_files = None
+    if tracking.tensorboard:
+        event_files = EventFiles(folder, read_rows(folder / METRICS_FILE))
     return Tracker(
         folder,
         tracking,
@@ -207,9 +210,7 @@ def open_tracker(settings: Settings, folder: Path) -> Tracker:
         settings.study,
         settings.tags(),
         start=cold_start_folder(settings),
-        elsewhere=EventFiles(folder, read_rows(folder / METRICS_FILE))
-        if tracking.tensorboard
-        else None,
+        elsewhere=event_files,
     )
 
 

@@ -231,7 +231,7 @@ class PromptFormat(Ranged, key="prompt"):
         The chat has these roles, and texts that no template edits. Only turns of the system and of
         the user count: some templates leave out the thoughts of earlier turns of the assistant."""
         known = _LOST_ROLES.setdefault(tokenizer, {})
-        key = (tokenizer.chat_template, roles, *self.variables)
+        key = (tokenizer.chat_template, roles, self.thinking, self.date)
         if key not in known:
             known[key] = ""
             texts = [f"{QUESTION} {number}." for number in range(len(roles))]
