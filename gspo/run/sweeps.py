@@ -7,6 +7,7 @@ gspo.run.sweep_state reads how far each job is.
 
 import grp
 import json
+import math
 import os
 import pwd
 import secrets
@@ -185,7 +186,7 @@ class WriteManifest(Callback):
             for entry in entries(study):
                 if entry.get("sweep") == self.sweep and "run" in entry:
                     status = read_status(study / entry["run"])
-                    is_later = status.get("time", 0) > entry["time"]
+                    is_later = status.get("time", 0.0) > entry.get("time", math.inf)
                     if is_later and status.get("how") in ENDED:
                         continue  # another sweep has made the run meanwhile
                     stopped = f"stopped {entry.get('stopped')}"
