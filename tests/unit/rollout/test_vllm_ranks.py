@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from daily import daily_but
-from gspo.rollout.engines import external
+from gspo.rollout.engines import vllm_base
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.local import LocalEngine
 from gspo.rollout.engines.vllm import VLLMEngine
@@ -40,7 +40,7 @@ def test_two_ranks_sample_what_one_process_does(case):
     spread, together, routes = CASES[case]
 
     def told(ranks):
-        external.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
+        vllm_base.PIECE_BYTES = 20_000  # the weights come in many pieces, layers in several
         launched = {
             "RANK": ranks.rank,
             "WORLD_SIZE": 2,

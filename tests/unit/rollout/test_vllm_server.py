@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 from builders import problems
 from gspo.model.policy import Policy
 from gspo.model.settings import TinyMoE
-from gspo.rollout.engines import external
+from gspo.rollout.engines import vllm_base
 from gspo.rollout.engines.engine_process import EngineEnded
 from gspo.rollout.engines.requests import SamplingRequest
 from gspo.rollout.engines.vllm_server import VLLMServerEngine
@@ -51,7 +51,7 @@ def test_two_ranks_sample_what_one_process_does(server, spread):
     url, _ = server
 
     def told(ranks):
-        external.PIECE_BYTES = 20_000  # the weights come in many pieces
+        vllm_base.PIECE_BYTES = 20_000  # the weights come in many pieces
         engine = VLLMServerEngine(
             spread_policy(ranks) if spread else whole_policy(), settings(url), ranks
         )
