@@ -11,7 +11,8 @@
     corrections.py      weights for the mismatch of engine and trainer
     masks.py            further corrections: KPop, M2PO, OPSM, rho
     entropy.py          the coefficient of the entropy bonus
-    invariances.py      checks that every objective must pass (`gspo check-objective`)
+    invariances.py      checks that every objective must pass (`gspo check-objective`), on the random
+                        inputs of invariance_inputs.py
 
 Every module states its equations above the code, with the same symbols.
 """
